@@ -19,7 +19,7 @@ from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import model_title
 from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
 from dbsp_core.planning.wire_format import MODEL
-from dbsp_core.sources import SOURCES, DenseSource
+from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log
 from dbsp_core.utils.yaml_file import Settings
@@ -86,12 +86,16 @@ def log_config(
 
 def describe_mask(config: DbspConfig) -> str:
     """The mask source with what is set of it, for example "sparge (cdf 0.92, block_q 128), dense first_steps 5"."""
-    mask = config.mask
+    schedule = _describe_changed(config.dense_schedule, DenseSchedule())
+    sources = " + ".join(map(_describe_source, parts_of(config.mask)))
+    return sources + (f", dense {schedule}" if schedule else "")
+
+
+def _describe_source(mask: MaskSource) -> str:
     name = next((name for name, cls in SOURCES.items() if type(mask) is cls), type(mask).__name__)
     default: Any = DenseSource() if isinstance(mask, DenseSource) else None
     settings = _describe_changed(mask, default) if is_dataclass(mask) else ""
-    schedule = _describe_changed(config.dense_schedule, DenseSchedule())
-    return name + (f" ({settings})" if settings else "") + (f", dense {schedule}" if schedule else "")
+    return name + (f" ({settings})" if settings else "")
 
 
 def _describe_changed(settings: Any, default: Any) -> str:

@@ -19,9 +19,9 @@ from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
-from dbsp_core.sources import SOURCES, DenseSource, MaskSource
-from dbsp_core.sources.spec import mask_settings, names_mask
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean, in_short
+from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
+from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, in_short
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.schema import build, checked, convert, keys_within, plain_value, require_choice, setting_names
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
@@ -97,18 +97,6 @@ def _read_bags(value: Any, name: str) -> Any:
     return BagConfig(value) if isinstance(value, str) else convert(value, BagConfig | str | None, name, "bags")
 
 
-def _read_mask(value: Any, name: str) -> Any:
-    if hasattr(value, "mask"):
-        return value
-    if not isinstance(value, Mapping):
-        raise UserError(f"{name} must be a mapping such as {{source: dense}}, got {in_short(value)}")
-    source, values = value.get("source"), {key: inner for key, inner in value.items() if key != "source"}
-    if isinstance(source, str) and source in SOURCES:
-        return build(SOURCES[source], values, f"mask source {source!r}")
-    known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)
-    raise SettingError(f"unknown mask source {in_short(source)}; set mask.source to one of {known}", ("source",))
-
-
 @dataclass(frozen=True)
 class DbspConfig:
     """All settings of db-SP. Raises UserError, naming the key and the fix, for a value that makes no sense.
@@ -142,7 +130,7 @@ class DbspConfig:
         origin: No setting: the file that the settings come from, or None.
     """
 
-    mask: MaskSource = field(default_factory=DenseSource, metadata={"read": _read_mask})
+    mask: MaskSource = field(default_factory=DenseSource, metadata={"read": read_mask})
     dense_schedule: DenseSchedule = field(default_factory=DenseSchedule)
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     layout: str | None = None
@@ -237,10 +225,10 @@ class DbspConfig:
     def fingerprint(self) -> int:
         """Equal for settings that make the same plans. A mask file may be in another folder on another node."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COMPARED}
-        mask = self.mask
-        if type(mask) in SOURCES.values() and is_dataclass(mask):
-            shown = {f.name: getattr(mask, f.name) for f in fields(mask) if f.name != "path"}
-            plain["mask"] = (type(mask).__name__, shown)
+        for place, mask in enumerate(parts_of(self.mask)):
+            if type(mask) in SOURCES.values() and is_dataclass(mask):
+                shown = {f.name: getattr(mask, f.name) for f in fields(mask) if f.name != "path"}
+                plain[f"mask {place}"] = (type(mask).__name__, shown)
         return fingerprint_of(plain)
 
     @classmethod
@@ -292,9 +280,7 @@ class DbspConfig:
         """Every setting as YAML can hold it: what `load` makes an equal configuration of."""
         beside = {name: plain_value(getattr(self.generate, name)) for name in setting_names(GenerateSettings)}
         own = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
-        known = (name for name, source in SOURCES.items() if type(self.mask) is source)
-        source = next(known, type(self.mask).__name__)
-        return beside | own | {"mask": {"source": source, **(own["mask"] if isinstance(own["mask"], dict) else {})}}
+        return beside | own | {"mask": mask_values(self.mask)}
 
     def with_overrides(self, **values: Any) -> DbspConfig:
         """A copy in which every value that is not None replaces the setting of that name.

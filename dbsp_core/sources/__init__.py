@@ -12,6 +12,7 @@ from dbsp_core.sources.base import (
 )
 from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.lowrank import LowRankSource
+from dbsp_core.sources.nabla import NablaSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.record_qk import RecordQKSource
 from dbsp_core.sources.sol import SolSource
@@ -19,6 +20,7 @@ from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
+from dbsp_core.sources.union import UnionSource, parts_of
 from dbsp_core.sources.vsa import VsaSource
 from dbsp_core.sources.window import WindowSource
 
@@ -32,6 +34,7 @@ __all__ = [
     "LowRankSource",
     "MaskRequest",
     "MaskSource",
+    "NablaSource",
     "ParoSource",
     "RadialSource",
     "RecordQKSource",
@@ -40,9 +43,11 @@ __all__ = [
     "StaticMaskSource",
     "SvgSource",
     "SyntheticSource",
+    "UnionSource",
     "VsaSource",
     "WindowSource",
     "packed_mask",
+    "parts_of",
 ]
 
 SOURCES: dict[str, type[MaskSource]] = {
@@ -57,6 +62,8 @@ SOURCES: dict[str, type[MaskSource]] = {
     "window": WindowSource,
     "radial": RadialSource,
     "svg": SvgSource,
+    "union": UnionSource,
+    "nabla": NablaSource,
     "callable": CallableSource,
     "synthetic": SyntheticSource,
 }

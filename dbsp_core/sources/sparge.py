@@ -32,6 +32,7 @@ class SpargeThresholds:
         topk: Share of the row's blocks, rounded down, but at least one.
         similarity: Rows and columns of blocks whose tokens have a mean cosine of at most this are dense, as a mean
             does not represent them.
+        crossing: Whether the block with which a row exceeds cdf is chosen too: the fewest blocks with more than cdf.
 
     Raises:
         SettingError: For both or neither of cdf and topk, or values out of range.
@@ -40,6 +41,7 @@ class SpargeThresholds:
     cdf: float | None = None
     topk: float | None = None
     similarity: float = 0.3
+    crossing: bool = False
 
     def __post_init__(self) -> None:
         if (self.cdf is None) == (self.topk is None):
@@ -49,12 +51,14 @@ class SpargeThresholds:
             require_value(self, name, value is None or 0 < value <= 1, "must be above 0 and at most 1")
         is_cosine = -1 <= self.similarity <= 1
         require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
+        if self.crossing and self.cdf is None:
+            raise SettingError("crossing is about cdf; leave it out, or give cdf instead of topk", ("crossing",))
 
-    def limits(self, blocks: int) -> tuple[float | None, int]:
-        """The arguments of `select_blocks`: largest cumulative probability, if any, and most blocks of a row."""
+    def limits(self, blocks: int) -> tuple[float | None, int, bool]:
+        """The last arguments of `select_blocks`: cdf, if any, most blocks of a row, and crossing."""
         if self.topk is not None:
-            return None, max(1, math.floor(self.topk * blocks + 1e-9))
-        return (None if self.cdf == 1 else self.cdf), blocks
+            return None, max(1, math.floor(self.topk * blocks + 1e-9)), False
+        return (None if self.cdf == 1 else self.cdf), blocks, self.crossing
 
 
 LARGEST_BLOCK = 1 << 16
@@ -72,7 +76,8 @@ class SpargeSource(BlockSizes):
     Accelerating Any Model Inference, 2025. Self-similarity is the mean cosine of a block's tokens, as in its code.)
 
     Attributes:
-        cdf: See `SpargeThresholds`, as for topk and similarity; 0.92 as in xDiT if neither cdf nor topk is given.
+        cdf: See `SpargeThresholds`, as for topk, similarity and crossing; 0.92 as in xDiT if neither cdf nor topk is
+            given.
         pooled_keys: Whether rows attend to the mean key of each block that they skip; see `PooledKeys`.
         attention_sink: Whether the first key block is dense in every row.
         dense_text: Whether rows and columns of text are dense.
@@ -86,6 +91,7 @@ class SpargeSource(BlockSizes):
     attention_sink: bool = False
     dense_text: bool = True
     token_order: str = CANONICAL
+    crossing: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +104,7 @@ class SpargeSource(BlockSizes):
 
     @property
     def thresholds(self) -> SpargeThresholds:
-        return SpargeThresholds(self.cdf, self.topk, self.similarity)
+        return SpargeThresholds(self.cdf, self.topk, self.similarity, self.crossing)
 
     @property
     def changes(self) -> Changes:
@@ -150,7 +156,7 @@ def select_in_parts(
     chance_of: Callable[[torch.Tensor], torch.Tensor],
     dense: torch.Tensor,
     nq: int,
-    limits: tuple[float | None, int],
+    limits: tuple[float | None, int, bool],
 ) -> torch.Tensor:
     """`select_blocks` for all heads, part by part, so that memory does not grow with the square of the tokens.
 

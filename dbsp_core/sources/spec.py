@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from dbsp_core.sources import SOURCES, MaskSource
-from dbsp_core.utils.errors import UserError, did_you_mean, in_short
+from dbsp_core.sources import SOURCES, MaskSource, UnionSource
+from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short
+from dbsp_core.utils.schema import build, plain_value
 from dbsp_core.utils.yaml_file import parse_value
 
-__all__ = ["mask_in_words", "mask_settings", "names_mask"]
+__all__ = ["mask_in_words", "mask_settings", "mask_values", "names_mask", "read_mask"]
 
-_LOOKS_LIKE_A_SOURCE = re.compile(r"\w+(:|$)")
+_LOOKS_LIKE_A_SOURCE = re.compile(r"\w+(:|\+|$)")
+_NAME_ENDS = re.compile(r"[:+]")
+_BETWEEN_SOURCES = re.compile(r"\+(?=[A-Za-z_]\w*(?:[:+]|$))")
 _BETWEEN_KEYS = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
 
 
 def names_mask(text: str) -> bool:
     """Returns whether text that may also name a configuration file is meant as a mask, even a wrong one."""
-    name, colon, _ = text.partition(":")
+    name, meant = _NAME_ENDS.split(text, maxsplit=1)[0], ":" in text
     if text.endswith(".safetensors") or Path(text).is_file():
         return text.endswith(".safetensors")
-    meant = colon or did_you_mean(name, SOURCES)
+    meant = meant or bool(did_you_mean(name, SOURCES))
     return name in SOURCES or bool(meant and _LOOKS_LIKE_A_SOURCE.match(text))
 
 
@@ -31,11 +35,15 @@ def mask_settings(text: str) -> dict[str, Any]:
     """The mapping under `mask:` of a configuration, from one word of a command line.
 
     Args:
-        text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); or a mask file's path.
+        text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); several of these with "+"
+            between them, for their union; or a mask file's path.
 
     Raises:
         UserError: For anything else. Keys and values are checked by the source.
     """
+    parts = _BETWEEN_SOURCES.split(text)
+    if len(parts) > 1 and _NAME_ENDS.split(text, maxsplit=1)[0] in SOURCES:
+        return {"source": "union", "of": [mask_settings(part) for part in parts]}
     name, colon, rest = text.partition(":")
     if name not in SOURCES:
         if _LOOKS_LIKE_A_SOURCE.match(text) and not Path(text).exists():
@@ -56,13 +64,44 @@ def mask_settings(text: str) -> dict[str, Any]:
     return settings
 
 
+def read_mask(value: Any, name: str) -> MaskSource:
+    """The source that a mapping such as {source: window} describes, or a source as it is.
+
+    Raises:
+        UserError: For anything else, called `name`.
+    """
+    if hasattr(value, "mask"):
+        return cast(MaskSource, value)
+    if not isinstance(value, Mapping):
+        raise UserError(f"{name} must be a mapping such as {{source: dense}}, got {in_short(value)}")
+    source, values = value.get("source"), {key: inner for key, inner in value.items() if key != "source"}
+    if isinstance(source, str) and source in SOURCES:
+        return cast(MaskSource, build(SOURCES[source], values, f"mask source {source!r}"))
+    known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)
+    raise SettingError(f"unknown mask source {in_short(source)}; set mask.source to one of {known}", ("source",))
+
+
+def mask_values(source: MaskSource) -> dict[str, Any]:
+    """The mapping of which `read_mask` makes an equal source, as YAML can hold it; of a user's own, its name."""
+    values = {"of": [mask_values(part) for part in source.of]} if isinstance(source, UnionSource) else None
+    plain = plain_value(source) if values is None else values
+    return {"source": _name_of(source), **(plain if isinstance(plain, dict) else {})}
+
+
 def mask_in_words(source: MaskSource) -> str:
     """A source and its settings that are not defaults, such as "sparge:cdf=0.92"; long values are cut short."""
-    name = next((name for name, known in SOURCES.items() if type(source) is known), type(source).__name__)
+    if isinstance(source, UnionSource):
+        return "+".join(map(mask_in_words, source.of))
+    name = _name_of(source)
     settings: list[Field[Any]] = [field for field in fields(source) if field.init] if is_dataclass(source) else []
     values = ((field, getattr(source, field.name)) for field in settings)
     parts = [f"{field.name}={_shortly(value)}" for field, value in values if value != field.default and value != {}]
     return f"{name}:{','.join(parts)}" if parts else name
+
+
+def _name_of(source: MaskSource) -> str:
+    """The name after `source:`, or a user's own class's."""
+    return next((name for name, known in SOURCES.items() if type(source) is known), type(source).__name__)
 
 
 def _shortly(value: object) -> str:

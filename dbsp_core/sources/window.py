@@ -28,10 +28,12 @@ class WindowSource(BlockSizes):
             `tile` in tiles, [3, 3, 3] if not given (see `tile_bits`).
         tile: Size of a tile. Tokens are then ordered tile after tile, and queries attend to whole tiles, as in Sliding
             Tile Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and are blocks.
+        shifted: Whether windows of tiles are shifted inside at borders, rather than cut off there (see `tile_bits`).
     """
 
     window: Sizes | None = None
     tile: Sizes | None = None
+    shifted: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +50,7 @@ class WindowSource(BlockSizes):
         if self.tile is None:
             bits = window_bits(grid, request.thw, self.window or (5, 9, 9))
         else:
-            bits = tile_bits(grid, request.thw, self.window or (3, 3, 3), self.tile)
+            bits = tile_bits(grid, request.thw, self.window or (3, 3, 3), self.tile, self.shifted)
         return BlockMask(torch.from_numpy(np.tile(bits, (request.heads, 1, 1))), grid)
 
 
@@ -67,18 +69,19 @@ def window_bits(grid: BlockGrid, thw: Sizes, window: Sizes) -> np.ndarray:
     return dense
 
 
-def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes) -> np.ndarray:
+def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: bool = True) -> np.ndarray:
     """bool[nq, nk] of tokens in order "tile:TxHxW": blocks with a pair of tokens within the window of tiles, and text.
 
     Along each axis, a query in tile a of n may attend to `window` tiles from clip(a − ⌊window / 2⌋, 0, n − window) on:
-    at the borders the window is shifted inside, so that every query attends to equally many tiles.
+    at the borders the window is shifted inside, so that every query attends to equally many tiles. Not `shifted`, it
+    may attend to those at most ⌊window / 2⌋ away.
     """
     tiles = [-(-size // each) for size, each in zip(thw, tile, strict=True)]
     at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
     line = at[0] * tiles[1] + at[1]
     q, k = line_segments(grid.q_axis, line, at[2]), line_segments(grid.k_axis, line, at[2])
-    in_time, in_height = (_sees(tiles[axis], window[axis]) for axis in (0, 1))
-    first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2])
+    in_time, in_height = (_sees(tiles[axis], window[axis], shifted) for axis in (0, 1))
+    first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2], shifted)
     dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]
     dense &= in_height[np.ix_(q.line % tiles[1], k.line % tiles[1])]
     # A segment's tiles are contiguous, so their windows reach from that of the first to that of the last.
@@ -86,16 +89,18 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes) -> np.nda
     return reduce_to_blocks(grid, dense, q, k)
 
 
-def _window_of(tile: np.ndarray, tiles: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last tile of each tile's window along an axis of `tiles` tiles."""
+def _window_of(tile: np.ndarray, tiles: int, window: int, shifted: bool) -> tuple[np.ndarray, np.ndarray]:
+    """First and last tile of each tile's window along an axis of `tiles` tiles, beyond whose ends it may reach."""
+    if not shifted:
+        return tile - window // 2, tile + window // 2
     first = np.clip(tile - window // 2, 0, max(tiles - window, 0))
     return first, first + window - 1
 
 
-def _sees(tiles: int, window: int) -> np.ndarray:
+def _sees(tiles: int, window: int, shifted: bool) -> np.ndarray:
     """bool[tiles, tiles]: True where the second tile is in the first one's window."""
     keys = np.arange(tiles)
-    first, last = _window_of(keys, tiles, window)
+    first, last = _window_of(keys, tiles, window, shifted)
     return (first[:, None] <= keys) & (keys <= last[:, None])
 
 

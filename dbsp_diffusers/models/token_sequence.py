@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.masks.video import Video
-from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SpargeSource
+from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SpargeSource, parts_of
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -60,8 +60,7 @@ class TokenSequence:
 
     def require_grid(self, source: MaskSource) -> None:
         """Raises UserError where a source's masks depend on where tokens are, and they make no grid."""
-        placeless = isinstance(source, _PLACELESS) and getattr(source, "token_order", CANONICAL) == CANONICAL
-        if self.no_grid is not None and not placeless:
+        if self.no_grid is not None and not all(map(_is_placeless, parts_of(source))):
             raise UserError(f"{self.no_grid}; choose masks that need none: dense, or sparge or lowrank in order thw")
 
     @property
@@ -81,6 +80,10 @@ class TokenSequence:
         count = self.video.grid_tokens
         text, video = torch.arange(self.text, device="cpu"), torch.arange(count, device="cpu")
         return torch.cat([text + count, video] if streams == "last" else [text, video + attended - count])
+
+
+def _is_placeless(source: MaskSource) -> bool:
+    return isinstance(source, _PLACELESS) and getattr(source, "token_order", CANONICAL) == CANONICAL
 
 
 def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:

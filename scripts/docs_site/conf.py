@@ -1,4 +1,4 @@
-"""Sphinx' settings for the site that `scripts/docs` builds from docs/: the pages as they are, one group after another."""
+"""Sphinx' settings for the site that `scripts/docs` builds from docs/: its pages, in the groups of the index."""
 
 from __future__ import annotations
 

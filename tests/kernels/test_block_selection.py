@@ -13,8 +13,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("nk", [1, 16, 37])
-@pytest.mark.parametrize("limit", [(0.5, 0), (0.93, 0), (1e-9, 0), (None, 1), (None, 4), (None, 100)])
-def test_the_kernel_chooses_what_sorting_does(nk, limit):
+@pytest.mark.parametrize("crossing", [False, True])
+@pytest.mark.parametrize("limit", [(0.5, 0), (0.93, 0), (0.125, 0), (1e-9, 0), (None, 1), (None, 4), (None, 100)])
+def test_the_kernel_chooses_what_sorting_does(nk, limit, crossing):
     from dbsp_kernels.triton.block_selection import select_blocks_triton
 
     generator = torch.Generator().manual_seed(nk)
@@ -24,8 +25,8 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit):
     chance[1] = torch.randint(0, 3, (3, nk), generator=generator) / 16
     dense = torch.rand(2, 3 + nk, generator=generator) < 0.1
     with interpreted():
-        found = select_blocks_triton(chance.to(DEVICE), dense.to(DEVICE), *limit)
-    assert torch.equal(found.cpu(), select_blocks_torch(chance, dense, *limit))
+        found = select_blocks_triton(chance.to(DEVICE), dense.to(DEVICE), *limit, crossing)
+    assert torch.equal(found.cpu(), select_blocks_torch(chance, dense, *limit, crossing))
 
 
 @pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5), (40, 33, 128)])

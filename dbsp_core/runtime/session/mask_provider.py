@@ -15,7 +15,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, StepClock
 from dbsp_core.masks.video import Video
-from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource, parts_of
 from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
@@ -124,7 +124,7 @@ class MaskProvider:
     @property
     def by_step(self) -> bool:
         """Whether masks depend on the denoising step."""
-        return self.source.changes == "per_step" or self.schedule.by_step
+        return self.schedule.by_step or any(part.changes == "per_step" for part in parts_of(self.source))
 
     def cache_key(self, layer: int) -> Hashable | None:
         """Equal keys are equal masks of this layer now. None where the mask is predicted from q and k."""

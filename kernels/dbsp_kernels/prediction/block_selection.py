@@ -59,7 +59,9 @@ def pooled_scores_torch(rows: torch.Tensor, nq: int, scale: float, similarity: f
     return scores.masked_fill_(rows[:, None, nq:, -1] <= similarity, -torch.inf)
 
 
-def select_blocks(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int) -> torch.Tensor:
+def select_blocks(
+    chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
+) -> torch.Tensor:
     """The blocks of largest chance in each row, ties to the lower column, and dense rows and columns, as bits.
 
     On a GPU chances are added up exactly, in units of 2^-60; on the CPU in float64, one after the other.
@@ -68,6 +70,7 @@ def select_blocks(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, 
         chance: float64[heads, nq, nk], at least 0; NaN counts as 0.
         dense: bool[heads, nq + nk], rows and then columns that are dense in any case.
         cdf: As many blocks as have a cumulative chance of at most this, but at least one; None: `count` of them.
+        crossing: Whether the next block is taken too, with which the cumulative chance exceeds `cdf`.
 
     Returns:
         uint8[heads, nq, ceil(nk / 8)], as `pack_bits` packs them.
@@ -75,15 +78,23 @@ def select_blocks(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, 
     if with_triton(chance):
         from dbsp_kernels.triton.block_selection import select_blocks_triton  # here: triton need not be installed
 
-        return select_blocks_triton(chance, dense, cdf, count)
-    return select_blocks_torch(chance, dense, cdf, count)
+        return select_blocks_triton(chance, dense, cdf, count, crossing)
+    return select_blocks_torch(chance, dense, cdf, count, crossing)
 
 
-def select_blocks_torch(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int) -> torch.Tensor:
+def select_blocks_torch(
+    chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
+) -> torch.Tensor:
     """`select_blocks` by torch's own operations."""
     nq, nk = chance.shape[1:]
     ordered, block = torch.sort(chance.nan_to_num(0.0), dim=-1, descending=True, stable=True)
     place = torch.arange(nk, device=chance.device)
-    taken = (place < count).expand_as(chance) if cdf is None else (ordered.cumsum(-1) <= cdf) | (place == 0)
+    if cdf is None:
+        taken = (place < count).expand_as(chance)
+    else:
+        taken = ordered.cumsum(-1) <= cdf
+        if crossing:
+            taken = taken.roll(1, dims=-1)
+        taken[..., 0] = True
     chosen = torch.zeros_like(chance, dtype=torch.bool).scatter_(-1, block, taken)
     return pack_bits(chosen | dense[:, :nq, None] | dense[:, None, nq:])

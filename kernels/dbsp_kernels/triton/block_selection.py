@@ -102,7 +102,7 @@ def pooled_scores_triton(
 @triton.jit
 def _select_kernel(  # type: ignore[no-untyped-def]
     chance_ptr, dense_ptr, packed_ptr, nq, nk, limit: tl.int64, COUNTED: tl.constexpr, NK: tl.constexpr,
-    PER_UNIT: tl.constexpr,
+    PER_UNIT: tl.constexpr, CROSSING: tl.constexpr,
 ):  # fmt: skip
     """One program, one row. Of numbers that are not negative, the larger one has the larger bits."""
     row = tl.program_id(0)
@@ -125,6 +125,8 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     equal = (bits == too_low) & there
     left = limit - tl.sum(tl.where(above, units, 0), 0)
     fitting = left // tl.maximum(tl.max(tl.where(equal, units, 0), 0), 1)
+    if CROSSING:
+        fitting += 1
     fitting = tl.where(tl.max(bits, 0) == too_low, tl.maximum(fitting, 1), fitting)
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int64), 0) <= fitting))
     # 3. With what is dense in any case, eight to a byte.
@@ -136,7 +138,9 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     tl.store(packed_ptr + (head * nq + row) * row_bytes + byte, packed.to(tl.uint8), mask=byte < row_bytes)
 
 
-def select_blocks_triton(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int) -> torch.Tensor:
+def select_blocks_triton(
+    chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
+) -> torch.Tensor:
     """The contract of `dbsp_kernels.prediction.block_selection.select_blocks`."""
     heads, nq, nk = chance.shape
     packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)
@@ -144,6 +148,6 @@ def select_blocks_triton(chance: torch.Tensor, dense: torch.Tensor, cdf: float |
         padded = max(16, triton.next_power_of_2(nk))
         _select_kernel[(nq, heads)](
             chance, dense, packed, nq, nk, count if cdf is None else int(cdf / UNIT), COUNTED=cdf is None, NK=padded,
-            PER_UNIT=1 / UNIT, num_warps=4 if padded <= 2048 else 8,
+            PER_UNIT=1 / UNIT, CROSSING=crossing and cdf is not None, num_warps=4 if padded <= 2048 else 8,
         )  # fmt: skip
     return packed

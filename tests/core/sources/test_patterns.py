@@ -40,6 +40,14 @@ class TestTiles:
         assert np.array_equal(mask.bits.numpy(), token_masks.dense_blocks([rule], mask.grid, request))
         assert_covers(mask, request)
 
+    @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES)
+    @examples(100)
+    def test_windows_that_are_not_shifted_are_cut_off_at_borders(self, request, block_q, block_k, window, tile):
+        mask = WindowSource(block_q, block_k, window, tile, shifted=False).mask(request)
+        rule = token_masks.tiles_near(request.thw, window, tile)
+        assert np.array_equal(mask.bits.numpy(), token_masks.dense_blocks([rule], mask.grid, request))
+        assert_covers(mask, request)
+
     def test_blocks_that_are_tiles_all_see_the_same_number(self):
         """The paper's point: no mixed blocks, and at the border as much as in the middle."""
         source = WindowSource(24, 24, window=(3, 1, 5), tile=(2, 3, 4))

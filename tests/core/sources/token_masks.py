@@ -35,6 +35,11 @@ def sliding_tiles(thw: Place, window: Place, tile: Place) -> Rule:
     return lambda q, k: all(map(sees, q, k, thw, window, tile))
 
 
+def tiles_near(thw: Place, window: Place, tile: Place) -> Rule:
+    """Tiles at most ⌊window / 2⌋ away along each axis, as NABLA's window has them: cut off at borders."""
+    return lambda q, k: all(abs(a // t - b // t) <= w // 2 for a, b, w, t in zip(q, k, window, tile, strict=True))
+
+
 def radial(thw: Place, width: float, decay: float, sink_frames: int, block: int) -> Rule:
     """Radial Attention, Li et al. 2025, §4: a block for its 1, the thinnest band there is,
     and `decay` for its halving."""

@@ -1,0 +1,138 @@
+"""The union of several sources' masks: such as a window, or a sink, and what is predicted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, cast
+
+from dbsp_core.comm.consistency import run_consistently
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.sources.base import Changes, DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.utils.errors import SettingError, UserError, in_short
+
+__all__ = ["UnionSource", "parts_of"]
+
+_FASTER: tuple[Changes, ...] = ("never", "per_step", "per_call")
+_MOST_KEPT = 8
+"""Masks of parts that do not follow from q and k that are kept beside those that do."""
+
+
+def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
+    from dbsp_core.sources.spec import read_mask  # here: it knows all sources, of which this is one
+
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise UserError(f"{name} must be a list of masks such as [{{source: window}}, …], got {in_short(value)}")
+    return tuple(read_mask(one, f"mask {place} of {name}") for place, one in enumerate(value, 1))
+
+
+@dataclass(frozen=True)
+class UnionSource:
+    """Keeps a block where one of several sources keeps it, with all that these say of layers and steps.
+
+    It changes as often as the fastest of them. Beside a predicted mask, which is another one at every call, the masks
+    of sources that are not predicted are kept.
+
+    Attributes:
+        of: The sources, whose masks must have blocks of one size in one token order.
+    """
+
+    of: tuple[MaskSource, ...] = field(default=(), metadata={"read": _read_parts})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of", tuple(part for one in self.of for part in parts_of(one)))
+        if len(self.of) < 2:
+            raise SettingError(
+                "mask source 'union' needs two masks or more; for example of: [{source: window, window: [3, 9, 9]}, "
+                "{source: sparge}]",
+                ("of",),
+            )
+
+    @property
+    def changes(self) -> Changes:
+        return max((part.changes for part in self.of), key=_FASTER.index)
+
+    def cache_key(self, request: MaskRequest) -> Hashable:
+        return tuple(cast(StaticMaskSource, part).cache_key(request) for part in self.of)
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        """Raises UserError where the parts' blocks are not the same."""
+        return self._common([part.grid(request) for part in self.of])
+
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+        """The union. Collective where one part is predicted, which needs `tokens`."""
+        if tokens is None:
+            return self._joined([cast(StaticMaskSource, part).mask(request) for part in self.of])
+        masks = []
+        for place, part in enumerate(self.of):
+            if part.changes == "per_call":
+                masks.append(cast(DynamicMaskSource, part).mask(request, tokens))
+            else:
+                masks.append(self._kept(place, request, tokens))
+        return self._joined(masks)
+
+    @cached_property
+    def _made(self) -> OrderedDict[Hashable, BlockMask]:
+        return OrderedDict()
+
+    def _kept(self, place: int, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """The mask of a part that is not predicted. Collective at first: all ranks then raise together."""
+        part, device = cast(StaticMaskSource, self.of[place]), tokens.q.device
+        video = request.thw, request.text_tokens, request.heads, request.layers
+        key = place, video, part.cache_key(request), tokens.group, device
+        if key not in self._made:
+            what = f"the mask of layer {request.layer}"
+            mask = run_consistently(
+                tokens.group, lambda: part.mask(request), device, lambda mask: mask.fingerprint, what
+            )
+            self._made[key] = BlockMask(mask.bits.to(device), mask.grid, mask.remainder)
+            if len(self._made) > _MOST_KEPT:
+                self._made.popitem(last=False)
+        return self._made[key]
+
+    def _joined(self, masks: Sequence[BlockMask]) -> BlockMask:
+        """Where some have masks for each sample, the others' are repeated for each."""
+        grid = self._common([mask.grid for mask in masks])
+        heads = max(mask.heads for mask in masks)
+        if any(heads % mask.heads for mask in masks):
+            counts = " and ".join(str(mask.heads) for mask in masks)
+            raise UserError(f"the masks of a union have {counts} heads; give masks of one model")
+        if len(grid.orders) > 1:
+            grid = replace(grid, orders=grid.orders * (heads // len(grid.orders)))
+        bits = masks[0].bits.repeat(heads // masks[0].heads, 1, 1)
+        for mask in masks[1:]:
+            bits |= mask.bits.to(bits.device).repeat(heads // mask.heads, 1, 1)
+        remainders = {mask.remainder for mask in masks} - {None}
+        if len(remainders) > 1:
+            raise UserError("the masks of a union have different remainders (pooled_keys, coarse); give it to one of them")
+        return BlockMask(bits, grid, next(iter(remainders), None))
+
+    def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:
+        """The blocks of all parts: with the video's size where one of them, from a file, lacks it."""
+        first = next((grid for grid in grids if grid.thw is not None), grids[0])
+        for grid in grids:
+            if _blocks(grid) != _blocks(first):
+                raise UserError(
+                    f"the masks of a union must have the same blocks, got {_in_words(first)} and {_in_words(grid)}; "
+                    "give all of them one block_q, block_k and token order (token_order, tile)"
+                )
+        return first
+
+
+def _blocks(grid: BlockGrid) -> Hashable:
+    """What masks of one video must agree in; orders of all heads that are alike are one."""
+    order = grid.common_order
+    return grid.tokens, grid.text_tokens, grid.block_q, grid.block_k, grid.orders if order is None else (order,)
+
+
+def _in_words(grid: BlockGrid) -> str:
+    orders = "/".join(map(str, dict.fromkeys(grid.orders)))
+    return f"{grid.tokens} tokens in {grid.block_q}×{grid.block_k} blocks in order {orders}"
+
+
+def parts_of(source: MaskSource) -> tuple[MaskSource, ...]:
+    """The sources that a union is of; any other source is its own only part."""
+    return source.of if isinstance(source, UnionSource) else (source,)
