@@ -21,10 +21,11 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.generation import GenerationAgreement
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import needs_gradients
+from dbsp_core.cost.video_decode import owners_of_tiles
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["AUTOENCODERS", "owners_of_tiles", "share_decoding"]
+__all__ = ["AUTOENCODERS", "share_decoding"]
 
 AUTOENCODERS: dict[str, str | None] = {
     "AutoencoderKLWan": "feat_cache",
@@ -69,15 +70,6 @@ def share_decoding(pipe: Any, agreement: GenerationAgreement, patches: PatchSet)
     decoding = _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], agreement)
     patches.set_attribute(vae, "_dbsp_decoding", True)
     patches.set_attribute(vae, "decode", functools.wraps(vae.decode)(decoding))
-
-
-def owners_of_tiles(areas: Sequence[int], ranks: int) -> list[int]:
-    """The rank that decodes each tile: the largest first, each to the rank with the least so far."""
-    load, owners = [0] * ranks, [0] * len(areas)
-    for tile in sorted(range(len(areas)), key=lambda tile: -areas[tile]):
-        owners[tile] = load.index(min(load))
-        load[owners[tile]] += areas[tile]
-    return owners
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dbsp_core import SequenceGroup
 from dbsp_core.comm.generation import GenerationAgreement
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, owners_of_tiles, share_decoding
+from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, share_decoding
 from tests.diffusers.tiled_decode_cases import decoded_by_pipelines
 from tests.support.workers import WorkerError
 
@@ -225,13 +225,6 @@ def test_tiling_is_as_before_once_undone():
 
 def test_every_known_class_is_diffusers():
     assert all(hasattr(diffusers, name) for name in AUTOENCODERS)
-
-
-def test_owners_of_tiles():
-    # 9, then 7 to the other, 5 to the 7 (12), 4 to the 9 (13), 3 to the 12 (15).
-    assert owners_of_tiles([3, 9, 5, 7, 4], 2) == [1, 0, 1, 1, 0]
-    assert owners_of_tiles([1, 1], 4) == [0, 1]
-    assert owners_of_tiles([2, 2, 2, 2], 2) == [0, 1, 0, 1]
 
 
 def test_pipelines_on_processes(pool, folder):

@@ -15,7 +15,7 @@ def decoded_by_pipelines(rank: int, world: int, folder: str) -> tuple[bool, bool
     """(frames are those of one process's tiled decode, undone without a trace, what a transformer alone is told)."""
     pipe = load("wan", folder)
     call = {"prompt": "the sea at dusk", "max_sequence_length": 16, **SIZE, "num_frames": 5, "num_inference_steps": 1}
-    pipe(**call, output_type="latent")  # a call leaves attributes of its own
+    pipe(**call, output_type="pt")  # a call leaves attributes of its own
     before = [*state_of(pipe), sorted(vars(pipe.vae))]
     pipe.vae.enable_tiling(32, 32, 24, 24)
     frames = []
