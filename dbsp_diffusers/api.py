@@ -38,6 +38,7 @@ def enable(
     batch_group: Group = None,
     everyone: Group = None,
     strategy: Strategy | str | None = None,
+    vae: bool = False,
     steps: Callable[[], int | None] | None = None,
     host: str = "diffusers",
 ) -> AttentionSession:
@@ -63,6 +64,8 @@ def enable(
         everyone: With `batch_group`, the ranks that make one video together. Default: all ranks.
         strategy: How the ranks of a sequence are used, for example "U4R2", where the configuration does not say.
             Default: Ulysses on all of them.
+        vae: Whether the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
+            on, and shares its tiles out. Setting `vae` of the configuration does so, too.
         steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
         host: The name of the caller in reports.
 
@@ -91,6 +94,7 @@ def enable(
                 transformer, session, patches, split_batch(transformer, batch, patches)
             ),
             shares_seeds=True,
+            vae=vae,
         )
         return attach_host(model, config, whole, steps, patches)
 

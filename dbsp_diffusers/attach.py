@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dbsp_core.comm.consistency import run_consistently
+from dbsp_core.comm.generation import GenerationAgreement
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -28,6 +29,7 @@ from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
+from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
 __all__ = ["Host", "attach_host"]
 
@@ -47,6 +49,9 @@ class Host:
         shard: Shards a transformer by a session; returns the value, not false, of its attribute `_is_parallelized`.
         shares_seeds: Whether a pipeline's calls without a generator get one that all ranks seed alike.
         full_latents: Makes a rank's latents the whole video's, where each rank is given and denoises a part.
+        vae: Whether videos are decoded in parallel, whatever the configuration says.
+        decoders: The ranks that decode a video together; None: those that make it together.
+        refused_vae: Why a pipeline's videos cannot be decoded in parallel, if so.
     """
 
     name: str
@@ -57,6 +62,9 @@ class Host:
     shard: Callable[[Any, AttentionSession, PatchSet], object]
     shares_seeds: bool = False
     full_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
+    vae: bool = False
+    decoders: SequenceGroup | None = None
+    refused_vae: str | None = None
 
 
 def attach_host(
@@ -104,6 +112,8 @@ def attach_host(
                 packing.attach(transformer, changes)
             changes.set_attribute(transformer, "_is_parallelized", ranks)
         generations.attach(changes, shares_seeds=host.shares_seeds)
+        if sessions[0][1].config.vae:
+            _share_decoding(model, host, generations.agreement, changes)
         if pipe is not None:
             report_calls(pipe, [session for _, session in sessions], changes, host.name, host.full_latents)
         for transformer, _ in sessions:
@@ -114,6 +124,16 @@ def attach_host(
     with changes:
         run_consistently(host.everyone.control(), change, _CPU)
     return sessions[0][1]
+
+
+def _share_decoding(model: Any, host: Host, agreement: GenerationAgreement, patches: PatchSet) -> None:
+    """Lets a host's ranks decode together. Raises UserError where they cannot."""
+    if host.refused_vae is not None:
+        raise UserError(host.refused_vae)
+    if host.decoders is not None:
+        agreement = GenerationAgreement(host.decoders)
+        agreement.group.control()  # making it is a collective
+    share_decoding(model, agreement, patches)
 
 
 def _choose_strategy(host: Host, config: DbspConfig) -> Strategy | None:
@@ -155,6 +175,6 @@ def _own_config(
     config: ConfigLike, name: str, transformer: nn.Module, host: Host, pipe: Any, several: bool
 ) -> DbspConfig:
     """One transformer's settings; each of several records its masks in a folder of its own. Collective."""
-    own = resolve_config(config, transformer, host.everyone, pipe=pipe, name=name)
+    own = resolve_config(config, transformer, host.everyone, pipe=pipe, name=name, vae=host.vae)
     record = own.record or env.read(env.RECORD)
     return replace(own, record=os.path.join(record, name)) if record and several else own

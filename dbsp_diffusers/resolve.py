@@ -41,11 +41,17 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
 
 
 def resolve_config(
-    config: ConfigLike, transformer: Any, group: SequenceGroup, pipe: Any = None, name: str = "transformer"
+    config: ConfigLike,
+    transformer: Any,
+    group: SequenceGroup,
+    pipe: Any = None,
+    name: str = "transformer",
+    *,
+    vae: bool = False,
 ) -> DbspConfig:
     """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
 
-    `name` is that of the transformer in its pipeline. Raises UserError on all ranks together: for an error in the
+    `name` is that of the transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError on all ranks together: for an error in the
     settings on any rank, for a configuration of another model, for settings that differ between ranks.
     """
 
@@ -53,10 +59,11 @@ def resolve_config(
         if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
             raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got {kind_of(config)}")
         if config is None:
-            return default_config(identify(transformer, pipe)).for_transformer(name)
-        loaded = DbspConfig.load(config)
-        require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
-        return loaded.for_transformer(name)
+            loaded = default_config(identify(transformer, pipe))
+        else:
+            loaded = DbspConfig.load(config)
+            require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
+        return loaded.with_overrides(vae=vae or None).for_transformer(name)
 
     return run_consistently(
         group.control(), load, torch.device("cpu"), lambda loaded: loaded.fingerprint, "the configuration"

@@ -86,7 +86,17 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     return attach_host(
         pipe,
         config,
-        Host("xdit", sequence, sequence, attentions_of, _strategy, shard, full_latents=full_latents),
+        Host(
+            "xdit",
+            sequence,
+            sequence,
+            attentions_of,
+            _strategy,
+            shard,
+            full_latents=full_latents,
+            decoders=_decoders(sequence, guidance),
+            refused_vae=_refused_vae(pipe),
+        ),
     )
 
 
@@ -143,6 +153,21 @@ def _groups() -> tuple[SequenceGroup, SequenceGroup]:
             "build the pipeline with xfuser, before dbsp_xdit.attach"
         )
     return SequenceGroup.of(get_sp_group().device_group), SequenceGroup.of(get_cfg_group().device_group)
+
+
+def _decoders(sequence: SequenceGroup, guidance: SequenceGroup) -> SequenceGroup:
+    """The ranks that decode a video: all that have its latents, or those of a sequence where ranks make several."""
+    from xfuser.core.distributed import get_world_group
+
+    world = SequenceGroup.of(get_world_group().device_group)
+    return world if world.size == sequence.size * guidance.size else sequence
+
+
+def _refused_vae(pipe: Any) -> str | None:
+    """Why a pipeline's videos cannot be decoded in parallel, or None."""
+    if not any(cls.__name__ == "xFuserPipelineBaseWrapper" for cls in type(pipe).__mro__):
+        return None
+    return f"vae: {type(pipe).__name__} decodes on its last rank alone; leave it out, or use --use_parallel_vae"
 
 
 def _require_parallel_guidance(pipe: Any, guidance: SequenceGroup) -> None:

@@ -19,7 +19,7 @@ from dbsp_xdit.command_line import full_name
 __all__ = ["add_flags", "config_from", "parse_known", "strategy_from"]
 
 BACKENDS = ("usp", "dbsp")
-_SETTINGS = ("sp_config", "sp_strategy", "sp_planner", "sp_mask", "sp_report")
+_SETTINGS = ("sp_config", "sp_strategy", "sp_planner", "sp_mask", "sp_vae", "sp_report")
 _DEGREES = ("ulysses_degree", "ring_degree", "pipefusion_parallel_degree", "tensor_parallel_degree")
 _SIZES = ("height", "width", "num_frames")
 _SWITCHES = {
@@ -57,6 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--sp_mask",
         help=f"Mask source ({', '.join(SOURCES)}), with settings as in 'window:window=[7,21,33]', or a mask file.",
     )
+    group.add_argument(
+        "--sp_vae",
+        action="store_true",
+        default=None,
+        help="Decode the video on all ranks together, tile by tile; turns tiling on.",
+    )
     group.add_argument("--sp_report", help="Folder for report.json, balance.png and the final latents.")
 
 
@@ -79,7 +85,7 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
         parser.add_argument(f"--{degree}", type=int, default=1)
     for size in _SIZES:
         parser.add_argument(f"--{size}", type=int)
-    for switch in ("use_cfg_parallel", *_SWITCHES):
+    for switch in ("use_cfg_parallel", "use_parallel_vae", *_SWITCHES):
         parser.add_argument(f"--{switch}", action="store_true")
     for name in ("attention_backend", "cache_method", "task"):
         parser.add_argument(f"--{name}")
@@ -119,8 +125,11 @@ def config_from(args: Mapping[str, Any], read: DbspConfig | None = None) -> Dbsp
         strategy=args.get("sp_strategy"),
         planner=args.get("sp_planner"),
         mask=None if mask is None else mask_settings(mask),
+        vae=args.get("sp_vae"),
         report=args.get("sp_report"),
     )
+    if config.vae and args.get("use_parallel_vae"):
+        raise UserError("--use_parallel_vae shares decoding out already; leave it out, or setting vae (--sp-vae)")
     for name in _DEGREES[2:]:
         if (args.get(name) or 1) > 1:
             raise UserError(f"--{name} {args[name]} does not go with --sp-backend dbsp; leave it at 1")

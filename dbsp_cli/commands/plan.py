@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from dbsp_cli.commands.placement import PlacementRequest, print_placements
 from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
 from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, TextTable, options_for, print_json, print_tables
 from dbsp_core.cost.comm_volume import traffic_of
@@ -62,14 +63,32 @@ def plan_command(
         typer.Option(help="With --sequences: topologies such as g8n4 or g1n2+g2n1+g4n1, with commas, or all."),
     ] = "all",
     model: Annotated[
-        str, typer.Option(help=f"With --sequences: one of {', '.join(MODEL_SPECS)}, {FLUX_NAME}.")
-    ] = "wan2.1-t2v-14b",
+        str | None,
+        typer.Option(
+            help=f"Instead of a file, which placement on --gpus is best for this model: one of {', '.join(MODEL_SPECS)}; "
+            f"with --sequences also {FLUX_NAME}, default wan2.1-t2v-14b."
+        ),
+    ] = None,
     hardware: Annotated[
         str,
-        typer.Option(help="With --sequences: a name or a file from dbsp calibrate."),
+        typer.Option(help="With --model or --sequences: a name or a file from dbsp calibrate."),
     ] = "h200",
-    mask: Annotated[str, typer.Option(help="With --sequences: every one's, such as window:window=[5,9,9].")] = "dense",
-    node_size: Annotated[int, typer.Option(max=MOST_GPUS, help="With --sequences: GPUs per node.")] = 8,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            help="With --sequences: every one's, such as window:window=[5,9,9], default dense; with --model as "
+            "dbsp simulate takes it, default the model's."
+        ),
+    ] = None,
+    node_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_GPUS, help="With --model or --sequences: GPUs per node; default: 8, or the hardware's."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="With --model: memory of a GPU, such as 48GB; default: the hardware's.")
+    ] = None,
+    videos: Annotated[int, typer.Option(min=1, max=256, help="With --model: how many are made.")] = 1,
+    top: Annotated[int, typer.Option(min=1, help="With --model: how many placements are shown.")] = 5,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, max=1 << 40, help="With --sequences: most tokens that a GPU can hold.")
     ] = None,
@@ -78,12 +97,19 @@ def plan_command(
 ) -> None:
     """Plan one attention of a mask file: how even the work is before and after, and what moves.
 
-    Or, with --sequences, share several sequences out over bags of GPUs; topologies are compared, the best proposed.
+    Or, with --sequences, share several sequences out over bags of GPUs; topologies are compared, the best proposed. Or,
+    with --model, find the best placements of a model, each with the line to paste for the hosts.
     """
-    if (file is None) == (sequences is None):
-        raise UserError("dbsp plan needs a mask file or --sequences CODES, one of the two")
+    if file is None and sequences is None and model is None or file is not None and sequences is not None:
+        raise UserError("dbsp plan needs a mask file, --sequences CODES or --model NAME, one of them")
+    given = {name: value for name, value in context.params.items() if value is not None}
     if sequences is not None:
-        print_sequence_plans(SequenceRequest(**options_for(SequenceRequest, context.params)), as_json)
+        print_sequence_plans(SequenceRequest(**options_for(SequenceRequest, given)), as_json)
+        return
+    if model is not None:
+        if file is not None or gpus is None:
+            raise UserError("--model is placed on a number of GPUs, without a mask file; give --gpus, as in --gpus 16")
+        print_placements(PlacementRequest(**options_for(PlacementRequest, given)), as_json)
         return
     if file is None or gpus is None:
         raise UserError("a mask file is planned for a number of GPUs; give it, for example --gpus 8")

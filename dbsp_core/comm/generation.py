@@ -21,7 +21,7 @@ from dbsp_core.utils.fingerprint import fingerprint_of
 __all__ = ["GenerationAgreement", "PassInputs"]
 
 _CPU = torch.device("cpu")
-_SEED, _PASS = range(2)
+_SEED, _PASS, _DECODING = range(3)
 """Why a rank takes part in an exchange."""
 _BUCKETS = 32
 _TOLERANCE = 2**-5
@@ -43,6 +43,11 @@ LATENTS_DIFFER = (
     "generator= out of calls of the pipeline that db-SP was enabled on"
 )
 CONDITIONS_DIFFER = "the text or another condition differs on rank(s) {}; give all ranks the same prompt and images"
+TILES_DIFFER = (
+    "what is decoded differs in size, dtype or tiles on rank(s) {}, or cannot be decoded there; give all ranks the same "
+    "latents, with one setting of the autoencoder's tiling and slicing"
+)
+DECODED_DIFFER = "the latents that are decoded differ on rank(s) {}; decode the same video on all ranks together"
 
 
 @dataclass(frozen=True)
@@ -83,15 +88,30 @@ class GenerationAgreement:
 
         Waits for the tensors' device, to read two sketches of 32 numbers.
         """
+        complaints = (SIZES_DIFFER, STEPS_DIFFER, LENGTHS_DIFFER)
+        self._compare(_PASS, inputs, complaints, (LATENTS_DIFFER, CONDITIONS_DIFFER))
+
+    def compare_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
+        """Raises UserError on all ranks unless they decode the same latents, in `tiles` of one `repr`. Collective.
+
+        Waits for the tensors' device, like `compare`.
+        """
+        inputs = PassInputs(tiles, latents=latents)
+        self._compare(_DECODING, inputs, (TILES_DIFFER,) * 3, (DECODED_DIFFER,) * 2)
+
+    def _compare(
+        self, kind: int, inputs: PassInputs, of_marks: Sequence[str], of_tensors: Sequence[str]
+    ) -> None:
+        """Raises one of the complaints on all ranks where the inputs differ. Collective."""
         lengths = [(tuple(one.shape), one.dtype) for one in inputs.conditions]
         marks = fingerprint_of(inputs.size), fingerprint_of(inputs.steps), fingerprint_of(lengths)
         sketches = torch.cat([_sketch(inputs.latents), _sketch(inputs.conditions)])
-        rows = self._exchange(_PASS, 0, marks, sketches)
-        for column, complaint in enumerate((SIZES_DIFFER, STEPS_DIFFER, LENGTHS_DIFFER), 3):
+        rows = self._exchange(kind, 0, marks, sketches)
+        for column, complaint in enumerate(of_marks, 3):
             require_equal(complaint, [row[column] for row in rows])
         bits = torch.tensor([row[3 + len(marks) :] for row in rows], device=_CPU)
         values = bits.view(torch.float64).unflatten(1, (2, _BUCKETS))
-        for complaint, of_ranks in zip((LATENTS_DIFFER, CONDITIONS_DIFFER), values.unbind(1), strict=True):
+        for complaint, of_ranks in zip(of_tensors, values.unbind(1), strict=True):
             close = torch.cdist(of_ranks, of_ranks, compute_mode="donot_use_mm_for_euclid_dist") <= _TOLERANCE
             far = (~close[int(close.sum(dim=1).argmax())]).nonzero().flatten().tolist()
             if far:

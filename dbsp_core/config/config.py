@@ -120,6 +120,7 @@ class DbspConfig:
         kernel: "auto", or a kernel's name.
         bags: How several sequences of one call are shared out: a `BagConfig`, a mapping for one, or only its topology,
             such as "g8n4" or "auto"; None: every rank shares in each sequence (see docs/bags.md).
+        vae: Whether the ranks of a video decode it together, tile by tile (see docs/diffusers.md).
         report: Folder for the report (see docs/report.md), or None: nothing is observed.
         record: Folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set.
         debug: All ranks check before each attention that inputs are finite, and that inputs, masks, plans and kernels
@@ -141,6 +142,7 @@ class DbspConfig:
     cost_model: str | None = None
     kernel: str = "auto"
     bags: BagConfig | None = field(default=None, metadata={"read": _read_bags})
+    vae: bool = False
     report: str | None = None
     record: str | None = None
     debug: bool = False
@@ -183,7 +185,7 @@ class DbspConfig:
         own = self.transformer_2 if name == "transformer_2" else {}
         if not own:
             return replace(self, transformer_2={})
-        for key in (key for key in ("report", "transformer_2") if key in own):
+        for key in (key for key in ("report", "vae", "transformer_2") if key in own):
             raise SettingError(f"'{key}' in 'transformer_2' is for both transformers; set it beside it", (key,))
         return replace(self, **checked(DbspConfig, {**own, "transformer_2": {}}, "'transformer_2'"))
 

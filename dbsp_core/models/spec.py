@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dbsp_core.models.decoders import COGVIDEOX, WAN, WAN_2_2, VideoDecoder
 from dbsp_core.models.pipelines import PIPELINES, token_grid
 from dbsp_core.models.signature import ModelSignature, Variant
 from dbsp_core.models.video import TOKEN_PIXELS, VideoSettings
@@ -25,7 +26,7 @@ class ModelSpec:
         patch_frames: Latent frames that make one token (patch_size_t).
         ffn: Width of the MLP.
         cross_text: Text tokens that cross-attention looks at; 0: there is none.
-        parameters: Number of the transformer's and the text encoder's together, as published.
+        parameters: Number of all transformers' and the text encoder's together, as published.
         preset: Name in `dbsp_core.sources.synthetic.presets` of the masks that are taken for its own.
         video: Its usual video, with all set but prompt and seed, and flow_shift where the scheduler comes with one.
         paper_thw: The token grid that times are predicted for, where that is not the usual video's.
@@ -84,14 +85,28 @@ class ModelSpec:
         return self.video.steps or 0
 
     @property
-    def calls(self) -> int:
-        """Forward passes of one video: two a step under classifier-free guidance, also where they are one batch.
-
-        A guidance scale of 1 or less, as of distilled models, is none.
-        """
+    def guided(self) -> bool:
+        """Whether it runs under classifier-free guidance: with a scale over 1, which distilled models are not."""
         scales = (self.video.guidance_scale, self.video.guidance_scale_2)
-        guided = any(scale is not None and scale > 1 for scale in scales)
-        return (2 if guided else 1) * self.steps
+        return any(scale is not None and scale > 1 for scale in scales)
+
+    @property
+    def decoder(self) -> VideoDecoder:
+        if self.variant == "ti2v":
+            return WAN_2_2
+        return COGVIDEOX if self.pipeline.startswith("CogVideoX") else WAN
+
+    @property
+    def latents(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the latents that are decoded."""
+        frames, rows, columns = self.thw
+        scale = self.token_pixels // self.decoder.pixels
+        return frames * self.patch_frames, rows * scale, columns * scale
+
+    @property
+    def calls(self) -> int:
+        """Forward passes of one video: two a step under classifier-free guidance, also where they are one batch."""
+        return (2 if self.guided else 1) * self.steps
 
     @property
     def linear_flops(self) -> float:

@@ -78,6 +78,7 @@ _WAN_2_2 = replace(
     hub="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     aliases=("Wan2.2-T2V",),
     variant="two",
+    parameters=2 * 14_288_491_584 + 5_680_910_336,
     video=replace(_WAN_14B.video, steps=40, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0),
 )
 _WAN_I2V = replace(
@@ -100,6 +101,7 @@ _WAN_2_2_I2V = replace(
     hub="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     aliases=("Wan2.2-I2V",),
     variant="two",
+    parameters=_WAN_2_2.parameters,
     video=replace(_WAN_I2V.video, steps=40, guidance_scale=3.5),
 )
 _WAN_2_2_DISTILLED = replace(

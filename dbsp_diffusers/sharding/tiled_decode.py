@@ -1,0 +1,213 @@
+"""Decoding a video in parallel: the tiles of diffusers' tiled decode, shared out over ranks.
+
+diffusers' own loop runs twice, and what it computes stays its own: where tiles begin, and how they are blended. First
+with a decoder that only notes what it is called with; then, once each rank has decoded its tiles and all have
+exchanged them, with one that returns what came. So every rank has the whole video, with the bits of the serial tiled
+decode. vLLM-Omni, TensorRT-LLM and DistVAE share out tiles, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.generation import GenerationAgreement
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.inputs import needs_gradients
+from dbsp_core.cost.video_decode import owners_of_tiles
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.patching import PatchSet
+
+__all__ = ["AUTOENCODERS", "share_decoding"]
+
+AUTOENCODERS: dict[str, str | None] = {
+    "AutoencoderKLWan": "feat_cache",
+    "AutoencoderKLQwenImage": "feat_cache",
+    "AutoencoderKLCogVideoX": "conv_cache",
+    "AutoencoderKLHunyuanVideo": None,
+    "AutoencoderKLHunyuanVideo15": None,
+}
+"""By class, the argument in which a tile's calls of the decoder, some frames each, hand on their state: a list that
+they fill (feat_cache), or what the call before has returned beside its frames (conv_cache). None: one call a tile."""
+
+_CPU = torch.device("cpu")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NO_GRADIENTS = "a video decoded in parallel has no gradients; decode it under torch.no_grad(), or call disable first"
+
+
+def share_decoding(pipe: Any, agreement: GenerationAgreement, patches: PatchSet) -> None:
+    """Lets the ranks of `agreement` decode a pipeline's videos together. Turns tiling on.
+
+    Args:
+        pipe: The pipeline. All ranks must call its autoencoder's `decode` together, with the same latents.
+        agreement: In which ranks compare, before each video, that they do.
+
+    Raises:
+        UserError: For a pipeline without an autoencoder, or one whose decoder is not known or shared out already.
+    """
+    vae = getattr(pipe, "vae", None)
+    if vae is None:
+        raise UserError("vae=True is for a pipeline with an autoencoder, `pipe.vae`; leave it out for a transformer")
+    kinds = [cls.__name__ for cls in type(vae).__mro__ if cls.__name__ in AUTOENCODERS]
+    if not kinds:
+        raise UserError(
+            f"vae=True: db-SP does not know the decoder of {type(vae).__name__}, only those of "
+            f"{', '.join(AUTOENCODERS)}; leave it out"
+        )
+    if any(name in vars(vae) for name in ("_decode", "_dbsp_decoding")):
+        raise UserError(
+            "vae=True: the autoencoder's decode is replaced already (by another pipeline with db-SP, or para-attn's "
+            "parallelize_vae); undo that first, or load the autoencoder again"
+        )
+    patches.set_attribute(vae, "use_tiling", True)
+    decoding = _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], agreement)
+    patches.set_attribute(vae, "_dbsp_decoding", True)
+    patches.set_attribute(vae, "decode", functools.wraps(vae.decode)(decoding))
+
+
+@dataclass
+class _Call:
+    """One call of the decoder. `state` is what it hands on: given to it (a list), or returned (a placeholder)."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: object
+    out: torch.Tensor | None = None
+
+
+class _Noting:
+    """In place of a decoder's forward: notes its calls, by tile, and returns frames of no size, blended in no time."""
+
+    def __init__(self, carries: str | None) -> None:
+        self.tiles: list[list[_Call]] = []
+        self._carries = carries
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = None if self._carries is None else kwargs.get(self._carries)
+        returns = self._carries == "conv_cache"
+        call = _Call(args, kwargs, object() if returns else given)
+        goes_on = bool(self.tiles) and given is not None and given is self.tiles[-1][-1].state
+        if goes_on:
+            self.tiles[-1].append(call)
+        else:
+            self.tiles.append([call])
+        frames = args[0].new_empty(args[0].shape[0], 0, 0, 0, 0)
+        return (frames, call.state) if returns else frames
+
+
+class _Returning:
+    """In place of a decoder's forward: returns the frames of its calls, in their order, once."""
+
+    def __init__(self, tiles: Sequence[Sequence[_Call]], returns_state: bool) -> None:
+        self._calls = [call for tile in reversed(tiles) for call in reversed(tile)]
+        self._returns_state = returns_state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._calls.pop().out
+        return (out, None) if self._returns_state else out
+
+
+@dataclass
+class _Decoding:
+    """`decode` of an autoencoder, on all ranks together. Called as the autoencoder's own, `serial`, is."""
+
+    vae: nn.Module
+    serial: Callable[..., Any]
+    carries: str | None
+    agreement: GenerationAgreement
+    group: SequenceGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.group = self.agreement.group
+
+    @torch.compiler.disable
+    def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.group.size == 1:
+            return self.serial(z, *args, **kwargs)
+        # 1. Note the tiles, and agree on them.
+        tiles = self._agreed_tiles(z, *args, **kwargs)
+        if len(tiles) < 2:
+            return self.serial(z, *args, **kwargs)
+        # 2. Decode this rank's, in the order of the serial loop.
+        owners = owners_of_tiles([sum(call.args[0].numel() for call in tile) for tile in tiles], self.group.size)
+        problem: Exception | None = None
+        try:
+            for tile, owner in zip(tiles, owners, strict=True):
+                if owner == self.group.rank:
+                    self._decode(tile)
+        except Exception as error:  # any error, such as lack of memory: the others wait for these tiles
+            problem = error
+        check_consistent(self.group.control(), problem, {}, _CPU, RuntimeError)
+        # 3. Exchange them, and blend all.
+        self._exchange(tiles, owners)
+        with self._decoder_replaced(_Returning(tiles, self.carries == "conv_cache")):
+            return self.serial(z, *args, **kwargs)
+
+    def _agreed_tiles(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> list[list[_Call]]:
+        """The calls of the decoder that a serial decode makes, by tile. Raises on all ranks where they differ."""
+        noting, problem = _Noting(self.carries), None
+        try:
+            if needs_gradients(z, *self.vae.parameters()):
+                raise UserError(_NO_GRADIENTS)
+            with self._decoder_replaced(noting):
+                self.serial(z, *args, **kwargs)
+        except Exception as error:  # any error: the others wait for this rank
+            problem = error
+        shapes = [[tuple(call.args[0].shape) for call in tile] for tile in noting.tiles]
+        latents = [z] if isinstance(z, torch.Tensor) else []
+        try:
+            self.agreement.compare_decoding((repr(problem), shapes, getattr(z, "dtype", None)), latents)
+        finally:
+            if problem is not None:
+                raise problem
+        return noting.tiles
+
+    def _decode(self, tile: Sequence[_Call]) -> None:
+        """Makes the calls of one tile, whose state goes from each to the next."""
+        decoder: Any = self.vae.decoder
+        state = None
+        for call in tile:
+            if self.carries == "conv_cache":
+                call.out, state = decoder(*call.args, **{**call.kwargs, "conv_cache": state})
+            else:
+                call.out = decoder(*call.args, **call.kwargs)
+        tile[-1].state = None
+
+    def _exchange(self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int]) -> None:
+        """Gives every call the frames that its tile's owner has decoded. Collective."""
+        calls = [(call, owner) for tile, owner in zip(tiles, owners, strict=True) for call in tile]
+        mine = [call.out for call, owner in calls if owner == self.group.rank and call.out is not None]
+        # Shapes are the owners' to say; a rank without a tile knows neither these nor the dtype.
+        known = [1 + _DTYPES.index(mine[0].dtype) if mine else 0]
+        for call, _ in calls:
+            known += [0] * 5 if call.out is None else list(call.out.shape)
+        table = torch.tensor(self.group.control().gather_integers(known, _CPU)).amax(dim=0).tolist()
+        dtype, shapes = _DTYPES[table[0] - 1], [table[1 + 5 * n : 6 + 5 * n] for n in range(len(calls))]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        longest = max(
+            sum(size for size, (_, owner) in zip(sizes, calls, strict=True) if owner == rank)
+            for rank in range(self.group.size)
+        )
+        sent = tiles[0][0].args[0].new_empty(longest, dtype=dtype)
+        torch.cat([one.reshape(-1) for one in mine] or [sent[:0]], out=sent[: sum(one.numel() for one in mine)])
+        received, taken = self.group.all_gather(sent), [0] * self.group.size
+        for (call, owner), size, shape in zip(calls, sizes, shapes, strict=True):
+            call.out = received[owner][taken[owner] : taken[owner] + size].view(shape)
+            taken[owner] += size
+
+    @contextmanager
+    def _decoder_replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Within it, the decoder has this forward. Its parts stay in sight: some autoencoders count them."""
+        patches = PatchSet()
+        patches.set_attribute(self.vae.decoder, "forward", forward)
+        try:
+            yield
+        finally:
+            patches.detach()

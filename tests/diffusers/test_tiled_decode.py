@@ -1,0 +1,233 @@
+"""Videos decoded in parallel: bit by bit what the serial tiled decode makes, and refusals on all ranks together."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+import torch
+
+from dbsp_core import SequenceGroup
+from dbsp_core.comm.generation import GenerationAgreement
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, share_decoding
+from tests.diffusers.tiled_decode_cases import decoded_by_pipelines
+from tests.support.workers import WorkerError
+
+_WAN = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+_COGVIDEOX = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 2, "latent_channels": 4}
+_TILES = {"tile_sample_min_height": 32, "tile_sample_min_width": 32}
+_STRIDES = {"tile_sample_stride_height": 24, "tile_sample_stride_width": 24}
+
+
+def _small(kind):
+    """An autoencoder with tiles of four by four latents, and latents of several tiles, the last ones short."""
+    wan = functools.partial(diffusers.AutoencoderKLWan, temperal_downsample=[False, True, True])
+    made = {
+        "wan": lambda: wan(**_WAN),
+        "wan2.2-ti2v": lambda: wan(
+            **_WAN, is_residual=True, patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16
+        ),
+        "qwen": lambda: diffusers.AutoencoderKLQwenImage(**_WAN, temperal_downsample=[False, True, True]),
+        "cogvideox": lambda: diffusers.AutoencoderKLCogVideoX(
+            down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4, **_COGVIDEOX
+        ),
+        "hunyuan": lambda: diffusers.AutoencoderKLHunyuanVideo(**_COGVIDEOX),
+        "hunyuan1.5": lambda: diffusers.AutoencoderKLHunyuanVideo15(
+            block_out_channels=(16, 16, 32, 32, 32), layers_per_block=1, latent_channels=32
+        ),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = made[kind]().eval()
+    if kind == "hunyuan":  # also cut into runs of frames
+        vae.enable_tiling(**_TILES, **_STRIDES, tile_sample_min_num_frames=8, tile_sample_stride_num_frames=4)
+    elif kind == "wan2.2-ti2v":
+        vae.enable_tiling(64, 64, 48, 48)
+    elif kind == "hunyuan1.5":
+        vae.enable_tiling(64, 64, tile_latent_min_height=4, tile_latent_min_width=4)
+    elif kind == "cogvideox":
+        vae.enable_tiling(32, 32)
+    else:
+        vae.enable_tiling(**_TILES, **_STRIDES)
+    channels = {"cogvideox": 4, "hunyuan": 4, "hunyuan1.5": 32}.get(kind, 16)
+    frames = {"qwen": 1, "wan": 3, "wan2.2-ti2v": 2, "cogvideox": 5, "hunyuan": 4, "hunyuan1.5": 1}[kind]
+    size = (2, channels, frames, 5, 9)
+    if kind == "hunyuan1.5":  # diffusers' own attention there takes one video
+        size = (1, channels, 1, 4, 8)
+    return vae, torch.randn(size, generator=torch.Generator().manual_seed(1))
+
+
+def _shared(vae, patches):
+    share_decoding(SimpleNamespace(vae=vae), GenerationAgreement(SequenceGroup.of()), patches)
+
+
+@torch.no_grad()
+def _decode(rank, world, vae, z, change=lambda rank, vae, z: z):
+    """A rank's decode by an autoencoder of its own, which `change` may spoil."""
+    vae, patches = copy.deepcopy(vae), PatchSet()
+    _shared(vae, patches)
+    z = change(rank, vae, z)
+    first = vae.decode(z, return_dict=False)[0]
+    assert torch.equal(vae.decode(z).sample, first), "nothing is left over for the next video"
+    patches.detach()
+    assert not {"decode", "_dbsp_decoding"} & set(vars(vae))
+    return first
+
+
+def _serially(threads, vae, z):
+    """In a thread, as ranks are: the number of torch's threads decides about last bits."""
+    return threads(1).run(_serial, vae, z)[0]
+
+
+@torch.no_grad()
+def _serial(rank, world, vae, z):
+    return vae.decode(z).sample
+
+
+@pytest.mark.parametrize("kind", ["wan", "wan2.2-ti2v", "qwen", "cogvideox", "hunyuan", "hunyuan1.5"])
+def test_bit_by_bit_the_serial_tiled_decode(threads, kind):
+    vae, z = _small(kind)
+    expected = _serially(threads, vae, z)
+    assert expected.std() > 0
+    for world in (2, 3):
+        assert all(torch.equal(one, expected) for one in threads(world).run(_decode, vae, z))
+
+
+@pytest.mark.parametrize("kind", ["wan", "cogvideox"])
+def test_slices_of_a_batch_and_more_ranks_than_tiles(threads, kind):
+    vae, z = _small(kind)
+    vae.enable_slicing()
+    z = z[..., :4, :5]  # two tiles an item
+    expected = _serially(threads, vae, z)
+    assert all(torch.equal(one, expected) for one in threads(5).run(_decode, vae, z))
+
+
+def test_another_ranks_tiles_are_its_own(threads):
+    vae, z = _small("wan")
+    expected = _serially(threads, vae, z)
+
+    def spoil(rank, vae, z):
+        if rank == 1:
+            vae.decoder.conv_out.bias.data += 0.1
+        return z
+
+    one, other = threads(2).run(_decode, vae, z, spoil)
+    assert torch.equal(one, other)
+    assert not torch.equal(one, expected), "rank 1 must have decoded some"
+
+
+def test_one_tile_and_no_tiling_are_decoded_by_every_rank(threads):
+    vae, z = _small("wan")
+
+    def untiled(rank, vae, z):
+        vae.disable_tiling()
+        return z
+
+    one = z[..., :4, :4]
+    assert all(torch.equal(got, _serially(threads, vae, one)) for got in threads(2).run(_decode, vae, one))
+    shared = threads(2).run(_decode, vae, z, untiled)
+    vae.disable_tiling()
+    assert all(torch.equal(got, _serially(threads, vae, z)) for got in shared)
+
+
+def _smaller(rank, vae, z):
+    return z[..., :-1] if rank else z
+
+
+def _other(rank, vae, z):
+    return z.flip(0) if rank else z
+
+
+def _off(rank, vae, z):
+    if rank:
+        vae.disable_tiling()
+    return z
+
+
+def _malformed(rank, vae, z):
+    return z[0] if rank else z
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (_smaller, r"decoded differs in size, dtype or tiles on rank\(s\) \[1\]"),
+        (_off, r"tiles on rank\(s\) \[1\]"),
+        (_malformed, r"or cannot be decoded there"),
+        (_other, r"latents that are decoded differ on rank\(s\) \[1\]"),
+    ],
+)
+def test_ranks_that_differ_are_refused_together(threads, change, complaint):
+    vae, z = _small("wan")
+    with pytest.raises(WorkerError, match=complaint) as raised:
+        threads(2).run(_decode, vae, z, change)
+    assert [rank for rank, *_ in raised.value.errors] == [0, 1]
+
+
+def test_a_decoder_that_fails_on_one_rank_ends_all(threads):
+    vae, z = _small("wan")
+
+    def out_of_memory(*args, **options):
+        raise MemoryError("no memory left")
+
+    def fail(rank, vae, z):
+        if rank:
+            vae.decoder.forward = out_of_memory
+        return z
+
+    with pytest.raises(WorkerError) as raised:
+        threads(2).run(_decode, vae, z, fail)
+    assert [(rank, kind) for rank, kind, _ in raised.value.errors] == [(0, "RuntimeError"), (1, "RuntimeError")]
+    assert all(text == "rank(s) [1]: MemoryError: no memory left" for *_, text in raised.value.errors)
+
+
+def test_gradients_are_refused(threads):
+    vae, z = _small("wan")
+
+    def with_gradients(rank, world):
+        own, patches = copy.deepcopy(vae), PatchSet()
+        _shared(own, patches)
+        with pytest.raises(UserError, match="no gradients; decode it under torch.no_grad"):
+            own.decode(z)
+
+    threads(2).run(with_gradients)
+
+
+def test_what_cannot_be_shared_is_refused():
+    vae, _ = _small("wan")
+    with pytest.raises(UserError, match="does not know the decoder of AutoencoderKLMochi, only those of"):
+        _shared(object.__new__(type("AutoencoderKLMochi", (), {})), PatchSet())
+    with pytest.raises(UserError, match="leave it out for a transformer"):
+        share_decoding(SimpleNamespace(), GenerationAgreement(SequenceGroup(0, 1)), PatchSet())
+    patches = PatchSet()
+    _shared(vae, patches)
+    with pytest.raises(UserError, match="replaced already"):
+        _shared(vae, PatchSet())
+    patches.detach()
+    _shared(vae, patches)
+    patches.detach()
+
+
+def test_tiling_is_as_before_once_undone():
+    vae, _ = _small("wan")
+    vae.disable_tiling()
+    patches = PatchSet()
+    _shared(vae, patches)
+    assert vae.use_tiling
+    patches.detach()
+    assert not vae.use_tiling
+
+
+def test_every_known_class_is_diffusers():
+    assert all(hasattr(diffusers, name) for name in AUTOENCODERS)
+
+
+def test_pipelines_on_processes(pool, folder):
+    for equal, undone, refused in pool(2).run(decoded_by_pipelines, folder):
+        assert (equal, undone) == (True, True)
+        assert refused.startswith("ValueError: vae=True is for a pipeline with an autoencoder")
