@@ -45,14 +45,14 @@ def dbsp(
     """Dual-balanced sequence parallelism for block-sparse attention in video diffusion transformers."""
 
 
-app.command("tiny")(tiny_command)
-app.command("plan")(plan_command)
-app.command("doctor")(doctor_command)
-app.command("calibrate")(calibrate_command)
-app.command("report")(report_command)
-app.command("simulate")(simulate_command)
-app.command("generate")(generate_command)
+app.command("generate", short_help="Generate a video: from YAML to mp4, on all GPUs.")(generate_command)
+app.command("doctor", short_help="Say what works here, what is missing, and the fix.")(doctor_command)
+app.command("tiny", short_help="Make a tiny checkpoint, for trying things out.")(tiny_command)
+app.command("report", short_help="Show the report of a run, or compare two.")(report_command)
+app.command("plan", short_help="Plan an attention: how even the work is, what moves.")(plan_command)
 app.add_typer(masks_app, name="masks")
+app.command("simulate", short_help="Predict times per strategy and planner (modelled).")(simulate_command)
+app.command("calibrate", short_help="Measure this machine for the latency model.")(calibrate_command)
 
 
 def main() -> None:

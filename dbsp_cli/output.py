@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
@@ -17,6 +18,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
+from dbsp_core.utils.errors import UserError
+
 __all__ = [
     "LARGEST_SEED",
     "MOST_GPUS",
@@ -26,6 +29,7 @@ __all__ = [
     "options_for",
     "print_json",
     "print_tables",
+    "require_pictures",
     "working",
 ]
 
@@ -66,6 +70,14 @@ def options_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 def working(what: str) -> AbstractContextManager[object]:
     """Shows on a terminal, for as long as the block runs, what is being done."""
     return Console(stderr=True).status(escape(what))
+
+
+def require_pictures() -> None:
+    """Raises UserError where matplotlib is missing."""
+    try:
+        importlib.import_module("matplotlib.backends.backend_agg")
+    except ImportError as error:
+        raise UserError(f"{error.name} is needed for pictures; pip install matplotlib") from error
 
 
 def print_json(**values: Any) -> None:

@@ -20,6 +20,7 @@ from dbsp_core.sources import DenseSource
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 from dbsp_diffusers.patching import PatchSet, around_calls
+from dbsp_kernels.advice import page
 
 __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name", "write_run_report"]
 
@@ -90,7 +91,7 @@ def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet
                 log.warning(
                     session.config.dense_schedule.complaint(session.steps())
                     or f"mask {source} left nothing out, density 1.000 in every attention: nothing was gained over "
-                    "dense attention; see docs/masks.md for its settings, and for other sources"
+                    f"dense attention; {page('masks')} has its settings, and other sources"
                 )
             return output
 

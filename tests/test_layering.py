@@ -291,8 +291,8 @@ def test_everything_imports_without_hosts_and_doctor_names_them_and_the_fix():
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)["findings"]}
     xdit = next(finding for what, finding in findings.items() if what.startswith("xDiT"))
     assert (xdit["state"], xdit["detail"]) == ("missing", "lacks xfuser, diffusers, transformers")
-    assert xdit["fix"].endswith("pip install 'dbsp-attention[xdit]'")
-    assert "to generate, pip install 'dbsp-attention[xdit]'" in json.loads(done.stdout)["verdict"]
+    assert xdit["fix"].endswith("pip install '.[xdit]' in db-SP's repository")
+    assert "to generate, pip install '.[xdit]'" in json.loads(done.stdout)["verdict"]
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "dbsp_configs"])

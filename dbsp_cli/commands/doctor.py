@@ -17,6 +17,7 @@ from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, worki
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.packages import installed_version, missing_packages
 from dbsp_kernels import KERNELS, KernelRequirements, available, explain_auto, faster_than_auto
+from dbsp_kernels.advice import install_command, page
 from dbsp_sglang import plugin as sglang_plugin
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
@@ -73,7 +74,7 @@ class Importable:
     use: str = ""
 
     def check(self) -> Check:
-        fix = "; ".join(filter(None, (self.use, f"pip install 'dbsp-attention[{self.extra}]'")))
+        fix = "; ".join(filter(None, (self.use, install_command(self.extra))))
         lacking = missing_packages(self.needs)
         if lacking:
             return Check(self.what, "missing", f"lacks {', '.join(lacking)}", fix)
@@ -138,7 +139,7 @@ class Engine:
             fix = "install dbsp-attention again, so that pip writes its entry points"
             return Check(self.what, "missing", f"{found}, which does not see db-SP", fix)
         if not self.knows(found):
-            return Check(self.what, "missing", f"{found} is not known to db-SP", "see docs/engines.md for versions")
+            return Check(self.what, "missing", f"{found} is not known to db-SP", f"see {page('engines')} for versions")
         return Check(self.what, "ok", f"{found}, sees db-SP")
 
 
@@ -172,7 +173,7 @@ def verdict(checks: list[Check]) -> str:
     where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"
     if hosts:
         return f"db-SP {own_version()} generates with {', '.join(hosts)}; {where}"
-    return f"db-SP {own_version()} can plan and simulate; to generate, pip install 'dbsp-attention[{HOSTS[0].extra}]'"
+    return f"db-SP {own_version()} can plan and simulate; to generate, {install_command(HOSTS[0].extra)}"
 
 
 def own_version() -> str:

@@ -12,24 +12,29 @@ import typer
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from dbsp_cli.generate.hosts import HOSTS
 from dbsp_cli.generate.job import TIMEOUT_S, GenerateJob, GenerateRequest, resolve
 from dbsp_cli.generate.launch import Launch
+from dbsp_cli.generate.pace import Pace, PaceColumn
 from dbsp_cli.generate.rank_output import LogFollower, RunFailed
-from dbsp_cli.generate.running import GenerateResult, run_job
+from dbsp_cli.generate.running import GenerateResult, require_runnable, run_job
 from dbsp_cli.generate.supervisor import end_cleanly_on_signals
 from dbsp_cli.output import JsonFlag, options_for, print_json
+from dbsp_core.reports.summary import in_a_line
 from dbsp_core.utils.log import NOTICE
 
 __all__ = ["generate_command"]
 
 _NO_REPORT = 3
 """Exit code: the video is there, the report that was asked for is not."""
+_NUMBERS = ("density", "rho_before", "rho", "attention_s", "attention_share", "saved_s")
+"""What `--json` says of a run's attention, by the names of `Totals`."""
 
 
 def generate_command(
-    config: Annotated[str | None, typer.Option(help="YAML file, or the name of one in dbsp_configs/.")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file, or a shipped one's name.")] = None,
     prompt: Annotated[str | None, typer.Option(help="What the video shows.")] = None,
     image: Annotated[Path | None, typer.Option(help="The first frame, for models that take one.")] = None,
     last_image: Annotated[Path | None, typer.Option(help="The last frame, likewise.")] = None,
@@ -73,6 +78,7 @@ def generate_command(
     start = time.perf_counter()
     for line in job.warnings if job.launch.leads is not False else ():
         print(f"{NOTICE}{line}", file=sys.stderr)
+    require_runnable(job)
     try:
         result = _run(job)
     except RunFailed as error:
@@ -86,9 +92,10 @@ def generate_command(
 
 def _run(job: GenerateJob) -> GenerateResult:
     """Runs it with one progress bar, on standard error, that follows rank 0; a log gets a line for each stage."""
-    texts = TextColumn("{task.description}")
-    columns = (SpinnerColumn(), texts, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    texts = TextColumn("{task.description}", table_column=Column(no_wrap=True))
     steps, joined = job.config.generate.video.steps or 0, job.launch.joined
+    pace = Pace(steps)
+    columns = (SpinnerColumn(), texts, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), PaceColumn(pace))
     if joined and joined.rank:
         return run_job(job, LogFollower(steps, rank=str(joined.rank)))
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -103,9 +110,13 @@ def _run(job: GenerateJob) -> GenerateResult:
             if not progress.console.is_terminal:
                 say(f"{NOTICE}{stage}")
 
+        def step(done: int) -> None:
+            pace.step(done)
+            progress.update(task, completed=done)
+
         follower = LogFollower(
             steps,
-            on_step=lambda done: progress.update(task, completed=done),
+            on_step=step,
             on_notice=say,
             on_stage=show,
             rank="0" if joined else "",
@@ -143,7 +154,12 @@ def _say_what_was_made(job: GenerateJob, result: GenerateResult, seconds: float,
     if as_json:
         paths = {"video": result.video, "report": result.report, "log": job.log}
         texts = {name: None if path is None else str(path) for name, path in paths.items()}
-        print_json(**texts, lacking=result.lacking, host=job.host, seconds=seconds)
+        did = result.attention
+        numbers = {} if did is None else {name: getattr(did.totals, name) for name in _NUMBERS}
+        print_json(**texts, lacking=result.lacking, host=job.host, seconds=seconds, attention=numbers or None)
         return
+    if result.attention is not None:
+        print(in_a_line(result.attention))
     what = f"wrote {result.video}" if result.video else "done; the video is on the node where rank 0 runs"
-    print(what + (f" and {result.report}" if result.report else "") + f" in {seconds:.1f} s (log: {job.log})")
+    page = f" and {result.report / 'report.html'}" if result.report else ""
+    print(f"{what}{page} in {seconds:.1f} s (log: {job.log})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries
-from dbsp_cli.output import MOST_GPUS, JsonFlag, TextTable, options_for, print_json, print_tables
+from dbsp_cli.output import MOST_GPUS, JsonFlag, TextTable, options_for, print_json, print_tables, require_pictures
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers
@@ -157,10 +156,7 @@ def info(
     """Say how dense masks are, how even their work is, how they change over steps, and what they cost in accuracy."""
     if picture is not None:
         require_file_place(picture, "--picture")
-        try:
-            importlib.import_module("matplotlib.backends.backend_agg")
-        except ImportError as error:
-            raise UserError(f"{error.name} is needed for pictures; pip install matplotlib") from error
+        require_pictures()
     series = MaskSeries.read(file, branch)
     planners = tuple(planner.split(","))
     options = InfoOptions(gpus, planners, threshold, budget or None, sample, quality, limit, parse_thw(thw))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -11,7 +12,17 @@ import typer
 
 from dbsp_cli.commands.placement import PlacementRequest, print_placements
 from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
-from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, TextTable, options_for, print_json, print_tables
+from dbsp_cli.output import (
+    LARGEST_SEED,
+    MOST_GPUS,
+    JsonFlag,
+    TextTable,
+    options_for,
+    print_json,
+    print_tables,
+    require_pictures,
+)
+from dbsp_cli.owners_picture import owners_picture
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.cost.selection import candidates
@@ -25,7 +36,9 @@ from dbsp_core.planning.keys import require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.planning.wire_format import MODEL, require_wire_format
+from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_file_place
 
 __all__ = ["plan_command"]
 
@@ -51,6 +64,9 @@ def plan_command(
     keys: Annotated[str, typer.Option(help="ring, all, needed, or kept: what ranks are sent.")] = "ring",
     precision: Annotated[str, typer.Option(help="model or int8: how q, k and v travel.")] = MODEL.name,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(help="PNG to write: the owner of each row, split blindly and in the most even plan.")
+    ] = None,
     sequences: Annotated[
         str | None,
         typer.Option(
@@ -103,6 +119,11 @@ def plan_command(
     if file is None and sequences is None and model is None or file is not None and sequences is not None:
         raise UserError("dbsp plan needs a mask file, --sequences CODES or --model NAME, one of them")
     given = {name: value for name, value in context.params.items() if value is not None}
+    if picture is not None:
+        if file is None:
+            raise UserError("--picture draws the rows of a mask file; give one, without --sequences and --model")
+        require_file_place(picture, "--picture")
+        require_pictures()
     if sequences is not None:
         print_sequence_plans(SequenceRequest(**options_for(SequenceRequest, given)), as_json)
         return
@@ -117,6 +138,8 @@ def plan_command(
     source = MaskFile(file)
     of_layer = source.layer(layer)
     plans = _plans(source, of_layer, request)
+    if picture is not None:
+        write_atomically(picture, _picture(f"{file.name}, layer {layer}", source, of_layer, plans, request))
     if as_json:
         rows = [_record(one, keys, precision) for one in plans]
         print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
@@ -205,9 +228,25 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
     )
 
 
+def _picture(title: str, source: MaskFile, mask: BlockMask, plans: list[_FilePlan], request: _FileRequest) -> bytes:
+    """PNG of the most even plan, below the contiguous one of the same strategy."""
+    best = _most_even([one.plan for one in plans])
+    blind = replace(request, strategy=str(best.strategy), planner="contiguous", layout=None, keys="ring")
+    ((contiguous, _),) = _plans(source, mask, blind)
+    rows = [("split blindly (contiguous)", contiguous), (best.planner, best)]
+    figure = owners_picture(f"{title}: {best.strategy}", rows if best.planner != "contiguous" else rows[:1])
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    return content.getvalue()
+
+
+def _most_even(plans: list[Plan]) -> Plan:
+    return min(plans, key=lambda plan: (plan.rho, plan.moved))
+
+
 def _conclusion(plans: list[Plan]) -> str:
     """Names the most even of several plans in a line."""
     if len(plans) == 1:
         return ""
-    best = min(plans, key=lambda plan: (plan.rho, plan.moved))
+    best = _most_even(plans)
     return f"most even: {best.strategy}, {best.planner}: ρ_s {best.rho_before:.4f} → {best.rho:.4f}\n"

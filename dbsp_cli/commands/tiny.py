@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from dbsp_cli.output import LARGEST_SEED
-from dbsp_cli.tiny_models import MAKERS, make_tiny
+from dbsp_cli.tiny_models import MAKERS, make_tiny, silence_libraries
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_place
+from dbsp_kernels.advice import install_command
 
 __all__ = ["tiny_command"]
 
@@ -31,7 +32,8 @@ def tiny_command(
         model += _TRAINED
     require_place(folder, "FOLDER")
     try:
+        silence_libraries()
         make_tiny(model, folder, seed)
     except ImportError as error:
-        raise UserError(f"{error.name} is needed to make checkpoints; pip install 'dbsp-attention[xdit]'") from error
+        raise UserError(f"{error.name} is needed to make checkpoints; {install_command('diffusers')}") from error
     print(f"wrote a tiny {model} checkpoint to {folder}", file=sys.stderr)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import dbsp_xdit
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.packages import missing_packages, require_packages
+from dbsp_kernels.advice import install_command
 
 __all__ = ["HOSTS", "Host", "find_host"]
 
@@ -42,7 +43,7 @@ def find_host(name: str | None) -> str:
     if name is None:
         name = next((host for host in HOSTS if not HOSTS[host].missing), None)
         if name is None:
-            raise UserError("neither xfuser nor diffusers is installed; pip install 'dbsp-attention[xdit]'")
+            raise UserError(f"neither xfuser nor diffusers is installed; {install_command('xdit')}")
     name = _SYNONYMS.get(name, name)
     if name not in HOSTS:
         raise UserError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")

@@ -108,11 +108,14 @@ class GenerateJob:
         return self.launch.rendezvous(self.timeout)
 
     def settings_in(self, work: Path) -> dict[str, Any]:
-        """The settings that the ranks read, with paths in the work folder."""
-        report = None if self.report is None else str(work / "report")
+        """The settings that the ranks read, with paths in the work folder, where they always leave a report."""
         images = {name: str(work / f"{name}.png") for name in self.images}
         model = self.model or str(work / f"{TINY}{self.tiny}")
-        return self.settings | {"model": model, "report": report, "video": self.settings["video"] | images}
+        return self.settings | {
+            "model": model,
+            "report": str(work / "report"),
+            "video": self.settings["video"] | images,
+        }
 
     @property
     def images(self) -> dict[str, Path]:

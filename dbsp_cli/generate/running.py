@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,12 @@ from dbsp_cli.generate.supervisor import run_watched
 from dbsp_cli.generate.work_folder import WorkFolder, folder_at, put_file, put_folder, remove_left_over, work_folder
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.models.table import TINY
+from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import NOTICE
 from dbsp_core.utils.yaml_file import Settings, read_settings
 
-__all__ = ["GenerateResult", "run_job"]
+__all__ = ["GenerateResult", "require_runnable", "run_job"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,25 @@ class GenerateResult:
         video: None where rank 0 runs on another node.
         report: Folder of the report, or None.
         lacking: Why there is no report although one was asked for, and what became of it; else None.
+        attention: What the run's attention did, asked for or not; None where no report was made.
     """
 
     video: Path | None = None
     report: Path | None = None
     lacking: str | None = None
+    attention: RunReport | None = None
+
+
+def require_runnable(job: GenerateJob) -> None:
+    """Raises UserError where this machine lacks the memory for the checkpoint, or the checkpoint is not whole."""
+    from dbsp_diffusers.preflight import require_checkpoint  # here: it takes seconds to import
+
+    if job.model is None:
+        return
+    complaint = memory_complaint(job.model, job.config.generate.torch_dtype, job.launch.nproc)
+    if complaint is not None:
+        raise UserError(f"{complaint}; take a smaller model, fewer --nproc, or --set dtype=bfloat16")
+    require_checkpoint(job.model)
 
 
 def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
@@ -51,13 +66,6 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
         UserError: A mistake of the user's that could be found only now.
         RunFailed: A rank failed, or the video could not be put in its place.
     """
-    from dbsp_diffusers.preflight import require_checkpoint  # here: it takes seconds to import
-
-    if job.model is not None:
-        complaint = memory_complaint(job.model, job.config.generate.torch_dtype, job.launch.nproc)
-        if complaint is not None:
-            raise UserError(f"{complaint}; take a smaller model, fewer --nproc, or --set dtype=bfloat16")
-        require_checkpoint(job.model)
     job.out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as locks:
         known = locks.enter_context(exclusive_run(job.lock, str(job.out), "--out"))
@@ -94,7 +102,7 @@ def in_the_users_names(job: GenerateJob, work: Path, written: Settings) -> Calla
 
     def reword(text: str) -> str:
         text = line.sub(lambda found: places.get(found[0]) or named, text.replace(f"from {file}", job.origin))
-        return text.replace(file, named).replace(str(work / "report"), str(job.report))
+        return text.replace(file, named).replace(str(work / "report"), str(job.report or "the work folder"))
 
     return reword
 
@@ -113,13 +121,21 @@ def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
         raise RunFailed(
             f"the video is made, but cannot be put in its place ({error}); it is kept: {' and '.join(kept)}"
         ) from error
+    attention = _report_in(report)
     if job.report is None:
-        return GenerateResult(job.out)
+        return GenerateResult(job.out, attention=attention)
     if not (report / "report.json").is_file():
         return GenerateResult(job.out, lacking=f"the ranks made no report; they say why in {job.log}")
     try:
         put_folder(report, job.report)
     except OSError as error:
         lacking = f"the report cannot be put in its place ({error}); it is kept: {work.keep(report.name)}"
-        return GenerateResult(job.out, lacking=lacking)
-    return GenerateResult(job.out, job.report)
+        return GenerateResult(job.out, lacking=lacking, attention=attention)
+    return GenerateResult(job.out, job.report, attention=attention)
+
+
+def _report_in(folder: Path) -> RunReport | None:
+    """The report that ranks have left, or None."""
+    with suppress(UserError):
+        return RunReport.read(folder)
+    return None

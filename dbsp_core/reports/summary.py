@@ -11,7 +11,15 @@ import numpy as np
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.byte_sizes import in_bytes
 
-__all__ = ["LayerSummary", "flat_settings", "headline", "in_seconds", "layer_summaries", "strategies_in_words"]
+__all__ = [
+    "LayerSummary",
+    "flat_settings",
+    "headline",
+    "in_a_line",
+    "in_seconds",
+    "layer_summaries",
+    "strategies_in_words",
+]
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,16 @@ def headline(report: RunReport) -> list[tuple[str, str, str]]:
             f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank of each",
         ),
     ]
+
+
+def in_a_line(report: RunReport) -> str:
+    """What attention cost and what balancing brought, in a line. One process has nothing to balance."""
+    t = report.totals
+    parts = [f"attention {t.attention_share:.0%} of {in_seconds(report.seconds)}", f"density {t.density:.3f}"]
+    if report.world_size > 1:
+        saved = f"{'saved' if t.saved_s >= 0 else 'lost'} {in_seconds(abs(t.saved_s))} (modelled)"
+        parts += [f"ρ_s {t.rho_before:.3f} → {t.rho:.3f}", saved]
+    return ", ".join(parts)
 
 
 def strategies_in_words(report: RunReport) -> str:

@@ -107,7 +107,7 @@ class UnionSource:
             bits |= mask.bits.to(bits.device).repeat(heads // mask.heads, 1, 1)
         remainders = {mask.remainder for mask in masks} - {None}
         if len(remainders) > 1:
-            raise UserError("the masks of a union have different remainders (pooled_keys, coarse); give it to one of them")
+            raise UserError("masks of a union differ in what they add for skipped blocks; leave it out of all but one")
         return BlockMask(bits, grid, next(iter(remainders), None))
 
     def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_kernels.advice import install_command
 
 __all__ = ["installed_version", "missing_packages", "package_versions", "require_packages", "version_marks"]
 
@@ -33,7 +34,7 @@ def require_packages(what: str, names: Iterable[str], extra: str) -> None:
     """Raises UserError if packages that `what` needs are missing, which `extra` would install."""
     missing = missing_packages(names)
     if missing:
-        raise UserError(f"{what} lacks {', '.join(missing)}; pip install 'dbsp-attention[{extra}]'")
+        raise UserError(f"{what} lacks {', '.join(missing)}; {install_command(extra)}")
 
 
 @functools.cache

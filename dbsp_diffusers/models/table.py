@@ -7,6 +7,7 @@ from torch import nn
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import cogvideox, cosmos, ernie, flux, hunyuan, krea, ltx, minimax, qwen, wan, z_image
 from dbsp_diffusers.models.architecture import Architecture
+from dbsp_kernels.advice import page
 
 __all__ = ["ARCHITECTURES", "REFUSED", "architecture_of", "register_architecture"]
 
@@ -61,5 +62,5 @@ def architecture_of(transformer: nn.Module) -> Architecture:
             return architecture
     raise UserError(
         f"db-SP does not know {kind}; it knows {', '.join(ARCHITECTURES)} and their subclasses; "
-        "others of their kind need one entry: docs/adding-a-model.md"
+        f"others of their kind need one entry: {page('adding-a-model')}"
     )

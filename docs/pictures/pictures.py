@@ -9,16 +9,14 @@ import argparse
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 
 matplotlib.use("Agg")  # no display needed
 
 from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from dbsp_cli.owners_picture import RANKS, owners_picture
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -26,7 +24,6 @@ from dbsp_core.planning.planners import require_planner
 from dbsp_core.sources import MaskRequest, SyntheticSource
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
-RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 WAITING = "#dddddd"
 NAMES = {"contiguous": "split blindly (contiguous)", "dbsp": "db-SP"}
 
@@ -54,34 +51,11 @@ def masks_picture(mask: BlockMask) -> Figure:
     return figure
 
 
-def owners_picture(mask: BlockMask, strategy: str) -> Figure:
+def owners_of(mask: BlockMask, strategy: str) -> Figure:
     """Who computes each (head, query block) row, and how many dense blocks that makes for each rank."""
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 4.6), layout="constrained", width_ratios=(2.2, 1))
-    for (left, right), planner in zip(axes, NAMES, strict=True):
-        plan = plan_of(mask, strategy, planner)
-        _owners(left, plan)
-        left.set(title=f"{NAMES[planner]}: owner of each row")
-        work = plan.metrics.work.sum(axis=0)
-        right.barh(range(len(work)), work, color=RANKS)
-        right.axvline(work.mean(), color="black", linestyle="dotted")
-        right.set(title=f"dense blocks per rank, ρ_s {plan.rho:.3f}", yticks=range(len(work)), xlabel="")
-        right.set_yticklabels([f"rank {rank}" for rank in range(len(work))])
-        right.invert_yaxis()
-    widest = max(axis.get_xlim()[1] for axis in axes[:, 1])
-    for axis in axes[:, 1]:
-        axis.set_xlim(0, widest)
-    figure.suptitle(f"{strategy}, {mask.heads} heads")
+    plans = [(NAMES[planner], plan_of(mask, strategy, planner)) for planner in NAMES]
+    figure: Figure = owners_picture(f"{strategy}, {mask.heads} heads", plans)
     return figure
-
-
-def _owners(axis: Axes, plan: Plan) -> None:
-    colours = ListedColormap(RANKS[: plan.strategy.world])
-    norm = BoundaryNorm(np.arange(plan.strategy.world + 1) - 0.5, plan.strategy.world)
-    axis.imshow(plan.assignment.q_owner, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
-    axis.set(ylabel="head", xlabel="query block", yticks=range(plan.heads))
-    axis.set_yticks(np.arange(plan.heads + 1) - 0.5, minor=True)
-    axis.grid(which="minor", axis="y", color="white", linewidth=2)
-    axis.tick_params(which="minor", length=0)
 
 
 def timeline_picture(mask: BlockMask, strategy: str) -> Figure:
@@ -138,7 +112,7 @@ def main() -> None:
     mask = example_mask()
     pictures = {
         "masks": masks_picture(mask),
-        "owners": owners_picture(mask, "U2R2"),
+        "owners": owners_of(mask, "U2R2"),
         "timeline": timeline_picture(mask, "U1R4"),
         "call": call_picture(),
     }

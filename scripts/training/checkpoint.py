@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dbsp_kernels.advice import page
 from scripts.training.world import COLOURS, FLOORS, FRAMES, HEIGHT, MOTIONS, SHAPES, WIDTH, captions
 
 __all__ = ["Card", "save_pipeline"]
@@ -47,7 +48,7 @@ shown and tested on learned attention without a download. It is no general video
   matching with shift 3, a tenth of the videos without a caption, moving average of the weights.
 - **Cost**: {sum(self.minutes.values()):.0f} minutes on two CPU cores (measured processor time of all threads over two:
   {spent}).
-- **Limits**: see "What its videos look like" in docs/trained-model.md.
+- **Limits**: see "What its videos look like" in {page("trained-model")}.
 
 Loss, mean of twenty equal parts of the run (`loss.csv` has every step):
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 from safetensors import SafetensorError
 
+from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.cost.hardware import load_hardware
@@ -148,6 +150,28 @@ class TestPlan:
         assert code == 0
         rows = [line.split() for line in out.splitlines() if line.lstrip().startswith("U")]
         assert [row[:2] for row in rows] == [[str(s), "dbsp"] for s in Strategy.all_for(6)]
+
+    def test_a_picture_has_the_most_even_plan_below_the_contiguous_one(self, dbsp, mask_file, monkeypatch):
+        drawn = []
+
+        def draw(title, plans):
+            drawn.append((title, [name for name, _ in plans], [plan.rho for _, plan in plans]))
+            return owners_picture(title, plans)
+
+        monkeypatch.setattr("dbsp_cli.commands.plan.owners_picture", draw)
+        picture = mask_file.parent / "new" / "owners.png"
+        code, out, err = dbsp("plan", mask_file, "--gpus", 4, "--layer", 1, "--picture", picture, "--json")
+        assert code == 0, err
+        plans = json.loads(out)["plans"]
+        best = min(plans, key=lambda plan: plan["rho"])
+        ((title, names, (before, after)),) = drawn
+        assert title == f"{mask_file.name}, layer 1: {best['strategy']}"
+        assert names == ["split blindly (contiguous)", "dbsp"]
+        assert (before, after) == (best["rho_before"], best["rho"])
+        assert min(imread(picture).shape[:2]) > 300
+        code, _, err = dbsp("plan", "--sequences", "g4b1i256", "--picture", picture)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "--picture draws the rows of a mask file" in err
 
 
 class TestPlanSequences:
@@ -334,5 +358,5 @@ class TestTiny:
         monkeypatch.setitem(MAKERS, "wan", needs_diffusers)
         code, out, err = dbsp("tiny", "wan", tmp_path / "wan")
         assert (code, out) == (2, "")
-        assert "diffusers is needed to make checkpoints; pip install 'dbsp-attention[xdit]'" in err
+        assert "diffusers is needed to make checkpoints; pip install '.[diffusers]'" in err
         assert list(tmp_path.iterdir()) == []

@@ -44,7 +44,7 @@ def test_the_table_says_the_same_with_its_brackets(dbsp, monkeypatch):
     code, out, _ = dbsp("doctor")
     assert (code, out.splitlines()[0]) == (0, "a verdict")
     assert "missing   nothing" in out
-    assert "lacks dbsp_no_such_module; pip install 'dbsp-attention[xdit]'\n" in out
+    assert "lacks dbsp_no_such_module; pip install '.[xdit]' in db-SP's repository\n" in out
 
 
 def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatch):
@@ -54,7 +54,7 @@ def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatc
     check = Importable("broken", ("broken_package",), "xdit").check()
     assert check.state == "missing"
     assert check.detail == "cannot be imported: ModuleNotFoundError: No module named 'dbsp_no_such_module'"
-    assert check.fix == "pip install 'dbsp-attention[xdit]'"
+    assert check.fix == "pip install '.[xdit]' in db-SP's repository"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_dbsp_xdit_without_xfuser_says_how_to_install_it(monkeypatch, capfd):
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 2
-    said = "dbsp: error: dbsp-xdit lacks dbsp_no_such_module; pip install 'dbsp-attention[xdit]'\n"
+    said = "dbsp: error: dbsp-xdit lacks dbsp_no_such_module; pip install '.[xdit]' in db-SP's repository\n"
     assert capfd.readouterr().err == said
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
+from tests.docs.test_paths import PACKAGES
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES, without_code_blocks
+from tests.support.texts import PAGES, nodes_of, strings_of, without_code_blocks
 
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)>?", re.M)
@@ -53,6 +55,29 @@ def broken_links(page: Path, root: Path = ROOT) -> list[str]:
 def test_links_lead_somewhere():
     broken = {str(page.relative_to(ROOT)): broken_links(page) for page in PAGES}
     assert {page: targets for page, targets in broken.items() if targets} == {}
+
+
+def test_messages_send_to_pages_that_are_there():
+    sent = {
+        node.args[0].value
+        for folder in ("kernels", *PACKAGES, "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "page"
+    }
+    assert {"engines", "masks", "kernels"} <= sent
+    assert [name for name in sent if not (ROOT / "docs" / f"{name}.md").is_file()] == []
+
+
+def test_no_message_names_a_file_that_a_wheel_lacks_or_a_package_that_is_not_published():
+    said = {
+        f"{path.relative_to(ROOT)}: {text}"
+        for folder in ("kernels", *PACKAGES)
+        for path in (ROOT / folder).rglob("*.py")
+        for text in strings_of(path)
+        if re.search(r"docs/[\w-]+\.md|dbsp_configs/|pip install '?dbsp", text)
+    }
+    assert said == set()
 
 
 def test_the_pages_have_links_and_pictures():

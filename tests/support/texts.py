@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.support.repository import ROOT
 
-PAGES = [*(ROOT / part / "README.md" for part in (".", "scripts", "tests")), *sorted((ROOT / "docs").rglob("*.md"))]
+_READMES = (ROOT / part / "README.md" for part in (".", "examples", "scripts", "tests"))
+PAGES = [*_READMES, *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
 
 

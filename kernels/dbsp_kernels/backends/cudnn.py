@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dbsp_kernels.advice import install_command
 from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.kernel import HALVES, Kernel
@@ -35,7 +36,7 @@ _BOTH = frozenset({(64, 64), (128, 128)})
 
 def why_unavailable() -> str | None:
     """Why this kernel cannot work here, or None."""
-    install = "pip install 'dbsp-attention[cudnn]'"
+    install = install_command("cudnn")
     try:
         version = importlib.metadata.version("nvidia-cudnn-frontend")
     except importlib.metadata.PackageNotFoundError:

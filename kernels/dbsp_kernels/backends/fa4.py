@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dbsp_kernels.advice import install_command
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.kernel import HALVES, Kernel
 from dbsp_kernels.merge import PartialAttention
@@ -26,9 +27,9 @@ def why_unavailable() -> str | None:
     try:
         importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
-        return "flash-attn-4 is not installed; pip install 'dbsp-attention[fa4]'"
+        return f"flash-attn-4 is not installed; {install_command('fa4')}"
     if importlib.util.find_spec("triton") is None:
-        return "triton, whose kernel runs the short blocks, is not installed; pip install 'dbsp-attention[gpu]'"
+        return f"triton, whose kernel runs the short blocks, is not installed; {install_command('gpu')}"
     return None
 
 

@@ -7,6 +7,7 @@ import importlib.util
 
 import torch
 
+from dbsp_kernels.advice import install_command
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.kernel import Kernel
 from dbsp_kernels.merge import PartialAttention
@@ -20,7 +21,7 @@ BLOCKS = frozenset({(64, 64)})
 def why_unavailable() -> str | None:
     """Why this kernel cannot work here, or None."""
     if importlib.util.find_spec("fastvideo_kernel") is None:
-        return "fastvideo-kernel is not installed; pip install 'dbsp-attention[fastvideo]'"
+        return f"fastvideo-kernel is not installed; {install_command('fastvideo')}"
     try:
         operators = importlib.import_module("fastvideo_kernel._C").fastvideo_kernel_ops
     except (ImportError, AttributeError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dbsp_kernels.advice import page
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.kernel import HALVES, Kernel
 from dbsp_kernels.merge import PartialAttention
@@ -25,7 +26,7 @@ _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_wi
 def why_unavailable() -> str | None:
     """Why this kernel cannot work here, or None. A build may lack its compiled part, or this GPU's kernels in it."""
     if importlib.util.find_spec("spas_sage_attn") is None:
-        return f"spas_sage_attn is not installed and not on PyPI; build it with {INSTALL} (docs/kernels.md)"
+        return f"spas_sage_attn is not installed and not on PyPI; build it with {INSTALL} ({page('kernels')})"
     try:
         kernels = importlib.import_module("spas_sage_attn._qattn")
     except ImportError as error:

@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from dbsp_kernels.advice import install_command
 from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.kernel import FLOATS, Kernel, interpreted
@@ -17,7 +18,7 @@ __all__ = ["KERNEL", "why_unavailable"]
 def why_unavailable() -> str | None:
     """Why these kernels cannot work here, or None."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; pip install 'dbsp-attention[gpu]'"
+        return f"triton is not installed; {install_command('gpu')}"
     if not torch.cuda.is_available() and not interpreted():
         return "there is no GPU, and TRITON_INTERPRET=1 is not set"
     if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):

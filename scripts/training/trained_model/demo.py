@@ -34,6 +34,7 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_diffusers.patching import in_float64
 from dbsp_diffusers.reference import attach_single_process
+from dbsp_kernels.advice import install_command
 from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
 
 __all__ = ["FIXED", "PREDICTED", "Settings", "run_demo"]
@@ -128,7 +129,7 @@ def _xdit_command(model: Path, work: Path, ranks: int, settings: Settings) -> li
     strategy = choices[len(choices) // 2]  # a true hybrid where there is one
     xdit = shutil.which("xdit", path=sysconfig.get_path("scripts"))
     if xdit is None:
-        raise RuntimeError("the xdit command is not installed beside this Python; pip install 'dbsp-attention[xdit]'")
+        raise RuntimeError(f"the xdit command is not installed beside this Python; {install_command('xdit')}")
     options = {
         "--model": model,
         "--ulysses_degree": strategy.ulysses,

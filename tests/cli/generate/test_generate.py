@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"
 SIZES = {"height": 64, "width": 96, "num_frames": 17, "steps": 2, "guidance_scale": 2.0}
 SMALL = [part for name, value in SIZES.items() for part in ("--set", f"video.{name}={value}")]
+SUMMARY = r"attention \d+% of [\d.]+ m?s, density 0\.\d{3}, ρ_s \d\.\d{3} → \d\.\d{3}, (saved|lost) .*s \(modelled\)"
 CAPTURED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 DBSP = [sys.executable, "-c", "from dbsp_cli.cli import main; main()"]
 
@@ -235,7 +237,9 @@ def test_ranks_that_srun_has_started_are_joined(tmp_path, expected):
     assert [one.returncode for one in runs] == [0, 0], said
     check_video(tmp_path, expected("wan"), 2, "diffusers")
     assert "strategy U1R2" in said[0][1], "heads are shared out within a node, blocks between nodes"
-    assert said[0][0].startswith(f"wrote {tmp_path / 'ball.mp4'} and {tmp_path / 'report'}")
+    summary, wrote = said[0][0].splitlines()
+    assert re.fullmatch(SUMMARY, summary), summary
+    assert wrote.startswith(f"wrote {tmp_path / 'ball.mp4'} and {tmp_path / 'report' / 'report.html'} in ")
     assert said[1] == ("", "")
     stages = ("making the tiny checkpoint", "starting ranks", "loading the model", "denoising", "decoding and writing")
     places = [said[0][1].index(f"dbsp: {stage}") for stage in stages]

@@ -12,7 +12,7 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
 from dbsp_core.reports.html import report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
-from dbsp_core.reports.summary import in_seconds
+from dbsp_core.reports.summary import in_a_line, in_seconds
 from dbsp_core.utils.byte_sizes import in_bytes
 from tests.core.reports.report_cases import (
     fail_on_one_rank,
@@ -209,6 +209,20 @@ def test_totals():
     assert totals.saved_s == pytest.approx(3 * 0.5 * (0.25 + 1.5 / 1.125 - 1))
     assert totals.left_s == pytest.approx(3 * 0.5 * (1 - 1 / 1.125))
     assert totals.strategies == {"U1R2": 2, "U2R1": 4}
+
+
+def test_in_a_line():
+    report = small_report()
+    t = report.totals
+    line = in_a_line(report)
+    saved = in_seconds(t.saved_s)
+    assert line == (
+        f"attention {t.attention_share:.0%} of {in_seconds(report.seconds)}, density {t.density:.3f}, "
+        f"ρ_s {t.rho_before:.3f} → {t.rho:.3f}, saved {saved} (modelled)"
+    )
+    assert in_a_line(dataclasses.replace(report, world_size=1)) == line.partition(", ρ_s")[0]
+    worse = dataclasses.replace(report.calls, rho_before=report.calls.rho, rho=[2 * rho for rho in report.calls.rho])
+    assert ", lost " in in_a_line(dataclasses.replace(report, calls=worse))
 
 
 def test_json_round_trip(tmp_path):

@@ -1,0 +1,31 @@
+"""Requests of several sizes in one call of the transformer a step: torchrun --nproc_per_node 8 packed.py"""
+
+import torch
+import torch.distributed as dist
+from diffusers import WanPipeline
+from diffusers.utils import export_to_video
+
+import dbsp_diffusers
+from dbsp_diffusers import PackedRequest
+
+if torch.cuda.is_available():
+    MODEL, MASK, STEPS = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "sparge:cdf=0.92", 50
+    LARGE, SMALL = {"height": 480, "width": 832, "num_frames": 81}, {"height": 480, "width": 832, "num_frames": 1}
+else:  # to try it: first `dbsp tiny wan tiny --trained`, then torchrun --nproc_per_node 2
+    MODEL, MASK, STEPS = "tiny", "sparge:cdf=0.85,similarity=-1,block_q=16,block_k=16", 12
+    LARGE, SMALL = {"height": 144, "width": 240, "num_frames": 33}, {"height": 144, "width": 240, "num_frames": 1}
+
+gpu = torch.cuda.is_available()
+dist.init_process_group("nccl" if gpu else "gloo")
+device = f"cuda:{dist.get_node_local_rank()}" if gpu else "cpu"
+pipe = WanPipeline.from_pretrained(MODEL, torch_dtype=torch.bfloat16 if gpu else torch.float32).to(device)
+dbsp_diffusers.enable(pipe, MASK)
+
+requests = [
+    PackedRequest(prompt="a red ball bounces over a blue checkered floor", num_inference_steps=STEPS, **LARGE),
+    PackedRequest(prompt="a green square slides over a white floor", num_inference_steps=STEPS, **SMALL),
+]
+for number, video in enumerate(dbsp_diffusers.denoise_packed(pipe, requests)):
+    if dist.get_rank() == 0:
+        export_to_video(video, f"video{number}.mp4", fps=16)
+dist.destroy_process_group()

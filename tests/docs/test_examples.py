@@ -1,0 +1,179 @@
+"""The files of examples/ run as they are, on two processes with the tiny model; commands that need GPUs are read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.sources import MaskRequest
+from tests.support.programs import run
+from tests.support.repository import ROOT, python_path
+
+EXAMPLES = ROOT / "examples"
+FEWER = {"diffusers_wan.py": 1, "paraattention_wan.py": 1, "packed.py": 1}
+"""How often a file says how many steps a tiny video has."""
+ON_CPU = """import runpy, sys
+from dbsp_xdit.patches import install
+install(active=True)  # xfuser cannot be imported without a GPU otherwise
+sys.argv = ["xdit_wan.py", *sys.argv[1:]]
+runpy.run_path({file!r}, run_name="__main__")
+"""
+SMALL = "--model tiny --ring_degree 2 --height 64 --width 96 --num_frames 9 --num_inference_steps 1 --prompt ball"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the tiny model in it."""
+    folder = tmp_path_factory.mktemp("examples")
+    make_tiny("wan-trained", folder / "tiny")
+    return folder
+
+
+def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
+    """Runs a copy of an example on two processes; what each rank wrote, by rank."""
+    text = (EXAMPLES / name).read_text()
+    if name in FEWER:
+        text, replaced = re.subn(r'("num_inference_steps": |, )12(?=}?$)', r"\g<1>1", text, flags=re.M)
+        assert replaced == FEWER[name]
+    if name.startswith("xdit"):
+        pytest.importorskip("xfuser")
+        (folder / "original.py").write_text(text)
+        text = ON_CPU.format(file=str(folder / "original.py"))
+    (folder / name).write_text(text)
+    logs = folder / f"{name}.logs"  # a log a rank: two ranks' lines in one pipe may run into each other
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = run(
+        [sys.executable, *launch, f"--log-dir={logs}", name, *arguments], cwd=folder, env=os.environ | environment
+    )
+    said = {log.parent.name: log.read_text() for log in logs.rglob("stdout.log")}
+    errors = {log.parent.name: log.read_text()[-2000:] for log in logs.rglob("stderr.log")}
+    assert done.returncode == 0, (done.stderr[-1000:], errors)
+    return said
+
+
+def videos(folder: Path) -> list[str]:
+    """Names of the videos that are there, and nothing of them after."""
+    found = sorted(folder.glob("*.mp4"))
+    assert all(path.stat().st_size > 1000 for path in found)
+    for path in found:
+        path.unlink()
+    return [path.name for path in found]
+
+
+def test_the_attention_alone_equals_torch_s_own(tmp_path):
+    said = start(tmp_path, "attention.py")
+    for rank in ("0", "1"):
+        (found,) = re.findall(rf"rank {rank}: ρ_s (\S+) → (\S+), largest difference (\S+)\n", said[rank])
+        before, after, difference = map(float, found)
+        assert 1 <= after < before
+        assert 0 < difference < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "arguments", "made"),
+    [
+        ("diffusers_wan.py", "", ["video.mp4"]),
+        ("xdit_wan.py", SMALL, ["video.mp4"]),
+        ("paraattention_wan.py", "", ["video.mp4"]),
+        ("packed.py", "", ["video0.mp4", "video1.mp4"]),
+    ],
+)
+def test_a_script_makes_its_videos(folder, name, arguments, made):
+    if name.startswith("para"):
+        pytest.importorskip("para_attn")
+    said = start(folder, name, *arguments.split())
+    assert videos(folder) == made
+    if name == "diffusers_wan.py":
+        shown = ast.literal_eval(said["0"].strip().splitlines()[-1])
+        assert shown["calls"] > 0
+        assert 1 < shown["mean_rho"] < 1.5
+
+
+@pytest.mark.long
+def test_training_ends_with_a_loss(folder):
+    said = start(folder, "train.py")
+    losses = re.findall(r"step (\d): loss (\d+\.\d+)", said["0"])
+    assert [step for step, _ in losses] == ["0", "1", "2"]
+    assert said["1"] == ""
+
+
+def test_the_mask_is_what_its_words_say(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    source = DbspConfig.load(EXAMPLES / "my_masks.yaml").mask
+    mask = source.mask(MaskRequest(0, 4, (5, 8, 8)))  # four blocks of 16 tokens a frame
+    frame = mask.grid.q_axis.starts // 64
+    expected = (abs(frame[:, None] - frame) <= 1) | (frame == 0)
+    assert (mask.bits.numpy() == expected).all()
+    assert mask.bits.shape[0] == 4
+
+
+@pytest.mark.long
+def test_the_mask_makes_a_video(folder):
+    video = folder / "video.mp4"
+    size = ("height=64", "width=96", "num_frames=9", "steps=1")
+    line = ["generate", "--config", EXAMPLES / "my_masks.yaml", "--prompt", "a red ball", "--out", video]
+    line += [word for one in size for word in ("--set", f"video.{one}")]
+    done = run(
+        [sys.executable, "-m", "dbsp_cli", *line, "--nproc", "2"],
+        env=os.environ | {"PYTHONPATH": python_path(EXAMPLES), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert videos(folder) == ["video.mp4"]
+
+
+def words_of(script: str) -> list[str]:
+    """The command of a shell script, its comments and `export` left out."""
+    text = (EXAMPLES / script).read_text().replace("\\\n", " ")
+    return [word for line in text.splitlines() if not re.match(r"#|export", line) for word in shlex.split(line)]
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+@pytest.mark.parametrize("script", ["vllm_omni.sh", "sglang.sh", "xdit_command.sh", "lightx2v.sh"])
+def test_a_script_is_one(script):
+    path = EXAMPLES / script
+    assert os.access(path, os.X_OK)
+    assert run(["bash", "-n", path]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "degrees"),
+    [("vllm_omni.sh", ("--usp", "--ring")), ("sglang.sh", ("--ulysses-degree", "--ring-degree"))],
+)
+def test_an_engine_is_given_a_mask_and_as_many_gpus_as_its_degrees_need(script, degrees):
+    (mask,) = re.findall(r"^export DBSP_CONFIG=(\S+)$", (EXAMPLES / script).read_text(), re.M)
+    assert DbspConfig.load(mask).to_values()["mask"]["source"] == "sparge"
+    words = words_of(script)
+    ulysses, ring = (int(option(words, degree)) for degree in degrees)
+    assert ulysses * ring == (int(option(words, "--num-gpus")) if "--num-gpus" in words else 4)
+    assert re.search(rf"on {ulysses * ring} GPUs", (EXAMPLES / script).read_text())
+
+
+def test_lightx2v_s_settings_are_db_sp_s_too():
+    settings = json.loads((EXAMPLES / "lightx2v.json").read_text())
+    parallel = settings["parallel"]
+    assert parallel["seq_p_attn_type"] == "dbsp"
+    strategy = DbspConfig.load(parallel["dbsp"]).strategy
+    assert isinstance(strategy, Strategy)
+    strategy.require_world(parallel["seq_p_size"])
+    assert int(option(words_of("lightx2v.sh"), "--nproc_per_node")) == parallel["seq_p_size"]
+
+
+def test_the_page_names_every_file():
+    page = (EXAMPLES / "README.md").read_text()
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+    assert set(re.findall(r"\]\((\w+\.(?:py|sh|json|yaml))\)", page)) == files
