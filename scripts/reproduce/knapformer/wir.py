@@ -108,8 +108,8 @@ def measure(options) -> Iterator[Row]:
 def draw(rows: list[Row]) -> Figure:
     figure, axes = panels(
         "How unevenly do 32 GPUs share sequences of many sizes?",
-        f"Work of the busiest GPU over that of the idlest (WIR), less 1; dense attention, γ {GAMMA:g}; {rows[0].label}\n"
-        "Dotted: 1.005, the goal",
+        "Work of the busiest GPU over that of the idlest (WIR), less 1; dense attention; dotted: 1.005, the goal\n"
+        f"γ {GAMMA:g}; {rows[0].label}",
         columns=len(STREAMS),
         height=4.6,
         sharey=True,
