@@ -67,8 +67,8 @@ def waiting_picture(mask: BlockMask) -> Figure:
     figure = figure_of(
         5.4,
         f"With db-SP hardly a GPU waits: the same attention ends {percent(earlier)} earlier",
-        f"One block-sparse attention of Wan2.1-14B at 720p on {STRATEGY[1]} GPUs, density {mask.density:.2f} (synthetic)\n"
-        "Time is counted in the plans' dense blocks, not measured; exchanges are not in it",
+        f"One block-sparse attention of Wan2.1-14B at 720p on {STRATEGY[1]} GPUs, density {mask.density:.2f} "
+        "(synthetic)\nTime is counted in the plans' dense blocks, not measured; exchanges are not in it",
     )
     axes = figure.subplots(2, 1, sharex=True)
     for axis, (planner, plan) in zip(axes, plans.items(), strict=True):
