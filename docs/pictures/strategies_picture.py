@@ -109,13 +109,13 @@ def _ranks(axis: Axes, ranks: np.ndarray) -> None:
 
 def _arrows(axis: Axes, now: np.ndarray, later: np.ndarray) -> None:
     """From each GPU's keys to the GPU that computes with them in the next ring step."""
-    look = {"arrowstyle": "-|>", "color": "white", "linewidth": 1.6, "connectionstyle": "arc3,rad=-0.3"}
+    look = {"arrowstyle": "-|>", "color": "white", "linewidth": 1.6, "connectionstyle": "arc3,rad=-0.17"}
     for rank in np.unique(now):
         heads, blocks = np.nonzero(now == rank)
         receiver = later[heads[0], blocks[0]]
         to_heads, to_blocks = np.nonzero(now == receiver)
-        start = blocks.mean(), heads.mean() - 0.75
-        axis.annotate("", (to_blocks.mean(), to_heads.mean() - 0.75), start, arrowprops=look)
+        start = blocks.mean(), heads.mean() - 0.5
+        axis.annotate("", (to_blocks.mean(), to_heads.mean() - 0.5), start, arrowprops=look)
 
 
 def main() -> None:
