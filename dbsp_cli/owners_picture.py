@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from dbsp_core.planning.plan import Plan
+from dbsp_core.reports.style import INK, RANKS, STYLE, WIDTH, heading
 
-__all__ = ["RANKS", "owners_picture"]
+__all__ = ["owners_picture"]
 
-RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#222255")
-"""Colours of the first ranks. More than these are coloured from blue to red."""
 _NAMED = 16
 """Most ranks, and heads, of which each is named."""
 
@@ -26,30 +25,36 @@ def owners_picture(title: str, plans: Sequence[tuple[str, Plan]]) -> Any:
     Returns:
         A matplotlib `Figure`.
     """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     world = plans[0][1].strategy.world
-    figure = Figure(figsize=(10, 0.4 + 2.2 * len(plans)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(plans), 2, squeeze=False, width_ratios=(2.2, 1), sharex="col")
-    colours = _colours(world)
-    for (left, right), (name, plan) in zip(axes, plans, strict=True):
-        _owners(left, plan, colours)
-        left.set(title=f"{name}: which rank computes which row")
-        work = plan.metrics.work.sum(axis=0)
-        right.barh(range(world), work, height=0.8 if world <= _NAMED else 1.0, color=colours)
-        right.axvline(work.mean(), color="black", linestyle="dotted")
-        right.set(title=f"work by rank: ρ_s {plan.rho:.3f}", ylim=(world - 0.5, -0.5))
-        _name_each(right, "rank", world)
-    axes[-1][0].set_xlabel("query block")
-    axes[-1][1].xaxis.get_major_locator().set_params(nbins=4)
-    axes[-1][1].set_xlabel("dense blocks (dotted: perfectly even)")
-    figure.suptitle(title)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 1.0 + 2.2 * len(plans)), layout="constrained")
+        FigureCanvasAgg(figure)
+        note = f"{title}; right: dense blocks by GPU, dotted: the mean (counted)"
+        heading(figure, "Who computes what: a plan gives every row an owner", note)
+        axes = figure.subplots(len(plans), 2, squeeze=False, width_ratios=(2.2, 1), sharex="col")
+        colours = _colours(world)
+        for (left, right), (name, plan) in zip(axes, plans, strict=True):
+            _owners(left, plan, colours)
+            left.set_title(f"{name}: owner of each row", loc="left")
+            work = plan.metrics.work.sum(axis=0)
+            right.barh(range(world), work, height=0.8 if world <= _NAMED else 1.0, color=colours)
+            right.axvline(work.mean(), color=INK, linestyle="dotted")
+            right.set_title(f"ρ_s {plan.rho:.3f}", loc="left")
+            right.set(ylim=(world - 0.5, -0.5))
+            right.grid(visible=False)
+            _name_each(right, "GPU", world)
+        axes[-1][0].set_xlabel("query block")
+        axes[-1][1].xaxis.get_major_locator().set_params(nbins=4)
+        axes[-1][1].set_xlabel("dense blocks")
     return figure
 
 
 def _colours(world: int) -> list[Any]:
+    """One for each rank; of more than are in `RANKS`, from blue to red."""
     if world <= len(RANKS):
         return list(RANKS[:world])
     from matplotlib import colormaps
@@ -65,6 +70,7 @@ def _owners(axis: Any, plan: Plan, colours: list[Any]) -> None:
     colour_map = ListedColormap(colours)
     owners = plan.assignment.q_owner
     axis.imshow(owners, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest")
+    axis.grid(visible=False)
     axis.set_yticks(np.arange(plan.heads + 1) - 0.5, minor=True)
     axis.grid(which="minor", axis="y", color="white", linewidth=2 if plan.heads <= _NAMED else 0.5)
     axis.tick_params(which="minor", length=0)

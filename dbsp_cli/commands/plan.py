@@ -233,7 +233,7 @@ def _picture(title: str, source: MaskFile, mask: BlockMask, plans: list[_FilePla
     best = _most_even([one.plan for one in plans])
     blind = replace(request, strategy=str(best.strategy), planner="contiguous", layout=None, keys="ring")
     ((contiguous, _),) = _plans(source, mask, blind)
-    rows = [("split blindly (contiguous)", contiguous), (best.planner, best)]
+    rows = [("plain sequence parallelism", contiguous), (best.planner, best)]
     figure = owners_picture(f"{title}: {best.strategy}", rows if best.planner != "contiguous" else rows[:1])
     content = BytesIO()
     figure.savefig(content, format="png", dpi=110)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.reports.style import STYLE, heading, rank_colour
 
 __all__ = ["heads_to_draw", "mask_picture"]
 
@@ -37,22 +38,28 @@ def mask_picture(
         masks: (layer, head, that layer's mask), at least one.
         similarity: (label, steps, IoU with the step before).
     """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     below = len(masks) + bool(similarity)
-    figure = Figure(figsize=(max(9.0, 3.1 * below), 7.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = cast(Any, figure.subfigures(2, 1, height_ratios=(1.0, 1.15)))
-    figure.suptitle(title)
-    _heat_map(upper, layers, densities)
-    axes = np.atleast_1d(lower.subplots(1, below))
-    for axis, (layer, head, mask) in zip(axes, masks, strict=False):
-        _one_mask(axis, layer, head, mask)
-    if similarity:
-        _drift(axes[-1], similarity)
     picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
+    with rc_context({**STYLE, "axes.grid": False}):
+        figure = Figure(figsize=(max(9.0, 2.7 * below), 7.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        heading(
+            figure,
+            "Which blocks do the masks keep?",
+            f"{title}: mean density {densities.mean():.3f}; below, heads from the emptiest to the densest",
+        )
+        upper, lower = cast(Any, figure.subfigures(2, 1, height_ratios=(1.0, 1.15)))
+        _heat_map(upper, layers, densities)
+        axes = np.atleast_1d(lower.subplots(1, below))
+        for axis, (layer, head, mask) in zip(axes, masks, strict=False):
+            _one_mask(axis, layer, head, mask)
+        if similarity:
+            _drift(axes[-1], similarity)
+        figure.savefig(picture, format="png")
     return picture.getvalue()
 
 
@@ -62,7 +69,7 @@ def _heat_map(figure: Any, layers: Sequence[int], densities: np.ndarray) -> None
     shown = np.unique(np.linspace(0, len(layers) - 1, min(len(layers), 20)).round().astype(int))
     axis.set(xlabel="layer", ylabel="head", xticks=shown, xticklabels=[layers[i] for i in shown])
     axis.yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=axis, label="density (share of blocks computed)")
+    figure.colorbar(image, ax=axis, label="density: share of blocks computed")
 
 
 def _one_mask(axis: Any, layer: int, head: int, mask: BlockMask) -> None:
@@ -70,7 +77,7 @@ def _one_mask(axis: Any, layer: int, head: int, mask: BlockMask) -> None:
     names = order if isinstance(order, str) else ", ".join(dict.fromkeys(order))
     extent = (-0.5, bits.shape[1] - 0.5, bits.shape[0] - 0.5, -0.5)
     axis.imshow(_shrunk(bits), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=extent)
-    axis.set_title(f"layer {layer}, head {head} ({names})\ndensity {bits.mean():.3f}", fontsize=9)
+    axis.set_title(f"layer {layer}, head {head} ({names})\ndensity {bits.mean():.3f}", fontsize=10)
     axis.set(xlabel="key block", ylabel="query block")
 
 
@@ -88,9 +95,9 @@ def _shrunk(bits: np.ndarray) -> np.ndarray:
 
 
 def _drift(axis: Any, similarity: Sequence[tuple[str, Sequence[int], Sequence[float]]]) -> None:
-    for label, steps, values in similarity:
-        axis.plot(steps, values, "o-", markersize=3, label=label)
-    axis.set(xlabel="step", ylabel="IoU with the step before", ylim=(0, 1.03), title="drift")
-    axis.title.set_fontsize(9)
+    for number, (label, steps, values) in enumerate(similarity):
+        axis.plot(steps, values, "o-", markersize=3.5, color=rank_colour(number), label=label)
+    axis.set(xlabel="step", ylabel="IoU with the step before", ylim=(0, 1.03))
+    axis.set_title("How masks drift\nfrom step to step", fontsize=10)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=9, loc="lower left")

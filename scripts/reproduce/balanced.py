@@ -7,16 +7,19 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
+from dbsp_core.reports.style import INK
+from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.sources.synthetic.presets import PRESETS
 from scripts.reproduce.burst import BurstBalance, burst_balance
-from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
+from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks
+from scripts.results.figures import ON_WHITE, in_words, panels
+from scripts.results.result import Result
 
 BURST = "burst"
 """BurstEngine's balancing, counted and not planned."""
@@ -77,31 +80,46 @@ def _row(preset: str, strategy: str, planner: str, layout: str, plans: list[Plan
     )
 
 
+LIMITS = {"U8R1": 1.1, "U1R8": 1.05}
+"""§4.2, of ρ_s after balancing."""
+
+
 def draw(rows: list[Row]) -> Figure:
     presets = list(dict.fromkeys(row.preset for row in rows))
-    ways = list(dict.fromkeys((row.planner, row.layout) for row in rows))
-    figure, panels = pyplot.subplots(
-        1, len(presets), figsize=(5.5 * len(presets), 4.2), squeeze=False, sharey=True, layout="constrained"
+    ways = sorted(
+        dict.fromkeys((row.planner, row.layout) for row in rows),
+        key=lambda way: -np.mean([row.rho for row in rows if (row.planner, row.layout) == way]),
     )
-    width = 0.8 / len(ways)
-    for axes, preset in zip(panels[0], presets, strict=True):
-        for number, (planner, home) in enumerate(ways):
-            here = [row for row in rows if (row.preset, row.planner, row.layout) == (preset, planner, home)]
-            place = np.arange(len(here)) + (number - (len(ways) - 1) / 2) * width
-            name = planner if home == "contiguous" else f"{planner}, {home} home"
-            axes.bar(place, [row.rho - 1 for row in here], width, bottom=1, label=name)
-            axes.scatter(place, [row.rho_max for row in here], marker="_", color="k", s=40)
-        axes.set_xticks(range(len(STRATEGIES)), STRATEGIES)
-        for strategy, limit in (("U8R1", 1.1), ("U1R8", 1.05)):
-            middle = STRATEGIES.index(strategy)
-            axes.hlines(limit, middle - 0.45, middle + 0.45, color="r", linestyle="--")
-        axes.set_title(preset)
-    panels[0][0].set_ylabel("ρ_s (bars: mean, –: worst layer)")
-    panels[0][-1].plot([], [], "r--", label="paper's limit, §4.2")
-    handles, labels = panels[0][-1].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, ncols=5, loc="outside lower center")
-    figure.suptitle(f"ρ_s by planner, 8 GPUs, {MEASURED}")
+    figure, axes = panels(
+        "Which planner makes 8 GPUs equally busy?",
+        f"Dots: mean imbalance ρ_s, 1 is even; lines end at the worst layer; {MEASURED}\n"
+        "In brackets: the sequence layout, where it is not the contiguous one; dashed: the paper's limit (§4.2)",
+        len(presets),
+        len(STRATEGIES),
+        1.6 + len(presets) * (0.6 + 0.27 * len(ways)),
+        sharex=True,
+        sharey=True,
+    )
+    most = max(row.rho_max for row in rows)
+    for line, preset in zip(axes, presets, strict=True):
+        for axis, strategy in zip(line, STRATEGIES, strict=True):
+            for place, way in enumerate(ways):
+                for row in rows:
+                    if (row.preset, row.strategy, row.planner, row.layout) == (preset, strategy, *way):
+                        axis.plot([row.rho, row.rho_max], [place] * 2, color=COLOURS[row.planner], linewidth=3)
+                        axis.plot(row.rho, place, "o", color=COLOURS[row.planner], markersize=7)
+                        axis.text(row.rho_max + 0.03, place, f"{row.rho:.3f}", va="center", size=9.5, bbox=ON_WHITE)
+            if strategy in LIMITS:
+                axis.axvline(LIMITS[strategy], color=INK, linestyle="--", linewidth=1, zorder=0.5)
+            axis.set(title=strategy, xlim=(0.97, most + 0.17), ylim=(len(ways) - 0.4, -0.6))
+            axis.set_xticks([1, 1.2, 1.4] if most > 1.3 else [1, 1.1, 1.2])
+        names = [planner + ("" if home == "contiguous" else f" ({home})") for planner, home in ways]
+        line[0].set_yticks(range(len(ways)), names)
+        line[0].set_ylabel(in_words(preset), weight="bold")
     return figure
+
+
+BALANCE = Result("balanced", "ρ_s after balancing, 8 GPUs", Row, draw)
 
 
 def main() -> None:
@@ -117,7 +135,7 @@ def main() -> None:
     parser.add_argument("--reward", type=float, default=1.0, help="R_b of planner paper")
     options = parser.parse_args()
     rows = [row for preset in options.presets for row in measure(preset, options)]
-    publish("balanced", "ρ_s after balancing, 8 GPUs", rows, draw(rows), options.out)
+    BALANCE.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from matplotlib import pyplot
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dbsp_cli.simulate import simulate
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
+from dbsp_core.reports.style import INK, PLANNERS, ROLES
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.common import publish
 from scripts.reproduce.modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments
 from scripts.reproduce.training_cost import predict_backward
+from scripts.results.figures import in_words, legend_below, panels
+from scripts.results.result import Result
 
 HEADS, WIDTH, LAYERS, PARAMETERS = 16, 128, 32, 2.7e9
 """DSV's 2.7B model (its Table 1)."""
@@ -136,20 +138,61 @@ def dsv_rows(lengths: tuple[int, ...]) -> Iterator[Row]:
     yield Row("DSV Fig. 17", "attention's forward at 98 %", "1 × H100", "> 15", ratio, ratio, "no predictor")
 
 
+MACHINES = {"a800": ("o", PLANNERS["dbsp"]), "h800": ("D", PLANNERS["local"]), "H100": ("s", ROLES["held out"])}
+
+
 def draw(rows: list[Row]) -> Figure:
-    figure, axes = pyplot.subplots(figsize=(10, 0.28 * len(rows) + 1.5), layout="constrained")
-    for place, row in enumerate(rows):
-        theirs = [float(part) for part in row.theirs.removeprefix("> ").split("–")]
-        axes.plot([theirs[0], theirs[-1]], [place - 0.15] * 2, color="C1", marker="|", linewidth=4, markersize=9)
-        axes.plot([row.least, row.most], [place + 0.15] * 2, color="C0", marker="|", linewidth=4, markersize=9)
-    axes.set_yticks(range(len(rows)), [f"{row.figure}, {row.cluster}" for row in rows], fontsize=7)
-    axes.set(xscale="log", xlabel="speed-up")
-    axes.set_xticks([1, 1.5, 2, 3, 5, 10, 20, 50], ["1", "1.5", "2", "3", "5", "10", "20", "50"])
-    axes.invert_yaxis()
-    axes.plot([], [], color="C1", linewidth=4, label="the papers', measured by them")
-    axes.plot([], [], color="C0", linewidth=4, label=rows[0].label)
-    axes.legend(fontsize=8)
+    """A line for each figure: what the paper has, and beside it what the model has on each of its machines."""
+    figure, axes = panels(
+        "How do modelled gains compare with those that the papers measured?",
+        f"Thick: measured by the papers, over what the figure ranges over; markers: {rows[0].label}",
+        2,
+        height=8.6,
+        height_ratios=(12, 9),
+    )
+    ours = [row for row in rows if row.paper.startswith("db-SP")]
+    _compare(axes[0, 0], ours)
+    axes[0, 0].set_title("db-SP over plain plans: balance alone gives less")
+    _compare(axes[1, 0], [row for row in rows if row not in ours])
+    axes[1, 0].set_title("DSV: more, under masks that are assumed")
+    axes[1, 0].set_xscale("log")
+    axes[1, 0].set_xticks([1, 1.5, 2, 3, 5, 10, 20, 30], ["1", "1.5", "2", "3", "5", "10", "20", "30"])
+    axes[1, 0].minorticks_off()
+    axes[1, 0].set_xlabel("times as fast (1: no gain)")
+    legend_below(figure, axes.flat)
     return figure
+
+
+def _compare(axis: Axes, rows: list[Row]) -> None:
+    lines = list(dict.fromkeys(_line(row) for row in rows))
+    for row in rows:
+        place = lines.index(_line(row))
+        theirs = [float(part) for part in row.theirs.removeprefix("> ").split("–")]
+        axis.plot([theirs[0], theirs[-1]], [place] * 2, color=ROLES["measured"], linewidth=7, solid_capstyle="butt")
+        if theirs[0] == theirs[-1]:
+            axis.plot(theirs[0], place, "|", color=ROLES["measured"], markersize=12, markeredgewidth=4)
+        machine = next(name for name in MACHINES if name in row.cluster)
+        marker, colour = MACHINES[machine]
+        low = place + (0.27 if machine == "h800" else -0.27)
+        axis.plot([row.least, row.most], [low] * 2, marker=marker, color=colour, markersize=5, linewidth=2)
+    axis.plot([], [], color=ROLES["measured"], linewidth=7, label="measured by the papers")
+    for machine, (marker, colour) in MACHINES.items():
+        if any(machine in row.cluster for row in rows):
+            axis.plot([], [], marker=marker, color=colour, markersize=5, label=f"modelled, {machine.upper()}")
+    axis.axvline(1, color=INK, linewidth=1)
+    axis.set_yticks(range(len(lines)), lines)
+    axis.set_ylim(len(lines) - 0.4, -0.6)
+
+
+def _line(row: Row) -> str:
+    model, _, figure = row.figure.partition(", ")
+    if row.paper.startswith("db-SP"):
+        return f"{in_words(model)}, {row.cluster[0]} GPUs, {figure}"
+    length = row.cluster.rpartition(", ")[2] if "tokens" in row.cluster else ""
+    return f"{row.figure}, {length}" if length else row.figure
+
+
+CLUSTERS = Result("clusters", "The papers' clusters", Row, draw)
 
 
 def main() -> None:
@@ -158,7 +201,7 @@ def main() -> None:
     parser.set_defaults(coarsen=4)
     options = parser.parse_args()
     rows = [*db_sp_rows(options), *dsv_rows(tuple(options.tokens))]
-    publish("clusters", "The papers' clusters", rows, draw(rows), options.out)
+    CLUSTERS.publish(rows, options.out)
 
 
 if __name__ == "__main__":

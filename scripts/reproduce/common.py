@@ -1,34 +1,23 @@
-"""What the reproductions share: the paper's numbers, masks of a preset, and results as CSV, table and picture."""
+"""What the reproductions share: the paper's numbers, masks of a preset, and options."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")  # no display needed
-
-from matplotlib import pyplot
-from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.results.result import FOLDER
 
 STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
 MEASURED = "measured on synthetic masks"
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ def arguments(description: str, layers: int) -> argparse.ArgumentParser:
     parser.add_argument(
         "--coarsen", type=int, default=1, help="multiply block sizes: quicker, ρ_s moves by about 0.01"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
     return parser
 
 
@@ -117,41 +106,3 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     """Mean, and its standard error over layers (0 for one layer)."""
     error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
     return float(np.mean(values)), float(error)
-
-
-def publish(name: str, title: str, rows: list[Any], figure: Figure, out: Path) -> None:
-    """Writes NAME.csv and NAME.png into `out` and prints the rows as a table.
-
-    rows: dataclasses of one class, with a field `label` that says what is measured, modelled or fitted
-    """
-    records = write_csv(name, rows, out)
-    figure.savefig(out / f"{name}.png", dpi=130)
-    pyplot.close(figure)
-    Console(width=None if sys.stdout.isatty() else 120).print(_table(title, records))
-    Console(stderr=True).print(f"wrote {out / name}.csv and {out / name}.png")
-
-
-def write_csv(name: str, rows: list[Any], out: Path) -> list[dict[str, Any]]:
-    """Writes NAME.csv into `out`, and returns what it has. rows: dataclasses of one class"""
-    out.mkdir(parents=True, exist_ok=True)
-    records = [{key: _short(value) for key, value in asdict(row).items()} for row in rows]
-    with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, records[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-    return records
-
-
-def _table(title: str, records: list[dict[str, Any]]) -> Table:
-    """Columns for what differs between rows; what all rows share, their labels too, stands below."""
-    shared = {key for key in records[0] if len(records) > 1 and len({str(record[key]) for record in records}) == 1}
-    caption = "; ".join(f"{key}: {value}" for key, value in records[0].items() if key in shared)
-    shown = [key for key in records[0] if key not in shared]
-    table = Table(*shown, title=title, caption=caption, box=SIMPLE_HEAD)
-    for record in records:
-        table.add_row(*(str(record[key]) for key in shown))
-    return table
-
-
-def _short(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.presets import PRESETS
-from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
+from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_source
+from scripts.results.figures import STAR, imbalance_axis, in_words, legend_below, panels
+from scripts.results.result import Result
 
 PRESET = "wan2.1-t2v-14b-sparge"
 STRATEGY = "U8R1"
@@ -79,18 +81,25 @@ def _row(planner: str, cache: SyncPlanCache, rho: list[float], layers: int) -> R
 
 
 def draw(rows: list[Row]) -> Figure:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, axes = panels(
+        "How often must a plan be made again over 50 denoising steps?",
+        f"{in_words(PRESET)}, {STRATEGY}; {MEASURED} whose drift is fitted to the paper's one point",
+        columns=2,
+    )
+    left, right = axes[0]
     for planner, here in by_planner(rows):
         thresholds = [row.threshold for row in here]
-        left.plot(thresholds, [row.replans for row in here], "o-", label=f"planner {planner}, {MEASURED}")
-        right.plot(thresholds, [row.rho for row in here], "o-", label=f"planner {planner}, mean over steps and layers")
-    left.plot(FIG_11["threshold"], FIG_11["replans"], "k*", markersize=13, label="paper, §4.2.1 (drift fitted to it)")
-    left.set(xlabel="threshold P_s", ylabel="plans made in 50 steps", yscale="log", ylim=(0.9, 60))
+        colour = COLOURS[planner]
+        left.plot(thresholds, [row.replans for row in here], "o-", color=colour, label=f"planner {planner}")
+        right.plot(thresholds, [row.rho for row in here], "o-", color=colour)
+    left.plot(FIG_11["threshold"], FIG_11["replans"], **STAR, label="paper, §4.2.1")
+    left.set(xlabel="threshold P_s: kept while ρ_s is at most", ylabel="plans made in 50 steps", yscale="log")
+    left.set(ylim=(0.9, 60), title="A higher threshold saves plans…")
     left.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-    right.set(xlabel="threshold P_s", ylabel="ρ_s in use", ylim=(1, None))
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    figure.suptitle(f"Reuse of plans over denoising steps: {PRESET}, {STRATEGY}, synthetic masks")
+    left.minorticks_off()
+    right.set(xlabel="threshold P_s", title="…and costs evenness")
+    imbalance_axis(right)
+    legend_below(figure, left)
     return figure
 
 
@@ -99,12 +108,15 @@ def by_planner(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
         yield planner, [row for row in rows if row.planner == planner]
 
 
+REUSE = Result("fig11", f"P_s against ρ_s and replans, {PRESET}, {STRATEGY}", Row, draw)
+
+
 def main() -> None:
     parser = arguments(__doc__, layers=10)
     parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS), help="planners to compare")
     options = parser.parse_args()
     rows = [row for planner in options.planners for row in replans_and_rho(options, planner, THRESHOLDS)]
-    publish("fig11", f"P_s against ρ_s and replans, {PRESET}, {STRATEGY}", rows, draw(rows), options.out)
+    REUSE.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,16 @@ import argparse
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core import Plan, make_plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
+from dbsp_core.reports.style import INK
+from dbsp_core.reports.style import STRATEGIES as COLOURS
 from dbsp_core.sources.synthetic.presets import PRESETS
-from scripts.reproduce.common import MEASURED, arguments, masks, publish
+from scripts.reproduce.common import MEASURED, arguments, masks
+from scripts.results.figures import imbalance_axis, in_words, legend_below, panels
+from scripts.results.result import Result
 
 STRATEGIES = ("U1R8", "U2R4", "U4R2")
 REWARDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -67,23 +70,31 @@ def _row(preset: str, strategy: str, reward: float, plans: list[Plan]) -> Row:
 
 
 def draw(rows: list[Row]) -> Figure:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
+    figure, axes = panels(
+        "Paper's planner: what does its reward R_b trade?",
+        f"{in_words(rows[0].preset)}, 8 GPUs; ρ_s {MEASURED}, bytes modelled from the share that moves",
+        columns=2,
+    )
+    left, right = axes[0]
     for strategy in STRATEGIES:
-        here = [row for row in rows if row.strategy == strategy]
-        (line,) = left.plot([row.reward for row in here], [row.rho for row in here], "o-", label=strategy)
-        left.axhline(here[0].rho_before, color=line.get_color(), linestyle=":", linewidth=1)
-        right.plot([row.reward for row in here], [row.moved_mb for row in here], "o-", label=strategy)
-    left.axhline(PAPER_LIMIT, color="r", linestyle="--", label="paper, Ring: ≤ 1.05 (§4.2.2)")
-    left.plot([], [], "k:", linewidth=1, label="before balancing")
-    for axes, label in ((left, "ρ_s"), (right, "MB moved per attention, all ranks")):
-        axes.set_xscale("symlog", base=2, linthresh=0.25)
-        axes.set_xticks(REWARDS, [f"{reward:g}" for reward in REWARDS])
-        axes.set(xlabel="reward R_b", ylabel=label)
-        axes.legend(fontsize=8)
-    left.set_ylim(1, None)
-    right.set_ylim(0, None)
-    figure.suptitle(f"Balance against bytes, planner paper, {rows[0].preset}: {MEASURED}")
+        here, colour = [row for row in rows if row.strategy == strategy], COLOURS[strategy]
+        left.plot([row.reward for row in here], [row.rho for row in here], "o-", color=colour, label=strategy)
+        left.axhline(here[0].rho_before, color=colour, linestyle=":", linewidth=1.5)
+        right.plot([row.reward for row in here], [row.moved_mb / 1e3 for row in here], "o-", color=colour)
+    left.axhline(PAPER_LIMIT, color=INK, linestyle="--", linewidth=1, label="paper: ring at most 1.05")
+    left.plot([], [], ":", color=INK, linewidth=1.5, label="before balancing")
+    for axis in (left, right):
+        axis.set_xscale("symlog", base=2, linthresh=0.25)
+        axis.set_xticks(REWARDS, [f"{reward:g}" for reward in REWARDS])
+        axis.set(xlabel="reward R_b: blocks held where they are")
+    imbalance_axis(left)
+    left.set_title("More reward, less even")
+    right.set(ylabel="GB moved per attention, all ranks", ylim=(0, None), title="More reward, fewer bytes")
+    legend_below(figure, left, columns=5)
     return figure
+
+
+TRADE_OFF = Result("fig12", "R_b against ρ_s and bytes moved, 8 GPUs", Row, draw)
 
 
 def main() -> None:
@@ -91,7 +102,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="wan2.1-t2v-14b")
     options = parser.parse_args()
     rows = measure(options)
-    publish("fig12", "R_b against ρ_s and bytes moved, 8 GPUs", rows, draw(rows), options.out)
+    TRADE_OFF.publish(rows, options.out)
 
 
 if __name__ == "__main__":

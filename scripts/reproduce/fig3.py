@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
+from dbsp_core.reports.style import INK, PLANNERS, STRATEGIES
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.common import publish
 from scripts.reproduce.modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
+from scripts.results.figures import STAR, grouped_bars, in_words, legend_below, panels
+from scripts.results.result import Result
 
 MODEL = "wan2.1-t2v-14b"
 LINES = {"Ulysses": (True, "contiguous"), "Ring": (False, "contiguous"), "db-SP, Ulysses": (True, "dbsp")}
@@ -67,40 +68,45 @@ def measure(options) -> list[Row]:
     return rows
 
 
+COLOURS = dict(zip(LINES, (STRATEGIES["U8R1"], STRATEGIES["U1R8"], PLANNERS["dbsp"]), strict=True))
+
+
 def draw(rows: list[Row]) -> Figure:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
+    figure, axes = panels(
+        f"How long does a {in_words(MODEL)} video take on 1 to 8 GPUs?",
+        f"{rows[0].label}; ★ the paper's measured scaling, to which nothing was fitted",
+        columns=2,
+    )
+    left, right = axes[0]
     numbers = sorted({row.gpus for row in rows})
-    for number, line in enumerate(LINES):
-        here = [row for row in rows if row.line == line]
-        place = [i + (number - 1) * 0.27 for i in range(len(numbers))]
-        bars = left.bar(place, [row.attention_s / 60 for row in here], 0.25, label=f"{line}: attention")
-        other = [row.other_s / 60 for row in here]
-        left.bar(
-            place,
-            other,
-            0.25,
-            bottom=[row.attention_s / 60 for row in here],
-            color=bars[0].get_facecolor(),
-            alpha=0.4,
-            label="everything else" if number == len(LINES) - 1 else None,
-        )
-        right.plot(numbers, [row.scaling for row in here], "o-", label=line)
-    for (strategy, scaling), color in zip(PAPER_SCALING.items(), ("C0", "C1"), strict=True):
-        right.plot(8, scaling, "*", color=color, markersize=14, markeredgecolor="k", label=f"paper, {strategy}")
-    right.plot(numbers, numbers, "k:", linewidth=1, label="linear")
-    left.set_xticks(range(len(numbers)), [str(n) for n in numbers])
-    left.set(xlabel="GPUs", ylabel="minutes per video")
-    right.set(xlabel="GPUs", ylabel="times as fast as one GPU")
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    figure.suptitle(f"{MODEL}: {rows[0].label}")
+    by_line = {line: [row for row in rows if row.line == line] for line in LINES}
+    attention = {line: [row.attention_s / 60 for row in here] for line, here in by_line.items()}
+    grouped_bars(left, [str(n) for n in numbers], attention, COLOURS)
+    for bars, here in zip(list(left.containers), by_line.values(), strict=True):
+        for bar, row in zip(bars, here, strict=True):
+            left.bar(
+                bar.get_x(), row.other_s / 60, bar.get_width(), bottom=bar.get_height(), align="edge", color="#e4e1db"
+            )
+    left.bar(0, 0, color="#e4e1db", label="everything but attention")
+    left.set(xlabel="GPUs", ylabel="minutes per video", title="Attention (coloured) and everything else")
+    for line, here in by_line.items():
+        right.plot(numbers, [row.scaling for row in here], "o-", color=COLOURS[line])
+    for scaling, line in zip(PAPER_SCALING.values(), LINES, strict=False):
+        right.plot(8, scaling, **{**STAR, "color": COLOURS[line], "markeredgecolor": INK})
+    right.plot(numbers, numbers, ":", color=INK, linewidth=1)
+    right.text(7, 7.2, "as many times as GPUs", ha="right", size=10)
+    right.set(xlabel="GPUs", ylabel="times as fast as one GPU", title="Scaling", xticks=numbers)
+    legend_below(figure, left)
     return figure
+
+
+SCALING = Result("fig3", "Latency over the number of GPUs", Row, draw)
 
 
 def main() -> None:
     options = modelled_arguments(__doc__, layers=2).parse_args()
     rows = measure(options)
-    publish("fig3", "Latency over the number of GPUs", rows, draw(rows), options.out)
+    SCALING.publish(rows, options.out)
 
 
 if __name__ == "__main__":

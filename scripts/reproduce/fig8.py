@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.reports.style import ROLES, SOFT
 from scripts.reproduce.authors.fit import MACHINES, UNKNOWNS
-from scripts.reproduce.authors.measured import BURST, DBSP, PARO, Bar, bars, fitted_half
+from scripts.reproduce.authors.measured import BURST, DBSP, Bar, bars, fitted_half
 from scripts.reproduce.authors.runs import bar_attention_s, other_s
-from scripts.reproduce.common import arguments, publish
+from scripts.reproduce.common import arguments
+from scripts.results.figures import in_words, legend_below, panels
+from scripts.results.result import Result
 
 LABEL = "measured by the paper's authors (read off a picture, ±1 s); modelled"
 WORTH = 0.03
@@ -131,36 +133,49 @@ def _mean_gain(rows: Sequence[Row], time: Callable[[Row], float]) -> float:
 
 
 def draw(rows: list[Row]) -> Figure:
-    panels = list(dict.fromkeys((row.model, row.machine) for row in rows))
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 7.5), layout="constrained")
-    for panel, (model, machine) in zip(axes.flat, panels, strict=True):
+    figure, axes = panels(
+        "Does the latency model find the authors' times?",
+        "Seconds per video on 8 GPUs: attention in full colour, everything else pale",
+        4,
+        height=11.0,
+    )
+    cases = dict.fromkeys((row.model, row.machine) for row in rows)
+    for axis, (model, machine) in zip(axes.flat, cases, strict=True):
         here = [row for row in rows if (row.model, row.machine) == (model, machine)]
-        place, ticks = 0.0, []
+        place, ticks, methods = 0.0, [], {}
         for row, after in itertools.zip_longest(here, here[1:]):
-            for shift, total, attention, color in (
-                (-0.2, row.measured_s, row.measured_attention_s, "C7"),
-                (0.2, row.modelled_s, row.modelled_attention_s, "C0" if row.half == "fitted" else "C1"),
+            for shift, total, attention, role in (
+                (-0.2, row.measured_s, row.measured_attention_s, "measured"),
+                (0.2, row.modelled_s, row.modelled_attention_s, row.half),
             ):
-                panel.bar(place + shift, total - attention, 0.38, color=color, alpha=0.45)
-                panel.bar(place + shift, attention, 0.38, bottom=total - attention, color=color)
+                axis.bar(place + shift, total - attention, 0.38, color=ROLES[role], alpha=0.35)
+                axis.bar(place + shift, attention, 0.38, bottom=total - attention, color=ROLES[role])
             ticks.append((place, row.way.replace("Engine", "")))
-            place += 1 if after is None or after.method == row.method else 2
-        panel.set_xticks(*zip(*ticks, strict=True), rotation=90, fontsize=8)
-        methods = ", ".join(dict.fromkeys(row.method.replace(PARO, "PARO") for row in here))
+            methods.setdefault(row.method, []).append(place)
+            place += 1 if after is None or after.method == row.method else 1.8
+        axis.set_xticks(*zip(*ticks, strict=True), fontsize=9)
+        top = max(max(row.measured_s, row.modelled_s) for row in here)
+        for method, places in methods.items():
+            axis.text(np.mean(places), 1.04 * top, method, ha="center", size=10, color=SOFT)
         worst = max(abs(row.error) for row in here if row.half == "held out")
-        panel.set_title(f"{model}, {machine}: {methods}; held out within {worst:.0%}", fontsize=9)
-        panel.set_ylabel("seconds per video")
-    labels = {"C7": "measured by the authors", "C0": "modelled, fitted to", "C1": "modelled, held out"}
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in labels]
-    figure.legend(handles, labels.values(), ncols=3, fontsize=9, loc="outside lower center")
-    figure.suptitle("Fig. 8 on 8 GPUs: attention (full colour) and everything else (pale)")
+        axis.set_title(f"{in_words(model)} on 8 {machine.upper()}: held-out bars within {worst:.0%}")
+        axis.set(ylabel="seconds", ylim=(0, 1.18 * top))
+        axis.grid(axis="x", visible=False)
+    for role, label in zip(
+        ROLES, ("measured by the authors", "modelled, fitted to", "modelled, held out"), strict=True
+    ):
+        axes[0, 0].bar(0, 0, color=ROLES[role], label=label)
+    legend_below(figure, axes[0, 0])
     return figure
+
+
+BARS = Result("fig8", "End-to-end and attention time on 8 GPUs", Row, draw)
 
 
 def main() -> None:
     options = arguments(__doc__ or "", 0).parse_args()
     rows = measure()
-    publish("fig8", "End-to-end and attention time on 8 GPUs", rows, draw(rows), options.out)
+    BARS.publish(rows, options.out)
     for line in summary(rows):
         Console(width=120).print(line)
 

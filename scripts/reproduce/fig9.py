@@ -11,16 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
+from dbsp_core.reports.style import INK, ROLES
+from dbsp_core.reports.style import PLANNERS as COLOURS
 from scripts.reproduce.authors.measured import speedups
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.common import publish
 from scripts.reproduce.modelled import machine, model_masks, modelled_arguments, video
+from scripts.results.figures import in_words, legend_below, panels
+from scripts.results.result import Result
 
 MODEL = "wan2.1-t2v-14b"
 LEVELS = {
@@ -68,20 +70,33 @@ def reached(rows: list[Row], strategy: str, by: str) -> float:
 
 
 def draw(rows: list[Row]) -> Figure:
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    for axes, name in zip(panels, LEVELS, strict=True):
-        for by, style in ((AUTHORS, "k."), ("paper", "C0s--"), ("dbsp", "C1o-")):
+    figure, axes = panels(
+        "How much of the gain in ρ_s does attention gain?",
+        f"{in_words(MODEL)}, 8 GPUs; the authors measured, planners are modelled on synthetic masks",
+        columns=2,
+        height=4.8,
+        sharey=True,
+    )
+    for axis, name in zip(axes[0], LEVELS, strict=True):
+        for by, style, colour in (
+            (AUTHORS, ".", ROLES["measured"]),
+            ("paper", "s--", COLOURS["paper"]),
+            ("dbsp", "o-", COLOURS["dbsp"]),
+        ):
             here = sorted((row for row in rows if (row.strategy, row.by) == (name, by)), key=lambda row: row.rho_ratio)
-            what = "measured by the authors" if by == AUTHORS else f"planner {by}, modelled"
-            label = f"{what}: {reached(rows, name, by):.2f} of the gain"
-            axes.plot([row.rho_ratio for row in here], [row.attention_speedup for row in here], style, label=label)
+            ratios, gains = [row.rho_ratio for row in here], [row.attention_speedup for row in here]
+            label = "measured by the authors" if by == AUTHORS else f"planner {by}, modelled"
+            axis.plot(ratios, gains, style, color=colour, label=label)
         line = np.array([1, max(row.rho_ratio for row in rows if row.strategy == name)])
-        axes.plot(line, line, "k:", label="speed-up = ratio of ρ_s")
-        axes.set(xlabel="ρ_s before over after balancing", title=f"{name}, varying {LEVELS[name][0]}")
-        axes.legend(fontsize=8)
-    panels[0].set_ylabel("attention speed-up")
-    figure.suptitle(f"Fig. 9: {MODEL}, 8 GPUs")
+        axis.plot(line, line, ":", color=INK, linewidth=1, label="all of it")
+        shares = ", ".join(f"{by} {reached(rows, name, by):.2f}" for by in (AUTHORS, *PLANNERS))
+        axis.set(xlabel="ρ_s before over ρ_s after balancing", title=f"{name}: {shares}")
+    axes[0, 0].set_ylabel("attention's speed-up")
+    legend_below(figure, axes[0, 0])
     return figure
+
+
+GAINS = Result("fig9", "Attention speed-up against ρ_s, 8 GPUs", Row, draw)
 
 
 def main() -> None:
@@ -89,7 +104,7 @@ def main() -> None:
     parser.set_defaults(kernel="auto")  # in 16 bits, as Fig. 10's times are
     options = parser.parse_args()
     rows = measure(options)
-    publish("fig9", "Attention speed-up against ρ_s, 8 GPUs", rows, draw(rows), options.out)
+    GAINS.publish(rows, options.out)
     for name in LEVELS:
         shares = [f"{by} {reached(rows, name, by):.2f}" for by in (AUTHORS, *PLANNERS)]
         Console().print(f"{name}, share of the gain in ρ_s that attention gained: {', '.join(shares)}")

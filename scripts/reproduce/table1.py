@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from scripts.reproduce.common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error, publish
+from dbsp_core.reports.style import ROLES
+from scripts.reproduce.common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error
+from scripts.results.figures import grouped_bars, imbalance_axis, in_words, legend_below, panels
+from scripts.results.result import Result
 
 
 @dataclass(frozen=True)
@@ -50,30 +51,44 @@ def _row(paper: PaperRow, values: list[float]) -> Row:
 
 
 def draw(rows: list[Row]) -> Figure:
-    figure, axes = pyplot.subplots(figsize=(10, 4.5), layout="constrained")
-    place = np.arange(len(rows))
-    axes.bar(place - 0.2, [row.paper for row in rows], 0.4, color="0.75", label="paper, Table 1")
-    for role, color in (("fitted", "tab:blue"), ("held out", "tab:orange")):
-        here = [i for i, row in enumerate(rows) if row.role == role]
-        axes.bar(
-            place[here] + 0.2,
-            [rows[i].rho for i in here],
-            0.4,
-            yerr=[rows[i].standard_error for i in here],
-            color=color,
-            capsize=3,
-            label=f"{MEASURED}, {role}",
-        )
-    axes.set_xticks(place, [f"{row.preset}\n{row.strategy}" for row in rows], rotation=40, ha="right", fontsize=8)
-    axes.set(ylim=(1, 1.7), ylabel="ρ_s before balancing", title="Imbalance of contiguous plans on 8 GPUs")
-    axes.legend(loc="upper left", fontsize=8)
+    figure, axes = panels(
+        "How uneven is sequence parallelism that doesn't look at masks?",
+        f"Contiguous plans on 8 GPUs, {MEASURED}; error bars: standard error over layers",
+        columns=2,
+        height=4.2,
+        width_ratios=(1.35, 1),
+        sharey=True,
+    )
+    nan = float("nan")
+    for axis, model in zip(axes[0], ("wan2.1-t2v-14b", "cogvideox1.5-5b"), strict=True):
+        here = sorted((row for row in rows if row.preset.startswith(model)), key=_order)
+        series = {"paper, Table 1": [row.paper for row in here]}
+        errors = {"paper, Table 1": [0.0] * len(here)}
+        for role in ("fitted", "held out"):
+            mine = [row.role == role for row in here]
+            label = {"fitted": "here, masks fitted to it", "held out": "here, held out"}[role]
+            series[label] = [row.rho if own else nan for row, own in zip(here, mine, strict=True)]
+            errors[label] = [row.standard_error if own else nan for row, own in zip(here, mine, strict=True)]
+        names = [row.strategy + ("\nSpargeAttn" if row.preset.endswith("-sparge") else "") for row in here]
+        grouped_bars(axis, names, series, list(ROLES.values()), base=1.0, errors=errors)
+        axis.set_title(in_words(model))
+    imbalance_axis(axes[0, 0], 1.6)
+    axes[0, 1].set_ylabel("")
+    legend_below(figure, axes.flat)
     return figure
+
+
+def _order(row: Row) -> tuple[str, int]:
+    return row.preset, -int(row.strategy[1])
+
+
+TABLE = Result("table1", "ρ_s before balancing, 8 GPUs", Row, draw)
 
 
 def main() -> None:
     options = arguments(__doc__, layers=0).parse_args()
     rows = [row for preset in dict.fromkeys(row.preset for row in TABLE_1) for row in measure(preset, options)]
-    publish("table1", "ρ_s before balancing, 8 GPUs", rows, draw(rows), options.out)
+    TABLE.publish(rows, options.out)
 
 
 if __name__ == "__main__":

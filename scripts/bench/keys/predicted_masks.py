@@ -41,7 +41,7 @@ from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource, SyntheticSource
 from dbsp_core.sources.base import Changes
 from dbsp_core.sources.synthetic.presets import PRESETS
-from scripts.reproduce.common import RESULTS, write_csv
+from scripts.results.result import FOLDER, write_csv
 
 STEPS, PAIR = 12, (7, 8)
 """Denoising steps of the small model's video, and the two neighbouring ones that are looked at."""
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument(
         "--masks", type=Path, default=Path("out/predicted-masks.npz"), help="recording of the small model"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.masks.exists():

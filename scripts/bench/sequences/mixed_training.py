@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 import dbsp_diffusers
@@ -28,9 +27,11 @@ from dbsp_cli.calibrate.timing import run_ranks
 from dbsp_core import SequenceGroup
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.sequences import LayerSize, sequence_cost
+from dbsp_core.reports.style import PLANNERS, SOFT
 from dbsp_diffusers import LocalPredictions, packed_forward_local
 from dbsp_diffusers.packed.wan import WAN
-from scripts.reproduce.common import RESULTS, publish
+from scripts.results.figures import legend_below, panels
+from scripts.results.result import FOLDER, Result
 from scripts.training.flow import FewPads
 from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.mixed import Mix, Size, cut_item, sample_of
@@ -226,15 +227,38 @@ def rows_of(mask: str, found: Sequence[dict[str, Any]], tokens: np.ndarray, labe
 
 def draw(rows: list[Row]) -> Figure:
     masks = list(dict.fromkeys(row.mask for row in rows))
-    figure, panels = pyplot.subplots(1, len(masks), figsize=(6.5 * len(masks), 5), layout="constrained", squeeze=False)
-    for axes, mask in zip(panels[0], masks, strict=True):
-        own = [row for row in rows if row.mask == mask]
-        names = [f"{row.way}\nWIR {row.wir:.2f}" for row in own]
-        colours = ["C1" if row.way.startswith(("bags", "one bag")) else "C0" for row in own]
-        axes.barh(names[::-1], [row.core_tokens_s for row in own][::-1], color=colours[::-1])
-        axes.set(xlabel="tokens / s of the busiest rank's core time", title=f"{mask} attention")
-    figure.suptitle(rows[0].label)
+    names = list(dict.fromkeys(row.way for row in rows))
+    figure, axes = panels(
+        "Images and videos in one training step: which way is fastest?",
+        f"Useful tokens per second of the busiest rank's core; on the bars: WIR, busiest over idlest\n{rows[0].label}",
+        columns=len(masks),
+        height=4.8,
+        sharex=True,
+        sharey=True,
+    )
+    for axis, mask in zip(axes[0], masks, strict=True):
+        for row in (row for row in rows if row.mask == mask):
+            place = names.index(row.way)
+            axis.barh(place, row.core_tokens_s, 0.72, color=_colour(row.way))
+            axis.text(
+                row.core_tokens_s - 60, place, f"{row.wir:.2f}", va="center", ha="right", size=9.5, color="white"
+            )
+        axis.set(xlabel="tokens per second", title=f"{mask} attention", ylim=(len(names) - 0.5, -0.5))
+        axis.grid(axis="y", visible=False)
+    axes[0, 0].set_yticks(range(len(names)), names)
+    for label, way in (("no exchange", ALONE), ("KnapFormer's greedy", "KnapFormer"), ("planner dbsp", "bags")):
+        axes[0, 0].barh(0, 0, color=_colour(way), label=label)
+    legend_below(figure, axes[0, 0])
     return figure
+
+
+def _colour(way: str) -> str:
+    if way.startswith("KnapFormer"):
+        return PLANNERS["knapsack"]
+    return PLANNERS["dbsp"] if way.startswith(("bags", "one bag")) else SOFT
+
+
+WAYS = Result("mixed-training", "Images and videos in one step", Row, draw)
 
 
 def main() -> None:
@@ -244,7 +268,7 @@ def main() -> None:
     parser.add_argument("--mix", default=MIX, help="as scripts/train_video's")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--work", type=Path, default=Path("out/mixed"), help="folder for clips")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
     options = parser.parse_args()
     mix = Mix.parse(options.mix)
     frames, height, width = (
@@ -260,7 +284,7 @@ def main() -> None:
     for mask in options.masks:
         found = run_ranks(measure, options.ranks, "cpu", mask, mix, options.rounds, folder)
         rows += rows_of(mask, found, tokens, label)
-    publish("mixed-training", "Images and videos in one step", rows, draw(rows), options.out)
+    WAYS.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import dbsp_diffusers
 from dbsp_diffusers import LocalPredictions, PackedSample, packed_forward_local
 from scripts.bench.keys.two_nodes import crossing_bytes
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
-from scripts.reproduce.common import RESULTS, write_csv
+from scripts.results.result import FOLDER, write_csv
 
 HEADS, WIDTH, LAYERS, PROMPT, TEXT, CHANNELS = 8, 32, 4, 16, 32, 16
 LOADERS = (((6, 16, 24),), ((1, 16, 24),) * 3, ((3, 16, 24), (1, 12, 16)), ((1, 24, 24),) * 2)
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["50mbit", "1gbit"], help="of the link, as tc writes them")
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="measured each way, after one that is not")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     add_rank_options(parser)
     args = parser.parse_args()
     if args.rank is not None:

@@ -17,7 +17,7 @@ from dbsp_cli.simulate import MODELLED, SimulationResult, simulate
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.models.lookup import require_model
 from dbsp_core.planning.wire_format import WIRE_FORMATS
-from scripts.reproduce.common import RESULTS, write_csv
+from scripts.results.result import FOLDER, write_csv
 
 MODEL_NAME, NODE = "wan2.1-t2v-14b", 8
 SETTINGS = (
@@ -48,7 +48,7 @@ class Row:
 def main() -> None:
     """Prints and writes the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     args = parser.parse_args()
     rows = [row for setting in SETTINGS for row in rows_of(*setting)]
     for row in rows:

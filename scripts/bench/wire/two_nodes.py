@@ -26,7 +26,7 @@ from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, WindowSource
 from scripts.bench.keys.two_nodes import crossing_bytes
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
-from scripts.reproduce.common import RESULTS, write_csv
+from scripts.results.result import FOLDER, write_csv
 
 HEADS, WIDTH = 8, 128
 REQUEST = MaskRequest(0, HEADS, (12, 16, 24))
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["50mbit", "1gbit"], help="of the link, as tc writes them")
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5, help="measured each way, after one that is not")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     add_rank_options(parser)
     args = parser.parse_args()
     if args.rank is not None:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core.cost.hardware import SHIPPED, load_hardware
 from dbsp_core.cost.sequences import FLUX, gamma_of
-from scripts.reproduce.common import publish
+from dbsp_core.reports.style import INK, ROLES
 from scripts.reproduce.knapformer.shared import knapformer_arguments
+from scripts.results.figures import legend_below, panels
+from scripts.results.result import Result
 
 WIDTH, HEAD_DIM = 512, 64
 
@@ -92,25 +93,33 @@ def measure(lengths: list[int], repeats: int) -> list[Row]:
 
 
 def draw(rows: list[Row]) -> Figure:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
-    tokens = [row.tokens for row in rows]
-    left.plot(tokens, [row.measured_ms for row in rows], "ko", label="measured")
-    left.plot(tokens, [row.by_flops_ms for row in rows], "C1--", label="FLOP alone (Eq. 1)")
-    left.plot(tokens, [row.by_gamma_ms for row in rows], "C0-", label=f"with γ = {rows[0].gamma:.2f} (Eq. 2)")
-    right.plot(tokens, [100 * row.by_flops_error for row in rows], "C1s--", label="FLOP alone (Eq. 1)")
-    right.plot(tokens, [100 * row.by_gamma_error for row in rows], "C0o-", label="with γ (Eq. 2)")
-    right.axhline(0, color="k", linewidth=1)
-    left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms a layer")
-    right.set(xscale="log", xlabel="tokens", ylabel="predicted over measured, % off")
-    for axes in (left, right):
-        axes.set_xticks(tokens, tokens, rotation=45)
-        axes.minorticks_off()
-        axes.legend(fontsize=8)
     known = [(path.stem, gamma_of(FLUX, load_hardware(path.stem))) for path in sorted(SHIPPED.glob("*.yaml"))]
-    figure.suptitle(
-        f"{rows[0].label}; γ from constants: {', '.join(f'{name} {gamma:.2f}' for name, gamma in known)}", fontsize=10
+    figure, axes = panels(
+        "Does a sequence cost what its FLOP say, or more for attention?",
+        f"{rows[0].label}\nγ from the shipped constants: {', '.join(f'{name} {gamma:.2f}' for name, gamma in known)}",
+        columns=2,
+        height=4.8,
     )
+    left, right = axes[0]
+    tokens = [row.tokens for row in rows]
+    by_flop, by_gamma = {"color": ROLES["fitted"], "linestyle": "--"}, {"color": ROLES["held out"]}
+    left.plot(tokens, [row.by_flops_ms for row in rows], **by_flop, label="by FLOP alone (Eq. 1)")
+    left.plot(tokens, [row.by_gamma_ms for row in rows], **by_gamma, label=f"with γ = {rows[0].gamma:.2f} (Eq. 2)")
+    left.plot(tokens, [row.measured_ms for row in rows], "o", color=ROLES["measured"], label="measured")
+    right.plot(tokens, [100 * row.by_flops_error for row in rows], marker="s", **by_flop)
+    right.plot(tokens, [100 * row.by_gamma_error for row in rows], marker="o", **by_gamma)
+    right.axhline(0, color=INK, linewidth=1)
+    left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds per layer", title="Time")
+    right.set(xscale="log", xlabel="tokens", ylabel="predicted over measured, %", title="Error")
+    left.set_yticks([30, 100, 300, 1000], ["30", "100", "300", "1000"])
+    for axis in (left, right):
+        axis.set_xticks(tokens, tokens, rotation=45)
+        axis.minorticks_off()
+    legend_below(figure, left)
     return figure
+
+
+GAMMAS = Result("knapformer-gamma", "A layer's time over its tokens", Row, draw)
 
 
 def main() -> None:
@@ -119,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure([int(part) for part in options.lengths.split(",")], options.draws)
-    publish("knapformer-gamma", "A layer's time over its tokens", rows, draw(rows), options.out)
+    GAMMAS.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
 from dbsp_core.planning.sequences.streams import DrawnSequences, StreamAssumptions, draw, parse_streams
-from scripts.reproduce.common import RESULTS
+from dbsp_core.reports.style import PLANNERS
+from scripts.results.result import FOLDER
 
 WORLD, BLOCK = 32, 64
 GAMMA = 0.4
@@ -60,6 +61,12 @@ TABLE_1 = {
         "g8n4": PaperRow(1.00, 2.52, 108.06e3, 0.2681),
     },
 }
+COLOURS = {
+    "as loaded": PLANNERS["contiguous"],
+    "KnapFormer's, rebuilt": PLANNERS["knapsack"],
+    "dbsp": PLANNERS["dbsp"],
+}
+"""By who shares sequences out."""
 TOPOLOGIES = {"none": "g1n1", "g1n32": "g1n32", "g2n16": "g2n16", "g4n8": "g4n8", "g8n4": "g8n4"}
 
 
@@ -68,7 +75,7 @@ def knapformer_arguments(description: str | None, draws: int) -> argparse.Argume
         description=description, formatter_class=partial(argparse.ArgumentDefaultsHelpFormatter, width=100)
     )
     parser.add_argument("--draws", type=int, default=draws, help="steps' sequences to draw")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
     return parser
 
 

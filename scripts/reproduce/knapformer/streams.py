@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core.planning.sequences.streams import parse_streams
-from scripts.reproduce.common import publish
+from dbsp_core.reports.style import rank_colour
 from scripts.reproduce.knapformer.shared import (
     ASSUMPTIONS,
+    COLOURS,
     GAMMA,
     STREAMS,
     drawn,
@@ -23,6 +23,8 @@ from scripts.reproduce.knapformer.shared import (
     pair_cost,
     share_out,
 )
+from scripts.results.figures import legend_below, panels
+from scripts.results.result import Result
 
 
 @dataclass(frozen=True)
@@ -68,34 +70,62 @@ def measure(options) -> list[Row]:
     return rows
 
 
-def draw_figure(options) -> Figure:
-    figure, axes = pyplot.subplots(2, len(STREAMS), figsize=(12.5, 6.5), layout="constrained")
+def draw(rows: list[Row]) -> Figure:
+    """The lower panels share out one step's sequences, drawn anew from their seed: the CSV has sums of all steps."""
+    figure, axes = panels(
+        "What do the data loaders of 32 GPUs bring, and how is it shared out?",
+        f"Sequences are drawn, not real data; γ {GAMMA:g}\n{ASSUMPTIONS.in_words()}",
+        2,
+        len(STREAMS),
+        height=6.6,
+        sharey="row",
+    )
     for column, stream in enumerate(STREAMS):
         top, bottom = axes[:, column]
-        steps = [drawn(stream, seed) for seed in range(options.draws)]
-        tokens = np.concatenate([one.tokens for one in steps])
-        bins = np.geomspace(200, 40000, 40)
-        top.hist(tokens, bins=bins, color="C0")
-        top.set(xscale="log", yscale="log", title=stream, xlabel="tokens of a sequence")
+        here = [row for row in rows if row.stream == stream]
+        left = [0.0, 0.0, 0.0]
+        for number, row in enumerate(sorted(here, key=lambda row: row.tokens_mean)):
+            parts = [row.sequences / sum(one.sequences for one in here), row.share_of_tokens, row.share_of_cost]
+            top.bar(["sequences", "tokens", "work"], parts, 0.7, left, color=rank_colour(number))
+            middle = left[2] + parts[2] / 2
+            if parts[2] > 0.12:
+                top.text(2, middle, f"{row.tokens_mean:,.0f}", ha="center", va="center", size=9, color="white")
+            left = [one + part for one, part in zip(left, parts, strict=True)]
+        top.set(title=stream, ylim=(0, 1))
+        top.grid(axis="x", visible=False)
+        step = drawn(stream, 0)
         for bags, balancer, style, name in (
-            ("none", "knapsack", "k-", "as loaded"),
-            ("g1n32", "knapsack", "C1--", "KnapFormer's greedy, g1n32"),
-            ("g8n4", "dbsp", "C2-", "dbsp, nodes of 8"),
+            ("none", "knapsack", "-", "as loaded"),
+            ("g1n32", "knapsack", "--", "KnapFormer's, rebuilt"),
+            ("g8n4", "dbsp", "-", "dbsp"),
         ):
-            plan, cost = share_out(steps[0], bags, balancer)
+            plan, cost = share_out(step, bags, balancer)
             load = loads(plan, cost)
-            bottom.step(range(len(load)), load / load.mean(), style, where="mid", label=name)
-        bottom.set(ylim=(0, None), xlabel="GPU", ylabel="work over mean")
-    axes[1, 0].legend(fontsize=8)
-    axes[0, 0].set_ylabel(f"sequences in {options.draws} steps")
-    figure.suptitle(f"drawn, not real data; {ASSUMPTIONS.in_words()}; γ {GAMMA:g}", fontsize=10)
+            words = {"KnapFormer's, rebuilt": "KnapFormer's greedy, bags of one", "dbsp": "dbsp, bags of a node"}
+            bottom.step(
+                range(len(load)),
+                load / load.mean(),
+                style,
+                where="mid",
+                color=COLOURS[name],
+                label=words.get(name, name),
+            )
+        bottom.set_xlabel("GPU")
+        bottom.margins(y=0.08)
+    axes[1, 0].set_ylim(bottom=0)
+    axes[0, 0].set_ylabel("share, by loader\n(mean tokens in white)")
+    axes[1, 0].set_ylabel("work of one step\nover the mean")
+    legend_below(figure, axes[1, 0])
     return figure
+
+
+LOADED = Result("knapformer-streams", "Streams of KnapFormer's §4.1", Row, draw)
 
 
 def main() -> None:
     options = knapformer_arguments(__doc__, draws=20).parse_args()
     rows = measure(options)
-    publish("knapformer-streams", "Streams of KnapFormer's §4.1", rows, draw_figure(options), options.out)
+    LOADED.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from dbsp_core.cost.sequences import FLUX
 from dbsp_core.planning.sequences.cost import PICO
-from scripts.reproduce.common import publish
+from dbsp_core.reports.style import PLANNERS, ROLES
 from scripts.reproduce.knapformer.shared import (
     FLOPS_PER_S,
     GAMMA,
@@ -40,6 +39,8 @@ from scripts.reproduce.knapformer.shared import (
     drawn,
     knapformer_arguments,
 )
+from scripts.results.figures import legend_below, panels
+from scripts.results.result import Result
 
 LOW = "low-resolution images"
 FITTED = ((LOW, "g1n32"), (MIXED, "g4n8"))
@@ -197,36 +198,49 @@ def _row(stream: str, bags: str, load: Load, rates: Rates, simple: Rates | None)
     )
 
 
-PARTS = {"compute_s": "computing", "link_s": "exchange and weights", "ordering_s": "ordering"}
+PARTS = {
+    "compute_s": ("computing", ROLES["held out"], PLANNERS["dbsp"]),
+    "link_s": ("exchange and weights", "#6db5b1", "#86b0da"),
+    "ordering_s": ("ordering", "#c4e0de", "#c9dcee"),
+}
+"""By part of a step: in words, and its colours in KnapFormer's, rebuilt, and in ours."""
 
 
-def draw_figure(rows: list[Row]) -> Figure:
-    figure, axes = pyplot.subplots(1, len(TABLE_1), figsize=(12, 4.8), sharey=True, layout="constrained")
+def draw(rows: list[Row]) -> Figure:
+    figure, axes = panels(
+        "How long does a training step last on 32 H100s, and why?",
+        "FLUX, forward and backward\n" + rows[0].label,
+        columns=len(TABLE_1),
+        height=5.4,
+        sharey=True,
+    )
     width = 0.27
-    for axis, (stream, paper) in zip(axes, TABLE_1.items(), strict=True):
+    for axis, (stream, paper) in zip(axes[0], TABLE_1.items(), strict=True):
         places = np.arange(len(paper))
         measured = [row.fbl_s for row in paper.values()]
-        axis.bar(places - width, measured, 0.95 * width, color="0.35", label="the paper's, measured")
-        for shift, theirs, name, alpha in ((0.0, True, "rebuilt", 1.0), (width, False, "ours, modelled", 0.5)):
+        axis.bar(places - width, measured, 0.95 * width, color=ROLES["measured"], label="KnapFormer's, measured")
+        for shift, theirs, name in ((0.0, True, "rebuilt"), (width, False, "ours, modelled")):
             mine = [row for row in rows if row.stream == stream and (row.role != "ours") == theirs]
             place = np.array([list(paper).index(row.bags) + shift for row in mine])
             bottom = np.zeros(len(mine))
-            for number, (part, words) in enumerate(PARTS.items()):
-                height = np.array([getattr(row, part) for row in mine])
+            for part, (words, rebuilt, ours) in PARTS.items():
+                height, colour = np.array([getattr(row, part) for row in mine]), rebuilt if theirs else ours
                 if height.any():
-                    label = f"{name}: {words}"
-                    axis.bar(place, height, 0.95 * width, bottom, color=f"C{number}", alpha=alpha, label=label)
+                    axis.bar(place, height, 0.95 * width, bottom, color=colour, label=f"{name}: {words}")
                 bottom += height
             for row, left, top in zip(mine, place, bottom, strict=True):
                 if isinstance(row.error, float):
                     text = "fitted" if row.role == "fitted" else f"{row.error:+.1%}"
                     axis.text(left, max(top, paper[row.bags].fbl_s) + 0.06, text, ha="center", fontsize=9)
         axis.set_xticks(places, ["no bags", *list(paper)[1:]])
-        axis.set(title=stream, ylim=(0, 6.6))
-    axes[0].set_ylabel("forward and backward, s")
-    axes[0].legend(fontsize=8, loc="upper left", ncols=2)
-    figure.suptitle(f"32 H100s, FLUX; {rows[0].label}", fontsize=9)
+        axis.grid(axis="x", visible=False)
+        axis.set(title=stream, ylim=(0, 5.4))
+    axes[0, 0].set_ylabel("seconds")
+    legend_below(figure, axes.flat, columns=3)
     return figure
+
+
+LATENCY = Result("knapformer-throughput", "FBL, TPS and HFU, KnapFormer's Table 1", Row, draw)
 
 
 def main() -> None:
@@ -242,7 +256,7 @@ def main() -> None:
         f"{rates.bytes_per_s / 1e9:.1f} GB/s; held-out rows are off by at most {worst['error']:.1%}, "
         f"without weights and ordering by {worst['simple_error']:.1%}"
     )
-    publish("knapformer-throughput", "FBL, TPS and HFU, KnapFormer's Table 1", rows, draw_figure(rows), options.out)
+    LATENCY.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core.cost.sequences import FLUX, SequenceWork
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.streams import DrawnSequences
+from dbsp_core.reports.style import INK
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from scripts.reproduce.common import publish
 from scripts.reproduce.knapformer.shared import (
+    COLOURS,
     GAMMA,
     STREAMS,
     TABLE_1,
@@ -32,6 +32,8 @@ from scripts.reproduce.knapformer.shared import (
     loads,
     share_out,
 )
+from scripts.results.figures import STAR, grouped_bars, legend_below, panels
+from scripts.results.result import Result
 
 SPARSE_DENSITY = 0.3
 
@@ -103,27 +105,40 @@ def measure(options) -> Iterator[Row]:
             )
 
 
-def draw_figure(rows: list[Row]) -> Figure:
-    figure, axes = pyplot.subplots(1, len(STREAMS), figsize=(12, 4), layout="constrained")
-    for axis, stream in zip(axes, STREAMS, strict=True):
-        here = [row for row in rows if row.stream == stream and row.mask == "dense"]
-        for number, balancer in enumerate(("KnapFormer's, rebuilt", "dbsp")):
-            mine = {row.bags: row.wir_of_ranks - 1 for row in here if row.balancer == balancer}
-            place = [list(TOPOLOGIES).index(bags) + (number - 0.5) * 0.3 for bags in mine]
-            axis.bar(place, list(mine.values()), 0.28, label=balancer)
-        axis.bar(
-            0, next(row.wir_of_ranks - 1 for row in here if row.bags == "none"), 0.28, color="0.6", label="as loaded"
-        )
+def draw(rows: list[Row]) -> Figure:
+    figure, axes = panels(
+        "How unevenly do 32 GPUs share sequences of many sizes?",
+        "Work of the busiest GPU over that of the idlest (WIR), less 1; dense attention; dotted: 1.005, the goal\n"
+        f"γ {GAMMA:g}; {rows[0].label}",
+        columns=len(STREAMS),
+        height=4.6,
+        sharey=True,
+    )
+    for axis, stream in zip(axes[0], STREAMS, strict=True):
+        here = {(row.bags, row.balancer): row for row in rows if row.stream == stream and row.mask == "dense"}
+        keys = {"as loaded": "–"}
+        series = {
+            label: [
+                here[bags, keys.get(label, label)].wir_of_ranks - 1
+                if (bags, keys.get(label, label)) in here
+                else float("nan")
+                for bags in TOPOLOGIES
+            ]
+            for label in COLOURS
+        }
+        grouped_bars(axis, ["none" if bags == "none" else bags for bags in TOPOLOGIES], series, COLOURS)
         paper = {bags: row.wir - 1 for bags, row in TABLE_1.get(stream, {}).items() if row.wir > 1}
-        axis.plot(
-            [list(TOPOLOGIES).index(bags) for bags in paper], list(paper.values()), "k*", markersize=11, label="paper"
-        )
-        axis.axhline(0.005, color="k", linestyle=":", linewidth=1)
-        axis.set_xticks(range(len(TOPOLOGIES)), list(TOPOLOGIES))
-        axis.set(yscale="log", title=stream, ylabel="WIR − 1", ylim=(5e-5, 60))
-        axis.legend(fontsize=8)
-    figure.suptitle(f"32 GPUs, dense attention, γ {GAMMA:g}; dotted: 1.005. {rows[0].label}", fontsize=10)
+        places = [list(TOPOLOGIES).index(bags) for bags in paper]
+        axis.plot(places, list(paper.values()), **STAR, label="KnapFormer's Table 1")
+        axis.axhline(0.005, color=INK, linestyle=":", linewidth=1.2)
+        axis.set(yscale="log", title=stream, ylim=(5e-5, 60), xlabel="bags")
+        axis.tick_params(axis="x", labelsize=9.5)
+    axes[0, 0].set_ylabel("WIR − 1")
+    legend_below(figure, axes[0, 0])
     return figure
+
+
+RATIOS = Result("knapformer-wir", "Workload imbalance ratio, KnapFormer's Table 1", Row, draw)
 
 
 def main() -> None:
@@ -131,7 +146,7 @@ def main() -> None:
     parser.add_argument("--sparse-draws", type=int, default=3, help="of them, for sparse masks, which take longer")
     options = parser.parse_args()
     rows = list(measure(options))
-    publish("knapformer-wir", "Workload imbalance ratio, KnapFormer's Table 1", rows, draw_figure(rows), options.out)
+    RATIOS.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from scripts.reproduce.common import RESULTS, publish
+from dbsp_core.reports.style import PLANNERS
+from scripts.results.figures import grouped_bars, imbalance_axis, legend_below, panels
+from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.demo import PREDICTED
 from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
 
@@ -78,28 +79,45 @@ def measure(videos: list[Masks], steps: int, strategy: str) -> FewSteps:
     )
 
 
+PLANS = {
+    "unbalanced": ("none: plain sequence parallelism", PLANNERS["contiguous"]),
+    "latest": ("of the step before", "#c4d8ec"),
+    "last_video": ("of the same step of the last video", "#86b0da"),
+    "own_plan": ("made for the mask itself", PLANNERS["dbsp"]),
+}
+"""What a mask's plan was made for, in words, and its colour."""
+
+
 def draw(rows: list[FewSteps]) -> Figure:
-    figure, axis = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
-    names = ("unbalanced", "latest", "last_video", "own_plan")
-    for index, name in enumerate(names):
-        places = np.arange(len(rows)) + (index - 1.5) / 5
-        axis.bar(places, [getattr(row, name) - 1 for row in rows], 0.19, bottom=1, label=name.replace("_", " "))
-    axis.set_xticks(range(len(rows)), [f"{row.strategy}\n{row.steps} steps" for row in rows])
-    axis.set_ylabel("ρ_s")
-    axis.legend()
+    figure, axes = panels(
+        "With few denoising steps, does a plan serve that was made for another mask?",
+        f"Mean imbalance on 4 GPUs over layers, steps and videos; –: the worst; {rows[0].label}",
+        height=4.6,
+    )
+    (axis,) = axes[0]
+    series = {words: [getattr(row, name) for row in rows] for name, (words, _) in PLANS.items()}
+    nan = [float("nan")] * len(rows)
+    worst = {words: [getattr(row, f"{name}_max", nan[0]) for row in rows] for name, (words, _) in PLANS.items()}
+    groups = [f"{row.strategy}\n{row.steps} steps" for row in rows]
+    grouped_bars(axis, groups, series, [colour for _, colour in PLANS.values()], base=1.0, worst=worst)
+    imbalance_axis(axis)
+    legend_below(figure, axis, columns=2, title="the plan in use")
     return figure
+
+
+FEW_STEPS = Result("few-steps", "Few denoising steps", FewSteps, draw)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--videos", type=int, default=3, help="at least 2")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args()
     rows = []
     for steps in STEPS:
         videos = masks_of_videos(steps, options.videos)
         rows += [measure(videos, steps, strategy) for strategy in STRATEGIES]
-    publish("few-steps", "Few denoising steps", rows, draw(rows), options.out)
+    FEW_STEPS.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ dense ones, and the loss on clips that none of them saw.
 from __future__ import annotations
 
 import argparse
-import csv
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from dbsp_core.reports.style import MASKS
 from dbsp_diffusers.reference import attach_single_process
-from scripts.reproduce.common import RESULTS, publish
+from scripts.results.figures import legend_below, panels
+from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.small_model import (
     MEASURED_HERE,
     PROMPTS,
@@ -93,8 +93,8 @@ def _masks(transformer: Any, mask: dict[str, Any] | None) -> Iterator[None]:
             attached.detach()
 
 
-def fine_tune(options: argparse.Namespace, mask: dict[str, Any], work: Path) -> list[float]:
-    """Returns the loss of every step."""
+def fine_tune(options: argparse.Namespace, mask: dict[str, Any], work: Path) -> None:
+    """Leaves a checkpoint and the loss of every step in WORK."""
     work.mkdir(parents=True, exist_ok=True)
     config = work / "masks.yaml"
     config.write_text(yaml.safe_dump({"mask": mask}))
@@ -118,38 +118,43 @@ def fine_tune(options: argparse.Namespace, mask: dict[str, Any], work: Path) -> 
         ],
         check=True,
     )
-    with (work / "loss.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-def draw(rows: list[Row], losses: dict[str, list[float]]) -> Figure:
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.0), layout="constrained")
-    for colour, (name, one) in zip(("C1", "C0"), losses.items(), strict=True):
-        window = min(25, len(one))
-        smooth = np.convolve(one, np.ones(window) / window, "valid")
-        panels[0].plot(range(window - 1, len(one)), smooth, color=colour, label=f"{name}, mean of {window} steps")
-    panels[0].set(xlabel="step", ylabel="training loss", ylim=(0, None))
-    panels[0].legend(fontsize=8)
-    names = [_label(row) for row in rows]
-    colours = ["C0" if row.attention == "dense" else "C1" for row in rows]
-    panels[1].bar(names, [row.loss for row in rows], color=colours)
-    panels[1].set(ylabel="validation loss")
-    shown = [row for row in rows if np.isfinite(row.psnr)]
-    panels[2].bar(
-        [_label(row) for row in shown],
-        [row.psnr for row in shown],
-        color=["C0" if row.attention == "dense" else "C1" for row in shown],
-    )
-    panels[2].set(ylabel="PSNR against the shipped model's\ndense videos, dB")
-    for axes in panels[1:]:
-        axes.tick_params(axis="x", labelsize=8)
+MODELS = {
+    "shipped": "as shipped",
+    "tuned dense": "tuned without\nmasks (control)",
+    "tuned sparse": "tuned through\nmasks",
+}
+
+
+def draw(rows: list[Row]) -> Figure:
     density = next(row.density for row in rows if row.attention == "sparse")
-    figure.suptitle(f"Fine-tuning through masks of density {density:.2f}, {MEASURED_HERE}")
+    steps = max(row.steps for row in rows)
+    figure, axes = panels(
+        "Does training through masks heal what they cost?",
+        f"{steps} steps of fine-tuning, masks of density {density:.2f}; {rows[0].label}",
+        columns=2,
+    )
+    left, right = axes[0]
+    models = [name for name in MODELS if any(row.model == name for row in rows)]
+    colours = {"dense": MASKS["dense"], "sparse": MASKS["sparge"]}
+    for axis, field, number in ((left, "loss", "%.2f"), (right, "psnr", "%.1f")):
+        for shift, attention in ((-0.2, "dense"), (0.2, "sparse")):
+            here = [row for row in rows if row.attention == attention and np.isfinite(getattr(row, field))]
+            places = [models.index(row.model) + shift for row in here]
+            heights = [getattr(row, field) for row in here]
+            bars = axis.bar(places, heights, 0.38, color=colours[attention], label=f"run with {attention} attention")
+            axis.bar_label(bars, fmt=number, fontsize=10, padding=2)
+        axis.set_xticks(range(len(models)), [MODELS[name] for name in models])
+        axis.grid(axis="x", visible=False)
+        axis.margins(y=0.12)
+    left.set(title="Less is better", ylabel="validation loss")
+    right.set(title="More is nearer", ylabel="PSNR against the shipped\nmodel's dense videos, dB")
+    legend_below(figure, left)
     return figure
 
 
-def _label(row: Row) -> str:
-    return "\n".join([*row.model.split(), f"({row.attention})"])
+HEALING = Result("healing", "Fine-tuned through its masks, before and after", Row, draw)
 
 
 def main() -> None:
@@ -161,7 +166,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=3, help="how many of the prompts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("out/healing"), help="folder for clips and checkpoints")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
     options = parser.parse_args()
     torch.set_num_threads(2)
     mask = {"source": "sparge", "cdf": options.cdf, "similarity": -1.0, "block_q": 16, "block_k": 16}
@@ -172,14 +177,13 @@ def main() -> None:
     pipeline = load_pipeline()
     wanted = [generate(pipeline, prompt, 0, 6)[0] for prompt in PROMPTS[: options.prompts]]
     rows = measure("shipped", pipeline, mask, wanted, clips, 0)
-    losses = {}
     for name, trained_through in (("tuned sparse", mask), ("tuned dense", {"source": "dense"})):
         work = options.work / name.replace(" ", "-")
-        losses[name] = fine_tune(options, trained_through, work)
+        fine_tune(options, trained_through, work)
         tuned = type(pipeline.transformer).from_pretrained(work / "transformer", torch_dtype=torch.float32)
         pipeline.register_modules(transformer=tuned.eval())
         rows += measure(name, pipeline, mask, wanted, clips, options.steps)
-    publish("healing", "Fine-tuned through its masks, before and after", rows, draw(rows, losses), options.out)
+    HEALING.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import dbsp_diffusers
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_kernels.packing.int8_rows import restore_rows, rows_of_tokens
-from scripts.reproduce.common import RESULTS, write_csv
+from scripts.results.result import FOLDER, write_csv
 from scripts.training.trained_model.small_model import (
     MEASURED_HERE,
     PROMPTS,
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=3, help="how many of the prompts")
     parser.add_argument("--steps", type=int, default=6, help="denoising steps")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     options = parser.parse_args()
     rows = list(measure(load_pipeline(), options))
     write_csv("int8-videos", rows, options.out)

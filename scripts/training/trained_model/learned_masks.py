@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
@@ -21,8 +20,13 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
+from dbsp_core.reports.style import INK, layer_colour
+from dbsp_core.reports.style import PLANNERS as COLOURS
+from dbsp_core.reports.style import STRATEGIES as OF_STRATEGY
 from dbsp_core.runtime.session.replan_rule import ReplanRule
-from scripts.reproduce.common import RESULTS, STRATEGIES, publish
+from scripts.reproduce.common import STRATEGIES
+from scripts.results.figures import grouped_bars, imbalance_axis, legend_below, panels
+from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.demo import PREDICTED
 
 FILE = Path(__file__).resolve().parents[3] / "tests" / "data" / "learned-masks.safetensors"
@@ -163,57 +167,77 @@ def densities(series: MaskSeries) -> list[Density]:
 
 
 def draw_balance(rows: list[Balance]) -> Figure:
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    figure, axes = panels(
+        "How even do planners make masks of learned attention?", f"8 GPUs, –: the worst mask; {LABEL}", height=4.4
+    )
+    (axis,) = axes[0]
     ways = list(dict.fromkeys((row.planner, row.layout) for row in rows))
-    width = 0.8 / len(ways)
-    for number, (planner, home) in enumerate(ways):
-        here = [row for row in rows if (row.planner, row.layout) == (planner, home)]
-        place = [STRATEGIES.index(row.strategy) + (number - (len(ways) - 1) / 2) * width for row in here]
-        axes.bar(place, [row.rho - 1 for row in here], width, bottom=1, label=f"{planner}, {home} home")
-        axes.scatter(place, [row.rho_max for row in here], marker="_", color="k")
-    axes.set_xticks(range(len(STRATEGIES)), STRATEGIES)
-    axes.set(ylabel="ρ_s (bars: mean, –: worst mask)", title=f"8 GPUs, {LABEL}")
-    axes.legend(fontsize=8)
+    names = {way: f"{way[0]}, {way[1]} layout" for way in ways}
+    of = {((row.planner, row.layout), row.strategy): row for row in rows}
+    series = {names[way]: [of[way, one].rho for one in STRATEGIES] for way in ways}
+    worst = {names[way]: [of[way, one].rho_max for one in STRATEGIES] for way in ways}
+    colours = {names[way]: COLOURS[way[0]] for way in ways}
+    grouped_bars(axis, STRATEGIES, series, colours, base=1.0, worst=worst, number="%.3f")
+    imbalance_axis(axis)
+    legend_below(figure, axis, columns=2)
     return figure
 
 
 def draw_reuse(rows: list[Reuse]) -> Figure:
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = panels(
+        f"How many plans do {rows[0].steps} denoising steps need?", f"U8R1, threshold alone; {LABEL}", height=4.0
+    )
+    (axis,) = axes[0]
     for planner in dict.fromkeys(row.planner for row in rows):
         here = [row for row in rows if row.planner == planner]
-        axes.plot([row.threshold for row in here], [row.replans for row in here], "o-", label=f"planner {planner}")
-    axes.set(xlabel="threshold P_s", ylabel=f"plans made in {rows[0].steps} steps", title=f"U8R1, {LABEL}")
-    axes.set_ylim(0, None)
-    axes.legend(fontsize=8)
+        thresholds, plans = [row.threshold for row in here], [row.replans for row in here]
+        axis.plot(thresholds, plans, "o-", color=COLOURS[planner], label=f"planner {planner}")
+    axis.set(xlabel="threshold P_s: a plan is kept while ρ_s is at most this", ylabel="plans made", ylim=(0, None))
+    legend_below(figure, axis)
     return figure
 
 
 def draw_rewards(rows: list[Reward]) -> Figure:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, axes = panels(
+        "Paper's planner on learned attention: what does its reward R_b trade?", f"8 GPUs, {LABEL}", columns=2
+    )
+    left, right = axes[0]
     for strategy in dict.fromkeys(row.strategy for row in rows):
-        here = [row for row in rows if row.strategy == strategy]
-        (line,) = left.plot([row.reward for row in here], [row.rho for row in here], "o-", label=strategy)
-        left.axhline(here[0].rho_before, color=line.get_color(), linestyle=":")
-        right.plot([row.reward for row in here], [row.moved for row in here], "o-", label=strategy)
-    left.set(xlabel="reward R_b", ylabel="ρ_s (dotted: before)")
-    right.set(xlabel="reward R_b", ylabel="share of Q, K and V moved", ylim=(0, None))
-    left.legend(fontsize=8)
-    figure.suptitle(f"Planner paper, {LABEL}")
+        here, colour = [row for row in rows if row.strategy == strategy], OF_STRATEGY[strategy]
+        left.plot([row.reward for row in here], [row.rho for row in here], "o-", color=colour, label=strategy)
+        left.axhline(here[0].rho_before, color=colour, linestyle=":", linewidth=1.5)
+        right.plot([row.reward for row in here], [100 * row.moved for row in here], "o-", color=colour)
+    left.plot([], [], ":", color=INK, linewidth=1.5, label="before balancing")
+    left.set(xlabel="reward R_b: blocks held where they are", title="More reward, less even")
+    imbalance_axis(left)
+    right.set(xlabel="reward R_b", ylabel="Q, K and V moved, %", ylim=(0, None), title="More reward, fewer bytes")
+    legend_below(figure, left)
     return figure
 
 
 def draw_densities(rows: list[Density]) -> Figure:
-    figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
+    figure, axes = panels(
+        "How unlike are the heads of learned attention?", f"Thin lines: least and most over steps; {LABEL}", height=4.0
+    )
+    (axis,) = axes[0]
     heads = 1 + max(row.head for row in rows)
     place = np.array([row.layer * (heads + 2) + row.head for row in rows])
     means = np.array([row.density for row in rows])
     reach = np.array([[row.density - row.least for row in rows], [row.most - row.density for row in rows]]).clip(min=0)
-    axes.bar(place, means, color=[f"C{row.layer}" for row in rows])
-    axes.errorbar(place, means, reach, fmt="none", ecolor="k", linewidth=0.8)
+    axis.bar(place, means, 0.85, color=[layer_colour(row.layer) for row in rows])
+    axis.errorbar(place, means, reach, fmt="none", ecolor=INK, elinewidth=1)
     layers = sorted({row.layer for row in rows})
-    axes.set_xticks([layer * (heads + 2) + heads / 2 for layer in layers], [f"layer {layer}" for layer in layers])
-    axes.set(ylabel="density by head (lines: over steps)", title=LABEL)
+    middles = [layer * (heads + 2) + (heads - 1) / 2 for layer in layers]
+    axis.set_xticks(middles, [f"layer {layer}, heads 0 to {heads - 1}" for layer in layers], fontsize=10)
+    axis.set(ylabel="density: share of blocks computed", ylim=(0, None))
+    axis.grid(axis="x", visible=False)
     return figure
+
+
+BALANCE = Result("learned-balance", "ρ_s before and after balancing, 8 GPUs (Table 1, §4.2)", Balance, draw_balance)
+REUSE = Result("learned-reuse", "P_s against plans made (Fig. 11)", Reuse, draw_reuse)
+REWARD = Result("learned-reward", "R_b against ρ_s and share moved (Fig. 12)", Reward, draw_rewards)
+DENSITY = Result("learned-density", "Density of every head", Density, draw_densities)
 
 
 def main() -> None:
@@ -222,25 +246,15 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="make the mask file first")
     parser.add_argument("--steps", type=int, default=12, help="denoising steps to record")
     parser.add_argument("--every", type=int, default=1, help="take only each n-th step, but for reuse")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSVs and the PNGs")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSVs and the PNGs")
     options = parser.parse_args()
     if options.record:
         record(options.masks, options.steps)
     series = MaskSeries.read(options.masks)
-    rows = densities(series)
-    publish("learned-density", "Density of every head", rows, draw_densities(rows), options.out)
-    table = balance(series, options.every)
-    publish(
-        "learned-balance",
-        "ρ_s before and after balancing, 8 GPUs (Table 1, §4.2)",
-        table,
-        draw_balance(table),
-        options.out,
-    )
-    kept = reuse(series)
-    publish("learned-reuse", "P_s against plans made (Fig. 11)", kept, draw_reuse(kept), options.out)
-    bought = rewards(series, 5 * options.every)
-    publish("learned-reward", "R_b against ρ_s and share moved (Fig. 12)", bought, draw_rewards(bought), options.out)
+    DENSITY.publish(densities(series), options.out)
+    BALANCE.publish(balance(series, options.every), options.out)
+    REUSE.publish(reuse(series), options.out)
+    REWARD.publish(rewards(series, 5 * options.every), options.out)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,18 @@ For observation 4, over training, see over_training.py.
 from __future__ import annotations
 
 import argparse
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.reproduce.common import RESULTS, publish, write_csv
+from dbsp_core.reports.style import INK, MASKS
+from scripts.results.figures import STAR, grouped_bars, panels
+from scripts.results.result import FOLDER, Result, write_csv
 from scripts.training.trained_model.attention_measures import SHARES, Observed, near, observe
 from scripts.training.trained_model.prediction import STEPS, Kept, run_model
 from scripts.training.trained_model.small_model import MEASURED_HERE, PROMPTS, load_pipeline
@@ -103,74 +105,80 @@ PLACES = {
 OTHERS = {"next": "the next query", "cube": "its cube of 2×2×2", "group": "its group of 2×4×4"}
 
 
-def draw(heads: list[Head], rows: list[Claim]) -> Figure:
-    figure, panels = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
-    for layer in sorted({head.layer for head in heads}):
-        here = [head for head in heads if head.layer == layer]
-        held = [np.mean([getattr(head, f"top_{round(100 * share)}") for head in here]) for share in SHARES]
-        panels[0, 0].plot([100 * share for share in SHARES], held, "o-", label=f"layer {layer}")
-    panels[0, 0].plot(10, 0.9, "k*", markersize=11, label="DSV: 9 in 10 queries of two blocks\nreach this or more")
-    panels[0, 0].plot([0, 30], [0, 0.3], "k:", label="all keys alike")
-    panels[0, 0].set(xlabel="first keys of each query, %", ylabel="attention that they hold", ylim=(0, 1))
-    panels[0, 0].set_title("Observation 1: few keys hold most")
-    panels[0, 0].legend(fontsize=8)
-    _fits(panels[0, 1], rows)
-    _bars(panels[1, 0], rows, 2, list(PLACES.values()), "by chance", {1: 0.151, 3: 0.485})
-    panels[1, 0].set(ylabel="share of a query's keys", title="Observation 2: where they are")
-    _bars(panels[1, 1], rows, 5, [f"shared with {other}" for other in OTHERS.values()], "any two queries", {1: 0.801})
-    panels[1, 1].set(ylabel="share of a query's keys", title="Observation 5: keys in common", ylim=(0, 1))
-    figure.suptitle(f"DSV's observations: {MEASURED_HERE}; ★: DSV's own, published")
+def draw(rows: list[Claim]) -> Figure:
+    figure, axes = panels(
+        "Are DSV's observations so in the small model?",
+        f"{MEASURED_HERE}; ★ DSV's own, published; hatched and dotted: by chance",
+        2,
+        2,
+        height=8.6,
+    )
+    found = {row.what: row for row in rows}
+    held = [found[f"attention of the first {share:.0%} of keys"] for share in SHARES]
+    at, few = [100 * share for share in SHARES], axes[0, 0]
+    few.fill_between(at, [row.least for row in held], [row.most for row in held], color=ALL_KEYS, alpha=0.3)
+    few.plot(at, [row.value for row in held], "o-", color=ALL_KEYS, label="mean (shaded: from layer to layer)")
+    few.plot(10, 0.9, **STAR, label="DSV: 9 in 10 queries reach this")
+    few.plot([0, 30], [0, 0.3], ":", color=INK, linewidth=1.2, label="all keys alike")
+    few.set(xlabel="first keys of each query, %", ylabel="attention that they hold", ylim=(0, 1.0))
+    few.set_title("1: few keys hold much, fewer than DSV's")
+    _fits(axes[0, 1], rows)
+    _bars(axes[1, 0], rows, 2, list(PLACES.values()), {1: 0.151, 3: 0.485})
+    axes[1, 0].set(ylabel="share of a query's keys", title="2: they are nearer than chance")
+    _bars(axes[1, 1], rows, 5, [f"shared with {other}" for other in OTHERS.values()], {1: 0.801})
+    axes[1, 1].set(ylabel="share of a query's keys", title="5: neighbours share keys", ylim=(0, 1))
+    for axis in axes.flat:
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=9.5)
     return figure
 
 
 def _fits(axes: Axes, rows: list[Claim]) -> None:
-    for number, of in enumerate(("all keys", "the first 10%")):
-        for place, name in enumerate(("power", "exponential", "lognormal")):
-            value = next(row.value for row in rows if row.what == f"R² of {name}, {of}")
-            bar = axes.bar(number + 0.27 * (place - 1), value, 0.25, color=f"C{place}")
-            axes.bar_label(bar, fmt="%.3f", fontsize=8)
-            if number == 0:
-                bar.set_label({"power": "power law", "lognormal": "log-normal"}.get(name, name))
-    axes.set_xticks([0, 1], ["all keys", "the first 10 %"])
-    axes.set(ylabel="R² of scores over their rank, logarithms", ylim=(0, 1.2))
-    axes.set_title("Observation 1: is it a power law?")
-    axes.legend(fontsize=8, ncols=3)
+    found = {row.what: row.value for row in rows}
+    names = {"power": "power law", "exponential": "exponential", "lognormal": "log-normal"}
+    series = {
+        words: [found[f"R² of {name}, {of}"] for of in ("all keys", "the first 10%")] for name, words in names.items()
+    }
+    grouped_bars(axes, ["all keys", "the first 10 %"], series, ["#3d4454", "#c9b27a", "#6db5b1"], number="%.2f")
+    axes.set(ylabel="R² of log scores over rank", ylim=(0, 1.1))
+    axes.set_title("1: it is no power law over all keys")
 
 
-def _bars(
-    axes: Axes, rows: list[Claim], observation: int, ends: list[str], chance: str, theirs: dict[int, float]
-) -> None:
+def _bars(axes: Axes, rows: list[Claim], observation: int, ends: list[str], theirs: dict[int, float]) -> None:
     """Two groups of bars for each end of a name: measured and, hatched, what they are compared with."""
-    for kind, of in enumerate(("critical keys", "best 10%")):
+    for kind, (of, colour) in enumerate((("critical keys", ALL_KEYS), ("best 10%", BEST_KEYS))):
         here = [
             next(row for row in rows if row.observation == observation and row.what == f"{of}: {end}") for end in ends
         ]
         at = np.arange(len(ends)) + 0.42 * (kind - 0.5)
         name = "critical keys (90 % of attention)" if kind == 0 else "best 10 % of keys"
-        axes.bar(at - 0.1, [row.value for row in here], 0.2, color=f"C{kind}", label=name)
-        axes.bar(at + 0.1, [row.chance for row in here], 0.2, color=f"C{kind}", alpha=0.35, hatch="//", label=chance)
-    axes.plot(list(theirs), list(theirs.values()), "k*", markersize=10)
+        axes.bar(at - 0.1, [row.value for row in here], 0.2, color=colour, label=name)
+        axes.bar(at + 0.1, [row.chance for row in here], 0.2, color=colour, alpha=0.4, hatch="///")
+    axes.plot(list(theirs), list(theirs.values()), **STAR)
     theirs_by_chance = {row.what.split(": ")[1]: row.chance for row in rows if row.label == COUNTED}
     for place, end in enumerate(ends):
         if end in theirs_by_chance:
             label = "by chance in DSV's 16×16×16" if place == 0 else None
-            axes.plot([place - 0.45, place + 0.45], [theirs_by_chance[end]] * 2, "k:", label=label)
-    axes.set_xticks(range(len(ends)), [end.replace(" in ", "\nin ").replace(" with ", "\nwith ") for end in ends])
-    axes.tick_params(axis="x", labelsize=8)
-    axes.legend(fontsize=8)
+            axes.plot([place - 0.45, place + 0.45], [theirs_by_chance[end]] * 2, ":", color=INK, label=label)
+    axes.set_xticks(range(len(ends)), [textwrap.fill(end, 12) for end in ends], fontsize=9.5)
+    axes.grid(axis="x", visible=False)
+
+
+ALL_KEYS, BEST_KEYS = MASKS["dense"], MASKS["lowrank"]
+"""Colours of keys that hold 90 % of attention, and of the first tenth."""
+OBSERVATIONS = Result("dsv-observations", "DSV's observations 1, 2 and 5", Claim, draw)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the video")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSVs and the PNG")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSVs and the PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.no_grad():
         heads = heads_of(options.seed)
     write_csv("dsv-heads", heads, options.out)
     rows = claims(heads)
-    publish("dsv-observations", "DSV's observations 1, 2 and 5", rows, draw(heads, rows), options.out)
+    OBSERVATIONS.publish(rows, options.out)
 
 
 if __name__ == "__main__":

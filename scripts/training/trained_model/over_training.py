@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from safetensors.torch import load_file, load_model, save_model
 
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.reports.style import INK, layer_colour
 from dbsp_diffusers.reference import attach_single_process
-from scripts.reproduce.common import RESULTS, publish
+from scripts.results.figures import STAR, legend_below, panels
+from scripts.results.result import FOLDER, Result
 from scripts.training.__main__ import CAPTION, Recipe
 from scripts.training.flow import Phase, Videos, make_transformer, train_transformer
 from scripts.training.trained_model.attention_measures import Spread, spread
@@ -137,31 +138,39 @@ def measure(model: str, step: int, transformer: Any, clips: Clips) -> list[Check
 
 
 def draw(rows: list[Checkpoint]) -> Figure:
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    run = [row for row in rows if row.model == "run"]
+    figure, axes = panels(
+        "Does attention grow sparser while a model is trained?",
+        f"DSV's Figs. 7 and 8, asked of the small model; {MEASURED}\n"
+        "Shaded: from a layer's sparsest to its densest head; ★ the shipped model, after 3,200 steps",
+        columns=3,
+        height=4.8,
+    )
+    density, first_keys, losses = axes[0]
+    run, shipped = ([row for row in rows if row.model == name] for name in ("run", "shipped"))
     last = max(row.step for row in run)
     for layer in sorted({row.layer for row in run}):
         here = [row for row in run if row.layer == layer]
-        steps, colour = [row.step for row in here], f"C{layer}"
-        panels[0].plot(steps, [row.density for row in here], "o-", color=colour, label=f"layer {layer}")
-        panels[0].fill_between(
-            steps, [row.least for row in here], [row.most for row in here], color=colour, alpha=0.08, linewidth=0
+        steps, colour = [row.step for row in here], layer_colour(layer)
+        density.fill_between(
+            steps, [row.least for row in here], [row.most for row in here], color=colour, alpha=0.12, linewidth=0
         )
-        panels[1].plot(steps, [row.top_10 for row in here], "o-", color=colour, label=f"layer {layer}")
-        for shipped in (row for row in rows if row.model == "shipped" and row.layer == layer):
-            panels[0].plot(last * 1.12, shipped.density, "*", color=colour, markersize=10)
-            panels[1].plot(last * 1.12, shipped.top_10, "*", color=colour, markersize=10)
+        for axis, field in ((density, "density"), (first_keys, "top_10")):
+            axis.plot(steps, [getattr(row, field) for row in here], "o-", ms=4, color=colour, label=f"layer {layer}")
+            for one in (row for row in shipped if row.layer == layer):
+                axis.plot(last * 1.12, getattr(one, field), **{**STAR, "color": colour})
     first = [row for row in run if row.layer == 0]
-    panels[2].plot([row.step for row in first], [row.loss for row in first], "o-", color="k")
-    panels[2].plot(last * 1.12, next(row.loss for row in rows if row.model == "shipped"), "k*", markersize=10)
-    panels[0].set(ylabel="keys that hold 90 % of attention, share of all\n(shaded: the layer's heads)", ylim=(0, 1))
-    panels[1].set(ylabel="attention that 10 % of keys hold", ylim=(0, 1))
-    panels[2].set(ylabel="loss on clips not trained on", ylim=(0, None))
-    for axes in panels:
-        axes.set(xlabel="training step (★: the shipped model)")
-    panels[0].legend(fontsize=8)
-    figure.suptitle(f"Sparsity over training, as DSV's Fig. 7 and 8: {MEASURED}")
+    losses.plot([row.step for row in first], [row.loss for row in first], "o-", ms=4, color=INK)
+    losses.plot(last * 1.12, shipped[0].loss, **STAR)
+    density.set(title="Keys that hold 90 %\nof attention, share", ylim=(0, 1))
+    first_keys.set(title="Attention that 10 %\nof keys hold", ylim=(0, 1))
+    losses.set(title="Loss on clips\nnot trained on", ylim=(0, None))
+    for axis in axes[0]:
+        axis.set_xlabel("training step")
+    legend_below(figure, density)
     return figure
+
+
+TRAINING = Result("dsv-training", "Sparsity over training (DSV, Fig. 7, 8)", Checkpoint, draw)
 
 
 def main() -> None:
@@ -172,7 +181,7 @@ def main() -> None:
         "--work", type=Path, default=Path("out/over-training"), help="folder for clips and checkpoints"
     )
     parser.add_argument("--as-it-is", action="store_true", help="measure what is trained so far, and train no further")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -197,7 +206,7 @@ def main() -> None:
         load_model(transformer, weights)
         rows += measure("run", step, transformer, clips)
     rows += measure("shipped", 3200, load_pipeline().transformer, clips)
-    publish("dsv-training", "Sparsity over training (DSV, Fig. 7, 8)", rows, draw(rows), options.out)
+    TRAINING.publish(rows, options.out)
 
 
 if __name__ == "__main__":

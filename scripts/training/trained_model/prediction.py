@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.reports.style import INK, MASKS
 from dbsp_core.sources import DenseSource, LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.sources.base import Changes
 from dbsp_core.sources.lowrank import LowRankProjections, predicted_mass
 from dbsp_diffusers.reference import attach_single_process
-from scripts.reproduce.common import RESULTS, publish
+from scripts.results.figures import grouped_bars, legend_below, panels
+from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.small_model import FRAMES, HEIGHT, MEASURED_HERE, PROMPTS, WIDTH, load_pipeline
 
 BLOCK, STEPS = 16, 6
@@ -144,18 +145,39 @@ def accuracy(ranks: tuple[int, ...], test_steps: tuple[int, ...]) -> list[Accura
     ]
 
 
+LINES = {
+    "truth": ("attention itself", MASKS["dense"], ":"),
+    "means": ("pooled means (sparge)", MASKS["sparge"], "-"),
+    "rank 4, mean query": ("rank 4, mean query", MASKS["lowrank, mean query"], "--"),
+    "rank 4, all queries": ("rank 4, all queries", MASKS["lowrank"], "--"),
+    "rank 8, mean query": ("rank 8, mean query", MASKS["lowrank, mean query"], "-"),
+    "rank 8, all queries": ("rank 8, all queries", MASKS["lowrank"], "-"),
+}
+"""By predictor: in words, colour, and kind of line."""
+
+
 def draw_accuracy(rows: list[Accuracy]) -> Figure:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, axes = panels(
+        "Which blocks matter: do a few dimensions tell?",
+        f"Low-rank prediction, {rows[0].label}",
+        columns=2,
+        height=4.8,
+    )
+    left, right = axes[0]
     for name in dict.fromkeys(row.predictor for row in rows):
+        words, colour, style = LINES.get(name, (name, INK, "-"))
+        look = {"color": colour, "linestyle": style, "marker": "o", "markersize": 5}
         every = [row for row in rows if row.predictor == name and row.layer == "all"]
-        left.plot([row.share for row in every], [row.mass for row in every], marker="o", label=name)
+        left.plot([100 * row.share for row in every], [row.mass for row in every], label=words, **look)
         by_layer = [row for row in rows if row.predictor == name and row.layer != "all" and row.share == 0.2]
-        right.plot([row.layer for row in by_layer], [row.found for row in by_layer], marker="o", label=name)
-    left.set(xlabel="share of each row's blocks that are chosen", ylabel="attention in them")
-    right.set(xlabel="layer", ylabel="of the best 20 % of blocks, found", ylim=(0, 1.02))
-    left.legend(fontsize=8)
-    figure.suptitle(f"Low-rank prediction of blocks: {MEASURED_HERE}")
+        right.plot([row.layer for row in by_layer], [row.found for row in by_layer], **look)
+    left.set(xlabel="blocks that are chosen in each row, %", ylabel="attention in them", title="Attention caught")
+    right.set(xlabel="layer", ylabel="share", ylim=(0, 1.04), title="Of the best 20 % of blocks, found")
+    legend_below(figure, left, columns=3)
     return figure
+
+
+ACCURACY = Result("prediction", "Low-rank prediction of blocks", Accuracy, draw_accuracy)
 
 
 @dataclass(frozen=True)
@@ -233,29 +255,48 @@ def speeds(options: argparse.Namespace) -> Iterator[Speed]:
         yield speed(tokens, 0.9, *setting)
 
 
+PARTS = {"sparse_ms": "attention", "predict_ms": "prediction", "prepare_ms": "plan and tables"}
+COLOURS = dict(zip(PARTS.values(), (MASKS["sparge"], MASKS["lowrank"], "#c9b27a"), strict=True))
+
+
 def draw_speed(rows: list[Speed]) -> Figure:
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     most = max(row.tokens for row in rows)
+    figure, axes = panels(
+        "How much faster than full attention, and where does time go?",
+        f"Block-sparse attention under low-rank prediction, {ON_CPU} (DSV's Figs. 17 and 18, in small)",
+        columns=3,
+        height=4.6,
+    )
+    left, middle, right = axes[0]
     over = sorted((row for row in rows if row.tokens == most), key=lambda row: row.sparsity)
     at = [100 * row.sparsity for row in over]
-    left.plot(at, [row.dense_ms / row.sparse_ms for row in over], marker="o", label="forward, mask given")
-    left.plot(at, [row.speedup for row in over], marker="o", label="forward with prediction")
-    left.plot(at, [row.backward_speedup for row in over], marker="o", label="backward")
-    left.set(xlabel="sparsity, %", ylabel=f"times full attention's speed, {most} tokens", title="as DSV's Fig. 17")
-    left.legend(fontsize=8)
+    look = {"marker": "o", "color": MASKS["sparge"]}
+    given = [row.dense_ms / row.sparse_ms for row in over]
+    left.plot(at, [row.backward_speedup for row in over], **{**look, "color": INK}, label="backward")
+    left.plot(at, given, **look, label="forward, mask given")
+    left.plot(at, [row.speedup for row in over], **{**look, "color": MASKS["lowrank"]}, label="forward, predicting")
+    left.axhline(1, color=INK, linewidth=0.8)
+    left.set(xlabel="sparsity, %", ylabel="times as fast", title=f"{most:,} tokens", ylim=(0, None))
+    left.legend(loc="upper left")
     ninety = sorted((row for row in rows if row.sparsity == 0.9), key=lambda row: row.tokens)
-    names = [str(row.tokens) for row in ninety]
+    names = [f"{row.tokens:,}" for row in ninety]
     bottom = [0.0] * len(ninety)
-    for part in ("sparse_ms", "predict_ms", "prepare_ms"):
+    for part, words in PARTS.items():
         share = [getattr(row, part) / row.dense_ms for row in ninety]
-        middle.bar(names, share, bottom=bottom, label=part.removesuffix("_ms"))
+        middle.bar(names, share, 0.6, bottom=bottom, color=COLOURS[words], label=words)
         bottom = [a + b for a, b in zip(bottom, share, strict=True)]
-    middle.set(xlabel="tokens", ylabel="of full attention's time", title="forward at 90 %, as Fig. 18")
-    middle.legend(fontsize=8)
-    right.bar(names, [row.sparse_backward_ms / row.dense_backward_ms for row in ninety])
-    right.set(xlabel="tokens", ylabel="of full attention's time", title="backward at 90 %")
-    figure.suptitle(f"Block-sparse attention under low-rank prediction: {ON_CPU}")
+    middle.set(xlabel="tokens", ylabel="share of full attention's time", title="Forward at 90 %")
+    backward = {"attention, backward": [row.sparse_backward_ms / row.dense_backward_ms for row in ninety]}
+    grouped_bars(right, names, backward, [INK], number="%.2f")
+    right.set(xlabel="tokens", ylabel="share of full attention's time", title="Backward at 90 %")
+    for axis in (middle, right):
+        axis.axhline(1, color=INK, linewidth=0.8)
+        axis.grid(axis="x", visible=False)
+    legend_below(figure, (middle, right))
     return figure
+
+
+SPEED = Result("prediction-speed", "Attention under low-rank prediction", Speed, draw_speed)
 
 
 def main() -> None:
@@ -267,16 +308,16 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=2, help="for speed")
     parser.add_argument("--rank", type=int, default=8, help="for speed")
     parser.add_argument("--repeats", type=int, default=3, help="for speed")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSVs and PNGs")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSVs and PNGs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.part != "speed":
         with torch.no_grad():
             rows = accuracy(tuple(options.ranks), tuple(options.test_steps))
-        publish("prediction", "Low-rank prediction of blocks", rows, draw_accuracy(rows), options.out)
+        ACCURACY.publish(rows, options.out)
     if options.part != "accuracy":
         times = list(speeds(options))
-        publish("prediction-speed", "Attention under low-rank prediction", times, draw_speed(times), options.out)
+        SPEED.publish(times, options.out)
 
 
 if __name__ == "__main__":

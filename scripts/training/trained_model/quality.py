@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from scripts.reproduce.common import RESULTS, publish
+from dbsp_core.reports.style import MASKS
+from scripts.results.figures import legend_below, panels
+from scripts.results.result import FOLDER, Result
+from scripts.training.trained_model.side_by_side import save_side_by_side
 from scripts.training.trained_model.small_model import (
     MEASURED_HERE,
     PROMPTS,
@@ -101,19 +103,31 @@ def _row(
 
 
 def draw(rows: list[Row]) -> Figure:
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    for axes, name, label in zip(
-        panels, ("psnr", "ssim", "relative_l1"), ("PSNR, dB", "SSIM", "relative L1 of latents"), strict=True
+    figure, axes = panels(
+        "What does sparsity cost, by source of masks?",
+        f"Videos against dense ones of the same seed, {rows[0].label}\n"
+        "Dots: single videos; lines: means over captions and seeds. Nearer: high PSNR and SSIM, low L1",
+        columns=3,
+        height=4.8,
+    )
+    for axis, name, label in zip(
+        axes[0],
+        ("psnr", "ssim", "relative_l1"),
+        ("PSNR of frames, dB", "SSIM of frames", "Relative L1 of latents"),
+        strict=True,
     ):
-        for number, source in enumerate(dict.fromkeys(row.source for row in rows)):
-            here = [row for row in rows if row.source == source]
-            axes.scatter([row.density for row in here], [getattr(row, name) for row in here], s=6, color=f"C{number}")
+        for source in dict.fromkeys(row.source for row in rows):
+            here, colour = [row for row in rows if row.source == source], MASKS[source.removesuffix(" cdf")]
+            axis.scatter([row.density for row in here], [getattr(row, name) for row in here], s=7, color=colour)
             means = _means(here, name)
-            axes.plot([x for x, _ in means], [y for _, y in means], "o-", color=f"C{number}", label=source)
-        axes.set(xlabel="density", ylabel=label, xlim=(0, 1))
-        axes.legend(fontsize=8)
-    figure.suptitle(f"Sparse against dense video, {MEASURED_HERE} (lines: means over prompts and seeds)")
+            axis.plot([x for x, _ in means], [y for _, y in means], "o-", color=colour, label=source)
+        axis.set(xlabel="density", title=label, xlim=(0, 1))
+        axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "¼", "½", "¾", "1"])
+    legend_below(figure, axes[0, 0])
     return figure
+
+
+QUALITY = Result("quality", "Sparse against dense videos", Row, draw)
 
 
 def _means(rows: list[Row], name: str) -> list[tuple[float, float]]:
@@ -129,21 +143,14 @@ def _means(rows: list[Row], name: str) -> list[tuple[float, float]]:
 def save_frames(path: Path, pipeline: Any, options: argparse.Namespace) -> None:
     """Rows of frames, dense above sparse, for every prompt."""
     source, setting = SHOWN
-    prompts = PROMPTS[: options.prompts]
-    figure, panels = pyplot.subplots(2 * len(prompts), 1, figsize=(9, 2.5 * len(prompts)), squeeze=False)
-    for number, prompt in enumerate(prompts):
+    videos: dict[str, torch.Tensor] = {}
+    for prompt in PROMPTS[: options.prompts]:
         dense, _ = generate(pipeline, prompt, 0, options.steps)
         sparse, watched = generate(pipeline, prompt, 0, options.steps, blocks(setting, options.block))
-        for axes, video, title in (
-            (panels[2 * number][0], dense, f"{prompt}: dense"),
-            (panels[2 * number + 1][0], sparse, f"{source} {setting['cdf']}, density {watched.density:.2f}"),
-        ):
-            axes.imshow(torch.cat(list(video.frames[::8]), 2).permute(1, 2, 0))
-            axes.set_title(title, fontsize=8)
-            axes.axis("off")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        videos[f"{prompt}: dense attention"] = dense.frames.movedim(1, -1)
+        videos[f"the same, {source} {setting['cdf']}: density {watched.density:.2f}"] = sparse.frames.movedim(1, -1)
+    title = "Does block-sparse attention draw what dense attention draws?"
+    save_side_by_side(path, videos, title, f"Of each seed, dense above sparse; {MEASURED_HERE}, {options.steps} steps")
 
 
 def main() -> None:
@@ -154,11 +161,13 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=16, help="tokens to a side of a block")
     parser.add_argument("--every", type=int, default=1, help="take only each n-th setting of a source")
     parser.add_argument("--sources", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="others' rows are kept")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNGs")
+    parser.add_argument("--frames", action="store_true", help="make the frames alone")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNGs")
     options = parser.parse_args()
     pipeline = load_pipeline()
-    rows = [*of_other_sources(options.out / "quality.csv", options.sources), *measure(pipeline, options)]
-    publish("quality", "Sparse against dense videos", rows, draw(rows), options.out)
+    if not options.frames:
+        kept = of_other_sources(options.out / "quality.csv", options.sources)
+        QUALITY.publish([*kept, *measure(pipeline, options)], options.out)
     save_frames(options.out / "quality-frames.png", pipeline, options)
 
 

@@ -7,11 +7,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from scripts.reproduce.common import RESULTS, publish
+from dbsp_core.reports.style import INK, MASKS
+from scripts.results.figures import panels
+from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.demo import FIXED, PREDICTED, Settings, run_demo
 from scripts.training.trained_model.small_model import MEASURED_HERE
 
@@ -40,22 +41,37 @@ def measure(dtype: str, mask: dict[str, object], ranks: int, steps: int) -> Row:
 
 
 def draw(rows: list[Row]) -> Figure:
-    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
-    axes.barh([f"{row.dtype}, {row.mask}" for row in rows], [float(row.max_abs_diff) for row in rows])
-    axes.axvline(1e-5, color="k", linestyle=":")
-    axes.set(xscale="log", xlabel="largest difference of the final latents from one process", title=MEASURED_HERE)
-    axes.invert_yaxis()
+    figure, axes = panels(
+        f"How far is a run on {rows[0].ranks} ranks from one process?",
+        f"Largest difference of the final latents; {rows[0].label}, {rows[0].steps} steps; dotted: 1e-5",
+        height=3.2,
+    )
+    (axis,) = axes[0]
+    for place, row in enumerate(rows):
+        difference = float(row.max_abs_diff)
+        axis.barh(place, difference, 0.65, color=MASKS[row.mask])
+        text = row.max_abs_diff if difference else "0: the same bits"
+        axis.text(max(difference, 1e-7) * 1.15, place, text, va="center")
+    axis.axvline(1e-5, color=INK, linestyle=":", linewidth=1.2)
+    names = {"sparge": "predicted masks (sparge)", "radial": "fixed masks (radial)"}
+    axis.set_yticks(range(len(rows)), [f"{row.dtype}, {names.get(row.mask, row.mask)}" for row in rows])
+    axis.set(xscale="log", xlabel="largest difference of a latent", xlim=(1e-7, 2e-3))
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
     return figure
+
+
+ROUNDING = Result("rounding", "A parallel run against one process", Row, draw)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="denoising steps")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
     options = parser.parse_args()
     rows = [measure(dtype, mask, options.ranks, options.steps) for dtype, mask in WAYS]
-    publish("rounding", "A parallel run against one process", rows, draw(rows), options.out)
+    ROUNDING.publish(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dbsp_core.reports.style import STYLE, WIDTH, heading
 from dbsp_core.utils.atomic_io import write_atomically
 
 __all__ = ["SHOWN", "decode_video", "save_side_by_side"]
@@ -27,17 +28,22 @@ def decode_video(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     return ((video + 1) / 2).clamp(0, 1).permute(1, 2, 3, 0)
 
 
-def save_side_by_side(path: Path, videos: dict[str, torch.Tensor], title: str) -> None:
+def save_side_by_side(path: Path, videos: dict[str, torch.Tensor], title: str, note: str = "") -> None:
     """Some frames of each video as PNG, whole or not at all. videos: float32[F, H, W, 3], by the title of its row"""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     shown = torch.linspace(0, min(map(len, videos.values())) - 1, SHOWN).round().long()
-    figure = Figure(figsize=(12, 0.5 + 1.55 * len(videos)), layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    for axes, (name, video) in zip(figure.subplots(len(videos), 1, squeeze=False)[:, 0], videos.items(), strict=True):
-        axes.imshow(torch.cat(list(video[shown]), dim=1).numpy())
-        axes.set_title(name, fontsize=9)
-        axes.axis("off")
     content = io.BytesIO()
-    figure.savefig(content, dpi=110, format="png")
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 0.8 + 1.24 * len(videos)), layout="constrained")
+        heading(figure, title, note)
+        lines = figure.subplots(len(videos), 1, squeeze=False)[:, 0]
+        for axes, (name, video) in zip(lines, videos.items(), strict=True):
+            white = video.new_ones((*video.shape[1:2], 4, 3))
+            frames = [part for frame in video[shown] for part in (frame, white)][:-1]
+            axes.imshow(torch.cat(frames, dim=1).numpy())
+            axes.set_title(name, loc="left")
+            axes.axis("off")
+        figure.savefig(content, format="png")
     write_atomically(path, content.getvalue())

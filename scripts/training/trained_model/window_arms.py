@@ -18,15 +18,16 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.reports.style import MASKS
 from dbsp_diffusers import reference
 from dbsp_diffusers.reference import attach_single_process, token_mask
-from scripts.reproduce.common import RESULTS, publish
+from scripts.results.figures import panels
+from scripts.results.result import FOLDER, Result
 from scripts.training.loop import train
 from scripts.training.plain import plain_attention
 from scripts.training.trained_model.small_model import (
@@ -128,30 +129,42 @@ def judge(name: str, pipeline: Any, clips: Clips, wanted: list[Video]) -> tuple[
     return watched.density, float(np.mean(losses)), float(alike[0]), float(alike[1])
 
 
-def draw(rows: list[Row], losses: dict[str, list[float]]) -> Figure:
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    for number, (name, one) in enumerate(losses.items()):
-        window = min(20, len(one))
-        smooth = np.convolve(one, np.ones(window) / window, "valid")
-        density = next(row.density for row in rows if row.arm == name)
-        panels[0].plot(range(window, len(one) + 1), smooth, color=f"C{number}", label=f"{name} ({density:.2f})")
-    panels[0].set(xlabel=f"step (means of {window})", ylabel="training loss", ylim=(0, None))
-    panels[0].legend(fontsize=8, title="arm (density)", title_fontsize=8)
-    names = list(losses)
-    for axes, key in ((panels[1], "loss"), (panels[2], "psnr")):
-        for place, tuned in enumerate((False, True)):
-            shown = [row for row in rows if bool(row.steps) is tuned and np.isfinite(getattr(row, key))]
-            at = [names.index(row.arm) + 0.4 * (place - 0.5) for row in shown]
-            bars = axes.bar(at, [getattr(row, key) for row in shown], 0.38, alpha=1.0 if tuned else 0.4)
-            for bar, row in zip(bars, shown, strict=True):
-                bar.set_color(f"C{names.index(row.arm)}")
-            axes.bar_label(bars, fmt="%.3f" if key == "loss" else "%.1f", fontsize=8)
-        axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
-        axes.set_xlabel("pale: before fine-tuning")
-    panels[1].set(ylabel="loss on clips not trained on")
-    panels[2].set(ylabel="PSNR against the shipped model's\ndense videos, dB")
-    figure.suptitle(f"Window masks beside predicted ones, as DSV's Fig. 15: {MEASURED_HERE}")
+COLOURS = {
+    "dense": MASKS["dense"],
+    "predicted": MASKS["sparge"],
+    "window, medium": MASKS["window"],
+    "window, large": MASKS["large window"],
+}
+
+
+def draw(rows: list[Row]) -> Figure:
+    steps = max(row.steps for row in rows)
+    figure, axes = panels(
+        "Are windows as good to train under as predicted masks?",
+        f"{steps} steps under each mask (DSV's Fig. 15, in small); pale: before; {rows[0].label}",
+        columns=2,
+        height=4.6,
+        width_ratios=(1.25, 1),
+    )
+    names = list(dict.fromkeys(row.arm for row in rows))
+    for axis, field, number in ((axes[0, 0], "loss", "%.3f"), (axes[0, 1], "psnr", "%.1f")):
+        for shift, tuned in ((-0.2, False), (0.2, True)):
+            for row in rows:
+                if bool(row.steps) is tuned and np.isfinite(getattr(row, field)):
+                    at = names.index(row.arm) + shift
+                    bars = axis.bar(at, getattr(row, field), 0.38, color=COLOURS[row.arm], alpha=1.0 if tuned else 0.4)
+                    axis.bar_label(bars, fmt=number, fontsize=8.5, padding=2)
+        density = {row.arm: row.density for row in rows}
+        labels = [f"{name.replace(', ', ',' + chr(10))}\n({density[name]:.2f})" for name in names]
+        axis.set_xticks(range(len(names)), labels)
+        axis.grid(axis="x", visible=False)
+        axis.set_xlabel("mask (density)")
+    axes[0, 0].set(title="Less is better", ylabel="loss on clips not trained on")
+    axes[0, 1].set(title="More is nearer", ylabel="PSNR against the shipped\nmodel's dense videos, dB")
     return figure
+
+
+ARM_RESULTS = Result("dsv-windows", "Window masks beside predicted ones (DSV, Fig. 15)", Row, draw)
 
 
 def main() -> None:
@@ -164,7 +177,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path("out/over-training"), help="folder for clips and checkpoints"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -178,18 +191,17 @@ def main() -> None:
     shipped = pipeline.transformer
     wanted = [generate(pipeline, prompt, 0, STEPS)[0] for prompt in PROMPTS[: options.prompts]]
     rows: list[Row] = []
-    losses: dict[str, list[float]] = {}
     for name in ARMS:
         tuned = copy.deepcopy(shipped)
-        losses[name] = fine_tune(name, tuned, clips, options)
-        last = float(np.mean(losses[name][-max(1, options.steps // 4) :]))
+        losses = fine_tune(name, tuned, clips, options)
+        last = float(np.mean(losses[-max(1, options.steps // 4) :]))
         for model, steps, training in ((shipped, 0, float("nan")), (tuned, options.steps, last)):
             pipeline.register_modules(transformer=model)
             density, loss, noise, structure = judge(name, pipeline, unseen, wanted)
             dense = next((row.loss for row in rows if row.arm == "dense" and row.steps == steps), loss)
             rows.append(Row(name, steps, density, training, loss, loss / dense - 1, noise, structure))
             print(rows[-1], flush=True)
-    publish("dsv-windows", "Window masks beside predicted ones (DSV, Fig. 15)", rows, draw(rows, losses), options.out)
+    ARM_RESULTS.publish(rows, options.out)
 
 
 if __name__ == "__main__":

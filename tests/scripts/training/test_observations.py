@@ -32,18 +32,18 @@ def test_claims_stand_beside_chance():
     assert all(row.value == pytest.approx(row.chance, abs=0.01) for row in near), "random keys lie anywhere"
     assert found["best 10%: shared with its cube of 2×2×2"].value == pytest.approx(0.11, abs=0.02)
     assert all(row.least <= row.value + 1e-9 and row.value <= row.most + 1e-9 for row in rows)
-    assert len(draw(heads, rows).axes) == 4
+    assert len(draw(rows).axes) == 4
 
 
 def test_checkpoints_are_drawn_and_written(tmp_path):
-    from scripts.training.trained_model.over_training import Checkpoint, draw, publish
+    from scripts.training.trained_model.over_training import TRAINING, Checkpoint
 
     numbers = {field.name: 0.5 for field in fields(Checkpoint)[3:-1]}
     rows = [Checkpoint("run", step, layer, **numbers) for step in (0, 10) for layer in (0, 1)]
     rows += [Checkpoint("shipped", 3200, layer, **numbers) for layer in (0, 1)]
-    figure = draw(rows)
+    figure = TRAINING.draw(rows)
     assert [len(axes.lines) for axes in figure.axes] == [4, 4, 2], "a line and a star for each layer; one loss"
-    publish("dsv-training", "title", rows, figure, tmp_path)
+    TRAINING.publish(rows, tmp_path)
     assert (tmp_path / "dsv-training.png").stat().st_size > 10_000
 
 
@@ -61,7 +61,7 @@ def test_windows_are_as_dense_as_they_are_said_to_be():
 
 
 def test_arms_are_drawn_and_written(tmp_path):
-    from scripts.training.trained_model.window_arms import Row, draw, publish
+    from scripts.training.trained_model.window_arms import ARM_RESULTS, Row
 
     rows = [
         Row("dense", 0, 1.0, float("nan"), 0.10, 0.0, float("inf"), 1.0),
@@ -69,9 +69,8 @@ def test_arms_are_drawn_and_written(tmp_path):
         Row("predicted", 0, 0.1, float("nan"), 0.40, 3.0, 15.0, 0.8),
         Row("predicted", 4, 0.1, 0.2, 0.20, 1.0, 20.0, 0.9),
     ]
-    figure = draw(rows, {"dense": [0.3, 0.2], "predicted": [0.5, 0.3]})
-    bars = [sorted(bar.get_height() for bar in axes.patches) for axes in figure.axes[1:]]
+    bars = [sorted(bar.get_height() for bar in axes.patches) for axes in ARM_RESULTS.draw(rows).axes]
     assert bars == [[0.10, 0.10, 0.20, 0.40], [15.0, 20.0, 25.0]], "what videos are compared with has no bar"
-    publish("dsv-windows", "title", rows, figure, tmp_path)
+    ARM_RESULTS.publish(rows, tmp_path)
     with (tmp_path / "dsv-windows.csv").open(newline="") as file:
         assert [row["gap"] for row in csv.DictReader(file)] == ["0.0", "0.0", "3.0", "1.0"]

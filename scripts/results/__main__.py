@@ -1,0 +1,59 @@
+"""Draws the pictures of docs/results again from their CSVs; nothing is computed or measured anew.
+
+python -m scripts.results                       all of them
+python -m scripts.results balanced learned-reuse  some
+python -m scripts.results --list                what there is
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from dbsp_core.utils.errors import UserError
+from scripts.results.result import FOLDER, Result
+
+MODULES = (
+    *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "clusters", "fig3", "fig8", "fig9", "fig10")),
+    *(f"scripts.reproduce.{name}" for name in ("fig11", "fig12")),
+    *(f"scripts.reproduce.knapformer.{name}" for name in ("wir", "throughput", "gamma", "streams")),
+    *(f"scripts.training.trained_model.{name}" for name in ("learned_masks", "quality", "few_steps", "healing")),
+    *(f"scripts.training.trained_model.{name}" for name in ("rounding", "observations", "over_training")),
+    *(f"scripts.training.trained_model.{name}" for name in ("window_arms", "prediction")),
+    "scripts.bench.sequences.mixed_training",
+)
+"""Each has its results as values of its own."""
+
+
+def results() -> dict[str, Result]:
+    """All results that have a picture, by name."""
+    values = [value for name in MODULES for value in vars(importlib.import_module(name)).values()]
+    return {value.name: value for value in values if isinstance(value, Result)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of the files, without their ends; all where none")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the CSVs")
+    parser.add_argument("--out", type=Path, help="folder for the PNGs; the CSVs' where left out")
+    options = parser.parse_args()
+    known = results()
+    if options.list:
+        print("\n".join(known))
+        return
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"there is no {unknown[0]}; there are {', '.join(known)}")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in options.names or known:
+            print(f"drew {known[name].redraw(options.folder, options.out)}")
+    except UserError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

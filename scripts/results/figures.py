@@ -1,0 +1,104 @@
+"""What the figures of results have in common: panels, bars in groups, lines, legends below, and names in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")  # no display needed
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dbsp_core.reports.style import INK, STYLE, WIDTH, heading
+
+matplotlib.rcParams.update(STYLE)
+
+__all__ = ["ON_WHITE", "STAR", "grouped_bars", "imbalance_axis", "in_words", "legend_below", "panels"]
+
+STAR: dict[str, Any] = {
+    "marker": "*",
+    "color": INK,
+    "markersize": 14,
+    "linestyle": "none",
+    "markeredgecolor": "white",
+    "markeredgewidth": 0.8,
+}
+"""How a value that a paper publishes is drawn."""
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+"""The ground of a number that may lie over lines."""
+_MODELS = {"wan2.1-t2v-14b": "Wan2.1-14B", "cogvideox1.5-5b": "CogVideoX1.5-5B"}
+
+
+def panels(
+    title: str, note: str, rows: int = 1, columns: int = 1, height: float = 4.4, **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """A figure under its heading, and its axes, [rows, columns]. height: inches; options: of `Figure.subplots`"""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    heading(figure, title, note)
+    return figure, axes
+
+
+def in_words(preset: str) -> str:
+    """A model as its makers write it; masks fitted under SpargeAttn are said to be so."""
+    name = preset.removesuffix("-sparge")
+    return _MODELS.get(name, name) + (", SpargeAttn" if name != preset else "")
+
+
+def grouped_bars(
+    axes: Axes,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str] | Sequence[str],
+    *,
+    base: float = 0.0,
+    errors: Mapping[str, Sequence[float]] | None = None,
+    worst: Mapping[str, Sequence[float]] | None = None,
+    number: str = "",
+) -> None:
+    """Bars beside one another in each group, a series in one colour.
+
+    Args:
+        series: By label, one value for each group; NaN leaves a bar out.
+        base: Where bars begin.
+        errors: By label, half lengths of error bars.
+        worst: By label, values marked by a short line above the bars.
+        number: Format of the number over each bar, such as "%.2f"; "": none.
+    """
+    width = 0.82 / len(series)
+    for place, (label, values) in enumerate(series.items()):
+        at = np.arange(len(groups)) + (place - (len(series) - 1) / 2) * width
+        colour = colours[label] if isinstance(colours, Mapping) else colours[place]
+        heights = np.asarray(values, dtype=np.float64) - base
+        axes.bar(at, heights, width * 0.92, bottom=base, color=colour, label=label)
+        top = heights + base
+        if errors:
+            axes.errorbar(at, top, errors[label], fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+        if worst:
+            axes.scatter(at, worst[label], marker="_", color=INK, s=60, zorder=3)
+        if number:
+            for x, y in zip(at, top, strict=True):
+                if not np.isnan(y):
+                    over = {"textcoords": "offset points", "ha": "center", "size": 9, "bbox": ON_WHITE}
+                    axes.annotate(number % y, (x, y), (0, 4), **over)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(axis="x", visible=False)
+    axes.tick_params(axis="x", length=0)
+
+
+def imbalance_axis(axes: Axes, most: float | None = None) -> None:
+    """The vertical axis of ρ_s, which begins where a plan is even."""
+    axes.set(ylabel="imbalance ρ_s (1: even)", ylim=(1, most))
+
+
+def legend_below(figure: Figure, axes: Axes | Iterable[Axes], columns: int = 4, **options: Any) -> None:
+    """One legend under all panels, where it covers nothing; each label once, in the order in which axes have them."""
+    found: dict[str, Any] = {}
+    for one in [axes] if isinstance(axes, Axes) else axes:
+        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(list(found.values()), list(found), ncols=columns, loc="outside lower center", **options)

@@ -1,0 +1,101 @@
+"""A result: rows as a CSV, as a table in the terminal, and as a picture that is drawn from the CSV alone."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["FOLDER", "Result", "write_csv"]
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
+
+
+@dataclass(frozen=True)
+class Result:
+    """NAME.csv and NAME.png.
+
+    Attributes:
+        name: Of both files.
+        title: Over the table in the terminal.
+        row: The dataclass of a row, with a field `label` that says what is measured, modelled or fitted.
+        draw: The picture of rows of that class, which need nothing but what the CSV has.
+    """
+
+    name: str
+    title: str
+    row: type
+    draw: Callable[[list[Any]], Figure]
+
+    def publish(self, rows: list[Any], out: Path) -> None:
+        """Writes both files into `out`, and prints the rows as a table."""
+        records = write_csv(self.name, rows, out)
+        self.redraw(out)
+        Console(width=None if sys.stdout.isatty() else 120).print(_table(self.title, records))
+        Console(stderr=True).print(f"wrote {out / self.name}.csv and {out / self.name}.png")
+
+    def read(self, folder: Path) -> list[Any]:
+        """The rows of the CSV. Raises UserError where there is none."""
+        path = folder / f"{self.name}.csv"
+        if not path.is_file():
+            raise UserError(f"{path} does not exist; make it with the command that docs/results/README.md names")
+        kinds = typing.get_type_hints(self.row)
+        with path.open(newline="", encoding="utf-8") as file:
+            return [
+                self.row(**{key: _value(kinds[key], text) for key, text in record.items()})
+                for record in csv.DictReader(file)
+            ]
+
+    def redraw(self, folder: Path, out: Path | None = None) -> Path:
+        """Draws the picture again from the CSV in `folder`, into `out` or the same folder. returns: its path"""
+        path = (out or folder) / f"{self.name}.png"
+        self.draw(self.read(folder)).savefig(path)
+        return path
+
+
+def write_csv(name: str, rows: list[Any], out: Path) -> list[dict[str, Any]]:
+    """Writes NAME.csv into `out`, and returns what it has. rows: dataclasses of one class"""
+    out.mkdir(parents=True, exist_ok=True)
+    records = [{key: _short(value) for key, value in asdict(row).items()} for row in rows]
+    with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, records[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+    return records
+
+
+def _table(title: str, records: list[dict[str, Any]]) -> Table:
+    """Columns for what differs between rows; what all rows share, their labels too, stands below."""
+    shared = {key for key in records[0] if len(records) > 1 and len({str(record[key]) for record in records}) == 1}
+    caption = "; ".join(f"{key}: {value}" for key, value in records[0].items() if key in shared)
+    shown = [key for key in records[0] if key not in shared]
+    table = Table(*shown, title=title, caption=caption, box=SIMPLE_HEAD)
+    for record in records:
+        table.add_row(*(str(record[key]) for key in shown))
+    return table
+
+
+def _short(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _value(kind: Any, text: str) -> Any:
+    """What a field of this type was before it was written; of `float | str`, a number where it is one."""
+    for one in typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,):
+        try:
+            return one(text)
+        except ValueError:
+            continue
+    raise UserError(f"{text!r} is no {kind}")

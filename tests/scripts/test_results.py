@@ -1,0 +1,71 @@
+"""Pictures of results: each is drawn from its CSV alone, in one style, and stands on a page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("diffusers")
+pytest.importorskip("skimage")
+pytest.importorskip("matplotlib")
+
+from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.reports import style
+from dbsp_core.utils.errors import UserError
+from scripts.results.__main__ import results
+from scripts.results.figures import grouped_bars, panels
+from scripts.results.result import FOLDER, Result
+from tests.support.repository import ROOT
+from tests.support.texts import PAGES
+
+BY_MODELS = {"quality-frames"}
+"""Pictures of videos, which have no CSV."""
+KNOWN = results()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_picture_is_drawn_from_its_csv(name, tmp_path):
+    assert KNOWN[name].redraw(FOLDER, tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_picture_of_a_result_can_be_drawn_again_and_stands_on_a_page():
+    pictures = {path.stem for path in FOLDER.glob("*.png")}
+    assert pictures == {*KNOWN, *BY_MODELS}
+    shown = {name for page in PAGES for name in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text("utf-8"))}
+    others = {path for folder in ("docs", "docs/pictures") for path in (ROOT / folder).glob("*.png")}
+    missing = [path for path in (*others, *FOLDER.glob("*.png")) if not any(one.endswith(path.name) for one in shown)]
+    assert missing == []
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    count: int
+    share: float | str
+    label: str = "measured"
+
+
+def test_rows_come_back_from_a_csv_as_they_were(tmp_path):
+    def draw(rows):
+        figure, axes = panels("How many?", rows[0].label)
+        grouped_bars(axes[0, 0], [row.name for row in rows], {"count": [row.count for row in rows]}, ["black"])
+        return figure
+
+    result, rows = Result("counts", "Counts", Row, draw), [Row("a", 3, 0.25), Row("b, c", 1, "–")]
+    with pytest.raises(UserError, match=r"counts\.csv does not exist; make it with the command"):
+        result.redraw(tmp_path)
+    result.publish(rows, tmp_path)
+    assert result.read(tmp_path) == rows
+    text = (tmp_path / "counts.csv").read_bytes()
+    result.redraw(tmp_path)
+    assert (tmp_path / "counts.csv").read_bytes() == text, "drawing leaves the numbers alone"
+
+
+def test_each_planner_has_one_colour_on_the_report_s_page_too():
+    assert set(PLANNERS) <= set(style.PLANNERS)
+    assert len({*style.PLANNERS.values()}) == len(style.PLANNERS)
+    page = (ROOT / "dbsp_core" / "reports" / "pages" / "style.css").read_text()
+    light = dict(re.findall(r"--(before|after): (#\w+);", page.split("@media")[0]))
+    assert light == {"before": style.PLANNERS["contiguous"], "after": style.PLANNERS["dbsp"]}
