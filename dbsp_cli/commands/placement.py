@@ -118,11 +118,13 @@ def _table(
         placement = one.placement
         seconds = (one.seconds, one.attention_s, one.linear_s, one.decode_s, one.serial_s)
         about = (str(number), str(placement.videos), str(placement.guidance), str(placement.strategy))
-        rows.append((*about, "shared" if placement.vae else "each", *(f"{s:.1f}" for s in seconds), in_bytes(one.memory)))
+        rows.append(
+            (*about, "shared" if placement.vae else "each", *(f"{s:.1f}" for s in seconds), in_bytes(one.memory))
+        )
     lines = [
-        "Seconds until all videos are made, then of one video: attention, linear layers, decoding, and what one device",
-        "does alone. guidance: groups that share out a step's two passes; memory: the most that a GPU holds, without",
-        f"offloading. Everything is modelled (docs/latency-model.md). Constants {hardware.labels_in_words()}",
+        "Seconds until all videos are made, then of one video: attention, linear layers, decoding, and what one",
+        "device does alone. guidance: groups that share out a step's two passes; memory: the most that a GPU holds,",
+        f"without offloading. Everything is modelled (docs/latency-model.md). Constants {hardware.labels_in_words()}",
     ]
     if left_out:
         least = min(left_out, key=lambda one: one.memory)

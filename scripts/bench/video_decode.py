@@ -3,10 +3,10 @@
 python -m scripts.bench.video_decode                     two gloo ranks with one core each
 python -m scripts.bench.video_decode --out FILE          and the rows as CSV
 
-Each autoencoder of diffusers, with fewer channels than the published ones and the tiles of its class made smaller. The
-serial decode runs on rank 0 while the others wait. `wall` is a median of turns; on a machine whose cores others use, it
-says little. `core` is the processor time of a rank's own thread, of the rank that has most: what wall time comes to
-where every rank has a core for itself, but for what is waited for.
+Each autoencoder of diffusers, with fewer channels than the published ones and the tiles of its class made smaller.
+The serial decode runs on rank 0 while the others wait. `wall` is a median of turns; on a machine whose cores others
+use, it says little. `core` is the processor time of a rank's own thread, of the rank that has most: what wall time
+comes to where every rank has a core for itself, but for what is waited for.
 """
 
 from __future__ import annotations

@@ -251,29 +251,6 @@ def test_lines_of_lightx2v_are_json_with_its_sizes():
         assert parallel["seq_p_size"] * parallel.get("cfg_p_size", 1) == placement.gpus
 
 
-def test_lines_of_vllm_omni_pass_its_parser():
-    pytest.importorskip("vllm_omni", reason="run scripts/engines test")
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-
-    parser = OmniServeCommand().subparser_init(FlexibleArgumentParser().add_subparsers())
-    for _, placement, line in lines("vLLM-Omni"):
-        arguments = shlex.split(line)[3:]
-        args = parser.parse_args(arguments)
-        assert (args.ulysses_degree, args.ring_degree) == (placement.strategy.ulysses, placement.strategy.ring)
-
-
-def test_lines_of_sglang_pass_its_parser():
-    pytest.importorskip("sglang.multimodal_gen", reason="run scripts/engines test")
-    from sglang.multimodal_gen.runtime.server_args import ServerArgs
-    from sglang.multimodal_gen.utils import FlexibleArgumentParser
-
-    parser = ServerArgs.add_cli_args(FlexibleArgumentParser())
-    for _, placement, line in lines("SGLang"):
-        args = parser.parse_args(shlex.split(line)[3:])
-        assert (args.ulysses_degree, args.ring_degree) == (placement.strategy.ulysses, placement.strategy.ring)
-
-
 def test_every_host_has_a_line_or_a_reason():
     for model in (SPEC, COGVIDEOX):
         for placement in PLACEMENTS:

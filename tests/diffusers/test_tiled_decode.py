@@ -192,7 +192,7 @@ def test_gradients_are_refused(threads):
     def with_gradients(rank, world):
         own, patches = copy.deepcopy(vae), PatchSet()
         _shared(own, patches)
-        with pytest.raises(UserError, match="no gradients; decode it under torch.no_grad"):
+        with pytest.raises(UserError, match="no gradients; decode it under"):
             own.decode(z)
 
     threads(2).run(with_gradients)
