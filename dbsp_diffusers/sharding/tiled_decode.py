@@ -8,7 +8,6 @@ decode. vLLM-Omni, TensorRT-LLM and DistVAE share out tiles, too.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,15 +60,14 @@ def share_decoding(pipe: Any, agreement: GenerationAgreement, patches: PatchSet)
             f"vae=True: db-SP does not know the decoder of {type(vae).__name__}, only those of "
             f"{', '.join(AUTOENCODERS)}; leave it out"
         )
-    if any(name in vars(vae) for name in ("_decode", "_dbsp_decoding")):
+    if any(name in vars(vae) for name in ("_decode", "tiled_decode", "_dbsp_decoding")):
         raise UserError(
             "vae=True: the autoencoder's decode is replaced already (by another pipeline with db-SP, or para-attn's "
             "parallelize_vae); undo that first, or load the autoencoder again"
         )
     patches.set_attribute(vae, "use_tiling", True)
-    decoding = _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], agreement)
     patches.set_attribute(vae, "_dbsp_decoding", True)
-    patches.set_attribute(vae, "decode", functools.wraps(vae.decode)(decoding))
+    patches.set_attribute(vae, "decode", _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], agreement))
 
 
 @dataclass
