@@ -173,7 +173,8 @@ def _own_settings(model: ModelSpec, mask: str | None) -> dict[str, Any]:
     config = DbspConfig.load(mask or _shipped(model))
     values = replace(config, transformer_2={}).to_values()
     usual = DbspConfig().to_values()
-    defaults = {f.name: f.default for f in fields(type(config.mask))} if is_dataclass(config.mask) else {}
+    mask_fields = fields(config.mask) if is_dataclass(config.mask) else ()
+    defaults: dict[str, Any] = {f.name: f.default for f in mask_fields}
     chosen = {"mask": {key: value for key, value in values["mask"].items() if value != defaults.get(key, MISSING)}}
     schedule = {key: value for key, value in values["dense_schedule"].items() if value != usual["dense_schedule"][key]}
     return chosen | ({"dense_schedule": schedule} if schedule else {})
