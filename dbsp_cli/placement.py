@@ -77,7 +77,9 @@ class PlacementTime:
     reason: str | None = None
 
 
-def placements_for(model: ModelSpec, gpus: int, videos: int, strategies: Callable[[int], Sequence[Strategy]]) -> Iterator[Placement]:
+def placements_for(
+    model: ModelSpec, gpus: int, videos: int, strategies: Callable[[int], Sequence[Strategy]]
+) -> Iterator[Placement]:
     """Yields every placement of a model on so many GPUs that makes so many videos.
 
     Args:
@@ -131,7 +133,9 @@ def predict_placements(
             slowest = max(slowest, known[key], key=_total_s)
         found.append(_predicted(placement, run, slowest, model, hardware, videos, node_size, limit))
     if not found:
-        raise UserError(f"{gpus} GPUs cannot share {videos} video(s) of {model.name}; ask for another number of either")
+        raise UserError(
+            f"{gpus} GPUs cannot share {videos} video(s) of {model.name}; ask for another number of either"
+        )
     return sorted(found, key=lambda one: (one.reason is not None, one.seconds, one.memory))
 
 
@@ -160,9 +164,7 @@ def _predicted(
     attention_s = summary.attention_s / guidance
     linear_s = (summary.other_s - constants.serial_s) / guidance
     ranks = placement.of_a_video
-    one_node = all(
-        first // node_size == (first + ranks - 1) // node_size for first in range(0, placement.gpus, ranks)
-    )
+    one_node = all(first // node_size == (first + ranks - 1) // node_size for first in range(0, placement.gpus, ranks))
     decoded_s = decode_s(model.decoder, model.latents, constants, ranks, shared=placement.vae, one_node=one_node)
     of_a_video = attention_s + linear_s + decoded_s + constants.serial_s
     memory = _memory(placement, run, times, model, ELEMENT_BYTES[hardware.dtype])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from dbsp_cli.placement import Placement
@@ -117,7 +117,7 @@ def _sglang(placement: Placement, model: ModelSpec, mask: str | None) -> HostLin
     options = [f"--num-gpus {placement.gpus}", f"--ulysses-degree {placement.strategy.ulysses}"]
     options += [f"--ring-degree {placement.strategy.ring}", f"--cfg-parallel-size {placement.guidance}"]
     line = f"{_environment(model, mask)} sglang serve --model-path {model.hub} {' '.join(options)}"
-    return HostLine("SGLang", line, note="decoding as SGLang does it, whatever is predicted" if placement.vae else None)
+    return HostLine("SGLang", line, note="it decodes as it always does" if placement.vae else None)
 
 
 def _lightx2v(placement: Placement, model: ModelSpec, mask: str | None) -> HostLine:
@@ -128,7 +128,7 @@ def _lightx2v(placement: Placement, model: ModelSpec, mask: str | None) -> HostL
     parallel |= {"cfg_p_size": placement.guidance} if placement.guidance > 1 else {}
     parallel["vae_parallel"] = placement.vae
     parallel["dbsp"] = _own_settings(model, mask) | {"strategy": str(placement.strategy)}
-    note = "its own way to decode in parallel, by halves of the frame" if placement.vae else None
+    note = "it decodes in parallel in a way of its own" if placement.vae else None
     return HostLine("LightX2V", f'"parallel": {json.dumps(parallel)}', note=note)
 
 
@@ -173,6 +173,8 @@ def _own_settings(model: ModelSpec, mask: str | None) -> dict[str, Any]:
     config = DbspConfig.load(mask or _shipped(model))
     values = replace(config, transformer_2={}).to_values()
     usual = DbspConfig().to_values()
-    chosen = {"mask": {key: value for key, value in values["mask"].items() if value is not None}}
+    mask_fields = fields(config.mask) if is_dataclass(config.mask) else ()
+    defaults: dict[str, Any] = {f.name: f.default for f in mask_fields}
+    chosen = {"mask": {key: value for key, value in values["mask"].items() if value != defaults.get(key, MISSING)}}
     schedule = {key: value for key, value in values["dense_schedule"].items() if value != usual["dense_schedule"][key]}
     return chosen | ({"dense_schedule": schedule} if schedule else {})

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from dbsp_core.comm.consistency import run_consistently
+from dbsp_core.comm.consistency import check_consistent, run_consistently
 from dbsp_core.comm.generation import GenerationAgreement
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
@@ -34,6 +34,7 @@ from dbsp_diffusers.sharding.tiled_decode import share_decoding
 __all__ = ["Host", "attach_host"]
 
 _CPU = torch.device("cpu")
+VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Host:
         shares_seeds: Whether a pipeline's calls without a generator get one that all ranks seed alike.
         full_latents: Makes a rank's latents the whole video's, where each rank is given and denoises a part.
         vae: Whether videos are decoded in parallel, whatever the configuration says.
-        decoders: The ranks that decode a video together; None: those that make it together.
+        decoders: The ranks that decode a video together, where these are more than `everyone`.
         refused_vae: Why a pipeline's videos cannot be decoded in parallel, if so.
     """
 
@@ -112,8 +113,7 @@ def attach_host(
                 packing.attach(transformer, changes)
             changes.set_attribute(transformer, "_is_parallelized", ranks)
         generations.attach(changes, shares_seeds=host.shares_seeds)
-        if sessions[0][1].config.vae:
-            _share_decoding(model, host, generations.agreement, changes)
+        _share_decoding(model, host, sessions[0][1].config.vae, generations.agreement, changes)
         if pipe is not None:
             report_calls(pipe, [session for _, session in sessions], changes, host.name, host.full_latents)
         for transformer, _ in sessions:
@@ -126,13 +126,15 @@ def attach_host(
     return sessions[0][1]
 
 
-def _share_decoding(model: Any, host: Host, agreement: GenerationAgreement, patches: PatchSet) -> None:
-    """Lets a host's ranks decode together. Raises UserError where they cannot."""
+def _share_decoding(model: Any, host: Host, shared: bool, agreement: GenerationAgreement, patches: PatchSet) -> None:
+    """Lets a host's ranks decode together where that is `shared`. Raises UserError where they cannot."""
+    if host.decoders is not None:  # more ranks than those that have compared their settings
+        agreement = GenerationAgreement(host.decoders)
+        check_consistent(host.decoders.control(), None, {VAE_DIFFERS: int(shared)}, _CPU)
+    if not shared:
+        return
     if host.refused_vae is not None:
         raise UserError(host.refused_vae)
-    if host.decoders is not None:
-        agreement = GenerationAgreement(host.decoders)
-        agreement.group.control()  # making it is a collective
     share_decoding(model, agreement, patches)
 
 

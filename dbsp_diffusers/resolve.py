@@ -51,8 +51,9 @@ def resolve_config(
 ) -> DbspConfig:
     """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
 
-    `name` is that of the transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError on all ranks together: for an error in the
-    settings on any rank, for a configuration of another model, for settings that differ between ranks.
+    `name` is that of the transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError on
+    all ranks together: for an error in the settings on any rank, for a configuration of another model, for settings
+    that differ between ranks.
     """
 
     def load() -> DbspConfig:

@@ -155,12 +155,12 @@ def _groups() -> tuple[SequenceGroup, SequenceGroup]:
     return SequenceGroup.of(get_sp_group().device_group), SequenceGroup.of(get_cfg_group().device_group)
 
 
-def _decoders(sequence: SequenceGroup, guidance: SequenceGroup) -> SequenceGroup:
-    """The ranks that decode a video: all that have its latents, or those of a sequence where ranks make several."""
+def _decoders(sequence: SequenceGroup, guidance: SequenceGroup) -> SequenceGroup | None:
+    """All ranks, where they are two halves of guidance that each have the latents of the one video; else None."""
     from xfuser.core.distributed import get_world_group
 
     world = SequenceGroup.of(get_world_group().device_group)
-    return world if world.size == sequence.size * guidance.size else sequence
+    return world if guidance.size > 1 and world.size == sequence.size * guidance.size else None
 
 
 def _refused_vae(pipe: Any) -> str | None:

@@ -8,7 +8,8 @@ from typing import Any
 from dbsp_cli.commands.simulate import masks_for
 from dbsp_cli.output import TextTable, print_json, print_tables, working
 from dbsp_cli.placement import PlacementTime, predict_placements
-from dbsp_cli.placement_lines import HostLine, lines_for
+from dbsp_cli.placement_lines import HOST_LINES, lines_for
+from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.models.lookup import require_model
 from dbsp_core.models.spec import ModelSpec
@@ -55,7 +56,8 @@ def print_placements(request: PlacementRequest, as_json: bool) -> None:
             node_size=request.node_size,
             memory_limit=limit,
         )
-    fitting = [one for one in found if one.reason is None][: request.top]
+    fits = [one for one in found if one.reason is None]
+    fitting = fits[: request.top]
     left_out = [one for one in found if one.reason is not None]
     if as_json:
         print_json(
@@ -78,17 +80,15 @@ def print_placements(request: PlacementRequest, as_json: bool) -> None:
         least = min(left_out, key=lambda one: one.memory)
         raise UserError(
             f"{model.name} fits no placement on {request.gpus} GPUs of {hardware.name}: the least, "
-            f"{_name(one=least)}, {least.reason}; use GPUs with more memory, or offloading, which is not modelled"
+            f"{_name(least)}, {least.reason}; use GPUs with more memory, or offloading, which is not modelled"
         )
     print_tables([_table(fitting, left_out, request, model, hardware, masks[0].density)])
     print()
-    print(_in_words(fitting, model, runs))
+    print(_in_words(fits, model, runs))
 
 
 def _known_mask(mask: str) -> str | None:
     """The mask to predict with: the given one, or the model's usual where it is predicted from queries and keys."""
-    from dbsp_core.config.config import DbspConfig
-
     return None if DbspConfig.load(mask).mask.changes == "per_call" else mask
 
 
@@ -118,15 +118,17 @@ def _table(
         placement = one.placement
         seconds = (one.seconds, one.attention_s, one.linear_s, one.decode_s, one.serial_s)
         about = (str(number), str(placement.videos), str(placement.guidance), str(placement.strategy))
-        rows.append((*about, "shared" if placement.vae else "each", *(f"{s:.1f}" for s in seconds), in_bytes(one.memory)))
+        rows.append(
+            (*about, "shared" if placement.vae else "each", *(f"{s:.1f}" for s in seconds), in_bytes(one.memory))
+        )
     lines = [
-        "Seconds until all videos are made, then of one video: attention, linear layers, decoding, and what one device",
-        "does alone. guidance: groups that share out a step's two passes; memory: the most that a GPU holds, without",
-        f"offloading. Everything is modelled (docs/latency-model.md). Constants {hardware.labels_in_words()}",
+        "Seconds until all videos are made, then of one video: attention, linear layers, decoding, and what one",
+        "device does alone. guidance: groups that share out a step's two passes; memory: the most that a GPU holds,",
+        f"without offloading. Everything is modelled (docs/latency-model.md). Constants {hardware.labels_in_words()}",
     ]
     if left_out:
         least = min(left_out, key=lambda one: one.memory)
-        lines.insert(0, f"left out: {len(left_out)} that do not fit, such as {_name(one=least)}, which {least.reason}")
+        lines.insert(0, f"left out: {len(left_out)} that do not fit, such as {_name(least)}, which {least.reason}")
     many = f", {request.videos} videos" if request.videos > 1 else ""
     return TextTable(
         f"{model.name} on {request.gpus} × {hardware.name}{many}, density {density:.3f}: modelled",
@@ -138,19 +140,18 @@ def _table(
     )
 
 
-def _in_words(fitting: list[PlacementTime], model: ModelSpec, mask: str | None) -> str:
-    """For each host, the line of the first placement that it can run."""
-    by_host: dict[str, tuple[int, HostLine]] = {}
-    for number, one in enumerate(fitting, 1):
-        for line in lines_for(one.placement, model, mask):
-            before = by_host.get(line.host)
-            if before is None or (before[1].line is None and line.line is not None):
-                by_host[line.host] = number, line
+def _in_words(fits: list[PlacementTime], model: ModelSpec, mask: str | None) -> str:
+    """For each host, the line of the fastest placement that it can run, of all that fit."""
     texts = []
-    for host, (number, line) in by_host.items():
-        if line.line is None:
-            texts.append(f"{host}: none of these ({line.reason})")
-        else:
-            note = f" ({line.note})" if line.note else ""
-            texts.append(f"{host}, placement {number}{note}:\n{line.line}")
+    for host, make in HOST_LINES.items():
+        lines = [make(one.placement, model, mask) for one in fits]
+        number = next((number for number, line in enumerate(lines) if line.line is not None), None)
+        if number is None:
+            texts.append(f"{host}: none of them ({lines[0].reason})")
+            continue
+        line, one = lines[number], fits[number]
+        about = f"{host}, placement {number + 1} ({_name(one)}, {one.seconds:.1f} s)"
+        why = f"; not the first: {lines[0].reason}" if number else ""
+        note = f"; {line.note}" if line.note else ""
+        texts.append(f"{about}{why}{note}:\n{line.line}")
     return "\n\n".join(texts)

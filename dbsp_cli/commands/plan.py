@@ -81,8 +81,8 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help=f"Instead of a file, which placement on --gpus is best for this model: one of {', '.join(MODEL_SPECS)}; "
-            f"with --sequences also {FLUX_NAME}, default wan2.1-t2v-14b."
+            help=f"Instead of a file, which placement on --gpus is best for this model: one of "
+            f"{', '.join(MODEL_SPECS)}; with --sequences also {FLUX_NAME}, default wan2.1-t2v-14b."
         ),
     ] = None,
     hardware: Annotated[
@@ -98,7 +98,9 @@ def plan_command(
     ] = None,
     node_size: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_GPUS, help="With --model or --sequences: GPUs per node; default: 8, or the hardware's."),
+        typer.Option(
+            min=1, max=MOST_GPUS, help="With --model or --sequences: GPUs per node; default: the hardware's, or 8."
+        ),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="With --model: memory of a GPU, such as 48GB; default: the hardware's.")
@@ -113,10 +115,10 @@ def plan_command(
 ) -> None:
     """Plan one attention of a mask file: how even the work is before and after, and what moves.
 
-    Or, with --sequences, share several sequences out over bags of GPUs; topologies are compared, the best proposed. Or,
-    with --model, find the best placements of a model, each with the line to paste for the hosts.
+    Or, with --sequences, share several sequences out over bags of GPUs; topologies are compared, the best proposed.
+    Or, with --model, find the best placements of a model, with the line to paste for each host.
     """
-    if file is None and sequences is None and model is None or file is not None and sequences is not None:
+    if (file, sequences, model) == (None, None, None) or (file is not None and sequences is not None):
         raise UserError("dbsp plan needs a mask file, --sequences CODES or --model NAME, one of them")
     given = {name: value for name, value in context.params.items() if value is not None}
     if picture is not None:

@@ -44,8 +44,8 @@ LATENTS_DIFFER = (
 )
 CONDITIONS_DIFFER = "the text or another condition differs on rank(s) {}; give all ranks the same prompt and images"
 TILES_DIFFER = (
-    "what is decoded differs in size, dtype or tiles on rank(s) {}, or cannot be decoded there; give all ranks the same "
-    "latents, with one setting of the autoencoder's tiling and slicing"
+    "what is decoded differs in size, dtype or tiles on rank(s) {}, or cannot be decoded there; give all ranks the "
+    "same latents, with one setting of the autoencoder's tiling and slicing"
 )
 DECODED_DIFFER = "the latents that are decoded differ on rank(s) {}; decode the same video on all ranks together"
 
@@ -99,9 +99,7 @@ class GenerationAgreement:
         inputs = PassInputs(tiles, latents=latents)
         self._compare(_DECODING, inputs, (TILES_DIFFER,) * 3, (DECODED_DIFFER,) * 2)
 
-    def _compare(
-        self, kind: int, inputs: PassInputs, of_marks: Sequence[str], of_tensors: Sequence[str]
-    ) -> None:
+    def _compare(self, kind: int, inputs: PassInputs, of_marks: Sequence[str], of_tensors: Sequence[str]) -> None:
         """Raises one of the complaints on all ranks where the inputs differ. Collective."""
         lengths = [(tuple(one.shape), one.dtype) for one in inputs.conditions]
         marks = fingerprint_of(inputs.size), fingerprint_of(inputs.steps), fingerprint_of(lengths)

@@ -31,9 +31,7 @@ def tile_areas(decoder: VideoDecoder, rows: int, columns: int) -> list[int]:
     def lengths(size: int, tile: int, stride: int) -> list[int]:
         return [min(tile, size - first) for first in range(0, size, stride)]
 
-    down, across = (
-        lengths(*of) for of in zip((rows, columns), decoder.tile, decoder.stride, strict=True)
-    )
+    down, across = (lengths(*of) for of in zip((rows, columns), decoder.tile, decoder.stride, strict=True))
     return [high * wide for high in down for wide in across]
 
 
@@ -67,5 +65,5 @@ def decode_bytes(decoder: VideoDecoder, latents: tuple[int, int, int], *, shared
     areas = tile_areas(decoder, rows, columns)
     at_once = max(areas) if shared else rows * columns
     maps = at_once * decoder.map_pixels**2 * 4 * decoder.width * MAPS
-    copies = 3 if shared else 1  # tiles as gathered, those that are blended, and the video
-    return float(ELEMENT_BYTES * (maps + copies * sum(areas if shared else [at_once]) * frames * 4 * 3 * decoder.pixels**2))
+    positions = 3 * sum(areas) if shared else rows * columns  # as gathered, as blended, and the video
+    return float(ELEMENT_BYTES * (maps + positions * frames * 4 * 3 * decoder.pixels**2))

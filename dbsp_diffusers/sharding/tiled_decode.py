@@ -8,7 +8,6 @@ decode. vLLM-Omni, TensorRT-LLM and DistVAE share out tiles, too.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,15 +60,14 @@ def share_decoding(pipe: Any, agreement: GenerationAgreement, patches: PatchSet)
             f"vae=True: db-SP does not know the decoder of {type(vae).__name__}, only those of "
             f"{', '.join(AUTOENCODERS)}; leave it out"
         )
-    if any(name in vars(vae) for name in ("_decode", "_dbsp_decoding")):
+    if any(name in vars(vae) for name in ("_decode", "tiled_decode", "_dbsp_decoding")):
         raise UserError(
             "vae=True: the autoencoder's decode is replaced already (by another pipeline with db-SP, or para-attn's "
             "parallelize_vae); undo that first, or load the autoencoder again"
         )
     patches.set_attribute(vae, "use_tiling", True)
-    decoding = _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], agreement)
     patches.set_attribute(vae, "_dbsp_decoding", True)
-    patches.set_attribute(vae, "decode", functools.wraps(vae.decode)(decoding))
+    patches.set_attribute(vae, "decode", _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], agreement))
 
 
 @dataclass
@@ -138,15 +136,17 @@ class _Decoding:
         # 2. Decode this rank's, in the order of the serial loop.
         owners = owners_of_tiles([sum(call.args[0].numel() for call in tile) for tile in tiles], self.group.size)
         problem: Exception | None = None
+        sizes: list[int] = []
         try:
             for tile, owner in zip(tiles, owners, strict=True):
                 if owner == self.group.rank:
                     self._decode(tile)
+            sizes = _sizes_of(tiles)
         except Exception as error:  # any error, such as lack of memory: the others wait for these tiles
             problem = error
         check_consistent(self.group.control(), problem, {}, _CPU, RuntimeError)
         # 3. Exchange them, and blend all.
-        self._exchange(tiles, owners)
+        self._exchange(tiles, owners, sizes, z.device)
         with self._decoder_replaced(_Returning(tiles, self.carries == "conv_cache")):
             return self.serial(z, *args, **kwargs)
 
@@ -178,16 +178,18 @@ class _Decoding:
                 call.out, state = decoder(*call.args, **{**call.kwargs, "conv_cache": state})
             else:
                 call.out = decoder(*call.args, **call.kwargs)
-        tile[-1].state = None
+        for call in tile:  # whose caches are as large as some frames at every layer
+            call.args, call.kwargs, call.state = (), {}, None
 
-    def _exchange(self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int]) -> None:
-        """Gives every call the frames that its tile's owner has decoded. Collective."""
+    def _exchange(
+        self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int], known: Sequence[int], device: torch.device
+    ) -> None:
+        """Gives every call the frames that its tile's owner has decoded. Collective.
+
+        `known` is what `_sizes_of` says.
+        """
         calls = [(call, owner) for tile, owner in zip(tiles, owners, strict=True) for call in tile]
         mine = [call.out for call, owner in calls if owner == self.group.rank and call.out is not None]
-        # Shapes are the owners' to say; a rank without a tile knows neither these nor the dtype.
-        known = [1 + _DTYPES.index(mine[0].dtype) if mine else 0]
-        for call, _ in calls:
-            known += [0] * 5 if call.out is None else list(call.out.shape)
         table = torch.tensor(self.group.control().gather_integers(known, _CPU)).amax(dim=0).tolist()
         dtype, shapes = _DTYPES[table[0] - 1], [table[1 + 5 * n : 6 + 5 * n] for n in range(len(calls))]
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -195,7 +197,7 @@ class _Decoding:
             sum(size for size, (_, owner) in zip(sizes, calls, strict=True) if owner == rank)
             for rank in range(self.group.size)
         )
-        sent = tiles[0][0].args[0].new_empty(longest, dtype=dtype)
+        sent = torch.empty(longest, dtype=dtype, device=device)
         torch.cat([one.reshape(-1) for one in mine] or [sent[:0]], out=sent[: sum(one.numel() for one in mine)])
         received, taken = self.group.all_gather(sent), [0] * self.group.size
         for (call, owner), size, shape in zip(calls, sizes, shapes, strict=True):
@@ -211,3 +213,11 @@ class _Decoding:
             yield
         finally:
             patches.detach()
+
+
+def _sizes_of(tiles: Sequence[Sequence[_Call]]) -> list[int]:
+    """The dtype's number, and the shape of each call's frames, as this rank knows them: 0 for tiles of other ranks."""
+    outs = [call.out for tile in tiles for call in tile]
+    dtypes = [1 + _DTYPES.index(out.dtype) for out in outs if out is not None]
+    shapes = [size for out in outs for size in ([0] * 5 if out is None else out.shape)]
+    return [max(dtypes, default=0), *shapes]

@@ -18,6 +18,7 @@ from tests.engines.cases import (
     assert_equal_to_one_process,
     assert_exact,
     assert_names_found,
+    served_lines,
 )
 
 ENGINE = "sglang"
@@ -52,3 +53,14 @@ def test_nothing_changes_where_no_configuration_is_named():
 
 def test_the_names_that_it_uses_are_there():
     assert_names_found(ENGINE)
+
+
+def test_lines_of_placements_pass_its_parser():
+    from sglang.multimodal_gen.runtime.server_args import ServerArgs
+    from sglang.multimodal_gen.runtime.utils.argparse import FlexibleArgumentParser
+
+    parser = ServerArgs.add_cli_args(FlexibleArgumentParser())
+    for placement, line in served_lines("SGLang"):
+        args = parser.parse_args(line[3:])
+        assert (args.ulysses_degree, args.ring_degree) == (placement.strategy.ulysses, placement.strategy.ring)
+        assert args.num_gpus == placement.gpus

@@ -18,6 +18,7 @@ from tests.engines.cases import (
     assert_equal_to_one_process,
     assert_exact,
     assert_names_found,
+    served_lines,
 )
 
 ENGINE = "vllm_omni"
@@ -58,3 +59,15 @@ def test_nothing_changes_where_dbsp_is_not_named():
 
 def test_the_names_that_it_uses_are_there():
     assert_names_found(ENGINE)
+
+
+def test_lines_of_placements_pass_its_parser():
+    from vllm_omni.entrypoints.cli.serve import OmniServeCommand
+    from vllm_omni.utils.tracking_parser import TrackingArgumentParser
+
+    parser = OmniServeCommand().subparser_init(TrackingArgumentParser().add_subparsers())
+    for placement, line in served_lines("vLLM-Omni"):
+        args = parser.parse_args(line[3:])
+        assert (args.ulysses_degree, args.ring_degree) == (placement.strategy.ulysses, placement.strategy.ring)
+        assert (args.cfg_parallel_size or 1) == placement.guidance
+        assert (args.vae_patch_parallel_size or 1) == (placement.of_a_video if placement.vae else 1)

@@ -192,6 +192,8 @@ def test_usp_asks_for_nothing():
         (["--sp-backend", "dbsp", "--use_hybrid_attn_schedule"], "--use_hybrid_attn_schedule does not go with"),
         (["--sp-backend", "dbsp", "--use-spargeattn-head-balance"], "db-SP balances heads itself; leave it out"),
         (["--sp-backend", "dbsp", "--use_fp8_comms"], "8 bits with exchange.precision: int8 in --sp-config; leave"),
+        (["--sp-backend", "dbsp", "--sp-vae", "--use_parallel_vae"], "--use_parallel_vae shares decoding out already"),
+        (["--sp-vae"], "--sp-vae has no effect without --sp-backend dbsp"),
         (["--sp-backend", "dbsp", "--cache_method", "teacache"], "--cache_method teacache does not go with"),
         (["--sp-backend", "dbsp", "--attention_backend", "aiter_sparge"], "choose the mask with --sp-mask"),
         (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--height", "770"], "multiple of 16, for example 768"),
