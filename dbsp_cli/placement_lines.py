@@ -168,13 +168,13 @@ def _environment(model: ModelSpec, mask: str | None) -> str:
     return f"DBSP_CONFIG={mask or _shipped(model) or 'dense'}"
 
 
-def _own_settings(model: ModelSpec, mask: str | None) -> dict[str, Any]:
+def _own_settings(model: ModelSpec, masks: str | None) -> dict[str, Any]:
     """Where attention is sparse, as a mapping of settings."""
-    config = DbspConfig.load(mask or _shipped(model))
+    config = DbspConfig.load(masks or _shipped(model))
     values = replace(config, transformer_2={}).to_values()
     usual = DbspConfig().to_values()
-    mask_fields = fields(config.mask) if is_dataclass(config.mask) else ()
-    defaults: dict[str, Any] = {f.name: f.default for f in mask_fields}
+    mask: Any = config.mask
+    defaults = {one.name: one.default for one in fields(mask)} if is_dataclass(mask) else {}
     chosen = {"mask": {key: value for key, value in values["mask"].items() if value != defaults.get(key, MISSING)}}
     schedule = {key: value for key, value in values["dense_schedule"].items() if value != usual["dense_schedule"][key]}
     return chosen | ({"dense_schedule": schedule} if schedule else {})
