@@ -21,6 +21,7 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import STATE, Attached, transformers_of
+from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.packed.packing import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
@@ -82,7 +83,7 @@ def attach_host(
             own,
             host.sequence,
             strategy,
-            transformer.config.num_attention_heads,
+            heads_of(transformer),
             len(host.attentions(transformer)),
             steps or generations.steps,
             clock,

@@ -17,14 +17,20 @@ import torch
 from torch import nn
 
 __all__ = [
+    "Arguments",
     "PatchSet",
     "around_calls",
     "guidance_branch",
     "in_float64",
     "signature_of",
+    "without_argument",
 ]
 
 _MISSING = object()
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""A call's positional arguments, and those by name."""
 
 
 class PatchSet:
@@ -111,6 +117,14 @@ def signature_of(module: nn.Module) -> inspect.Signature:
     """How a module is called, by its class: libraries replace an instance's forward by one that takes anything."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def without_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Arguments:
+    """The arguments of a module's forward with None for one of them, if it is given."""
+    call = signature_of(module).bind(*args, **kwargs)
+    if name in call.arguments:
+        call.arguments[name] = None
+    return call.args, call.kwargs
 
 
 def in_float64(pipe: Any) -> Any:

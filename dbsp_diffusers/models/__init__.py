@@ -2,7 +2,14 @@
 
 from dbsp_diffusers.models.architecture import Architecture
 from dbsp_diffusers.models.cuts import Cut, Cuts, DerivedCuts
-from dbsp_diffusers.models.table import ARCHITECTURES, REFUSED, architecture_of, register_architecture
+from dbsp_diffusers.models.table import (
+    ARCHITECTURES,
+    REFUSED,
+    architecture_of,
+    heads_of,
+    known_architecture,
+    register_architecture,
+)
 from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
 
 __all__ = [
@@ -14,6 +21,8 @@ __all__ = [
     "DerivedCuts",
     "TokenSequence",
     "architecture_of",
+    "heads_of",
+    "known_architecture",
     "register_architecture",
     "sample_grid",
     "valid_tokens",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ class Cut:
         stream: Whose tokens. Text after the tokens that count is padding, and is left out.
         dim: The dimension of the tokens.
         ndim: Number of dimensions that a tensor must have to be cut; None: any.
-        grid: Whether the tokens are along three dimensions, (t, h, w) from `dim` on, which the cut makes one.
+        grid: Whether the tokens are along three dimensions, (t, h, w) from `dim` on: a rank keeps (its share, 1, 1).
         after_text: Whether whole text, which stays as it is, precedes the video along `dim`.
     """
 
@@ -37,7 +37,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """All cuts of a transformer, like diffusers' `_cp_plan`: modules by path, with "*" for each element of a list.
+    """All cuts of a transformer, like diffusers' `_cp_plan`: modules by path, with "*" for each element of a list and
+    "-1" for the last.
 
     Attributes:
         inputs: Arguments of each module by name; "" is the transformer itself.
@@ -100,8 +101,15 @@ OUTPUT = {"proj_out": Cut("video", 1)}
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that a path names: "" is the root, "*" each element of a list."""
+    """The modules that a path names: "" is the root, "*" each element of a list, "-1" the last one."""
     found = [root]
     for part in filter(None, path.split(".")):
-        found = [child for one in found for child in (one.children() if part == "*" else (one.get_submodule(part),))]
+        found = [child for one in found for child in _children(one, part)]
     return found
+
+
+def _children(module: nn.Module, part: str) -> Iterable[nn.Module]:
+    if part in ("*", "-1"):
+        children = list(module.children())
+        return children if part == "*" else children[-1:]
+    return (module.get_submodule(part),)

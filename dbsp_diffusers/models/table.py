@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models import cogvideox, flux, hunyuan, ltx, minimax, qwen, wan
+from dbsp_diffusers.models import cogvideox, flux, hunyuan, kandinsky, ltx, minimax, qwen, wan
 from dbsp_diffusers.models.architecture import Architecture
 
-__all__ = ["ARCHITECTURES", "REFUSED", "architecture_of", "register_architecture"]
+__all__ = [
+    "ARCHITECTURES",
+    "REFUSED",
+    "architecture_of",
+    "heads_of",
+    "known_architecture",
+    "register_architecture",
+]
 
 ARCHITECTURES: dict[str, Architecture] = {
     **wan.ARCHITECTURES,
@@ -18,12 +27,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     **flux.ARCHITECTURES,
     **qwen.ARCHITECTURES,
     **minimax.ARCHITECTURES,
+    **kandinsky.ARCHITECTURES,
 }
 """Architectures by class name: diffusers need not be imported to look one up."""
 
 REFUSED = {
     "HeliosTransformer3DModel": "it cuts and gathers its sequence at every layer",
-    "Kandinsky5Transformer3DModel": "it brings a sparse mask of its own (NABLA), and has no entry yet",
+    "Kandinsky6Transformer3DModel": "audio attends to video in modules that db-SP does not shard",
     "LTX2VideoTransformer3DModel": "audio attends to video in modules that db-SP does not shard",
     "SanaVideoTransformer3DModel": "its attention is linear, without a softmax that a mask could apply to",
     "WanAnimateTransformer3DModel": "its face adapter mixes tokens by frame outside self-attention",
@@ -43,6 +53,18 @@ def register_architecture(class_name: str, architecture: Architecture) -> None:
     """
     if ARCHITECTURES.setdefault(class_name, architecture) != architecture:
         raise UserError(f"{class_name} is known already, with other settings; register a subclass under another name")
+
+
+def known_architecture(transformer: nn.Module) -> Architecture | None:
+    """The architecture of a transformer or of a class it derives from, whether it can be run or not."""
+    names = (cls.__name__ for cls in type(transformer).__mro__)
+    return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+
+
+def heads_of(transformer: Any) -> int:
+    """The heads of a transformer's self-attentions; of a class that a host wraps, those that it is configured with."""
+    known = known_architecture(transformer)
+    return int(transformer.config.num_attention_heads) if known is None else known.heads(transformer)
 
 
 def architecture_of(transformer: nn.Module) -> Architecture:
