@@ -34,6 +34,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge topk": [{"source": "sparge", "topk": value} for value in (0.15, 0.3, 0.6)],
     "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
+    "window + sparge cdf": [
+        {"source": "union", "of": [{"source": "window", "window": [1, 3, 5]}, {"source": "sparge", "cdf": value}]}
+        for value in (0.3, 0.6, 0.85)
+    ],
 }
 SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
 
@@ -56,6 +60,8 @@ class Row:
 
 def blocks(setting: dict[str, Any], size: int) -> dict[str, Any]:
     """The whole mask setting. Learned blocks are not alike inside, so none is dense for that (similarity −1)."""
+    if setting["source"] == "union":
+        return {**setting, "of": [blocks(one, size) for one in setting["of"]]}
     extra = {"similarity": -1.0} if setting["source"] == "sparge" else {}
     return {**setting, **extra, "block_q": size, "block_k": size}
 
@@ -73,10 +79,9 @@ def measure(pipeline: Any, options: argparse.Namespace) -> Iterator[Row]:
 def _row(
     source: str, setting: dict[str, Any], job: tuple[str, int], density: float, sparse: Video, dense: Video, steps: int
 ) -> Row:
-    text = ", ".join(f"{key} {value}" for key, value in setting.items() if key != "source")
     return Row(
         source,
-        text,
+        _in_words(setting),
         *job,
         density,
         psnr(sparse.frames, dense.frames),
@@ -84,6 +89,12 @@ def _row(
         relative_l1(sparse.latents, dense.latents),
         steps,
     )
+
+
+def _in_words(setting: dict[str, Any]) -> str:
+    if setting["source"] == "union":
+        return " + ".join(map(_in_words, setting["of"]))
+    return ", ".join(f"{key} {value}" for key, value in setting.items() if key != "source")
 
 
 def draw(rows: list[Row]) -> Figure:

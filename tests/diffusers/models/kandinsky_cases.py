@@ -51,6 +51,44 @@ def sparge_in_one_process(batch: int) -> torch.Tensor:
     return out
 
 
+def run_pipeline(rank: int, world: int, strategy: str) -> tuple[float, float, int]:
+    """Whole generations with guidance: (difference from one process, from dense attention, layers that were reached)"""
+    pipe, config = make_pipe(), {"strategy": strategy}
+    single = attach_single_process(pipe.transformer, None)
+    expected = latents(pipe)
+    single.detach()
+    single = attach_single_process(pipe.transformer, {"mask": {"source": "dense"}})
+    dense = latents(pipe)
+    single.detach()
+    session = dbsp_diffusers.enable(pipe, config)
+    out = latents(pipe)
+    reached = session.end()
+    dbsp_diffusers.disable(pipe)
+    return float((out - expected).abs().max()), float((out - dense).abs().max()), reached
+
+
+def make_pipe() -> Any:
+    """Without the VAE and the text encoders, which db-SP leaves alone."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5T2VPipeline
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    pipe = Kandinsky5T2VPipeline(make_tiny_transformer(MODEL), None, None, None, None, None, scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents(pipe: Any) -> torch.Tensor:
+    draws = torch.Generator().manual_seed(1)
+    text = {"prompt_embeds_qwen": torch.randn(1, 9, 16, generator=draws)}
+    text |= {"prompt_embeds_clip": torch.randn(1, 12, generator=draws)}
+    text |= {"prompt_cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}
+    video = {"height": 128, "width": 256, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 2.0}
+    given = text | {
+        f"negative_{name}": one.roll(1, -1) if one.is_floating_point() else one for name, one in text.items()
+    }
+    return pipe(**given, **video, generator=draws, output_type="latent").frames  # type: ignore[no-any-return]
+
+
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": -1}
 CONFIGS: dict[str, Any] = {
     "no mask named": {},

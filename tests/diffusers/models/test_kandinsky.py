@@ -11,7 +11,7 @@ from dbsp_core.masks.token_order import video_order
 from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, WindowSource
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.resolve import resolve_config
-from tests.diffusers.models.kandinsky_cases import CONFIGS, MODEL, THW, by_itself, compute, run_nabla
+from tests.diffusers.models.kandinsky_cases import CONFIGS, MODEL, THW, by_itself, compute, run_nabla, run_pipeline
 from tests.support.models.tiny_transformers import make_tiny_transformer
 
 OWN = ("no mask named", "its own, named", "in a union")
@@ -45,6 +45,13 @@ def test_on_several_ranks_it_is_what_was_asked_for(threads, world, strategy, nam
         for what, same in (("own", is_own), ("dense", is_dense), ("sparge", is_sparge)):
             assert (found[what] <= 1e-5) == same, (what, found)
             assert same or found[what] > 1e-3, (what, found)
+
+
+def test_its_pipeline_equals_one_process(pool):
+    for from_single, from_dense, reached in pool(2).run(run_pipeline, "U1R2"):
+        assert from_single <= 1e-5
+        assert from_dense > 1e-3, "the mask must matter"
+        assert reached == 2
 
 
 def settled(config):

@@ -42,6 +42,7 @@ class StubVae(torch.nn.Module):
         temporal_compression_ratio=4,
         scale_factor_temporal=4,
         scale_factor_spatial=8,
+        spatial_compression_ratio=8,
     )
 
     def encode(self, video: torch.Tensor) -> Any:
@@ -140,6 +141,12 @@ def _flux() -> dict[str, Any]:
     return {"latents": noise(1, 16, 4), "height": 64, "width": 64} | text
 
 
+def _kandinsky() -> dict[str, Any]:
+    names = {"prompt_embeds_qwen": noise(1, 9, 16), "prompt_embeds_clip": noise(1, 12)}
+    ends = {"prompt_cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}
+    return _guided(names | ends) | {"height": 128, "width": 128, "num_frames": 9}
+
+
 _FRAMES = [_image() for _ in range(9)]
 _PAIR = {"in_channels": 9, "image_condition_type": "latent_concat", "guidance_embeds": False}
 CASES = [
@@ -210,6 +217,7 @@ CASES = [
             | {"latents": noise(1, 16, 16), "height": 64, "width": 64}
         ),
     ),
+    Case("Kandinsky5T2VPipeline", "kandinsky5-nabla", lambda: _euler(shift=5.0), 2, _kandinsky),
 ]
 _WITHOUT_PIPELINE = {"MiniMaxH3Transformer3DModel": "diffusers has blocks for it, and no pipeline"}
 
@@ -244,7 +252,8 @@ def make_pipe(case: Case) -> Any:
     for name, parameter in inspect.signature(cls.__init__).parameters.items():
         if name != "self" and parameter.default is inspect.Parameter.empty:
             own[name] = None
-    settings = {"num_layers": 1} | ONE_LAYER.get(case.tiny, {}) | (case.settings or {})
+    layers = "num_visual_blocks" if case.tiny.startswith("kandinsky") else "num_layers"
+    settings = {layers: 1} | ONE_LAYER.get(case.tiny, {}) | (case.settings or {})
     transformer = make_tiny_transformer(case.tiny, **settings).to(BF16)
     pipe = cls(**own | {"vae": StubVae(), "transformer": transformer, "scheduler": case.scheduler()} | case.parts())
     pipe.encode_image = lambda *_: noise(1, 17, 20)  # stands for an image encoder, where the pipeline has one
@@ -274,7 +283,17 @@ def test_steps_and_passes_of_a_pipeline_in_bfloat16(case):
 def test_the_pipelines_whose_loops_leave_out_the_last_step_are_known():
     import diffusers
 
-    families = ("chronoedit", "cogvideo", "flux", "flux2", "hunyuan_video", "hunyuan_video1_5", "ltx", "qwenimage")
+    families = (
+        "chronoedit",
+        "cogvideo",
+        "flux",
+        "flux2",
+        "hunyuan_video",
+        "hunyuan_video1_5",
+        "kandinsky5",
+        "ltx",
+        "qwenimage",
+    )
     folders = [Path(diffusers.__file__).parent / "pipelines" / name for name in (*families, "skyreels_v2", "wan")]
     files = [path for folder in folders for path in folder.glob("pipeline_*.py")]
     assert len(files) > 40
