@@ -71,7 +71,7 @@ def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
     own = known.own_mask.source(transformer) if known is not None and known.own_mask is not None else None
     if own is None:
         return config
-    if not config.names_mask:
+    if not config.mask_is_named:
         return replace(config, mask=own, origin=None if config.origin == DEFAULT_ORIGIN else config.origin)
     if not isinstance(own, NablaSource):
         return config

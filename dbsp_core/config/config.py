@@ -192,7 +192,7 @@ class DbspConfig:
         return replace(self, **checked(DbspConfig, {**own, "transformer_2": {}}, "'transformer_2'"))
 
     @property
-    def names_mask(self) -> bool:
+    def mask_is_named(self) -> bool:
         """Whether a mask was given, maybe dense. Otherwise a model whose checkpoint brings a mask keeps it."""
         return self.mask is not _UNNAMED
 
