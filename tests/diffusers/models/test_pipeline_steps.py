@@ -255,6 +255,10 @@ def make_pipe(case: Case) -> Any:
     layers = "num_visual_blocks" if case.tiny.startswith("kandinsky") else "num_layers"
     settings = {layers: 1} | ONE_LAYER.get(case.tiny, {}) | (case.settings or {})
     transformer = make_tiny_transformer(case.tiny, **settings).to(BF16)
+    if case.tiny.startswith("kandinsky"):  # whose timestep's embeddings stay in float32, as when it is loaded
+        for part in transformer.modules():
+            if type(part).__name__ in ("Kandinsky5TimeEmbeddings", "Kandinsky5Modulation"):
+                part.float()
     pipe = cls(**own | {"vae": StubVae(), "transformer": transformer, "scheduler": case.scheduler()} | case.parts())
     pipe.encode_image = lambda *_: noise(1, 17, 20)  # stands for an image encoder, where the pipeline has one
     pipe.set_progress_bar_config(disable=True)
