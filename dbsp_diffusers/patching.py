@@ -17,15 +17,21 @@ import torch
 from torch import nn
 
 __all__ = [
+    "Arguments",
     "PatchSet",
     "around_calls",
     "guidance_branch",
     "in_float64",
     "sample_of",
     "signature_of",
+    "without_argument",
 ]
 
 _MISSING = object()
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""A call's positional arguments, and those by name."""
 
 
 class PatchSet:
@@ -117,6 +123,14 @@ def signature_of(module: nn.Module) -> inspect.Signature:
 def sample_of(arguments: Mapping[str, Any]) -> Any:
     """The latents among a forward pass's arguments, a tensor or a list: the first, in all diffusers transformers."""
     return next(iter(arguments.values()))
+
+
+def without_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Arguments:
+    """The arguments of a module's forward with None for one of them, if it is given."""
+    call = signature_of(module).bind(*args, **kwargs)
+    if name in call.arguments:
+        call.arguments[name] = None
+    return call.args, call.kwargs
 
 
 def in_float64(pipe: Any) -> Any:

@@ -19,7 +19,7 @@ from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of, heads_of
-from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.patching import Arguments, PatchSet, guidance_branch, signature_of, without_argument
 from dbsp_diffusers.resolve import resolve_config
 from dbsp_diffusers.sharding.intercept import gate_of, intercept_attention
 
@@ -47,7 +47,7 @@ def attach_single_process(
     architecture = architecture_of(transformer)
     config = resolve_config(config, transformer, _ALONE)
     attentions = architecture.attentions_of(transformer)
-    heads = heads_of(attentions[0])
+    heads, own = heads_of(attentions[0]), architecture.own_mask
     provider = MaskProvider(
         config.mask, config.dense_schedule, heads, len(attentions), _ALONE, steps, clock=clock or StepClock()
     )
@@ -56,12 +56,13 @@ def attach_single_process(
     cache: dict[Hashable, BlockMask] = {}
     sequence = TokenSequence((0, 0, 0))
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         nonlocal sequence
         sequence = architecture.sequence(module, signature_of(module).bind(*args, **kwargs).arguments)
         sequence.require_grid(config.mask)
         provider.begin([sequence.video], sequence.timestep, branch())
         cache.clear()
+        return (args, kwargs) if own is None else without_argument(module, args, kwargs, own.argument)
 
     def attend(
         q: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import model_title
 from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
 from dbsp_core.planning.wire_format import MODEL
-from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
+from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
 from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log
 from dbsp_core.utils.yaml_file import Settings
-from dbsp_diffusers.models import ARCHITECTURES, architecture_of
+from dbsp_diffusers.models import ARCHITECTURES, architecture_of, known_architecture
 from dbsp_kernels import choose_kernel
 
 __all__ = ["describe_mask", "identify", "log_config", "resolve_config"]
@@ -51,9 +51,10 @@ def resolve_config(
 ) -> DbspConfig:
     """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
 
-    `name` is that of the transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError on
-    all ranks together: for an error in the settings on any rank, for a configuration of another model, for settings
-    that differ between ranks.
+    Where they name no mask, and the checkpoint brings one of its own, they are given this one. `name` is that of the
+    transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError on all ranks together:
+    for an error in the settings on any rank, for a configuration of another model, for settings that differ between
+    ranks.
     """
 
     def load() -> DbspConfig:
@@ -64,11 +65,25 @@ def resolve_config(
         else:
             loaded = DbspConfig.load(config)
             require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
-        return loaded.with_overrides(vae=vae or None).for_transformer(name)
+        return _with_own_mask(loaded.with_overrides(vae=vae or None).for_transformer(name), transformer)
 
     return run_consistently(
         group.control(), load, torch.device("cpu"), lambda loaded: loaded.fingerprint, "the configuration"
     )
+
+
+def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
+    """With the mask that a checkpoint brings where none is named; and with its numbers where its mask is, without."""
+    known = known_architecture(transformer)
+    own = known.own_mask.source(transformer) if known is not None and known.own_mask is not None else None
+    if own is None:
+        return config
+    if not config.mask_is_named:
+        return replace(config, mask=own, origin=None if config.origin == DEFAULT_ORIGIN else config.origin)
+    if not isinstance(own, NablaSource):
+        return config
+    parts = tuple(part.or_else(own) if isinstance(part, NablaSource) else part for part in parts_of(config.mask))
+    return replace(config, mask=parts[0] if len(parts) == 1 else UnionSource(parts))
 
 
 def log_config(

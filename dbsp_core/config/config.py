@@ -35,6 +35,9 @@ MODES = ("auto", "sync", "async")
 _NOT_COMPARED = ("report", "record", "origin", "generate", "cost_model", "mask", "transformer_2")
 """Settings that may differ by rank, as paths do, or are compared apart."""
 
+_UNNAMED = DenseSource()
+"""The mask where none is named."""
+
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
 
 
@@ -102,7 +105,8 @@ class DbspConfig:
     """All settings of db-SP. Raises UserError, naming the key and the fix, for a value that makes no sense.
 
     Attributes:
-        mask: Where masks come from, a mapping such as {source: window, window: [5, 9, 9]}.
+        mask: Where masks come from, a mapping such as {source: window, window: [5, 9, 9]}. Dense where none is named,
+            unless the model's checkpoint brings one of its own (NABLA).
         dense_schedule: Where attention stays dense, a mapping such as {first_steps: 10, first_layers: 1}.
         strategy: "UxRy", "auto" for the one predicted to be fastest at each attention, or None for the host's own
             degrees.
@@ -131,7 +135,7 @@ class DbspConfig:
         origin: No setting: the file that the settings come from, or None.
     """
 
-    mask: MaskSource = field(default_factory=DenseSource, metadata={"read": read_mask})
+    mask: MaskSource = field(default_factory=lambda: _UNNAMED, metadata={"read": read_mask})
     dense_schedule: DenseSchedule = field(default_factory=DenseSchedule)
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     layout: str | None = None
@@ -188,6 +192,11 @@ class DbspConfig:
         for key in (key for key in ("report", "vae", "transformer_2") if key in own):
             raise SettingError(f"'{key}' in 'transformer_2' is for both transformers; set it beside it", (key,))
         return replace(self, **checked(DbspConfig, {**own, "transformer_2": {}}, "'transformer_2'"))
+
+    @property
+    def mask_is_named(self) -> bool:
+        """Whether a mask was given, maybe dense. Otherwise a model whose checkpoint brings a mask keeps it."""
+        return self.mask is not _UNNAMED
 
     def strategy_or(self, host: Strategy) -> Strategy | None:
         """The strategy to use where the host has its own; None for "auto"."""

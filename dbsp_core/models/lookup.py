@@ -81,6 +81,8 @@ def model_title(signature: ModelSignature) -> str:
     if signature in TINY_NAMES:
         return f"{TINY}{TINY_NAMES[signature]}"
     layers, heads, head_dim, _ = signature.sizes
+    if not heads:  # a class whose configuration has other names for them
+        return f"a {signature.pipeline}"
     return f"a {signature.pipeline} with {layers} layers and {heads} heads of {head_dim}"
 
 

@@ -46,6 +46,10 @@ MASKS = {
     "window": "#8a9a2b",
     "large window": "#c3cc70",
     "radial": "#1b7f5c",
+    "sparge, pooled keys": "#d98f2b",
+    "sol": "#6a4fb5",
+    "sol, no pooled keys": "#b3a3dd",
+    "window + sparge": "#5f7d3a",
     "lowrank": "#3f8fc4",
     "lowrank, mean query": "#a3cbe6",
 }

@@ -2,7 +2,13 @@
 
 from dbsp_diffusers.models.architecture import Architecture, heads_of
 from dbsp_diffusers.models.cuts import Cut, Cuts, DerivedCuts
-from dbsp_diffusers.models.table import ARCHITECTURES, REFUSED, architecture_of, register_architecture
+from dbsp_diffusers.models.table import (
+    ARCHITECTURES,
+    REFUSED,
+    architecture_of,
+    known_architecture,
+    register_architecture,
+)
 from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
 
 __all__ = [
@@ -15,6 +21,7 @@ __all__ = [
     "TokenSequence",
     "architecture_of",
     "heads_of",
+    "known_architecture",
     "register_architecture",
     "sample_grid",
     "valid_tokens",

@@ -9,10 +9,25 @@ from typing import Any
 from torch import nn
 
 from dbsp_core.layout.sequence_layout import Streams
+from dbsp_core.sources import MaskSource
 from dbsp_diffusers.models.cuts import Cuts, DerivedCuts, modules_at
 from dbsp_diffusers.models.token_sequence import TokenSequence
 
-__all__ = ["Architecture", "heads_of"]
+__all__ = ["Architecture", "OwnMask", "heads_of"]
+
+
+@dataclass(frozen=True)
+class OwnMask:
+    """A sparse mask that a transformer class brings.
+
+    Attributes:
+        argument: That of its forward which asks for it. Without, attention is dense and tokens are in (t, h, w) order:
+            so it is left out, and db-SP's mask takes its place.
+        source: Returns the mask of a transformer by its configuration, or None where it is dense.
+    """
+
+    argument: str
+    source: Callable[[Any], MaskSource | None]
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,7 @@ class Architecture:
         text: Place of text in the sequence that is attended over: "first", "last", or None, not in it.
         padded_text: Whether a mask of its self-attention says only which text is padding, which `sequence` leaves out.
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
+        own_mask: The sparse mask that it brings, if any.
         refused: Returns why a transformer of the class cannot be run, or None.
     """
 
@@ -41,6 +57,7 @@ class Architecture:
     text: Streams = None
     padded_text: bool = False
     pipeline: str = ""
+    own_mask: OwnMask | None = None
     refused: Callable[[Any], str | None] = lambda transformer: None
 
     def attentions_of(self, transformer: nn.Module) -> list[nn.Module]:

@@ -5,11 +5,30 @@ from __future__ import annotations
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models import cogvideox, cosmos, ernie, flux, hunyuan, krea, ltx, minimax, qwen, wan, z_image
+from dbsp_diffusers.models import (
+    cogvideox,
+    cosmos,
+    ernie,
+    flux,
+    hunyuan,
+    kandinsky,
+    krea,
+    ltx,
+    minimax,
+    qwen,
+    wan,
+    z_image,
+)
 from dbsp_diffusers.models.architecture import Architecture
 from dbsp_kernels.advice import page
 
-__all__ = ["ARCHITECTURES", "REFUSED", "architecture_of", "register_architecture"]
+__all__ = [
+    "ARCHITECTURES",
+    "REFUSED",
+    "architecture_of",
+    "known_architecture",
+    "register_architecture",
+]
 
 ARCHITECTURES: dict[str, Architecture] = {
     **wan.ARCHITECTURES,
@@ -23,12 +42,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     **krea.ARCHITECTURES,
     **ernie.ARCHITECTURES,
     **minimax.ARCHITECTURES,
+    **kandinsky.ARCHITECTURES,
 }
 """Architectures by class name: diffusers need not be imported to look one up."""
 
 REFUSED = {
     "HeliosTransformer3DModel": "it cuts and gathers its sequence at every layer",
-    "Kandinsky5Transformer3DModel": "it brings a sparse mask of its own (NABLA), and has no entry yet",
+    "Kandinsky6Transformer3DModel": "audio attends to video in modules that db-SP does not shard",
     "SanaVideoTransformer3DModel": "its attention is linear, without a softmax that a mask could apply to",
 }
 """Why classes that look alike are not run."""
@@ -46,6 +66,12 @@ def register_architecture(class_name: str, architecture: Architecture) -> None:
     """
     if ARCHITECTURES.setdefault(class_name, architecture) != architecture:
         raise UserError(f"{class_name} is known already, with other settings; register a subclass under another name")
+
+
+def known_architecture(transformer: nn.Module) -> Architecture | None:
+    """The architecture of a transformer or of a class it derives from, whether it can be run or not."""
+    names = (cls.__name__ for cls in type(transformer).__mro__)
+    return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
 
 
 def architecture_of(transformer: nn.Module) -> Architecture:

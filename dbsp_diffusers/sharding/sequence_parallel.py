@@ -20,7 +20,14 @@ from dbsp_diffusers.bags import BagSessions, Sharing
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
 from dbsp_diffusers.models.cuts import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
-from dbsp_diffusers.patching import PatchSet, guidance_branch, sample_of, signature_of
+from dbsp_diffusers.patching import (
+    Arguments,
+    PatchSet,
+    guidance_branch,
+    sample_of,
+    signature_of,
+    without_argument,
+)
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
 from dbsp_diffusers.sharding.intercept import gate_of, intercept_attention
@@ -34,7 +41,6 @@ Shards = Mapping[str, StreamShards | PackedShards]
 """Shards of a sequence by stream."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Arguments = tuple[Args, Kwargs]
 
 
 def shard_transformer(
@@ -85,7 +91,7 @@ class _VideoPass:
             return value
         shards = self._stream(cut.stream)
         if cut.grid:
-            return shards.take(value.flatten(cut.dim, cut.dim + 2), cut.dim)[..., None, None]
+            return shards.take(value.flatten(cut.dim, cut.dim + 2), cut.dim).unflatten(cut.dim, (-1, 1, 1))
         if cut.after_text:
             text, video = value.tensor_split([value.shape[cut.dim] - self.video.tokens], cut.dim)
             return torch.cat([text, self.video.take(video, cut.dim)], cut.dim)
@@ -197,7 +203,8 @@ class _SequenceSharding:
             streams=self._architecture.text,
         )
         self._pass, self._attention = _VideoPass(self._shards_of(layout, sequence, device)), self._session
-        return self._cut_own(args, kwargs)
+        own = self._architecture.own_mask
+        return self._cut_own(*(args, kwargs) if own is None else without_argument(module, args, kwargs, own.argument))
 
     def _begin_packed(self, module: nn.Module, batch: PackedBatch) -> PackedBatch:
         """Begins a packed pass: in this rank's bag, or in all ranks' where no bags are asked for."""

@@ -1,12 +1,13 @@
 """Masks of other projects' own code against ours: run as a yardstick from checkouts of theirs, nothing of it kept.
 
-    python -m scripts.checks.upstream.compare_masks --radial FOLDER --svg FOLDER --paro FOLDER --sol FOLDER
+    python -m scripts.checks.upstream.compare_masks --radial FOLDER --svg FOLDER --paro FOLDER --sol FOLDER --nabla
         [--out FILE.csv]
 
     --radial  a checkout of https://github.com/mit-han-lab/radial-attention
     --svg     of https://github.com/svg-project/Sparse-VideoGen
     --paro    of https://github.com/jamescsq47/PAROAtten
     --sol     of https://github.com/NVIDIA/TensorRT-LLM, of whose files one is read
+    --nabla   the installed diffusers
 
 Their packages for GPUs are stood in for by mocks; what is compared needs none. Each runs in a process of its own.
 """
@@ -24,17 +25,20 @@ from pathlib import Path
 from scripts.checks.upstream.yardsticks.finding import Finding
 
 YARDSTICKS = {"radial": "radial_attention", "svg": "sparse_videogen", "paro": "paroattention", "sol": "tensorrt_llm"}
+INSTALLED = {"nabla": "diffusers_nabla"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in YARDSTICKS:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
+    for name in INSTALLED:
+        parser.add_argument(f"--{name}", action="store_const", const=Path())
     parser.add_argument("--out", type=Path, metavar="FILE.csv")
     options = parser.parse_args()
     found: list[Finding] = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for name, module in YARDSTICKS.items():
+        for name, module in {**YARDSTICKS, **INSTALLED}.items():
             if getattr(options, name) is not None:
                 found += pool.apply(_findings, (module, getattr(options, name)))
     for one in found:

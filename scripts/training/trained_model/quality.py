@@ -40,6 +40,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sol, no pooled keys": [{"source": "sol", "tau": value, "pooled_keys": False} for value in (2.0, 1.0, 0.5, 0.0)],
     "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
+    "window + sparge cdf": [
+        {"source": "union", "of": [{"source": "window", "window": [1, 3, 5]}, {"source": "sparge", "cdf": value}]}
+        for value in (0.3, 0.6, 0.85)
+    ],
 }
 SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
 
@@ -62,6 +66,8 @@ class Row:
 
 def blocks(setting: dict[str, Any], size: int) -> dict[str, Any]:
     """The whole mask setting. Learned blocks are not alike inside, so none is dense for that (similarity −1)."""
+    if setting["source"] == "union":
+        return {**setting, "of": [blocks(one, size) for one in setting["of"]]}
     extra = {"similarity": -1.0} if setting["source"] == "sparge" else {}
     return {**setting, **extra, "block_q": size, "block_k": size}
 
@@ -89,10 +95,9 @@ def of_other_sources(file: Path, sources: list[str]) -> list[Row]:
 def _row(
     source: str, setting: dict[str, Any], job: tuple[str, int], density: float, sparse: Video, dense: Video, steps: int
 ) -> Row:
-    text = ", ".join(f"{key} {value}" for key, value in setting.items() if key not in ("source", "pooled_keys"))
     return Row(
         source,
-        text,
+        _in_words(setting),
         *job,
         density,
         psnr(sparse.frames, dense.frames),
@@ -100,6 +105,12 @@ def _row(
         relative_l1(sparse.latents, dense.latents),
         steps,
     )
+
+
+def _in_words(setting: dict[str, Any]) -> str:
+    if setting["source"] == "union":
+        return " + ".join(map(_in_words, setting["of"]))
+    return ", ".join(f"{key} {value}" for key, value in setting.items() if key not in ("source", "pooled_keys"))
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -117,7 +128,7 @@ def draw(rows: list[Row]) -> Figure:
         strict=True,
     ):
         for source in dict.fromkeys(row.source for row in rows):
-            here, colour = [row for row in rows if row.source == source], MASKS[source.removesuffix(" cdf")]
+            here, colour = [row for row in rows if row.source == source], MASKS[source.replace(" cdf", "")]
             axis.scatter([row.density for row in here], [getattr(row, name) for row in here], s=7, color=colour)
             means = _means(here, name)
             axis.plot([x for x, _ in means], [y for _, y in means], "o-", color=colour, label=source)

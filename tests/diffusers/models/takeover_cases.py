@@ -154,7 +154,7 @@ def _config(config: dict[str, Any]) -> Callable[[int], None]:
 
 MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
     "an unknown class": (_unknown("Mystery3DModel"), "does not know Mystery3DModel; it knows WanTransformer3DModel, "),
-    "NABLA's own mask": (_unknown("Kandinsky5Transformer3DModel"), "a sparse mask of its own (NABLA)"),
+    "audio that attends to video": (_unknown("Kandinsky6Transformer3DModel"), "audio attends to video"),
     "token_replace": (
         _pass("hunyuan", {"image_condition_type": "token_replace"}),
         "with image_condition_type token_replace",

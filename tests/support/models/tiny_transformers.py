@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,11 +31,15 @@ Noise = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Tiny:
-    """One variant of a class: its name in diffusers, its sizes, and inputs(noise, thw, batch) for a pass."""
+    """One variant of a class: its name in diffusers, its sizes, and inputs(noise, thw, batch) for a pass.
+
+    prepare: what is done to a new one, whose weights would hide mistakes
+    """
 
     cls: str
     sizes: dict[str, Any]
     inputs: Callable[[Noise, Thw, int], dict[str, Any]]
+    prepare: Callable[[Any], None] = lambda transformer: None
 
 
 def _wan(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
@@ -373,6 +378,74 @@ def _minimax_h3(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
     }
 
 
+def _kandinsky(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    t, h, w = thw
+    return {
+        "hidden_states": noise(batch, t, 2 * h, 2 * w, 4),
+        "encoder_hidden_states": noise(batch, TEXT, 16),
+        "timestep": torch.full((batch,), 500.0),
+        "pooled_projections": noise(batch, 12),
+        "visual_rope_pos": [torch.arange(size) for size in thw],
+        "text_rope_pos": torch.arange(TEXT),
+    }
+
+
+def _kandinsky_nabla(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    """As its pipeline asks for NABLA, for a video of whole tiles of 8 × 8 tokens; for another one, without."""
+    from diffusers import Kandinsky5T2VPipeline
+
+    inputs = _kandinsky(noise, thw, batch)
+    if thw[1] % 8 or thw[2] % 8:
+        return inputs
+    transformer = SimpleNamespace(config=SimpleNamespace(**_KANDINSKY | _NABLA))
+    pipe = SimpleNamespace(transformer=transformer, fast_sta_nabla=Kandinsky5T2VPipeline.fast_sta_nabla)
+    params = Kandinsky5T2VPipeline.get_sparse_params(pipe, inputs["hidden_states"], torch.device("cpu"))
+    return inputs | {"sparse_params": params}
+
+
+def _open_gates(transformer: Any) -> None:
+    """New ones are closed, so that no block does anything. And rotary tables are applied in the model's own dtype:
+    rounding q and k to bfloat16, as diffusers does, lets the last bit of a sum change them by 2^-9."""
+    from diffusers.models.transformers import transformer_kandinsky
+
+    for name, parameter in transformer.named_parameters():
+        if "modulation" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    transformer_kandinsky.torch = _UNROUNDED  # type: ignore[attr-defined]
+
+
+class _Unrounded(ModuleType):
+    """torch, but that bfloat16 is float32."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_UNROUNDED = _Unrounded("torch")
+_KANDINSKY = {
+    "in_visual_dim": 4,
+    "in_text_dim": 16,
+    "in_text_dim2": 12,
+    "time_dim": 24,
+    "out_visual_dim": 4,
+    "patch_size": (1, 2, 2),
+    "model_dim": HEADS * WIDTH,
+    "ff_dim": 64,
+    "axes_dims": (8, 8, 8),
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+}
+_NABLA = {
+    "attention_type": "nabla",
+    "attention_P": 0.4,
+    "attention_wT": 1,
+    "attention_wH": 1,
+    "attention_wW": 3,
+    "attention_add_sta": True,
+    "attention_method": "topcdf",
+}
 _WAN_CLASS = "WanTransformer3DModel"
 _H15_SIZES = _SIZES | _HUNYUAN | {"in_channels": 9, "text_embed_2_dim": 32, "image_embed_dim": 12, "target_size": 16}
 _LTX_SIZES = _SIZES | {
@@ -556,20 +629,23 @@ TINY = {
         | {"time_embed_dim": 24, "rope_freq_dim": 4},
         _minimax_h3,
     ),
+    "kandinsky5": Tiny("Kandinsky5Transformer3DModel", _KANDINSKY, _kandinsky, _open_gates),
+    "kandinsky5-nabla": Tiny("Kandinsky5Transformer3DModel", _KANDINSKY | _NABLA, _kandinsky_nabla, _open_gates),
 }
 """By a name for tests."""
 
 
 def make_tiny_transformer(name: str, seed: int = 0, **options: Any) -> Any:
     """The same weights for the same seed, on every rank."""
-    import diffusers
-
     with _DRAWING, torch.random.fork_rng():
+        import diffusers  # which looks up its names when they are asked for, not for two threads at a time
+
         torch.manual_seed(seed)
         transformer = getattr(diffusers, TINY[name].cls)(**TINY[name].sizes | options).eval()
         for module in transformer.modules():
             if isinstance(module, torch.nn.Linear) and not module.weight.any():  # or what it is given has no effect
                 torch.nn.init.xavier_uniform_(module.weight)
+        TINY[name].prepare(transformer)
         return transformer
 
 
