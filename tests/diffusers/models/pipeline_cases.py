@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import dbsp_diffusers
@@ -460,6 +461,16 @@ WITHOUT_PIPELINE = {
 ONE_OF_EACH = {"num_single_layers": 1}
 ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "flux2"), ONE_OF_EACH)}
 """Beside num_layers."""
+
+
+_SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "Ovis", "QwenImageEditPlus", "WanAnimate")
+"""How the names of pipelines begin that are like others, and run in the long part alone."""
+
+
+def marked(case: Case, *values: Any) -> Any:
+    """A parameter of a test, of this case or of values that stand for it."""
+    marks = pytest.mark.long if case.pipeline.startswith(_SELDOM) else ()
+    return pytest.param(*(values or (case,)), id=case.pipeline, marks=marks)
 
 
 def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
