@@ -2,13 +2,8 @@
 
 from dbsp_diffusers.models.architecture import Architecture, heads_of
 from dbsp_diffusers.models.cuts import Cut, Cuts, DerivedCuts
-from dbsp_diffusers.models.table import (
-    ARCHITECTURES,
-    REFUSED,
-    architecture_of,
-    known_architecture,
-    register_architecture,
-)
+from dbsp_diffusers.models.refused import REFUSED
+from dbsp_diffusers.models.table import ARCHITECTURES, architecture_of, known_architecture, register_architecture
 from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
 
 __all__ = [

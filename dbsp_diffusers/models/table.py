@@ -1,4 +1,4 @@
-"""The transformer classes that db-SP knows, those it refuses with a reason, and how others are made known."""
+"""The transformer classes that db-SP knows, and how others are made known."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ from dbsp_diffusers.models import (
     z_image,
 )
 from dbsp_diffusers.models.architecture import Architecture
+from dbsp_diffusers.models.refused import REFUSED
 from dbsp_kernels.advice import page
 
-__all__ = [
-    "ARCHITECTURES",
-    "REFUSED",
-    "architecture_of",
-    "known_architecture",
-    "register_architecture",
-]
+__all__ = ["ARCHITECTURES", "architecture_of", "known_architecture", "register_architecture"]
 
 ARCHITECTURES: dict[str, Architecture] = {
     **wan.ARCHITECTURES,
@@ -46,16 +41,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """Architectures by class name: diffusers need not be imported to look one up."""
 
-REFUSED = {
-    "HeliosTransformer3DModel": "it cuts and gathers its sequence at every layer",
-    "Kandinsky6Transformer3DModel": "audio attends to video in modules that db-SP does not shard",
-    "SanaVideoTransformer3DModel": "its attention is linear, without a softmax that a mask could apply to",
-}
-"""Why classes that look alike are not run."""
-
 
 def register_architecture(class_name: str, architecture: Architecture) -> None:
-    """Makes a transformer class known; see docs/adding-a-model.md.
+    """Makes a transformer class known, also one that is otherwise refused; see docs/adding-a-model.md.
 
     Args:
         class_name: The name of the class; its subclasses are known with it.
@@ -78,14 +66,14 @@ def architecture_of(transformer: nn.Module) -> Architecture:
     """The architecture of a transformer or of a class it derives from. Raises UserError for one that cannot be run."""
     kind = type(transformer).__name__
     for cls in type(transformer).__mro__:
-        if cls.__name__ in REFUSED:
-            raise UserError(f"db-SP does not run {kind}: {REFUSED[cls.__name__]}")
         if cls.__name__ in ARCHITECTURES:
             architecture = ARCHITECTURES[cls.__name__]
             reason = architecture.refused(transformer)
             if reason is not None:
                 raise UserError(f"db-SP does not run this {kind}: {reason}")
             return architecture
+        if cls.__name__ in REFUSED:
+            raise UserError(f"db-SP does not run {kind}: {REFUSED[cls.__name__]}")
     raise UserError(
         f"db-SP does not know {kind}; it knows {', '.join(ARCHITECTURES)} and their subclasses; "
         f"others of their kind need one entry: {page('adding-a-model')}"

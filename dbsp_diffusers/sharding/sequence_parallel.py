@@ -239,7 +239,7 @@ class _SequenceSharding:
     def _attend_to_video(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """q: [B, H, n, D], whole; k, v: [B, H, shard, D], this rank's video tokens, then padding."""
+        """Attends from q [B, H, n, D], which every rank has, to k and v [B, H, shard, D] of the video's tokens."""
         here, scale = self.video.tokens_here, q.shape[-1] ** -0.5 if scale is None else scale
         return attend_shared_keys(q, k[:, :, :here], v[:, :, :here], scale, self._session.group)
 

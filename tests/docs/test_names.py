@@ -23,8 +23,7 @@ VOCABULARY = ROOT / "docs" / "vocabulary.md"
 RETIRED = "**Words no longer used**"
 FROM_OTHERS = {
     # What other projects call things, in tables that translate.
-    *("cu_seqlens", "seqused_k", "softmax_lse", "extra_pos_emb", "learnable_pos_embed", "CosmosTransformer3DModel"),
-    *("nablaT_v2", "add_sta"),
+    *("cu_seqlens", "seqused_k", "softmax_lse", "nablaT_v2", "add_sta"),
     # Files of other projects, and what users may call or set there.
     *("sparse_reordered_all.pt", "cogvideo_lut.pt", "load_lora_weights", "NCCL_SOCKET_IFNAME", "ball.rankn.log"),
     "xFuserArgs.add_cli_args",

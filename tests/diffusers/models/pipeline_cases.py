@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import dbsp_diffusers
@@ -169,6 +170,12 @@ def _flux() -> dict[str, Any]:
 
 def _flux_text() -> dict[str, torch.Tensor]:
     return {"prompt_embeds": noise(1, 9, 32), "pooled_prompt_embeds": noise(1, 32)}
+
+
+def _kandinsky() -> dict[str, Any]:
+    names = {"prompt_embeds_qwen": noise(1, 9, 16), "prompt_embeds_clip": noise(1, 12)}
+    ends = {"prompt_cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}
+    return _guided(names | ends) | {"height": 128, "width": 128, "num_frames": 9}
 
 
 class StubConnectors(Stub):
@@ -450,6 +457,7 @@ CASES = [
         1,
         lambda: _guided({"prompt_embeds": [noise(9, 16)]}) | {"height": 64, "width": 64, "prompt": None},
     ),
+    Case("Kandinsky5T2VPipeline", "kandinsky5-nabla", lambda: _euler(shift=5.0), 2, _kandinsky),
 ]
 WITHOUT_PIPELINE = {
     "ConsisIDTransformer3DModel": "its pipeline needs OpenCV",
@@ -460,6 +468,16 @@ WITHOUT_PIPELINE = {
 ONE_OF_EACH = {"num_single_layers": 1}
 ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "flux2"), ONE_OF_EACH)}
 """Beside num_layers."""
+
+
+_SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "Ovis", "QwenImageEditPlus", "WanAnimate")
+"""How the names of pipelines begin that are like others, and run in the long part alone."""
+
+
+def marked(case: Case, *values: Any) -> Any:
+    """A parameter of a test, of this case or of values that stand for it."""
+    marks = pytest.mark.long if case.pipeline.startswith(_SELDOM) else ()
+    return pytest.param(*(values or (case,)), id=case.pipeline, marks=marks)
 
 
 def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
@@ -473,6 +491,9 @@ def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
             own[name] = None
     settings = _layers(case.tiny, 1) | (case.settings or {}) | settings
     transformer = make_tiny_transformer(case.tiny, **settings).to(dtype)
+    for part in transformer.modules():
+        if type(part).__name__ in ("Kandinsky5TimeEmbeddings", "Kandinsky5Modulation"):
+            part.float()  # as when it is loaded
     main = {"vae": StubVae(dtype), "transformer": transformer, "scheduler": case.scheduler()}
     pipe = cls(**own | main | case.parts(dtype))
     pipe.encode_image = lambda *_, **__: noise(1, 17, 20).to(dtype)  # an image encoder's, where the pipeline has one
@@ -482,7 +503,8 @@ def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
 
 def _layers(tiny: str, number: int) -> dict[str, Any]:
     """The setting of a tiny transformer's number of layers."""
-    return {"n_layers" if tiny == "z-image" else "num_layers": number} | ONE_LAYER.get(tiny, {})
+    names = {"z-image": "n_layers", "kandinsky5-nabla": "num_visual_blocks"}
+    return {names.get(tiny, "num_layers"): number} | ONE_LAYER.get(tiny, {})
 
 
 def run_pipeline(rank: int, world: int, place: int, config: dict[str, Any]) -> tuple[float, float]:

@@ -190,7 +190,23 @@ MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
         _pass("flux", {}, img_ids=torch.cat([torch.zeros(3, 3), torch.ones(32, 3)])),
         "img_ids is not one grid of tokens",
     ),
-    "two images": (_pass("qwen", {}, img_shapes=[[(1, 5, 4), (1, 5, 3)]] * 2), "does not know edits of images yet"),
+    "an edited image beside the image": (
+        _pass("qwen", {}, img_shapes=[[(1, 5, 4), (1, 5, 3)]] * 2),
+        "img_shapes is not one grid of tokens",
+    ),
+    "images of two sizes": (_pass("qwen", {}, img_shapes=[[(1, 5, 7)], [(1, 7, 5)]]), "the same for all items"),
+    "lists of images of two sizes": (
+        _pass("z-image", {}, x=[torch.zeros(4, 1, 10, 14), torch.zeros(4, 1, 14, 10)]),
+        "differ in size",
+    ),
+    "a mask between tokens": (
+        _pass("ltx2", {}, video_self_attention_mask=torch.ones(2, 105, 105)),
+        "with video_self_attention_mask",
+    ),
+    "padding in different places": (
+        _pass("krea2", {}, encoder_attention_mask=torch.eye(13)[:2].bool()),
+        "the texts of one batch differ in length",
+    ),
 }
 
 

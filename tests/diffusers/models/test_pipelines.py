@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.diffusers.models.pipeline_cases import CASES, run_pipeline
+from tests.diffusers.models.pipeline_cases import CASES, marked, run_pipeline
 
 TOLERANCE = 1e-5
 CONFIG = {
     "mask": {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 4, "block_k": 4, "dense_text": False},
     "strategy": "U1R2",
 }
-ALWAYS = ("LTX2", "QwenImage", "CosmosText", "HunyuanImage", "ZImage")
-"""How the names of those begin that run in every test; the others differ from one another in less."""
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(place, id=case.pipeline, marks=() if case.pipeline.startswith(ALWAYS) else pytest.mark.long)
-        for place, case in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize("place", [marked(case, place) for place, case in enumerate(CASES)])
 def test_a_pipeline_equals_one_process(pool, place):
     for from_single, from_dense in pool(2).run(run_pipeline, place, CONFIG):
         assert from_single <= TOLERANCE

@@ -638,7 +638,7 @@ TINY = {
 def make_tiny_transformer(name: str, seed: int = 0, **options: Any) -> Any:
     """The same weights for the same seed, on every rank."""
     with _DRAWING, torch.random.fork_rng():
-        import diffusers  # which looks up its names when they are asked for, not for two threads at a time
+        import diffusers  # here: its names are not all there while another thread imports it
 
         torch.manual_seed(seed)
         transformer = getattr(diffusers, TINY[name].cls)(**TINY[name].sizes | options).eval()
