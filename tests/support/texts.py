@@ -10,7 +10,11 @@ from pathlib import Path
 from tests.support.repository import ROOT
 
 _READMES = (ROOT / part / "README.md" for part in (".", "examples", "scripts", "tests"))
-PAGES = [*_READMES, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *_READMES,
+    *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 _FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
 
 
