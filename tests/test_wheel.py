@@ -116,7 +116,8 @@ def test_an_extra_alone_is_enough_away_from_the_checkout(tmp_path, wheel, extra)
     )
     borrow(Path(place.stdout.strip()), (*hidden, *OF_NONE))
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
-    subprocess.run(install, check=True, capture_output=True)
+    outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    subprocess.run(install, check=True, capture_output=True, env=outside)
     for command in ("torchrun", "xdit"):
         theirs = Path(sysconfig.get_path("scripts")) / command
         text = theirs.read_text() if theirs.exists() and not (command == "xdit" and extra != "xdit") else ""
@@ -125,11 +126,10 @@ def test_an_extra_alone_is_enough_away_from_the_checkout(tmp_path, wheel, extra)
             (python.parent / command).chmod(0o755)
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
         [ROOT / ".ci" / "use_extra", python.parent, extra],
         cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=outside | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
