@@ -22,7 +22,7 @@ from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
 from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log
-from dbsp_core.utils.yaml_file import Settings
+from dbsp_core.utils.yaml_file import Settings, shown_config
 from dbsp_diffusers.models import ARCHITECTURES, architecture_of, known_architecture
 from dbsp_kernels import choose_kernel
 
@@ -103,7 +103,7 @@ def log_config(
     if config.exchange.wire is not MODEL:
         layout += f", exchange {config.exchange.precision}"
     _log_once(f"{model_title(identity)} on {ranks}, strategy {strategy or 'auto'}, {layout}")
-    origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {config.origin}"
+    origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {shown_config(config.origin)}"
     _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))
 
 

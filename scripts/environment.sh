@@ -27,7 +27,7 @@ prepare() {
     fi
     local python
     python="$(find_python)"
-    echo "Setting up $VENV (once; about a minute, most of it downloads)" >&2
+    echo "Setting up $VENV (once; minutes, and 2 to 7 GB by which torch pip finds; most of it downloads)" >&2
     "$python" -m venv "$VENV" 2>/dev/null || {
         # Some distributions ship Python without ensurepip.
         "$python" -m pip install --quiet --user virtualenv && "$python" -m virtualenv --quiet "$VENV"

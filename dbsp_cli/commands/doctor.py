@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import entry_points
 
 import torch
@@ -22,6 +22,7 @@ from dbsp_sglang import plugin as sglang_plugin
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
 
+
 _NO_GPU = "needs a GPU"
 
 
@@ -32,7 +33,7 @@ def doctor_command(as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(verdict=verdict(checks), findings=[asdict(one) | {"ok": one.ok} for one in checks])
         return
-    rows = [(one.state, one.what, "; ".join(filter(None, (one.detail, one.fix)))) for one in checks]
+    rows = [(one.state, one.what, "; ".join(filter(None, (one.detail, one.fix)))) for one in _together(checks)]
     print(verdict(checks), end="\n\n")
     print_tables([TextTable("", ("state", "what", "detail"), rows, left=("state", "what", "detail"))])
 
@@ -54,6 +55,17 @@ class Check:
     @property
     def ok(self) -> bool:
         return self.state == "ok"
+
+
+def _together(checks: Sequence[Check]) -> list[Check]:
+    """The checks with kernels that are not here for the same reason as one line."""
+    found: dict[tuple[str, ...], Check] = {}
+    for one in checks:
+        key = (one.detail, one.fix) if one.state == "not here" and one.what.startswith("kernel ") else (one.what,)
+        before = found.get(key)
+        name = one.what if before is None else f"{before.what}, {one.what.removeprefix('kernel ')}"
+        found[key] = replace(one, what=name)
+    return list(found.values())
 
 
 @dataclass(frozen=True)

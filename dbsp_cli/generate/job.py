@@ -34,7 +34,7 @@ from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
 from dbsp_core.utils.paths import require_file_place, require_folder_place
-from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings
+from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
@@ -258,7 +258,7 @@ def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, he
 
 
 def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
-    from_file = settings.origin if settings.origin in ("", DEFAULT_ORIGIN) else f"from {settings.origin}"
+    from_file = settings.origin if settings.origin in ("", DEFAULT_ORIGIN) else f"from {shown_config(settings.origin)}"
     keys = ", ".join(change.partition("=")[0] for change in changes)
     return from_file + (f", but for {keys}" if keys else "")
 

@@ -117,7 +117,8 @@ def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
     try:
         put_file(video, job.out)
     except OSError as error:
-        kept = [str(work.keep(path.name)) for path in (video, report) if path.exists()]
+        wanted = (video,) if job.report is None else (video, report)
+        kept = [str(work.keep(path.name)) for path in wanted if path.exists()]
         raise RunFailed(
             f"the video is made, but cannot be put in its place ({error}); it is kept: {' and '.join(kept)}"
         ) from error

@@ -7,7 +7,7 @@ from dbsp_core.models.lookup import model_title, published_model, signature_of_m
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.yaml_file import shipped_configs
+from dbsp_core.utils.yaml_file import shipped_configs, shown_config
 
 __all__ = ["DEFAULT_ORIGIN", "default_config", "require_same_model"]
 
@@ -39,7 +39,7 @@ def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_p
         return
     same = wanted == actual if with_pipeline else wanted.sizes == actual.sizes
     if not same:
-        where = f" ({config.origin})" if config.origin else ""
+        where = f" ({shown_config(config.origin)})" if config.origin else ""
         raise UserError(
             f"the configuration{where} is for {model_title(wanted)}, the model is {model_title(actual)}; take the "
             "configuration of that model, or leave out 'model' to use these settings for any"

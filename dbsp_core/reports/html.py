@@ -18,7 +18,7 @@ _TEMPLATES = Path(__file__).with_name("pages")
 
 def report_page(report: RunReport) -> str:
     """HTML of a report: numbers and tables are text, and its script draws heat maps and bars from embedded data."""
-    totals = report.totals
+    totals, settings = report.totals, flat_settings(report.environment.settings)
     modelled = [
         ("saved against contiguous plans", in_seconds(totals.saved_s)),
         ("that perfectly even work would still save", in_seconds(totals.left_s)),
@@ -39,12 +39,17 @@ def report_page(report: RunReport) -> str:
         kinds=[(name, in_bytes(count), f"{count:,}") for name, count in kinds],
         layers=layer_summaries(report),
         ranks=list(enumerate(zip(report.ranks.attention_s, report.ranks.bytes_sent, strict=True))),
-        settings=[
-            (key, "–" if value is None else json.dumps(value).strip('"'))
-            for key, value in flat_settings(report.environment.settings).items()
-        ],
+        prompt=_prompt(report),
+        settings=[(key, json.dumps(value).strip('"')) for key, value in settings.items() if value is not None],
+        unset=[key for key, value in settings.items() if value is None],
         data=_embedded({"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}),
     )
+
+
+def _prompt(report: RunReport) -> str:
+    """What the video shows, where the settings say it."""
+    video = report.environment.settings.get("video")
+    return str(video.get("prompt") or "") if isinstance(video, Mapping) else ""
 
 
 def render_page(name: str, **values: Any) -> str:

@@ -13,7 +13,15 @@ import yaml
 
 from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of
 
-__all__ = ["Settings", "find_config", "parse_value", "read_settings", "require_known", "shipped_configs"]
+__all__ = [
+    "Settings",
+    "find_config",
+    "parse_value",
+    "read_settings",
+    "require_known",
+    "shipped_configs",
+    "shown_config",
+]
 
 KeyPath = tuple[str, ...]
 
@@ -175,6 +183,12 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
 def shipped_configs() -> Path:
     """Folder of the configurations that come with db-SP: beside this package, in the repository and installed."""
     return Path(__file__).resolve().parents[2] / "dbsp_configs"
+
+
+def shown_config(origin: str) -> str:
+    """A configuration file as messages name it: a shipped one by its bare name, by which it is found again."""
+    path = Path(origin)
+    return path.stem if path.parent == shipped_configs() else origin
 
 
 def find_config(name: str | os.PathLike[str]) -> Path:

@@ -37,6 +37,16 @@ def test_a_line_says_it_all_and_a_fix_stands_by_whatever_is_not_ok(dbsp):
         assert findings["kernel triton"]["detail"] == "needs a GPU"
 
 
+def test_kernels_that_are_not_here_for_one_reason_are_one_line():
+    away = [doctor.Check(f"kernel {name}", "not here", "needs a GPU", "cpu serves") for name in ("a", "b", "c")]
+    there = doctor.Check("kernel cpu", "ok", "serves this machine")
+    other = doctor.Check("kernel d", "not here", "is for the CPU", "cpu serves")
+    device = doctor.Check("accelerator", "not here", "needs a GPU", "cpu serves")
+    lines = doctor._together([device, away[0], there, away[1], other, away[2]])
+    assert [one.what for one in lines] == ["accelerator", "kernel a, b, c", "kernel cpu", "kernel d"]
+    assert lines[1].fix == "cpu serves"
+
+
 def test_the_table_says_the_same_with_its_brackets(dbsp, monkeypatch):
     monkeypatch.setattr(doctor, "HOSTS", ())
     monkeypatch.setattr(doctor, "_PACKAGES", (MISSING,))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.support.repository import ROOT
 
-_READMES = (ROOT / part / "README.md" for part in (".", "examples", "scripts", "tests"))
-PAGES = [*_READMES, *sorted((ROOT / "docs").rglob("*.md"))]
+_OUTSIDE_DOCS = ("README", "CONTRIBUTING", "CHANGELOG", "examples/README", "scripts/README", "tests/README")
+PAGES = [*(ROOT / f"{name}.md" for name in _OUTSIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
 
 
