@@ -49,6 +49,9 @@ class Case:
         wrong: Another mask than the reference's, which must be seen.
         strategy: None is the engine's degrees.
         cache: The engine's step cache, by its name there.
+        compiled: Whether by torch.compile, as the engine does it.
+        cfg_parallel: Whether half of the ranks have each guidance pass.
+        frames: Whether a rank has frames of its own, where the engine has that besides runs of tokens.
     """
 
     heads: int
@@ -59,6 +62,9 @@ class Case:
     wrong: str | None = None
     strategy: str | None = None
     cache: str | None = None
+    compiled: bool = False
+    cfg_parallel: bool = False
+    frames: bool = False
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:
