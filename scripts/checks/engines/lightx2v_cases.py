@@ -93,13 +93,19 @@ def tiny(case: Case, config: dict[str, Any], folder: Path) -> Any:
     return MultiModelStruct(models, config) if case.pair else models[0]
 
 
-def denoise(case: Case, config: dict[str, Any], mask: str | None = None) -> list[torch.Tensor]:
-    """Predictions of all steps and sizes; under a mask by torch's own attention, where one is given."""
-    outputs = []
+def denoise(case: Case, config: dict[str, Any], mask: str | None = None) -> tuple[list[torch.Tensor], int]:
+    """Predictions of all steps and sizes, and of how many passes a step cache skipped the layers.
+
+    Under a mask by torch's own attention, where one is given.
+    """
+    outputs: list[torch.Tensor] = []
+    skipped: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         model = tiny(case, config, Path(folder))
         scheduler = WanScheduler(config)
         model.set_scheduler(scheduler)
+        if case.cache is not None:
+            count_skipped(model.transformer_infer, skipped)
         for number, thw in enumerate(case.sizes):
             if mask is not None:
                 mask_attention(model.model if case.pair else [model], mask, thw)
@@ -112,7 +118,17 @@ def denoise(case: Case, config: dict[str, Any], mask: str | None = None) -> list
                 outputs.append(scheduler.noise_pred.clone())
                 scheduler.step_post()
             scheduler.clear()
-    return outputs
+    return outputs, len(skipped)
+
+
+def count_skipped(infer: Any, skipped: list[int]) -> None:
+    stock = infer.infer_using_cache
+
+    def use_cache(x: torch.Tensor) -> torch.Tensor:
+        skipped.append(infer.scheduler.step_index)
+        return stock(x)
+
+    infer.infer_using_cache = use_cache
 
 
 def mask_attention(models: list[Any], mask: str, thw: tuple[int, int, int]) -> None:
@@ -128,10 +144,10 @@ def mask_attention(models: list[Any], mask: str, thw: tuple[int, int, int]) -> N
 
 def error_of(case: Case, ranks: int) -> dict[str, float]:
     alone = settings(case, 1, None)
-    dense = denoise(case, alone)
-    expected = dense if case.mask is None else denoise(case, alone, case.mask)
-    found = denoise(case, settings(case, ranks, case.wrong or case.mask))
-    return {"error": worst(found, expected), "dense": worst(dense, expected)}
+    dense, _ = denoise(case, alone)
+    expected = dense if case.mask is None else denoise(case, alone, case.mask)[0]
+    found, skipped = denoise(case, settings(case, ranks, case.wrong or case.mask))
+    return {"error": worst(found, expected), "dense": worst(dense, expected), "skipped": skipped}
 
 
 def worst(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:

@@ -1,7 +1,7 @@
 """Stand-ins for what LightX2V imports or calls and a CPU does not have.
 
-Packages for sound and video files and kernels for GPUs, which are imported only; pinned memory, and counts of a
-device's memory, which need a GPU; see also `lightx2v_device`.
+Packages for sound and video files and kernels for GPUs, which are imported only; pinned memory, and what
+torch has for a GPU's memory and seeds; see also `lightx2v_device`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def put_in_place() -> None:
     for count in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(torch.cpu, count, lambda *_: 0)
     torch.cpu.mem_get_info = lambda *_: (1 << 40, 1 << 40)  # type: ignore[attr-defined]
-    torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
+    for nothing in ("empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats"):
+        setattr(torch.cpu, nothing, lambda *_: None)
 
 
 def in_float32() -> None:
