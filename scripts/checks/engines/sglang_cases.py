@@ -75,7 +75,7 @@ def tiny(heads: int, seed: int) -> WanTransformer3DModel:
 
 
 def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int], torch.Tensor]:
-    """Of this rank's passes, by (size, step, guidance pass); under a mask, if one is given, by torch's own attention."""
+    """Of this rank's passes, by (size, step, guidance pass); under a mask, if given, by torch's own attention."""
     models = [tiny(case.heads, seed) for seed in ((0, 1) if case.pair else (0,))]
     if case.compiled and not ALONE:
         for model in models:
