@@ -51,7 +51,7 @@ def test_guidance_passes_on_ranks_of_their_own():
 
 def test_its_own_command_makes_the_video_of_one_process(tmp_path):
     found = differences(ENGINE, tmp_path)
-    assert found["ring"] < 1 < found["dense"] / 4
+    assert found["ring"] < found["dense"] / 10
 
 
 def test_what_is_not_its_own_wan_stops_the_worker_in_one_line(tmp_path):

@@ -22,6 +22,7 @@ __all__ = ["MASK", "differences", "generate"]
 
 MASK = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 8}
 IN_SGLANG = "sparge:cdf=0.6,block_q=16,block_k=8"
+IN_FLOAT32 = [word for part in ("dit", "vae", "vae-decode") for word in (f"--{part}-precision", "fp32")]
 PROMPT, SIZE = "the sea at dusk", {"height": 64, "width": 96, "num-frames": 9, "num-inference-steps": 2, "seed": 3}
 
 
@@ -55,7 +56,7 @@ def _with_sglang(folder: Path, name: str, ranks: int, mask: bool, *options: str)
     size = [word for option, value in SIZE.items() for word in (f"--{option}", str(value))]
     parallel = ["--num-gpus", str(ranks), *(("--ring-degree", str(ranks)) if ranks > 1 else ())]
     command = ["scripts.checks.engines.sglang_command", "generate", "--model-path", str(model), "--prompt", PROMPT]
-    where = ["--output-path", str(folder), "--output-file-name", f"{name}.mp4", "--dit-precision", "fp32"]
+    where = ["--output-path", str(folder), "--output-file-name", f"{name}.mp4", *IN_FLOAT32]
     _succeed(
         "sglang", folder, [*command, *size, *parallel, *where, *options], {"DBSP_CONFIG": IN_SGLANG} if mask else {}
     )
@@ -73,7 +74,7 @@ def _with_lightx2v(folder: Path, name: str, ranks: int, mask: bool, *options: st
     config |= {"cpu_offload": False, "use_lightvae": True}
     if ranks > 1:
         sharing = {"seq_p_attn_type": "dbsp", "dbsp": {"mask": MASK, "strategy": f"U1R{ranks}"}}
-        config["parallel"] = {"seq_p_size": ranks} | sharing
+        config["parallel"] = {"seq_p_size": ranks, "vae_parallel": False} | sharing  # whose parts it pads
     elif mask:
         config |= {"self_attn_1_type": "dbsp", "dbsp": {"mask": MASK}}
     settings.write_text(json.dumps(config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -59,21 +58,24 @@ def make_checkpoint(folder: Path, heads: int, layers: int) -> None:
     sizes |= {"in_dim": LATENTS, "out_dim": LATENTS, "text_len": 16, "eps": 1e-6, "model_type": "t2v"}
     (folder / "config.json").write_text(json.dumps(sizes))
     transformer = weights(heads, head, layers, 0, LATENTS, TEXT)
-    bf16 = {name: tensor.to(torch.bfloat16) for name, tensor in transformer.items()}
-    save_file(bf16, folder / "diffusion_pytorch_model.safetensors")
+    save_file(transformer, folder / "diffusion_pytorch_model.safetensors")
     diffusers = make_tiny("wan", folder / "diffusers")
     (folder / "google").mkdir()
     (diffusers / "tokenizer").rename(folder / "google/umt5-xxl")
     torch.manual_seed(0)
-    encoder = small_text_encoder()(encoder_only=True, dtype=torch.bfloat16)
+    encoder = small_text_encoder()(encoder_only=True)
     torch.save(encoder.state_dict(), folder / "models_t5_umt5-xxl-enc-bf16.pth")
     vae = _video_vae(z_dim=LATENTS, pruning_rate=0.75, dummy_model=True)
     torch.save(vae.state_dict(), folder / "Wan2.1_VAE.pth")
 
 
 def small_text_encoder() -> Callable[..., Any]:
-    """In place of LightX2V's function that builds its text encoder, whose sizes it fixes at 5.7e9 parameters."""
+    """In place of LightX2V's function that builds its text encoder, which it fixes at 5.7e9 parameters in bf16."""
     from lightx2v.models.input_encoders.hf.wan.t5.model import umt5_xxl
 
     sizes = {"dim": TEXT, "dim_attn": TEXT, "dim_ffn": 64, "num_heads": 4, "encoder_layers": 2}
-    return functools.partial(umt5_xxl, vocab_size=VOCABULARY, **sizes)
+
+    def build(**options: Any) -> torch.nn.Module:
+        return umt5_xxl(**options | sizes | {"vocab_size": VOCABULARY, "dtype": torch.float32})
+
+    return build

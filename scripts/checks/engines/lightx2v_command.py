@@ -3,8 +3,8 @@
 torchrun --nproc_per_node N -m scripts.checks.engines.lightx2v_command --model_path FOLDER --config_json FILE …
 python -m scripts.checks.engines.lightx2v_command FOLDER         makes a tiny checkpoint
 
-Replaced besides: the sizes of its text encoder. Weights are moved from what LightX2V takes for offloaded ones, as they
-are on the CPU, to its device.
+Replaced besides: the sizes of its text encoder; bf16, by float32. Weights are moved to its device from what LightX2V
+takes for offloaded ones, as they are on the CPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.checks.engines.lightx2v_checkpoint import make_checkpoint, small_text_encoder
-from scripts.checks.engines.lightx2v_stand_ins import put_in_place
+from scripts.checks.engines.lightx2v_stand_ins import in_float32, put_in_place
 
 put_in_place()
 
 import lightx2v_platform.set_ai_device  # noqa: E402, F401  loads plug-ins
+
+in_float32()
 from lightx2v.infer import main  # noqa: E402
 from lightx2v.models.input_encoders.hf.wan.t5 import model  # noqa: E402
 from lightx2v.models.networks.wan.model import WanModel  # noqa: E402
