@@ -6,6 +6,7 @@ transformer calls. So the object of layer 0 has its transformer's session, and l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,8 +24,12 @@ __all__ = ["DbspAttention"]
 _SETTING = "dbsp"
 _running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
 """Begun last by a layer 0: the transformers of a rank run one after the other."""
-_UNSAFE_CACHES = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
+_BY_TOKENS = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
 """Values of `feature_caching` that decide by the tokens of one rank."""
+_BY_TIMESTEP = ("Tea", "Custom")
+"""Values that decide by the timestep, of which a rank has a shard where each token has its own."""
+_TIMESTEP_BY_TOKEN = ("wan2.2", "wan2.2_audio"), ("i2v", "s2v", "rs2v")
+"""Models and tasks whose tokens each have a timestep."""
 
 
 class DbspAttention:
@@ -33,6 +38,7 @@ class DbspAttention:
     def __init__(self, **_: Any) -> None:
         self._session: EngineSession | None = None
 
+    @not_compiled
     def apply_new(
         self,
         q: torch.Tensor,
@@ -60,6 +66,7 @@ class DbspAttention:
             )
         return self._attend(q, k, v, SequenceGroup.of(seq_p_group), attention_kwargs or {}), None
 
+    @not_compiled
     def apply(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **context: Any) -> torch.Tensor:
         """On one GPU: as `apply_new`, of all tokens."""
         if "seq_p_group" in context:
@@ -69,7 +76,6 @@ class DbspAttention:
             )
         return self._attend(q, k, v, SequenceGroup(0, 1), context)
 
-    @not_compiled
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup, context: dict[str, Any]
     ) -> torch.Tensor:
@@ -91,12 +97,7 @@ class DbspAttention:
     def _begin(self, video: Video, q: torch.Tensor, group: SequenceGroup, scheduler: Any) -> None:
         if self._session is None:
             config = scheduler.config
-            cache = config.get("feature_caching", "NoCaching")
-            if group.size > 1 and cache in _UNSAFE_CACHES:
-                raise UserError(
-                    f"feature_caching {cache} decides by the tokens of one rank, so that ranks would skip different "
-                    "layers; use Tea, Mag, TaylorSeer, Custom or NoCaching"
-                )
+            _refuse(config, group.size)
             setting = (config.get("parallel") or {}).get(_SETTING, config.get(_SETTING))
             ulysses = Strategy(group.size, 1)
             self._session = EngineSession(group, ulysses, q.shape[1], config["num_layers"], setting)
@@ -122,3 +123,17 @@ class DbspAttention:
         return {}
 
     def load_state_dict_from_disk(self, *_: Any, **__: Any) -> None: ...
+
+
+def _refuse(config: Mapping[str, Any], ranks: int) -> None:
+    """Raises UserError for settings of LightX2V that db-SP does not go with."""
+    if config.get("tensor_parallel", False):
+        raise UserError("dbsp does not go with LightX2V's tensor parallelism; leave out parallel.tensor_p_size")
+    models, tasks = _TIMESTEP_BY_TOKEN
+    by_token = config.get("model_cls") in models and config.get("task") in tasks
+    cache = config.get("feature_caching", "NoCaching")
+    if ranks > 1 and cache in (_BY_TOKENS + _BY_TIMESTEP if by_token else _BY_TOKENS):
+        raise UserError(
+            f"feature_caching {cache} decides by the tokens of one rank, so that ranks would skip different layers; "
+            f"use {'Mag' if by_token else 'Tea, Mag'} or NoCaching"
+        )

@@ -22,6 +22,7 @@ HOOKED = {
     f"{_LAYERS}.USPAttention.__init__": "make_attention",
     f"{_WAN}.WanTransformer3DModel.forward": "begin_pass",
     f"{_WAN}.WanTransformer3DModel.should_skip_forward_for_cached_states": "skip_together",
+    "sglang.multimodal_gen.runtime.pipelines_core.build_pipeline": "attach_pipeline",
 }
 """What is wrapped, and by which function of `dbsp_sglang.attention`."""
 NAMES = (
@@ -31,7 +32,11 @@ NAMES = (
     "sglang.multimodal_gen.runtime.distributed.parallel_state.get_sp_group",
     "sglang.multimodal_gen.runtime.distributed.parallel_state.get_ulysses_parallel_world_size",
     "sglang.multimodal_gen.runtime.distributed.parallel_state.get_ring_parallel_world_size",
+    "sglang.multimodal_gen.runtime.distributed.parallel_state.get_tp_world_size",
+    "sglang.multimodal_gen.runtime.disaggregation.roles.RoleType.DENOISER",
+    "sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader.TransformerLoader.component_names",
     "sglang.multimodal_gen.runtime.managers.forward_context.get_forward_context",
+    "sglang.multimodal_gen.runtime.server_args.get_global_server_args",
 )
 """All that is used of SGLang; tests/engines looks each up."""
 

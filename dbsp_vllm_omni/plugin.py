@@ -23,7 +23,7 @@ NAMES = (
     "vllm_omni.diffusion.hooks.sequence_parallel.SequenceParallelSplitHook._shard_with_auto_pad",
     "vllm_omni.diffusion.registry._apply_sequence_parallel_if_enabled",
 )
-"""What is used of vLLM-Omni beyond its backends' interface; `scripts/engines check` looks each up."""
+"""What is used of vLLM-Omni beyond its backends' interface; tests/engines looks each up."""
 _TRANSFORMERS = ("transformer", "transformer_2", "dit", "unet")
 _undo: list[Callable[[], None]] = []
 

@@ -11,10 +11,12 @@ import pytest
 
 if importlib.util.find_spec("lightx2v") is None:
     pytest.skip("run scripts/engines test", allow_module_level=True)
+from scripts.checks.engines.commands import differences
 from scripts.checks.engines.runs import Case, run
 from tests.engines.cases import (
     EVEN,
     KNOWN,
+    PREDICTED,
     SPLITS,
     UNEVEN,
     assert_another_mask_is_seen,
@@ -38,6 +40,28 @@ def test_on_one_rank_too():
 
 def test_another_mask_would_be_seen():
     assert_another_mask_is_seen(ENGINE)
+
+
+def test_guidance_passes_on_ranks_of_their_own():
+    case = Case(3, (UNEVEN,), PREDICTED, passes=2, cfg_parallel=True)
+    assert_exact([case], run(ENGINE, 4, 1, case))
+
+
+def test_compiled_too():
+    case = Case(3, (UNEVEN,), PREDICTED, compiled=True)
+    assert_exact([case], run(ENGINE, 1, 2, case))
+
+
+def test_step_caches_skip_the_same_steps_as_in_one_process_or_are_refused():
+    cases = [Case(3, (UNEVEN,), KNOWN, passes=2, cache=cache) for cache in ("Tea", "Mag")]
+    found = run(ENGINE, 1, 2, *cases)
+    assert_exact(cases, found)
+    assert [one["skipped"] for one in found] == [2, 4], "one step of two passes, two steps of two passes"
+
+
+def test_its_own_command_makes_the_video_of_one_process(tmp_path):
+    found = differences(ENGINE, tmp_path)
+    assert found["ring"] < found["dense"] / 10
 
 
 def test_what_lightx2v_refuses_or_computes_otherwise_without_it():

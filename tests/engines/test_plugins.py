@@ -72,15 +72,26 @@ def test_what_lightx2v_asks_for_and_is_not_served_is_refused_in_one_line(changed
     assert "\n" not in str(refused.value)
 
 
-def test_a_cache_that_decides_by_one_ranks_tokens_is_refused_on_every_rank():
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"feature_caching": "Ada"}, "feature_caching Ada decides by the tokens of one rank"),
+        (
+            {"feature_caching": "Tea", "model_cls": "wan2.2", "task": "i2v"},
+            "feature_caching Tea decides",
+        ),
+        ({"tensor_parallel": True}, "leave out parallel.tensor_p_size"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused_on_every_rank(settings, said):
     def refusal(rank: int, world: int) -> str:
         q = torch.zeros(38, HEADS, 8)
-        context = {"block_idx": 0, "scheduler": scheduler({"feature_caching": "Ada"}), "grid_sizes": THW}
+        context = {"block_idx": 0, "scheduler": scheduler(settings), "grid_sizes": THW}
         with pytest.raises(UserError) as refused:
             DbspAttention().apply_new(q, q, q, attention_kwargs=context)
         return str(refused.value)
 
-    assert all("feature_caching Ada decides by the tokens of one rank" in said for said in ThreadRanks(2).run(refusal))
+    assert all(said in one and "\n" not in one for one in ThreadRanks(2).run(refusal))
 
 
 def test_sglang_is_left_alone_without_a_configuration(monkeypatch):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("sglang", reason="run scripts/engines test")
+from scripts.checks.engines.commands import differences, generate
 from scripts.checks.engines.runs import Case, run
 from tests.engines.cases import (
     EVEN,
     KNOWN,
+    PREDICTED,
     SPLITS,
     UNEVEN,
     assert_another_mask_is_seen,
@@ -36,6 +38,28 @@ def test_on_one_rank_too():
 
 def test_another_mask_would_be_seen():
     assert_another_mask_is_seen(ENGINE)
+
+
+def test_whole_frames_on_each_rank_and_compiled():
+    cases = Case(3, ((4, 5, 5),), KNOWN, frames=True), Case(3, (UNEVEN,), PREDICTED, compiled=True)
+    assert_exact(cases, run(ENGINE, 1, 2, *cases))
+
+
+def test_guidance_passes_on_ranks_of_their_own():
+    case = Case(3, (UNEVEN,), PREDICTED, passes=2, cfg_parallel=True)
+    assert_exact([case], run(ENGINE, 4, 1, case))
+
+
+def test_its_own_command_makes_the_video_of_one_process(tmp_path):
+    found = differences(ENGINE, tmp_path)
+    assert found["ring"] < found["dense"] / 10
+
+
+def test_what_is_not_its_own_wan_stops_the_worker_in_one_line(tmp_path):
+    with pytest.raises(
+        RuntimeError, match="UserError: db-SP serves SGLang's own Wan, and this is DiffusersPipeline; "
+    ):
+        generate(ENGINE, tmp_path, "refused", 1, True, "--backend", "diffusers")
 
 
 def test_what_sglang_refuses_or_computes_otherwise_without_it():

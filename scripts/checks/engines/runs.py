@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAYERS", "LEAVE_OUT", "STEPS", "Case", "cases_of", "report", "run"]
+__all__ = ["LAYERS", "LEAVE_OUT", "STEPS", "Case", "cases_of", "environment_of", "report", "run"]
 
 LAYERS, STEPS = 3, 3
 LEAVE_OUT = "DBSP_LEAVE_OUT"
@@ -49,6 +49,9 @@ class Case:
         wrong: Another mask than the reference's, which must be seen.
         strategy: None is the engine's degrees.
         cache: The engine's step cache, by its name there.
+        compiled: Whether by torch.compile, as the engine does it.
+        cfg_parallel: Whether half of the ranks have each guidance pass.
+        frames: Whether a rank has frames of its own, where the engine has that besides runs of tokens.
     """
 
     heads: int
@@ -59,14 +62,16 @@ class Case:
     wrong: str | None = None
     strategy: str | None = None
     cache: str | None = None
+    compiled: bool = False
+    cfg_parallel: bool = False
+    frames: bool = False
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:
     """What each case found on ulysses · ring ranks. Raises RuntimeError with their output where they end otherwise."""
     module = f"scripts.checks.engines.{engine}_cases"
     with tempfile.TemporaryDirectory() as folder:
-        settings = os.environ | _ENVIRONMENT[engine] | environment
-        settings["PYTHONPATH"] = f"{_stand_in(engine, Path(folder))}:{settings['PYTHONPATH']}"
+        settings = environment_of(engine, Path(folder)) | environment
         if cases[0].mask is not None:  # SGLang's plug-in looks at it when it is loaded
             settings.setdefault("DBSP_CONFIG", cases[0].mask)
         what = [str(ulysses), str(ring), json.dumps([asdict(one) for one in cases]), str(Path(folder, "reference.pt"))]
@@ -95,15 +100,15 @@ def report(found: dict[str, Any]) -> None:
         print("CASE " + json.dumps(found), flush=True)
 
 
-def _stand_in(engine: str, folder: Path) -> Path:
-    """A folder with the entry point, as pip would install it."""
+def environment_of(engine: str, folder: Path) -> dict[str, str]:
+    """Variables under which the engine finds its stand-in, whose entry point is put in `folder` as pip would."""
     if engine in _STAND_INS:
         group, target = _STAND_INS[engine]
         info = folder / "cpu_stand_in-0.0.dist-info"
-        info.mkdir()
+        info.mkdir(exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-stand-in\nVersion: 0.0\n")
         (info / "entry_points.txt").write_text(f"[{group}]\ncpu = {target}\n")
-    return folder
+    return os.environ | _ENVIRONMENT[engine] | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
 
 
 def _succeed(command: list[str], settings: dict[str, str]) -> str:

@@ -3,8 +3,7 @@
 python -m scripts.checks.engines.sglang_cases ULYSSES RING CASES FILE        writes to FILE what one process computes
 torchrun --nproc_per_node N -m scripts.checks.engines.sglang_cases …         compares with it
 
-Replaced: two operators of sgl_kernel's CPU build, which is not on PyPI, by torch; the server's arguments, by those
-that a transformer reads; torchvision, which PyPI has for GPUs alone and which is imported only.
+Replaced: what `sglang_stand_ins` lists; the server's arguments, by those that a transformer reads.
 """
 
 from __future__ import annotations
@@ -17,36 +16,16 @@ from typing import Any
 
 import torch
 
-from scripts.checks.engines.reference import attend_under, fill, inputs_of, stand_in_for
+from dbsp_sglang.attention import attach
+from scripts.checks.engines.reference import attend_under, fill, inputs_of
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, cases_of, report
+from scripts.checks.engines.sglang_stand_ins import put_in_place
 
 torch.set_num_threads(1)
 ALONE = "WORLD_SIZE" not in os.environ
 for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
     os.environ.setdefault(name, str(value))
-stand_in_for(
-    *("torchvision", "torchvision.transforms", "torchvision.transforms.functional"),
-    *("torchvision.transforms.v2", "torchvision.transforms.v2.functional", "torchvision.io", "torchvision.utils"),
-)
-_OPERATORS = torch.library.Library("sgl_kernel", "DEF")
-_TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, float eps"
-_OPERATORS.define(f"fused_norm_scale_shift_cpu(Tensor x, {_TENSORS}) -> Tensor")
-_RESIDUAL = f"Tensor residual, Tensor x, Tensor? gate, {_TENSORS}"
-_OPERATORS.define(f"fused_scale_residual_norm_scale_shift_cpu({_RESIDUAL}) -> (Tensor, Tensor)")
-
-
-def norm_scale_shift(x: Any, weight: Any, bias: Any, scale: Any, shift: Any, kind: str, eps: float) -> torch.Tensor:
-    assert kind == "layer"
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps) * (1 + scale) + shift
-
-
-def residual_norm_scale_shift(residual: Any, x: Any, gate: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    total = residual + (x if gate is None else x * gate)
-    return norm_scale_shift(total, *others), total
-
-
-_OPERATORS.impl("fused_norm_scale_shift_cpu", norm_scale_shift, "CPU")
-_OPERATORS.impl("fused_scale_residual_norm_scale_shift_cpu", residual_norm_scale_shift, "CPU")
+put_in_place()
 
 from sglang.multimodal_gen.runtime.platforms.plugins import apply_plugin_hooks, load_plugins  # noqa: E402
 from sglang.multimodal_gen.runtime.server_args import set_global_server_args  # noqa: E402
@@ -67,11 +46,18 @@ apply_plugin_hooks()
 
 from sglang.multimodal_gen.configs.models.dits import WanVideoConfig  # noqa: E402
 from sglang.multimodal_gen.runtime.distributed.parallel_state import (  # noqa: E402
+    get_classifier_free_guidance_rank,
+    get_sp_parallel_rank,
+    get_sp_world_size,
     maybe_init_distributed_environment_and_model_parallel,
 )
 from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context  # noqa: E402
 from sglang.multimodal_gen.runtime.models.dits.wanvideo import WanTransformer3DModel  # noqa: E402
 from sglang.multimodal_gen.runtime.utils.precision import set_mixed_precision_policy  # noqa: E402
+from sglang.multimodal_gen.runtime.utils.torch_compile import (  # noqa: E402
+    CompiledModuleRegistry,
+    resolve_torch_compile_kwargs,
+)
 
 
 def tiny(heads: int, seed: int) -> WanTransformer3DModel:
@@ -83,21 +69,28 @@ def tiny(heads: int, seed: int) -> WanTransformer3DModel:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = fill(name, parameter.shape, generator)
+    if os.environ.get("DBSP_CONFIG"):
+        attach(model)  # as where a worker has built its pipeline
     return model
 
 
-def outputs_of(case: Case, mask: str | None = None) -> list[torch.Tensor]:
-    """Of all passes; under a mask by torch's own attention, where one is given."""
+def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int], torch.Tensor]:
+    """Of this rank's passes, by (size, step, guidance pass); under a mask, if given, by torch's own attention."""
     models = [tiny(case.heads, seed) for seed in ((0, 1) if case.pair else (0,))]
-    outputs = []
+    if case.compiled and not ALONE:
+        for model in models:
+            how, _ = resolve_torch_compile_kwargs("SGLANG_TORCH_COMPILE_MODE", default="default", module=model)
+            CompiledModuleRegistry().compile_once(model, compile_kwargs=how)
+    outputs = {}
     for number, thw in enumerate(case.sizes):
         if mask is not None:
             mask_attention(models, mask, thw)
         for step in range(STEPS):
-            for branch in range(case.passes):
+            for branch in branches_of(case):
                 latents, text = inputs_of(thw, number, step, branch)
                 request = SimpleNamespace(
-                    enable_sequence_shard=True,
+                    enable_sequence_shard=not case.frames,
+                    did_sp_shard_latents=case.frames,
                     enable_teacache=False,
                     enable_spectrum=False,
                     extra={},
@@ -106,8 +99,18 @@ def outputs_of(case: Case, mask: str | None = None) -> list[torch.Tensor]:
                 model = models[-1 if step > 0 else 0]
                 with torch.no_grad(), set_forward_context(step, None, request):
                     timestep = torch.tensor([900.0 - 300 * step])
-                    outputs.append(model(latents, encoder_hidden_states=text, timestep=timestep))
+                    mine = own_frames(latents) if case.frames else latents
+                    outputs[number, step, branch] = model(mine, encoder_hidden_states=text, timestep=timestep)
     return outputs
+
+
+def branches_of(case: Case) -> tuple[int, ...]:
+    """The guidance passes of this rank."""
+    return (get_classifier_free_guidance_rank(),) if case.cfg_parallel and not ALONE else tuple(range(case.passes))
+
+
+def own_frames(video: torch.Tensor) -> torch.Tensor:
+    return video.chunk(get_sp_world_size(), dim=2)[get_sp_parallel_rank()]
 
 
 def mask_attention(models: list[WanTransformer3DModel], mask: str, thw: tuple[int, int, int]) -> None:
@@ -116,24 +119,35 @@ def mask_attention(models: list[WanTransformer3DModel], mask: str, thw: tuple[in
             block.attn1.forward = functools.partial(attend_under, mask, layer, LAYERS, thw)
 
 
-def error_of(case: Case, expected: list[torch.Tensor], dense: list[torch.Tensor]) -> dict[str, float]:
+def error_of(case: Case, expected: dict[Any, torch.Tensor], dense: dict[Any, torch.Tensor]) -> dict[str, float]:
     os.environ["DBSP_CONFIG"] = case.wrong or case.mask or ""
-    found = outputs_of(case)
-    return {"error": worst(found, expected), "dense": worst(dense, expected)}
+    error = 0.0
+    for key, found in outputs_of(case).items():
+        whole = own_frames(expected[key]) if case.frames else expected[key]
+        error = max(error, float((found - whole).abs().max()))
+    far = max(float((dense[key] - expected[key]).abs().max()) for key in expected)
+    return {"error": worst_of_ranks(error), "dense": far}
 
 
-def worst(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(some, others, strict=True))
+def worst_of_ranks(error: float) -> float:
+    everywhere = torch.tensor([error], dtype=torch.float64)
+    torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MAX)
+    return float(everywhere)
 
 
 def main() -> None:
+    cases = cases_of(sys.argv[3])
     ulysses, ring = (1, 1) if ALONE else (int(sys.argv[1]), int(sys.argv[2]))
+    guidance = 2 if cases[0].cfg_parallel and not ALONE else 1
     set_mixed_precision_policy(torch.float32, torch.float32)
     maybe_init_distributed_environment_and_model_parallel(
-        tp_size=1, sp_size=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring
+        tp_size=1,
+        cfg_degree=guidance,
+        sp_size=ulysses * ring // guidance,
+        ulysses_degree=ulysses // guidance,
+        ring_degree=ring,
     )
     torch.set_default_dtype(torch.float32)
-    cases = cases_of(sys.argv[3])
     if ALONE:
         dense = [outputs_of(case) for case in cases]
         masked = [outputs_of(case, case.mask) if case.mask else dense[number] for number, case in enumerate(cases)]

@@ -1,0 +1,110 @@
+"""Engines' own commands on CPU ranks, from a prompt to a file, with a tiny random checkpoint.
+
+python -m scripts.checks.engines.commands ENGINE FOLDER          in that engine's environment: says how videos differ
+
+Three videos of one seed: on two ranks in a ring with db-SP, on one with db-SP, and on one without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.checks.engines.runs import environment_of
+
+__all__ = ["MASK", "differences", "generate"]
+
+MASK = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 8}
+IN_SGLANG = "sparge:cdf=0.6,block_q=16,block_k=8"
+IN_FLOAT32 = [word for part in ("dit", "vae", "vae-decode") for word in (f"--{part}-precision", "fp32")]
+PROMPT, SIZE = "the sea at dusk", {"height": 64, "width": 96, "num-frames": 9, "num-inference-steps": 2, "seed": 3}
+
+
+def differences(engine: str, folder: Path) -> dict[str, float]:
+    """Mean difference of pixels (0 to 255) from one process with db-SP: of two ranks, and of dense attention."""
+    alone = frames(generate(engine, folder, "alone", ranks=1))
+    return {
+        "ring": float(np.abs(frames(generate(engine, folder, "ring", ranks=2)) - alone).mean()),
+        "dense": float(np.abs(frames(generate(engine, folder, "dense", ranks=1, mask=False)) - alone).mean()),
+    }
+
+
+def generate(engine: str, folder: Path, name: str, ranks: int, mask: bool = True, *options: str) -> Path:
+    """Runs the engine's command; the checkpoint is made in `folder` once. Raises RuntimeError where it fails."""
+    return {"sglang": _with_sglang, "lightx2v": _with_lightx2v}[engine](folder, name, ranks, mask, *options)
+
+
+def frames(video: Path) -> np.ndarray:
+    """[frames, height, width, 3], float32."""
+    import imageio.v3
+
+    return np.stack(list(imageio.v3.imiter(video))).astype(np.float32)
+
+
+def _with_sglang(folder: Path, name: str, ranks: int, mask: bool, *options: str) -> Path:
+    from dbsp_cli.tiny_models import make_tiny
+
+    model = folder / "Wan2.1-T2V-1.3B-Diffusers"  # by whose name SGLang knows what it is
+    if not model.exists():
+        make_tiny("wan", model)
+    size = [word for option, value in SIZE.items() for word in (f"--{option}", str(value))]
+    parallel = ["--num-gpus", str(ranks), *(("--ring-degree", str(ranks)) if ranks > 1 else ())]
+    command = ["scripts.checks.engines.sglang_command", "generate", "--model-path", str(model), "--prompt", PROMPT]
+    where = ["--output-path", str(folder), "--output-file-name", f"{name}.mp4", *IN_FLOAT32]
+    _succeed(
+        "sglang", folder, [*command, *size, *parallel, *where, *options], {"DBSP_CONFIG": IN_SGLANG} if mask else {}
+    )
+    return folder / f"{name}.mp4"
+
+
+def _with_lightx2v(folder: Path, name: str, ranks: int, mask: bool, *options: str) -> Path:
+    model, settings, video = folder / "model", folder / f"{name}.json", folder / f"{name}.mp4"
+    if not model.exists():
+        _succeed("lightx2v", folder, ["scripts.checks.engines.lightx2v_command", str(model)])
+    config: dict[str, Any] = {"infer_steps": 2, "target_video_length": 9, "text_len": 16, "enable_cfg": True}
+    config |= {"target_height": 64, "target_width": 96, "sample_guide_scale": 2.0, "sample_shift": 5.0}
+    config |= dict.fromkeys(("self_attn_1_type", "cross_attn_1_type", "cross_attn_2_type"), "torch_sdpa")
+    config |= {"rms_norm_type": "torch", "rope_type": "torch_complex_rope", "modulate_type": "torch"}
+    config |= {"cpu_offload": False, "use_lightvae": True}
+    if ranks > 1:
+        sharing = {"seq_p_attn_type": "dbsp", "dbsp": {"mask": MASK, "strategy": f"U1R{ranks}"}}
+        config["parallel"] = {"seq_p_size": ranks, "vae_parallel": False} | sharing  # whose parts it pads
+    elif mask:
+        config |= {"self_attn_1_type": "dbsp", "dbsp": {"mask": MASK}}
+    settings.write_text(json.dumps(config))
+    start = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
+    command = [*start, "scripts.checks.engines.lightx2v_command", "--model_cls", "wan2.1", "--task", "t2v"]
+    what = [
+        "--model_path",
+        str(model),
+        "--config_json",
+        str(settings),
+        "--prompt",
+        PROMPT,
+        "--seed",
+        str(SIZE["seed"]),
+    ]
+    _succeed("lightx2v", folder, [*command, *what, "--save_result_path", str(video), *options])
+    return video
+
+
+def _succeed(engine: str, folder: Path, command: list[str], environment: dict[str, str] | None = None) -> None:
+    stand_ins = folder / "stand-ins"
+    stand_ins.mkdir(exist_ok=True)
+    settings = environment_of(engine, stand_ins) | {"OMP_NUM_THREADS": "1"} | (environment or {})
+    done = subprocess.run(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=settings
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-12000:]}")
+
+
+if __name__ == "__main__":
+    os.makedirs(sys.argv[2], exist_ok=True)
+    print(differences(sys.argv[1], Path(sys.argv[2])))

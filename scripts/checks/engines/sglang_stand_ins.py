@@ -1,0 +1,41 @@
+"""Stand-ins for what SGLang imports or calls on a CPU and PyPI does not have.
+
+Two operators of sgl_kernel's CPU build, in torch; torchvision, which PyPI has for GPUs alone, and is only imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from scripts.checks.engines.reference import stand_in_for
+
+__all__ = ["put_in_place"]
+
+_OPERATORS = torch.library.Library("sgl_kernel", "DEF")
+_TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, float eps"
+
+
+def put_in_place() -> None:
+    """Before anything of SGLang is imported."""
+    stand_in_for(
+        *("torchvision", "torchvision.transforms", "torchvision.transforms.functional"),
+        *("torchvision.transforms.v2", "torchvision.transforms.v2.functional", "torchvision.io", "torchvision.utils"),
+    )
+    _OPERATORS.define(f"fused_norm_scale_shift_cpu(Tensor x, {_TENSORS}) -> Tensor")
+    residual = f"Tensor residual, Tensor x, Tensor? gate, {_TENSORS}"
+    _OPERATORS.define(f"fused_scale_residual_norm_scale_shift_cpu({residual}) -> (Tensor, Tensor)")
+    for place in ("CPU", "Meta"):  # the latter for torch.compile
+        _OPERATORS.impl("fused_norm_scale_shift_cpu", _norm_scale_shift, place)
+        _OPERATORS.impl("fused_scale_residual_norm_scale_shift_cpu", _residual_norm_scale_shift, place)
+
+
+def _norm_scale_shift(x: Any, weight: Any, bias: Any, scale: Any, shift: Any, kind: str, eps: float) -> torch.Tensor:
+    assert kind == "layer"
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps) * (1 + scale) + shift
+
+
+def _residual_norm_scale_shift(residual: Any, x: Any, gate: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    total = residual + (x if gate is None else x * gate)
+    return _norm_scale_shift(total, *others), total
