@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dbsp_core.sources import SOURCES, MaskSource, UnionSource
-from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.schema import build, plain_value
 from dbsp_core.utils.yaml_file import parse_value
 
@@ -76,6 +76,11 @@ def read_mask(value: Any, name: str) -> MaskSource:
         raise UserError(f"{name} must be a mapping such as {{source: dense}}, got {in_short(value)}")
     source, values = value.get("source"), {key: inner for key, inner in value.items() if key != "source"}
     if isinstance(source, str) and source in SOURCES:
+        if SOURCES[source] is UnionSource and isinstance(values.get("of"), (list, tuple)):
+            with blame_setting("of"):
+                values["of"] = [
+                    read_mask(one, f"mask {place} of a union") for place, one in enumerate(values["of"], 1)
+                ]
         return cast(MaskSource, build(SOURCES[source], values, f"mask source {source!r}"))
     known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)
     raise SettingError(f"unknown mask source {in_short(source)}; set mask.source to one of {known}", ("source",))

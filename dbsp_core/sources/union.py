@@ -22,11 +22,10 @@ _MOST_KEPT = 8
 
 
 def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
-    from dbsp_core.sources.spec import read_mask  # here: it knows all sources, of which this is one
-
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    """Of a list of sources, of which `dbsp_core.sources.spec.read_mask` has read each."""
+    if not isinstance(value, (list, tuple)):
         raise UserError(f"{name} must be a list of masks such as [{{source: window}}, …], got {in_short(value)}")
-    return tuple(read_mask(one, f"mask {place} of {name}") for place, one in enumerate(value, 1))
+    return tuple(value)
 
 
 @dataclass(frozen=True)
