@@ -57,12 +57,15 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callabl
 
 def _attaching(stock: Callable[..., None]) -> Callable[..., None]:
     def apply(model: Any, od_config: Any) -> None:
-        from dbsp_vllm_omni.backend import attach
+        from dbsp_core.masks.schedule import StepClock
+        from dbsp_vllm_omni.transformer import attach
 
         stock(model, od_config)
         names = getattr(model, "_dit_modules", None) or _TRANSFORMERS
-        for transformer in filter(None, (getattr(model, name, None) for name in names)):
-            attach(transformer, od_config)
+        transformers = [one for one in (getattr(model, name, None) for name in names) if one is not None]
+        clock = StepClock(shared=len(transformers) > 1)
+        for transformer in transformers:
+            attach(transformer, od_config, clock)
 
     return apply
 

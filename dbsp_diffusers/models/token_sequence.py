@@ -83,9 +83,10 @@ class TokenSequence:
 def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:
     """(t, h, w) of a sample [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, by the configured patch size."""
     sample: torch.Tensor = inputs["hidden_states"]
-    patch = transformer.config.patch_size
+    config = getattr(transformer, "config", transformer)  # other libraries' classes have sizes as attributes
+    patch = config.patch_size
     if isinstance(patch, int):
-        patch = (getattr(transformer.config, "patch_size_t", None) or 1, patch, patch)
+        patch = (getattr(config, "patch_size_t", None) or 1, patch, patch)
     frames, height, width = sample.shape[frames_dim], *sample.shape[3:]
     return frames // patch[0], height // patch[1], width // patch[2]
 

@@ -49,6 +49,7 @@ class Case:
         wrong: Another mask than the reference's, which must be seen.
         strategy: None is the engine's degrees.
         cache: The engine's step cache, by its name there.
+        model: Which of the engine's models, where there are several here.
     """
 
     heads: int
@@ -59,6 +60,7 @@ class Case:
     wrong: str | None = None
     strategy: str | None = None
     cache: str | None = None
+    model: str = "wan"
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:

@@ -1,0 +1,139 @@
+"""A transformer of vLLM-Omni whose self-attention is DBSP's: what a forward pass is over, and its session."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
+from vllm_omni.diffusion.attention.layer import Attention
+from vllm_omni.diffusion.distributed.parallel_state import get_sp_group
+from vllm_omni.diffusion.forward_context import get_forward_context
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.schedule import StepClock
+from dbsp_core.runtime.session.engine_session import EngineLayout, EngineSession
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.patching import signature_of
+
+__all__ = ["DbspTransformer", "attach"]
+
+_JOINT = {"Flux2Transformer2DModel", "QwenImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"}
+"""Classes whose text every rank has whole. They take diffusers' arguments, from which diffusers' entry reads tokens."""
+_AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
+"""Of `cache_backend`: the first two compare all ranks' tokens, the next goes by the step, and the last one is polled."""
+
+
+class DbspTransformer:
+    """One transformer: told of each forward pass by a hook, of each layer's attention by `DbspImpl`."""
+
+    def __init__(self, module: torch.nn.Module, session: EngineSession) -> None:
+        self._session = session
+        self._joint = not _JOINT.isdisjoint(cls.__name__ for cls in type(module).__mro__)
+        self._begun = False
+        module.register_forward_pre_hook(self._pass, with_kwargs=True)
+
+    @torch.compiler.disable
+    def _pass(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._begun = self._joint
+        if self._joint:
+            architecture, inputs = architecture_of(module), signature_of(module).bind(*args, **kwargs).arguments
+            tokens = architecture.sequence(module, inputs)
+            tokens.require_grid(self._session.session.config.mask)
+            layout = EngineLayout(tokens.thw, text=tokens.text, text_last=architecture.text == "last")
+            self._begin(layout, inputs["hidden_states"].device, tokens.timestep)
+        cache = vars(module).get("_context_manager")  # cache-dit's
+        if cache is not None and "similarity" not in vars(cache):
+            alike, device = cache.similarity, next(module.parameters()).device
+            cache.similarity = lambda *states, **options: self._session.all_agree(alike(*states, **options), device)
+
+    def attend(
+        self, layer: int, qkv: tuple[torch.Tensor, ...], metadata: AttentionMetadata | None, scale: float
+    ) -> torch.Tensor:
+        """Attention of q, k and v [B, this rank's tokens, H, D]; see `DbspImpl.forward`."""
+        if not self._begun:
+            self._begin(_published(metadata, qkv[0].shape[1]), qkv[0].device)
+            self._begun = True
+        text = None if metadata is None or metadata.joint_query is None else _joint_text(metadata)
+        if self._joint and text is None:  # one rank, which has it in its sequence
+            qkv, text = self._session.without_text(qkv)
+        return self._session.attend(layer, *qkv, scale, text)
+
+    def _begin(self, layout: EngineLayout, device: torch.device, timestep: Any = None) -> None:
+        self._session.begin(layout, device, get_forward_context().denoise_step_idx, timestep=timestep)
+
+
+def _joint_text(metadata: AttentionMetadata) -> tuple[torch.Tensor, ...]:
+    return metadata.joint_query, metadata.joint_key, metadata.joint_value
+
+
+def _published(metadata: AttentionMetadata | None, shard: int) -> EngineLayout:
+    """What a model says of its sequence: [prefix | video | padding], or several videos, of which the last target's
+    tokens are the video, and all others text."""
+    layout = None if metadata is None else metadata.video_layout
+    targets = [] if layout is None else [span for span in layout.video_spans if span.role == "target"]
+    first = targets[-1].start if targets else layout and layout.prefix_len or 0
+    thw = targets[-1].latent_grid if targets else layout and layout.latent_grid
+    if not thw:
+        raise UserError(
+            "this model publishes no grid of video tokens (video_layout), which masks need; DBSP serves vLLM-Omni's "
+            "Wan, MiniMax-H3, HunyuanVideo-1.5, Qwen-Image and Flux.2; use another attention backend for others"
+        )
+    end = first + math.prod(thw)
+    return EngineLayout(tuple(thw), first, (layout.used_len or end) - end, shard)
+
+
+def attach(transformer: torch.nn.Module, config: Any, clock: StepClock | None = None) -> EngineSession | None:
+    """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
+
+    Their exchange of vLLM-Omni's own is switched off: a layer hands over its rank's shard as it is. Attention outside
+    the sharded sequence, such as that of MiniMax-H3's token refiner, is vLLM-Omni's own SDPA.
+
+    Args:
+        config: vLLM-Omni's OmniDiffusionConfig.
+        clock: The pipeline's.
+
+    Returns:
+        None: the transformer has no such layer.
+    """
+    from dbsp_vllm_omni.backend import DbspImpl
+
+    attentions = [one for one in transformer.modules() if isinstance(one, Attention)]
+    layers = [one for one in attentions if isinstance(one.attention, DbspImpl)]
+    for layer in [one for one in layers if one.skip_sequence_parallel]:
+        layer.attention = layer.sdpa_fallback
+        layers.remove(layer)
+    if not layers:
+        return None
+    for layer in layers:
+        _require_served(layer)
+    parallel = config.parallel_config
+    if getattr(parallel, "allgather_degree", 1) > 1:
+        raise UserError("DBSP takes Ulysses × Ring, not AllGather-KV; set --allgather-degree 1 and --usp or --ring")
+    world = parallel.sequence_parallel_size or 1
+    if world > 1 and (config.cache_backend or "none") not in _AGREEING_CACHES:
+        raise UserError(
+            f"db-SP does not know whether cache_backend {config.cache_backend} skips the same layers on all ranks; "
+            f"set it to one of {', '.join(_AGREEING_CACHES)}, or name another attention backend"
+        )
+    group = SequenceGroup.of(get_sp_group().device_group) if world > 1 else SequenceGroup(0, 1)
+    strategy = Strategy(parallel.ulysses_degree or 1, parallel.ring_degree or 1)
+    session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock)
+    attached = DbspTransformer(transformer, session)
+    for index, layer in enumerate(layers):
+        layer.attention.bind(attached, index)
+        layer.parallel_strategy = layer._no_parallel_strategy
+    return session
+
+
+def _require_served(layer: Attention) -> None:
+    where = layer.prefix or "an attention"
+    if layer.role != "self":
+        raise UserError(f"{where} is {layer.role} attention; name DBSP for self-attention alone: per_role.self.backend")
+    if layer.causal:
+        raise UserError(f"{where} is causal, which DBSP does not serve; use another attention backend")
+    if layer.num_kv_heads != layer.num_heads:
+        raise UserError(f"{where} has fewer key than query heads, which DBSP does not serve; use another backend")
