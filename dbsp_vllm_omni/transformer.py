@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
 from vllm_omni.diffusion.attention.layer import Attention
+from vllm_omni.diffusion.attention.selector import get_attn_backend_for_role
 from vllm_omni.diffusion.distributed.parallel_state import get_sp_group
 from vllm_omni.diffusion.forward_context import get_forward_context
 
@@ -90,7 +91,7 @@ def attach(transformer: torch.nn.Module, config: Any, clock: StepClock | None = 
     """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
 
     Their exchange of vLLM-Omni's own is switched off: a layer hands over its rank's shard as it is. Attention outside
-    the sharded sequence, such as that of MiniMax-H3's token refiner, is vLLM-Omni's own SDPA.
+    the sharded sequence, such as that of MiniMax-H3's token refiner, gets vLLM-Omni's default backend.
 
     Args:
         config: vLLM-Omni's OmniDiffusionConfig.
@@ -104,7 +105,7 @@ def attach(transformer: torch.nn.Module, config: Any, clock: StepClock | None = 
     attentions = [one for one in transformer.modules() if isinstance(one, Attention)]
     layers = [one for one in attentions if isinstance(one.attention, DbspImpl)]
     for layer in [one for one in layers if one.skip_sequence_parallel]:
-        layer.attention = layer.sdpa_fallback
+        _give_back(layer)
         layers.remove(layer)
     if not layers:
         return None
@@ -127,6 +128,13 @@ def attach(transformer: torch.nn.Module, config: Any, clock: StepClock | None = 
         layer.attention.bind(attached, index)
         layer.parallel_strategy = layer._no_parallel_strategy
     return session
+
+
+def _give_back(layer: Attention) -> None:
+    """Gives a layer what it has where no backend is named."""
+    layer.attn_backend, _ = get_attn_backend_for_role(layer.role, layer.head_size)
+    names = ("num_heads", "head_size", "softmax_scale", "causal", "num_kv_heads", "qkv_layout", "prefix", "role")
+    layer.attention = layer.attn_backend.get_impl_cls()(**{name: getattr(layer, name) for name in names})
 
 
 def _require_served(layer: Attention) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
 
 from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import LAYERS, Case
@@ -166,12 +166,86 @@ def _of_hunyuan(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any
     }
 
 
+H3_TEXT, H3_AUDIO = 7, 8
+H3_REFERENCES = (
+    {"kind": "image", "latent_h": 4, "latent_w": 6},
+    {"kind": "video", "ref_audio_t": 2, "latent_t": 2, "latent_h": 4, "latent_w": 4},
+)
+H3_REFERENCE_TOKENS = 2 * 3 + 2 * 2 + 2 * 2 * 2
+
+
+def _h3(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    """In float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
+    from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as module
+
+    module._BF16_DTYPE = torch.float32
+    width = heads * HEAD
+    sizes = {
+        "num_layers": LAYERS,
+        "token_refiner_num_layers": 1,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "attention_head_dim": HEAD,
+        "ffn_hidden_size": 48,
+        "text_dim": 16,
+        "timestep_input_dim": 32,
+        "time_embed_hidden_size": 32,
+        "time_embed_dim": 24,
+        "adaln_out_features": 18 * width,
+        "final_adaln_out_features": 2 * width,
+        "rope_inv_freq_len": HEAD // 6,
+    }
+    config.tf_model_config = TransformerConfig.from_dict(sizes)
+    model = module.MiniMaxH3DiTModel(config)
+    model.rope.inv_freq.copy_(10000.0 ** -torch.linspace(0, 1, HEAD // 6))
+    return model
+
+
+def _of_h3(references: bool) -> Callable[[Grid, int, int, int], dict[str, Any]]:
+    """Arguments as H3's own denoising makes them; text, audio and perhaps references before the video."""
+
+    def inputs(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+        from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch
+        from vllm_omni.diffusion.models.minimax_h3.packed_sequence import (
+            minimax_h3_packed_sequence,
+            minimax_h3_packed_sequence_ref2va_blocks,
+        )
+
+        sizes = {"text_len": H3_TEXT, "latent_t": thw[0], "latent_h": 2 * thw[1], "latent_w": 2 * thw[2]}
+        sizes["audio_t"] = H3_AUDIO // 2
+        if references:
+            packed = minimax_h3_packed_sequence_ref2va_blocks(ref_blocks=H3_REFERENCES, **sizes)
+        else:
+            packed = minimax_h3_packed_sequence(include_keyframe_cond=False, **sizes)
+        tags = packed["token_tags"]
+        text = _random(branch, H3_TEXT, 16)
+        run = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=text, token_tags=tags, device=torch.device("cpu"))
+        return run.forward_kwargs(
+            video_rows=_random(1000 * number + 10 * step, len(run.img_pos), 96),
+            audio_rows=_random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
+            t_video=0.9 - 0.3 * step,
+            t_audio=0.8 - 0.3 * step,
+            imgvid_cond_timestep=0.0,
+            audio_ref_cond_timestep=0.0,
+        )
+
+    return inputs
+
+
+def _of_h3_blocks(model: Any) -> list[Any]:
+    return [block.attn.attention for block in model.blocks]
+
+
 def _text_first(text: int, places: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
     return lambda thw: (torch.cat([torch.arange(text), places + torch.arange(_count(thw))]), text)
 
 
 def _text_last(text: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
     return lambda thw: (torch.cat([_count(thw) + torch.arange(text), torch.arange(_count(thw))]), text)
+
+
+def _in_order(others: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
+    return _text_first(others, others)
 
 
 def _of_blocks(model: Any) -> list[Any]:
@@ -186,5 +260,9 @@ MODELS = {
     "wan": Model(_wan, _of_wan, lambda model: [block.attn1.attn for block in model.blocks], _text_last(0), True),
     "flux2": Model(_flux2, _of_flux2, _of_flux2_blocks, _text_first(TEXT, TEXT)),
     "qwen_image": Model(_qwen, _of_qwen, _of_blocks, _text_first(TEXT - 2, TEXT)),
+    "h3": Model(_h3, _of_h3(False), _of_h3_blocks, _in_order(H3_TEXT + H3_AUDIO), True),
+    "h3_references": Model(
+        _h3, _of_h3(True), _of_h3_blocks, _in_order(H3_TEXT + H3_AUDIO + H3_REFERENCE_TOKENS), True
+    ),
     "hunyuan_video_15": Model(_hunyuan, _of_hunyuan, _of_blocks, _text_last(TEXT - 2 + 3)),
 }
