@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,9 +48,17 @@ class DbspTransformer:
             layout = EngineLayout(tokens.thw, text=tokens.text, text_last=architecture.text == "last")
             self._begin(layout, inputs["hidden_states"].device, tokens.timestep)
         cache = vars(module).get("_context_manager")  # cache-dit's
-        if cache is not None and "similarity" not in vars(cache):
-            alike, device = cache.similarity, next(module.parameters()).device
-            cache.similarity = lambda *states, **options: self._session.all_agree(alike(*states, **options), device)
+        if cache is not None and "can_cache" not in vars(cache):
+            cache.can_cache = self._poll(cache.can_cache)
+
+    def _poll(self, can_cache: Callable[..., bool]) -> Callable[..., bool]:
+        """Around cache-dit's decision, which looks at one rank's tokens: layers are skipped where all ranks would."""
+
+        @torch.compiler.disable
+        def all_can(states: torch.Tensor, *args: Any, **options: Any) -> bool:
+            return self._session.all_agree(can_cache(states, *args, **options), states.device)
+
+        return all_can
 
     def attend(
         self, layer: int, qkv: tuple[torch.Tensor, ...], metadata: AttentionMetadata | None, scale: float

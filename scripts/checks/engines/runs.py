@@ -13,7 +13,7 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Case:
         wrong: Another mask than the reference's, which must be seen.
         strategy: None is the engine's degrees.
         cache: The engine's step cache, by its name there.
+        cache_options: Of that, by their names there.
+        unlike: Whether ranks are made to decide differently what it skips.
         model: Which of the engine's models, where there are several here.
     """
 
@@ -60,6 +62,8 @@ class Case:
     wrong: str | None = None
     strategy: str | None = None
     cache: str | None = None
+    cache_options: dict[str, Any] = field(default_factory=dict)
+    unlike: bool = False
     model: str = "wan"
 
 

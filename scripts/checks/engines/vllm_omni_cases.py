@@ -25,6 +25,7 @@ stand_in_for("torchvision", "torchvision.transforms", "torchvision.transforms.fu
 
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_omni.diffusion import registry  # noqa: E402
+from vllm_omni.diffusion.cache.selector import get_cache_backend  # noqa: E402
 from vllm_omni.diffusion.config import set_current_diffusion_config  # noqa: E402
 from vllm_omni.diffusion.data import AttentionConfig, DiffusionParallelConfig, OmniDiffusionConfig  # noqa: E402
 from vllm_omni.diffusion.distributed.parallel_state import (  # noqa: E402
@@ -78,20 +79,25 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
         with set_forward_context(vllm_config, parallel):
             registry._apply_sequence_parallel_if_enabled(pipeline, parallel)
             applied = get_forward_context().sp_plan_hooks_applied
-        worst, dense_away, padding = 0.0, 0.0, 0
+        enable_cache(pipeline, case)
+        worst, dense_away, padding, calls = 0.0, 0.0, 0, 0
         for number, thw in enumerate(case.sizes):
             references = [tiny(alone, vllm_config, case, seed) for seed in seeds]
+            if not case.unlike:
+                enable_cache(Pipeline(*references), case)
             for step in range(STEPS):
                 for branch in range(case.passes):
                     inputs = model.inputs(thw, number, step, branch)
+                    if case.cache:
+                        inputs |= unlike_on_ranks(inputs, model.inputs(thw, number, 0, branch))
                     second = case.pair and step > 0
                     one = references[-1 if second else 0]
                     with set_forward_context(vllm_config, alone), as_one_process():
-                        expected = dense = numbers_of(one(**inputs))
+                        expected = dense = None if case.cache else numbers_of(one(**inputs))
                         if case.mask is not None:
                             undo = model.mask_attention(one, case, thw)
                             expected = numbers_of(one(**inputs))
-                            undo()
+                            calls += undo()
                     ours = pipeline.transformer_2 if second else pipeline.transformer
                     index = step if model.says_step else None
                     with set_forward_context(vllm_config, parallel, denoise_step_idx=index):
@@ -99,8 +105,33 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
                         out = numbers_of(ours(**inputs))
                         padding = max(padding, get_forward_context().sp_padding_size)
                     worst = max(worst, float((out - expected).abs().max()))
-                    dense_away = max(dense_away, float((dense - expected).abs().max()))
-    return {"error": worst, "dense": dense_away, "padding": padding}
+                    dense_away = max(dense_away, 0.0 if case.cache else float((dense - expected).abs().max()))
+    return {"error": worst, "dense": dense_away, "padding": padding, "calls": calls}
+
+
+def enable_cache(pipeline: Pipeline, case: Case) -> None:
+    """The engine's step cache, as its worker enables it, with thresholds by which it skips layers.
+
+    Where a case says so, what cache-dit decides on this rank is replaced by what differs between ranks: then no layer
+    may be skipped.
+    """
+    if not case.cache:
+        return
+    options = {"max_warmup_steps": 1, "residual_diff_threshold": 0.99} | case.cache_options
+    backend = get_cache_backend(case.cache, options)
+    backend.enable(pipeline)
+    backend.refresh(pipeline, STEPS, verbose=False)
+    if case.unlike:
+        manager = pipeline.transformer._context_manager
+        manager.similarity = lambda *states, **options: torch.distributed.get_rank() == 0
+
+
+def unlike_on_ranks(inputs: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of the first half, and the time, as they were in the first step: nothing has changed for rank 0 of 2."""
+    now, then = inputs["hidden_states"], first["hidden_states"]
+    half = now.shape[1] // 2 if now.ndim == 3 else 0
+    mixed = torch.cat([then[:, :half], now[:, half:]], dim=1)
+    return {"hidden_states": mixed, "timestep": first["timestep"]}
 
 
 def as_one_process() -> AbstractContextManager[Any]:

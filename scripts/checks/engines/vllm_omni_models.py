@@ -40,14 +40,15 @@ class Model:
     tokens: Callable[[Grid], tuple[torch.Tensor, int]]
     says_step: bool = False
 
-    def mask_attention(self, model: nn.Module, case: Case, thw: Grid) -> Callable[[], None]:
-        """Replaces self-attention by torch's own under the case's mask; returns what takes that back."""
+    def mask_attention(self, model: nn.Module, case: Case, thw: Grid) -> Callable[[], int]:
+        """Replaces self-attention by torch's own under the case's mask; returns what takes that back, and counts."""
         places, text = self.tokens(thw)
         impls = [one.attention for one in self.attentions(model)]
-        stock = [impl.forward for impl in impls]
+        stock, calls = [impl.forward for impl in impls], []
         for layer, impl in enumerate(impls):
 
             def attend(q: Any, k: Any, v: Any, metadata: Any = None, layer: int = layer) -> torch.Tensor:
+                calls.append(layer)
                 real = (one[:, places] for one in (q, k, v))
                 out = torch.zeros_like(q)
                 out[:, places] = attend_under(case.mask or "", layer, LAYERS, thw, *real, text=text)
@@ -55,9 +56,10 @@ class Model:
 
             impl.forward = attend
 
-        def undo() -> None:
+        def undo() -> int:
             for impl, forward in zip(impls, stock, strict=True):
                 impl.forward = forward
+            return len(calls)
 
         return undo
 
