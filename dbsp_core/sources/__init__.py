@@ -18,6 +18,7 @@ from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
+from dbsp_core.sources.vllm_selector import VllmSelectorSource
 from dbsp_core.sources.window import WindowSource
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StaticMaskSource",
     "SvgSource",
     "SyntheticSource",
+    "VllmSelectorSource",
     "WindowSource",
     "packed_mask",
 ]
@@ -52,6 +54,7 @@ SOURCES: dict[str, type[MaskSource]] = {
     "radial": RadialSource,
     "svg": SvgSource,
     "callable": CallableSource,
+    "vllm_selector": VllmSelectorSource,
     "synthetic": SyntheticSource,
 }
 """Mask sources by the name after `source:` in a configuration."""

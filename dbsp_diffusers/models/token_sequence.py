@@ -12,7 +12,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.masks.video import Video
-from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SpargeSource
+from dbsp_core.sources import (
+    DenseSource,
+    LowRankSource,
+    MaskSource,
+    RecordQKSource,
+    SpargeSource,
+    VllmSelectorSource,
+)
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -32,7 +39,7 @@ Inputs = Mapping[str, Any]
 """A forward pass's arguments by name."""
 
 Value = TypeVar("Value")
-_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource)
+_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource, VllmSelectorSource)
 """Sources whose masks do not depend on where tokens are, unless they are given a token order that does."""
 
 
