@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
+from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata, VideoTokenLayout
 from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.attention.selector import get_attn_backend_for_role
 from vllm_omni.diffusion.distributed.parallel_state import get_sp_group
@@ -16,7 +16,7 @@ from vllm_omni.diffusion.forward_context import get_forward_context
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import StepClock
-from dbsp_core.runtime.session.engine_session import EngineLayout, EngineSession
+from dbsp_core.runtime.session.engine_session import QKV, EngineLayout, EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import signature_of
@@ -24,9 +24,9 @@ from dbsp_diffusers.patching import signature_of
 __all__ = ["DbspTransformer", "attach"]
 
 _JOINT = {"Flux2Transformer2DModel", "QwenImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"}
-"""Classes whose text every rank has whole. They take diffusers' arguments, from which diffusers' entry reads tokens."""
+"""Classes whose text every rank has whole. They take diffusers' arguments, and diffusers' entries read them."""
 _AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
-"""Of `cache_backend`: the first two compare all ranks' tokens, the next goes by the step, and the last one is polled."""
+"""Values of `cache_backend`: by all ranks' tokens (tea, sea), by the step (mag), or polled (cache-dit)."""
 
 
 class DbspTransformer:
@@ -60,34 +60,29 @@ class DbspTransformer:
 
         return all_can
 
-    def attend(
-        self, layer: int, qkv: tuple[torch.Tensor, ...], metadata: AttentionMetadata | None, scale: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, qkv: QKV, metadata: AttentionMetadata | None, scale: float) -> torch.Tensor:
         """Attention of q, k and v [B, this rank's tokens, H, D]; see `DbspImpl.forward`."""
         if not self._begun:
             self._begin(_published(metadata, qkv[0].shape[1]), qkv[0].device)
             self._begun = True
-        text = None if metadata is None or metadata.joint_query is None else _joint_text(metadata)
-        if self._joint and text is None:  # one rank, which has it in its sequence
+        text: QKV | None = None
+        if metadata is not None and metadata.joint_query is not None:
+            text = metadata.joint_query, metadata.joint_key, metadata.joint_value
+        elif self._joint:  # one rank, which has it in its sequence
             qkv, text = self._session.without_text(qkv)
-        return self._session.attend(layer, *qkv, scale, text)
+        return self._session.attend(layer, *qkv, scale=scale, text=text)
 
     def _begin(self, layout: EngineLayout, device: torch.device, timestep: Any = None) -> None:
         self._session.begin(layout, device, get_forward_context().denoise_step_idx, timestep=timestep)
 
 
-def _joint_text(metadata: AttentionMetadata) -> tuple[torch.Tensor, ...]:
-    return metadata.joint_query, metadata.joint_key, metadata.joint_value
-
-
 def _published(metadata: AttentionMetadata | None, shard: int) -> EngineLayout:
-    """What a model says of its sequence: [prefix | video | padding], or several videos, of which the last target's
-    tokens are the video, and all others text."""
-    layout = None if metadata is None else metadata.video_layout
-    targets = [] if layout is None else [span for span in layout.video_spans if span.role == "target"]
-    first = targets[-1].start if targets else layout and layout.prefix_len or 0
-    thw = targets[-1].latent_grid if targets else layout and layout.latent_grid
-    if not thw:
+    """What a model says of its sequence: [prefix | video | padding]; of several videos, only the target is one here."""
+    layout = (metadata and metadata.video_layout) or VideoTokenLayout()
+    targets = [span for span in layout.video_spans if span.role == "target"]
+    first = targets[-1].start if targets else layout.prefix_len or 0
+    thw = targets[-1].latent_grid if targets else layout.latent_grid
+    if thw is None:
         raise UserError(
             "this model publishes no grid of video tokens (video_layout), which masks need; DBSP serves vLLM-Omni's "
             "Wan, MiniMax-H3, HunyuanVideo-1.5, Qwen-Image and Flux.2; use another attention backend for others"
@@ -149,7 +144,9 @@ def _give_back(layer: Attention) -> None:
 def _require_served(layer: Attention) -> None:
     where = layer.prefix or "an attention"
     if layer.role != "self":
-        raise UserError(f"{where} is {layer.role} attention; name DBSP for self-attention alone: per_role.self.backend")
+        raise UserError(
+            f"{where} is {layer.role} attention; name DBSP for self-attention alone: per_role.self.backend"
+        )
     if layer.causal:
         raise UserError(f"{where} is causal, which DBSP does not serve; use another attention backend")
     if layer.num_kv_heads != layer.num_heads:

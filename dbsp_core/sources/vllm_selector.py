@@ -116,11 +116,13 @@ class VllmSelectorSource(BlockSizes):
         except Exception as error:
             self._selectors.pop(place, None)
             raise UserError(
-                f"block selector {self.selector} raised {type(error).__name__}: {error} for layer {layer}; correct it, "
-                "its options or block_q and block_k"
+                f"block selector {self.selector} raised {type(error).__name__}: {error} for layer {layer}; correct "
+                "it, its options or block_q and block_k"
             ) from error
         if not all(isinstance(one, torch.Tensor) for one in (indices, counts)):
-            raise UserError(f"block selector {self.selector} returned {kind_of(indices)}; return tensors: BlockSelection")
+            raise UserError(
+                f"block selector {self.selector} returned {kind_of(indices)}; return tensors: BlockSelection"
+            )
         if (tuple(counts.shape), tuple(indices.shape[:3]), indices.ndim) != (shape[:3], shape[:3], 4):
             raise UserError(
                 f"block selector {self.selector} returned indices {list(indices.shape)} and counts "

@@ -29,12 +29,12 @@ def import_callable(name: str, what: str, missing: str, advice: str) -> Callable
         found: Any = importlib.import_module(module)
     except Exception as error:
         raise UserError(
-            f"{what} {name}: importing {module} failed ({type(error).__name__}: {error}); put its folder on PYTHONPATH, "
-            "on every machine, and see that it imports by itself"
+            f"{what} {name}: importing {module} failed ({type(error).__name__}: {error}); put its folder on "
+            "PYTHONPATH, on every machine, and see that it imports by itself"
         ) from error
     for part in path.split("."):
         found = getattr(found, part, None)
     if not callable(found):
         is_what = "has no such name" if found is None else f"names {kind_of(found)}, which cannot be called"
         raise UserError(f"{what} {name}: {module} {is_what}; name {advice}")
-    return found  # type: ignore[no-any-return]
+    return found

@@ -1,4 +1,4 @@
-"""Block selectors written to vLLM-Omni's contract on its development branch, whose classes this repeats by signature."""
+"""Block selectors to the contract of vLLM-Omni's development branch, of which this repeats the signatures alone."""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["CONFIG_VARIABLE", "EngineLayout", "EngineSession"]
+__all__ = ["CONFIG_VARIABLE", "QKV", "EngineLayout", "EngineSession"]
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values, [B, tokens, H, D] each."""
 
 CONFIG_VARIABLE = "DBSP_CONFIG"
 """Environment variable that says what `DbspConfig.load` reads, for engines whose configuration has no room for it."""
@@ -170,7 +173,7 @@ class EngineSession:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float | None = None,
-        text: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        text: QKV | None = None,
     ) -> torch.Tensor:
         """Attention of one layer.
 
@@ -187,12 +190,13 @@ class EngineSession:
         out = self.session.attend(layer, *(one.transpose(1, 2) for one in own), scale=scale).transpose(1, 2)
         return out if text is None else self._with_all_text(out, text[0].shape[1])
 
-    def without_text(self, qkv: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Parts q, k, v [B, places + shard, H, D] of one rank, or [B, shard + places, H, D], into shard and text."""
+    def without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
+        """Parts one rank's [B, places + shard, H, D], or [B, shard + places, H, D], into those of shard and text."""
         tokens, last = self._layout.video.tokens - self._layout.text, self._layout.text_last
-        sizes = (tokens, qkv[0].shape[1] - tokens) if last else (qkv[0].shape[1] - tokens, tokens)
-        shard, text = list(zip(*(one.split(sizes, dim=1) for one in qkv), strict=True))[:: 1 if last else -1]
-        return shard, text
+        others = qkv[0].shape[1] - tokens
+        q, k, v = (one.split((tokens, others) if last else (others, tokens), dim=1) for one in qkv)
+        shard, text = (0, 1) if last else (1, 0)
+        return (q[shard], k[shard], v[shard]), (q[text], k[text], v[text])
 
     def all_agree(self, answer: bool, device: torch.device | str) -> bool:
         """Whether all ranks say so: step caches skip layers on all of them or on none. Collective."""

@@ -51,6 +51,7 @@ class Case:
         cache: The engine's step cache, by its name there.
         cache_options: Of that, by their names there.
         unlike: Whether ranks are made to decide differently what it skips.
+        compiled: Whether its blocks are, as the engine compiles them.
         model: Which of the engine's models, where there are several here.
     """
 
@@ -64,6 +65,7 @@ class Case:
     cache: str | None = None
     cache_options: dict[str, Any] = field(default_factory=dict)
     unlike: bool = False
+    compiled: bool = False
     model: str = "wan"
 
 

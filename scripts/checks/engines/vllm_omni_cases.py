@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import transformers.utils
+from torch import _dynamo as dynamo
 
 from scripts.checks.engines.reference import fill, stand_in_for
 from scripts.checks.engines.runs import STEPS, Case, cases_of, report
@@ -26,6 +27,7 @@ stand_in_for("torchvision", "torchvision.transforms", "torchvision.transforms.fu
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_omni.diffusion import registry  # noqa: E402
 from vllm_omni.diffusion.cache.selector import get_cache_backend  # noqa: E402
+from vllm_omni.diffusion.compile import regionally_compile  # noqa: E402
 from vllm_omni.diffusion.config import set_current_diffusion_config  # noqa: E402
 from vllm_omni.diffusion.data import AttentionConfig, DiffusionParallelConfig, OmniDiffusionConfig  # noqa: E402
 from vllm_omni.diffusion.distributed.parallel_state import (  # noqa: E402
@@ -67,7 +69,7 @@ class Pipeline(torch.nn.Module):
         self.transformer, self.transformer_2 = transformers[0], transformers[-1] if transformers[1:] else None
 
 
-def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
+def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
     alone = settings(1, 1, None)
     parallel = settings(ulysses, ring, None if case.mask is None else "DBSP")
     parallel.cache_backend = case.cache or "none"
@@ -80,7 +82,9 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
             registry._apply_sequence_parallel_if_enabled(pipeline, parallel)
             applied = get_forward_context().sp_plan_hooks_applied
         enable_cache(pipeline, case)
-        worst, dense_away, padding, calls = 0.0, 0.0, 0, 0
+        if case.compiled:
+            regionally_compile(pipeline.transformer, dynamic=parallel.diffusion_compile_dynamic)
+        worst, dense_away, padding, calls, graphs = 0.0, 0.0, 0, 0, []
         for number, thw in enumerate(case.sizes):
             references = [tiny(alone, vllm_config, case, seed) for seed in seeds]
             if not case.unlike:
@@ -104,9 +108,10 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
                         get_forward_context().sp_plan_hooks_applied = applied
                         out = numbers_of(ours(**inputs))
                         padding = max(padding, get_forward_context().sp_padding_size)
+                    graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
                     worst = max(worst, float((out - expected).abs().max()))
                     dense_away = max(dense_away, 0.0 if case.cache else float((dense - expected).abs().max()))
-    return {"error": worst, "dense": dense_away, "padding": padding, "calls": calls}
+    return {"error": worst, "dense": dense_away, "padding": padding, "calls": calls, "graphs": graphs}
 
 
 def enable_cache(pipeline: Pipeline, case: Case) -> None:
@@ -137,7 +142,7 @@ def unlike_on_ranks(inputs: dict[str, Any], first: dict[str, Any]) -> dict[str, 
 def as_one_process() -> AbstractContextManager[Any]:
     """HunyuanVideo-1.5 asks vLLM-Omni's groups, not its configuration, whether to shard."""
     module = "vllm_omni.diffusion.models.hunyuan_video.hunyuan_video_15_transformer"
-    return mock.patch(f"{module}.get_sequence_parallel_world_size", lambda: 1)
+    return mock.patch(f"{module}.get_sequence_parallel_world_size", return_value=1)
 
 
 def numbers_of(output: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Source vllm_selector: selectors of vLLM-Omni select the same on any ranks, and their mistakes are one line on all."""
+"""Source vllm_selector: selectors of vLLM-Omni select the same on any ranks, and mistakes are one line on all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_it_is_what_the_selector_says_and_text_is_dense(text):
     q, k = (one[:, :, text:].transpose(1, 2) for one in case.tensors())
     indices, counts = selector.select(q, k, case.width**-0.5, 0)
     text_q, text_k = -(-text // 32), -(-text // 16)
-    assert bits[:, :, :text_q].all() and bits[..., :text_k].all()
+    assert bits[:, :, :text_q].all()
+    assert bits[..., :text_k].all()
     for place in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
         row = bits[:, :, text_q:, text_k:][tuple(place)]
         assert row.nonzero().flatten().tolist() == indices[tuple(place)][: counts[tuple(place)]].tolist()
