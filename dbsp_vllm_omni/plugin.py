@@ -64,7 +64,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callabl
 def _attaching(stock: Callable[..., None]) -> Callable[..., None]:
     def apply(model: Any, od_config: Any) -> None:
         from dbsp_core.masks.schedule import StepClock
-        from dbsp_vllm_omni.transformer import attach
+        from dbsp_vllm_omni.backend import attach
 
         stock(model, od_config)
         names = getattr(model, "_dit_modules", None) or _TRANSFORMERS

@@ -8,25 +8,17 @@ from typing import Any
 
 import torch
 from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata, VideoTokenLayout
-from vllm_omni.diffusion.attention.layer import Attention
-from vllm_omni.diffusion.attention.selector import get_attn_backend_for_role
-from vllm_omni.diffusion.distributed.parallel_state import get_sp_group
 from vllm_omni.diffusion.forward_context import get_forward_context
 
-from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.session.engine_session import QKV, EngineLayout, EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import signature_of
 
-__all__ = ["DbspTransformer", "attach"]
+__all__ = ["DbspTransformer"]
 
 _JOINT = {"Flux2Transformer2DModel", "QwenImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"}
 """Classes whose text every rank has whole. They take diffusers' arguments, and diffusers' entries read them."""
-_AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
-"""Values of `cache_backend`: by all ranks' tokens (tea, sea), by the step (mag), or polled (cache-dit)."""
 
 
 class DbspTransformer:
@@ -77,7 +69,7 @@ class DbspTransformer:
 
 
 def _published(metadata: AttentionMetadata | None, shard: int) -> EngineLayout:
-    """What a model says of its sequence: [prefix | video | padding]; of several videos, only the target is one here."""
+    """What a model says of its sequence: [prefix | video | padding]; of several, only the target is video here."""
     layout = (metadata and metadata.video_layout) or VideoTokenLayout()
     targets = [span for span in layout.video_spans if span.role == "target"]
     first = targets[-1].start if targets else layout.prefix_len or 0
@@ -89,65 +81,3 @@ def _published(metadata: AttentionMetadata | None, shard: int) -> EngineLayout:
         )
     end = first + math.prod(thw)
     return EngineLayout(tuple(thw), first, (layout.used_len or end) - end, shard)
-
-
-def attach(transformer: torch.nn.Module, config: Any, clock: StepClock | None = None) -> EngineSession | None:
-    """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
-
-    Their exchange of vLLM-Omni's own is switched off: a layer hands over its rank's shard as it is. Attention outside
-    the sharded sequence, such as that of MiniMax-H3's token refiner, gets vLLM-Omni's default backend.
-
-    Args:
-        config: vLLM-Omni's OmniDiffusionConfig.
-        clock: The pipeline's.
-
-    Returns:
-        None: the transformer has no such layer.
-    """
-    from dbsp_vllm_omni.backend import DbspImpl
-
-    attentions = [one for one in transformer.modules() if isinstance(one, Attention)]
-    layers = [one for one in attentions if isinstance(one.attention, DbspImpl)]
-    for layer in [one for one in layers if one.skip_sequence_parallel]:
-        _give_back(layer)
-        layers.remove(layer)
-    if not layers:
-        return None
-    for layer in layers:
-        _require_served(layer)
-    parallel = config.parallel_config
-    if getattr(parallel, "allgather_degree", 1) > 1:
-        raise UserError("DBSP takes Ulysses × Ring, not AllGather-KV; set --allgather-degree 1 and --usp or --ring")
-    world = parallel.sequence_parallel_size or 1
-    if world > 1 and (config.cache_backend or "none") not in _AGREEING_CACHES:
-        raise UserError(
-            f"db-SP does not know whether cache_backend {config.cache_backend} skips the same layers on all ranks; "
-            f"set it to one of {', '.join(_AGREEING_CACHES)}, or name another attention backend"
-        )
-    group = SequenceGroup.of(get_sp_group().device_group) if world > 1 else SequenceGroup(0, 1)
-    strategy = Strategy(parallel.ulysses_degree or 1, parallel.ring_degree or 1)
-    session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock)
-    attached = DbspTransformer(transformer, session)
-    for index, layer in enumerate(layers):
-        layer.attention.bind(attached, index)
-        layer.parallel_strategy = layer._no_parallel_strategy
-    return session
-
-
-def _give_back(layer: Attention) -> None:
-    """Gives a layer what it has where no backend is named."""
-    layer.attn_backend, _ = get_attn_backend_for_role(layer.role, layer.head_size)
-    names = ("num_heads", "head_size", "softmax_scale", "causal", "num_kv_heads", "qkv_layout", "prefix", "role")
-    layer.attention = layer.attn_backend.get_impl_cls()(**{name: getattr(layer, name) for name in names})
-
-
-def _require_served(layer: Attention) -> None:
-    where = layer.prefix or "an attention"
-    if layer.role != "self":
-        raise UserError(
-            f"{where} is {layer.role} attention; name DBSP for self-attention alone: per_role.self.backend"
-        )
-    if layer.causal:
-        raise UserError(f"{where} is causal, which DBSP does not serve; use another attention backend")
-    if layer.num_kv_heads != layer.num_heads:
-        raise UserError(f"{where} has fewer key than query heads, which DBSP does not serve; use another backend")

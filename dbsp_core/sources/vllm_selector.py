@@ -1,4 +1,4 @@
-"""Masks from a block selector of vLLM-Omni: a class written to its `BlockSelector`, as its development branch has it.
+"""Masks from a block selector of vLLM-Omni: a class written to its BlockSelector, as its development branch has it.
 
 There, what is selected is computed on one GPU or with Ulysses alone; here in rings too, with any number of heads.
 """

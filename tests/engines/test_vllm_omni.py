@@ -34,7 +34,7 @@ def test_it_equals_one_process(ulysses, ring):
     assert found[1]["padding"] == -75 % (ulysses * ring), "75 tokens do not divide by the ranks"
 
 
-@pytest.mark.parametrize(("ulysses", "ring"), ((1, 1), *SPLITS))
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), *SPLITS])
 def test_models_whose_ranks_all_have_the_text(ulysses, ring):
     """3 and 5 heads, two sizes in turn, padding of text in the last two models, which is no key."""
     cases = (
