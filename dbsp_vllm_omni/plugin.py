@@ -16,7 +16,13 @@ __all__ = ["NAMES", "register", "unregister"]
 NAMES = (
     "vllm_omni.diffusion.attention.backends.registry.DiffusionAttentionBackendEnum",
     "vllm_omni.diffusion.attention.layer.Attention",
+    "vllm_omni.diffusion.attention.backends.abstract.VideoTokenLayout",
     "vllm_omni.diffusion.attention.selector.get_attn_backend_for_capability",
+    "vllm_omni.diffusion.attention.selector.get_attn_backend_for_role",
+    "vllm_omni.diffusion.models.flux2.flux2_transformer.Flux2Transformer2DModel",
+    "vllm_omni.diffusion.models.hunyuan_video.hunyuan_video_15_transformer.HunyuanVideo15Transformer3DModel",
+    "vllm_omni.diffusion.models.qwen_image.qwen_image_transformer.QwenImageTransformer2DModel",
+    "cache_dit.caching.cache_contexts.cache_manager.CachedContextManager.can_cache",
     "vllm_omni.diffusion.distributed.parallel_state.get_ring_parallel_world_size",
     "vllm_omni.diffusion.distributed.parallel_state.get_sp_group",
     "vllm_omni.diffusion.forward_context.get_forward_context",
@@ -57,12 +63,15 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callabl
 
 def _attaching(stock: Callable[..., None]) -> Callable[..., None]:
     def apply(model: Any, od_config: Any) -> None:
+        from dbsp_core.masks.schedule import StepClock
         from dbsp_vllm_omni.backend import attach
 
         stock(model, od_config)
         names = getattr(model, "_dit_modules", None) or _TRANSFORMERS
-        for transformer in filter(None, (getattr(model, name, None) for name in names)):
-            attach(transformer, od_config)
+        transformers = [one for one in (getattr(model, name, None) for name in names) if one is not None]
+        clock = StepClock(shared=len(transformers) > 1)
+        for transformer in transformers:
+            attach(transformer, od_config, clock)
 
     return apply
 

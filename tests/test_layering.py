@@ -22,7 +22,7 @@ PACKAGES = {
     "dbsp_diffusers": {"dbsp_core", "dbsp_kernels"},
     "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
     "dbsp_para": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
-    "dbsp_vllm_omni": {"dbsp_core", "dbsp_kernels"},
+    "dbsp_vllm_omni": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_sglang": {"dbsp_core", "dbsp_kernels"},
     "dbsp_lightx2v": {"dbsp_core", "dbsp_kernels"},
     "dbsp_cli": {"dbsp_sglang", "dbsp_xdit", "dbsp_para", "dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},

@@ -65,7 +65,7 @@ def _two_texts(inputs: Inputs) -> int:
 
 
 def _token_replace(transformer: Any) -> str | None:
-    if getattr(transformer.config, "image_condition_type", None) == "token_replace":
+    if getattr(getattr(transformer, "config", None), "image_condition_type", None) == "token_replace":
         return "with image_condition_type token_replace its norms treat the first frame's tokens by their position"
     return None
 

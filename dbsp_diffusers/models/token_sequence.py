@@ -12,7 +12,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.masks.video import Video
-from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SpargeSource, parts_of
+from dbsp_core.sources import (
+    DenseSource,
+    LowRankSource,
+    MaskSource,
+    RecordQKSource,
+    SpargeSource,
+    VllmSelectorSource,
+    parts_of,
+)
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -33,7 +41,7 @@ Inputs = Mapping[str, Any]
 """A forward pass's arguments by name."""
 
 Value = TypeVar("Value")
-_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource)
+_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource, VllmSelectorSource)
 """Sources whose masks do not depend on where tokens are, unless they are given a token order that does."""
 
 
@@ -92,9 +100,10 @@ def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2
     The sample is [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, or an image [B, C, H, W].
     """
     sample: torch.Tensor = inputs["hidden_states"]
-    patch = transformer.config.patch_size
+    config = getattr(transformer, "config", transformer)  # other libraries' classes have sizes as attributes
+    patch = config.patch_size
     if isinstance(patch, int):
-        patch = (getattr(transformer.config, "patch_size_t", None) or 1, patch, patch)
+        patch = (getattr(config, "patch_size_t", None) or 1, patch, patch)
     if sample.ndim == 4:
         sample, patch = sample.unsqueeze(frames_dim), (1, *patch[-2:])
     frames, height, width = sample.shape[frames_dim], *sample.shape[3:]

@@ -1,4 +1,4 @@
-"""vLLM-Omni with backend DBSP: its own Wan on CPU ranks equals one process of it, where stock it refuses or is wrong.
+"""vLLM-Omni with backend DBSP: its own models on CPU ranks equal one process of them, where stock refuses or is wrong.
 
 Runs in an environment of its own: `scripts/engines test`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("vllm_omni", reason="run scripts/engines test")
-from scripts.checks.engines.runs import Case, run
+from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
     KNOWN,
@@ -22,12 +22,38 @@ from tests.engines.cases import (
 )
 
 ENGINE = "vllm_omni"
+PREDICTED = "sparge:cdf=0.35,similarity=-1,block_q=16,block_k=8"
+SELECTED = "vllm_selector:selector=tests.support.block_selectors:LikelyBlocks,block_q=16,block_k=8"
+IMAGES = ((1, 5, 15), (1, 6, 12))
+UNCACHED = 2 * LAYERS * STEPS
+"""Attentions of two guidance passes a step."""
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
 def test_it_equals_one_process(ulysses, ring):
     found = assert_equal_to_one_process(ENGINE, ulysses, ring)
     assert found[1]["padding"] == -75 % (ulysses * ring), "75 tokens do not divide by the ranks"
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), *SPLITS])
+def test_models_whose_ranks_all_have_the_text(ulysses, ring):
+    """3 and 5 heads, two sizes in turn, padding of text in the last two models, which is no key."""
+    cases = (
+        Case(3, IMAGES, KNOWN, model="flux2"),
+        Case(5, IMAGES, PREDICTED, passes=2, model="flux2"),
+        Case(3, IMAGES, SELECTED, model="qwen_image"),
+        Case(5, IMAGES, PREDICTED, passes=2, model="qwen_image"),
+        Case(5, (UNEVEN, EVEN), KNOWN, model="hunyuan_video_15"),
+        Case(3, (UNEVEN, EVEN), PREDICTED, passes=2, model="hunyuan_video_15"),
+    )
+    assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 1, 3), (1, 2, 5), (2, 1, 4), (2, 2, 4)])
+def test_minimax_h3(ulysses, ring, heads):
+    """Text and audio before the video, and references; of 128 places, the last of four ranks has padding alone."""
+    cases = (Case(heads, (UNEVEN, EVEN), KNOWN, model="h3"), Case(heads, (UNEVEN,), PREDICTED, model="h3_references"))
+    assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
 
 
 def test_on_one_rank_too():
@@ -47,9 +73,33 @@ def test_what_vllm_omni_refuses_or_computes_otherwise_without_it():
     assert "Cannot use Ring attention which does not support attention_mask" in ring["refused"]
 
 
-def test_a_step_cache_is_refused_on_several_ranks():
-    (found,) = run(ENGINE, 2, 1, Case(3, (EVEN,), KNOWN, cache="tea_cache"))
-    assert "cache_backend tea_cache decides by the tokens of one rank" in found["refused"]
+def test_step_caches_skip_on_all_ranks_or_on_none():
+    """cache-dit: all would skip, and one would; TeaCache: what has changed is on rank 1, and counts or does not."""
+    dit = Case(3, (UNEVEN,), KNOWN, passes=2, cache="cache_dit", model="hunyuan_video_15")
+    unlike = Case(3, (UNEVEN,), KNOWN, passes=2, cache="cache_dit", unlike=True, model="hunyuan_video_15")
+    tea = [
+        Case(3, IMAGES[:1], KNOWN, cache="tea_cache", cache_options={"rel_l1_thresh": most}, model="qwen_image")
+        for most in (0.5, 100.0)
+    ]
+    found = run(ENGINE, 2, 1, dit, unlike, *tea)
+    assert all(one.get("error", 1) <= 1e-5 for one in found), found
+    skipped, *others = [one["calls"] for one in found]
+    assert skipped < UNCACHED
+    assert others == [UNCACHED, LAYERS * STEPS, LAYERS]
+
+
+def test_a_step_cache_that_is_not_known_is_refused_on_several_ranks():
+    (found,) = run(ENGINE, 2, 1, Case(3, (EVEN,), KNOWN, cache="step_cache"))
+    assert "does not know whether cache_backend step_cache skips the same layers" in found["refused"]
+
+
+def test_compiled_by_blocks_it_is_the_same_and_compiles_once():
+    case = Case(3, (UNEVEN,), KNOWN, compiled=True)
+    found = run(ENGINE, 2, 1, case)
+    assert_exact([case], found)
+    first, *later = found[0]["graphs"]
+    assert first > 0
+    assert set(later) == {first}, "no step compiles anything anew"
 
 
 def test_nothing_changes_where_dbsp_is_not_named():

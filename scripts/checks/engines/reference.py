@@ -24,11 +24,12 @@ def attend_under(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    text: int = 0,
 ) -> torch.Tensor:
-    """Attention of [B, tokens, H, D] in one process: no plan, route or kernel of db-SP."""
+    """Attention of [B, tokens, H, D] in one process, text first: no plan, route or kernel of db-SP."""
     source = DbspConfig.load(mask).mask
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    request = MaskRequest(layer, q.shape[1], thw, layers=layers)
+    request = MaskRequest(layer, q.shape[1], thw, text, layers=layers)
     predicted = source.changes == "per_call"
     bits = source.mask(request, LocalQK.alone(q, k)) if predicted else source.mask(request)
     return masked_attention(q, k, v, bits).transpose(1, 2)

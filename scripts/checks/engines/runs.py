@@ -13,7 +13,7 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,12 @@ class Case:
         wrong: Another mask than the reference's, which must be seen.
         strategy: None is the engine's degrees.
         cache: The engine's step cache, by its name there.
+        cache_options: Of that, by their names there.
+        unlike: Whether ranks are made to decide differently what it skips.
         compiled: Whether by torch.compile, as the engine does it.
         cfg_parallel: Whether half of the ranks have each guidance pass.
         frames: Whether a rank has frames of its own, where the engine has that besides runs of tokens.
+        model: Which of the engine's models, where there are several here.
     """
 
     heads: int
@@ -62,9 +65,12 @@ class Case:
     wrong: str | None = None
     strategy: str | None = None
     cache: str | None = None
+    cache_options: dict[str, Any] = field(default_factory=dict)
+    unlike: bool = False
     compiled: bool = False
     cfg_parallel: bool = False
     frames: bool = False
+    model: str = "wan"
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:

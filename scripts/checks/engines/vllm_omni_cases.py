@@ -1,4 +1,4 @@
-"""vLLM-Omni's own Wan, tiny and random, on CPU ranks, against one process of it: a line of JSON a case.
+"""vLLM-Omni's own models, tiny and random, on CPU ranks, against one process of it: a line of JSON a case.
 
 torchrun --nproc_per_node N -m scripts.checks.engines.vllm_omni_cases ULYSSES RING CASES FILE
 
@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers.utils
+from torch import _dynamo as dynamo
 
-from scripts.checks.engines.reference import attend_under, fill, inputs_of, stand_in_for
-from scripts.checks.engines.runs import LAYERS, STEPS, Case, cases_of, report
+from scripts.checks.engines.reference import fill, stand_in_for
+from scripts.checks.engines.runs import STEPS, Case, cases_of, report
 
 transformers.utils.is_torchvision_available()  # remembers that there is none
 stand_in_for("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_omni.diffusion import registry  # noqa: E402
+from vllm_omni.diffusion.cache.selector import get_cache_backend  # noqa: E402
+from vllm_omni.diffusion.compile import regionally_compile  # noqa: E402
 from vllm_omni.diffusion.config import set_current_diffusion_config  # noqa: E402
 from vllm_omni.diffusion.data import AttentionConfig, DiffusionParallelConfig, OmniDiffusionConfig  # noqa: E402
 from vllm_omni.diffusion.distributed.parallel_state import (  # noqa: E402
@@ -30,9 +35,10 @@ from vllm_omni.diffusion.distributed.parallel_state import (  # noqa: E402
     initialize_model_parallel,
 )
 from vllm_omni.diffusion.forward_context import get_forward_context, set_forward_context  # noqa: E402
-from vllm_omni.diffusion.models.wan2_2.wan2_2_transformer import WanTransformer3DModel  # noqa: E402
 from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config  # noqa: E402
 from vllm_omni.plugins import OMNI_DEFAULT_PLUGINS_GROUP, load_omni_plugins_by_group  # noqa: E402
+
+from scripts.checks.engines.vllm_omni_models import MODELS  # noqa: E402
 
 
 def settings(ulysses: int, ring: int, backend: str | None) -> OmniDiffusionConfig:
@@ -45,12 +51,9 @@ def settings(ulysses: int, ring: int, backend: str | None) -> OmniDiffusionConfi
     )
 
 
-def tiny(config: OmniDiffusionConfig, vllm_config: Any, heads: int, seed: int) -> WanTransformer3DModel:
-    sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48}
+def tiny(config: OmniDiffusionConfig, vllm_config: Any, case: Case, seed: int) -> torch.nn.Module:
     with set_current_diffusion_config(config), set_forward_context(vllm_config, config):
-        model = WanTransformer3DModel(
-            num_attention_heads=heads, attention_head_dim=24, num_layers=LAYERS, **sizes
-        ).eval()
+        model = MODELS[case.model].make(config, case.heads).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = fill(name, parameter.shape, generator)
@@ -60,65 +63,90 @@ def tiny(config: OmniDiffusionConfig, vllm_config: Any, heads: int, seed: int) -
     return model
 
 
-def mask_attention(model: WanTransformer3DModel, mask: str, thw: tuple[int, int, int]) -> None:
-    for layer, block in enumerate(model.blocks):
-
-        def attend(query: Any, key: Any, value: Any, metadata: Any = None, layer: int = layer) -> torch.Tensor:
-            return attend_under(mask, layer, LAYERS, thw, query, key, value)
-
-        block.attn1.attn.attention.forward = attend
-
-
 class Pipeline(torch.nn.Module):
     def __init__(self, *transformers: torch.nn.Module) -> None:
         super().__init__()
         self.transformer, self.transformer_2 = transformers[0], transformers[-1] if transformers[1:] else None
 
 
-def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
+def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
     alone = settings(1, 1, None)
     parallel = settings(ulysses, ring, None if case.mask is None else "DBSP")
     parallel.cache_backend = case.cache or "none"
     vllm_config = create_diffusion_vllm_config(torch.device("cpu"), parallel)
     os.environ["DBSP_CONFIG"] = case.wrong or case.mask or ""
-    seeds = (0, 1) if case.pair else (0,)
+    seeds, model = (0, 1) if case.pair else (0,), MODELS[case.model]
     with torch.no_grad(), set_current_vllm_config(vllm_config):
-        pipeline = Pipeline(*(tiny(parallel, vllm_config, case.heads, seed) for seed in seeds))
+        pipeline = Pipeline(*(tiny(parallel, vllm_config, case, seed) for seed in seeds))
         with set_forward_context(vllm_config, parallel):
             registry._apply_sequence_parallel_if_enabled(pipeline, parallel)
             applied = get_forward_context().sp_plan_hooks_applied
-        worst, dense_away, padding = 0.0, 0.0, 0
+        enable_cache(pipeline, case)
+        if case.compiled:
+            regionally_compile(pipeline.transformer, dynamic=parallel.diffusion_compile_dynamic)
+        worst, dense_away, padding, calls, graphs = 0.0, 0.0, 0, 0, []
         for number, thw in enumerate(case.sizes):
-            references = [tiny(alone, vllm_config, case.heads, seed) for seed in seeds]
+            references = [tiny(alone, vllm_config, case, seed) for seed in seeds]
+            if not case.unlike:
+                enable_cache(Pipeline(*references), case)
             for step in range(STEPS):
                 for branch in range(case.passes):
-                    inputs = of_a_pass(thw, number, step, branch)
+                    inputs = model.inputs(thw, number, step, branch)
+                    if case.cache:
+                        inputs |= unlike_on_ranks(inputs, model.inputs(thw, number, 0, branch))
                     second = case.pair and step > 0
                     one = references[-1 if second else 0]
-                    with set_forward_context(vllm_config, alone):
-                        dense = one(**inputs)[0]
-                    expected = dense
-                    if case.mask is not None:
-                        stock = [block.attn1.attn.attention.forward for block in one.blocks]
-                        mask_attention(one, case.mask, thw)
-                        with set_forward_context(vllm_config, alone):
-                            expected = one(**inputs)[0]
-                        for block, forward in zip(one.blocks, stock, strict=True):
-                            block.attn1.attn.attention.forward = forward
-                    model = pipeline.transformer_2 if second else pipeline.transformer
-                    with set_forward_context(vllm_config, parallel, denoise_step_idx=step):
+                    with set_forward_context(vllm_config, alone), as_one_process():
+                        expected = dense = None if case.cache else numbers_of(one(**inputs))
+                        if case.mask is not None:
+                            undo = model.mask_attention(one, case, thw)
+                            expected = numbers_of(one(**inputs))
+                            calls += undo()
+                    ours = pipeline.transformer_2 if second else pipeline.transformer
+                    index = step if model.says_step else None
+                    with set_forward_context(vllm_config, parallel, denoise_step_idx=index):
                         get_forward_context().sp_plan_hooks_applied = applied
-                        out = model(**inputs)[0]
+                        out = numbers_of(ours(**inputs))
                         padding = max(padding, get_forward_context().sp_padding_size)
+                    graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
                     worst = max(worst, float((out - expected).abs().max()))
-                    dense_away = max(dense_away, float((dense - expected).abs().max()))
-    return {"error": worst, "dense": dense_away, "padding": padding}
+                    dense_away = max(dense_away, 0.0 if case.cache else float((dense - expected).abs().max()))
+    return {"error": worst, "dense": dense_away, "padding": padding, "calls": calls, "graphs": graphs}
 
 
-def of_a_pass(thw: tuple[int, int, int], number: int, step: int, branch: int) -> dict[str, Any]:
-    latents, text = inputs_of(thw, number, step, branch)
-    timestep = torch.tensor([900.0 - 300 * step])
-    return {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text, "return_dict": False}
+def enable_cache(pipeline: Pipeline, case: Case) -> None:
+    """The engine's step cache, as its worker enables it, with thresholds by which it skips layers.
+
+    Where a case says so, what cache-dit decides on this rank is replaced by what differs between ranks: then no layer
+    may be skipped.
+    """
+    if not case.cache:
+        return
+    options = {"max_warmup_steps": 1, "residual_diff_threshold": 0.99} | case.cache_options
+    backend = get_cache_backend(case.cache, options)
+    backend.enable(pipeline)
+    backend.refresh(pipeline, STEPS, verbose=False)
+    if case.unlike:
+        manager = pipeline.transformer._context_manager
+        manager.similarity = lambda *states, **options: torch.distributed.get_rank() == 0
+
+
+def unlike_on_ranks(inputs: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of the first half, and the time, as they were in the first step: nothing has changed for rank 0 of 2."""
+    now, then = inputs["hidden_states"], first["hidden_states"]
+    half = now.shape[1] // 2 if now.ndim == 3 else 0
+    mixed = torch.cat([then[:, :half], now[:, half:]], dim=1)
+    return {"hidden_states": mixed, "timestep": first["timestep"]}
+
+
+def as_one_process() -> AbstractContextManager[Any]:
+    """HunyuanVideo-1.5 asks vLLM-Omni's groups, not its configuration, whether to shard."""
+    module = "vllm_omni.diffusion.models.hunyuan_video.hunyuan_video_15_transformer"
+    return mock.patch(f"{module}.get_sequence_parallel_world_size", return_value=1)
+
+
+def numbers_of(output: Any) -> torch.Tensor:
+    return torch.cat([one.flatten() for one in output]) if isinstance(output, tuple) else output.sample
 
 
 def main() -> None:

@@ -26,7 +26,48 @@ class OmniCpuPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_device_count(cls):
-        return 1
+        return 4
+
+    @classmethod
+    def get_diffusion_worker_cls(cls):
+        """Workers hand over what they made by a stream beside the default one; a CPU has none."""
+        from vllm_omni.diffusion.worker import diffusion_worker
+
+        pack = diffusion_worker.pack_diffusion_output_shm
+        diffusion_worker.pack_diffusion_output_shm = lambda output, d2h_stream=None: pack(output)
+        return super().get_diffusion_worker_cls()
+
+    @classmethod
+    def empty_cache(cls):
+        pass
+
+    @classmethod
+    def reset_peak_memory_stats(cls, *_):
+        pass
+
+    @classmethod
+    def max_memory_allocated(cls, *_):
+        return 0
+
+    @classmethod
+    def max_memory_reserved(cls, *_):
+        return 0
+
+    @classmethod
+    def is_initialized(cls):
+        return True
+
+    @classmethod
+    def current_device(cls):
+        return 0
+
+    @classmethod
+    def get_free_memory(cls, device=None):
+        return 2**33
+
+    @classmethod
+    def supports_torch_inductor(cls):
+        return False
 
     @classmethod
     def set_device(cls, device):

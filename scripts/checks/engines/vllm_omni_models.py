@@ -1,0 +1,270 @@
+"""vLLM-Omni's own models, tiny: how each is made and called, and where its tokens are in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
+
+from scripts.checks.engines.reference import attend_under, inputs_of
+from scripts.checks.engines.runs import LAYERS, Case
+
+__all__ = ["MODELS", "Model"]
+
+HEAD = 24
+TEXT = 7
+"""Places of the first text; the last two are padding, where a model has that."""
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Model:
+    """How one class is made and called.
+
+    Attributes:
+        make: With so many heads.
+        inputs: Arguments of a forward pass: (thw, number of the size, step, guidance pass).
+        attentions: Self-attentions in the order of their layers.
+        tokens: int64, places in the sequence of one process of text, then video; what is left out is padding; and
+            how many are text.
+        says_step: Whether its pipeline tells the step.
+    """
+
+    make: Callable[[OmniDiffusionConfig, int], nn.Module]
+    inputs: Callable[[Grid, int, int, int], dict[str, Any]]
+    attentions: Callable[[Any], list[Any]]
+    tokens: Callable[[Grid], tuple[torch.Tensor, int]]
+    says_step: bool = False
+
+    def mask_attention(self, model: nn.Module, case: Case, thw: Grid) -> Callable[[], int]:
+        """Replaces self-attention by torch's own under the case's mask; returns what takes that back, and counts."""
+        places, text = self.tokens(thw)
+        impls = [one.attention for one in self.attentions(model)]
+        stock, calls = [impl.forward for impl in impls], []
+        for layer, impl in enumerate(impls):
+
+            def attend(q: Any, k: Any, v: Any, metadata: Any = None, layer: int = layer) -> torch.Tensor:
+                calls.append(layer)
+                real = (one[:, places] for one in (q, k, v))
+                out = torch.zeros_like(q)
+                out[:, places] = attend_under(case.mask or "", layer, LAYERS, thw, *real, text=text)
+                return out
+
+            impl.forward = attend
+
+        def undo() -> int:
+            for impl, forward in zip(impls, stock, strict=True):
+                impl.forward = forward
+            return len(calls)
+
+        return undo
+
+
+def _count(thw: Grid) -> int:
+    return thw[0] * thw[1] * thw[2]
+
+
+def _wan(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    from vllm_omni.diffusion.models.wan2_2.wan2_2_transformer import WanTransformer3DModel
+
+    sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48}
+    return WanTransformer3DModel(num_attention_heads=heads, attention_head_dim=HEAD, num_layers=LAYERS, **sizes)
+
+
+def _of_wan(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+    latents, text = inputs_of(thw, number, step, branch)
+    return {"hidden_states": latents, "timestep": _timestep(step), "encoder_hidden_states": text, "return_dict": False}
+
+
+def _timestep(step: int) -> torch.Tensor:
+    return torch.tensor([900.0 - 300 * step])
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _flux2(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    from vllm_omni.diffusion.models.flux2.flux2_transformer import Flux2Transformer2DModel
+
+    sizes = {"in_channels": 8, "joint_attention_dim": 16, "timestep_guidance_channels": 32, "mlp_ratio": 2.0}
+    return Flux2Transformer2DModel(
+        num_layers=1,
+        num_single_layers=LAYERS - 1,
+        num_attention_heads=heads,
+        attention_head_dim=HEAD,
+        axes_dims_rope=(6, 6, 6, 6),
+        od_config=config,
+        **sizes,
+    )
+
+
+def _of_flux2(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+    t, h, w = thw
+    grid = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w), torch.arange(1))
+    text = torch.cartesian_prod(torch.arange(1), torch.arange(1), torch.arange(1), torch.arange(TEXT))
+    return {
+        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
+        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+        "timestep": _timestep(step) / 1000,
+        "img_ids": grid,
+        "txt_ids": text,
+        "guidance": torch.tensor([3.5]),
+        "return_dict": False,
+    }
+
+
+def _qwen(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
+
+    sizes = {"in_channels": 8, "out_channels": 2, "joint_attention_dim": 16, "axes_dims_rope": (8, 8, 8)}
+    return QwenImageTransformer2DModel(
+        config, num_layers=LAYERS, num_attention_heads=heads, attention_head_dim=HEAD, **sizes
+    )
+
+
+def _of_qwen(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+    return {
+        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
+        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+        "encoder_hidden_states_mask": torch.arange(TEXT)[None] < TEXT - 2,
+        "timestep": _timestep(step) / 1000,
+        "img_shapes": [[thw]],
+        "txt_seq_lens": [TEXT],
+    }
+
+
+def _hunyuan(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    from vllm_omni.diffusion.models.hunyuan_video.hunyuan_video_15_transformer import HunyuanVideo15Transformer3DModel
+
+    sizes = {"in_channels": 4, "out_channels": 4, "text_embed_dim": 16, "text_embed_2_dim": 12, "image_embed_dim": 10}
+    return HunyuanVideo15Transformer3DModel(
+        config,
+        num_attention_heads=heads,
+        attention_head_dim=HEAD,
+        num_layers=LAYERS,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        rope_axes_dim=(8, 8, 8),
+        **sizes,
+    )
+
+
+def _of_hunyuan(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+    """Two texts with padding, and an image's embedding that says that there is none."""
+    return {
+        "hidden_states": _random(1000 * number + 10 * step, 1, 4, *thw),
+        "timestep": _timestep(step),
+        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+        "encoder_attention_mask": torch.arange(TEXT)[None] < TEXT - 2,
+        "encoder_hidden_states_2": _random(100 + branch, 1, 5, 12),
+        "encoder_attention_mask_2": torch.arange(5)[None] < 3,
+        "image_embeds": torch.zeros(1, 3, 10),
+        "return_dict": False,
+    }
+
+
+H3_TEXT, H3_AUDIO = 7, 8
+H3_REFERENCES = (
+    {"kind": "image", "latent_h": 4, "latent_w": 6},
+    {"kind": "video", "ref_audio_t": 2, "latent_t": 2, "latent_h": 4, "latent_w": 4},
+)
+H3_REFERENCE_TOKENS = 2 * 3 + 2 * 2 + 2 * 2 * 2
+
+
+def _h3(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    """In float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
+    from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as module
+
+    module._BF16_DTYPE = torch.float32
+    width = heads * HEAD
+    sizes = {
+        "num_layers": LAYERS,
+        "token_refiner_num_layers": 1,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "attention_head_dim": HEAD,
+        "ffn_hidden_size": 48,
+        "text_dim": 16,
+        "timestep_input_dim": 32,
+        "time_embed_hidden_size": 32,
+        "time_embed_dim": 24,
+        "adaln_out_features": 18 * width,
+        "final_adaln_out_features": 2 * width,
+        "rope_inv_freq_len": HEAD // 6,
+    }
+    config.tf_model_config = TransformerConfig.from_dict(sizes)
+    model = module.MiniMaxH3DiTModel(config)
+    model.rope.inv_freq.copy_(10000.0 ** -torch.linspace(0, 1, HEAD // 6))
+    return model
+
+
+def _of_h3(references: bool) -> Callable[[Grid, int, int, int], dict[str, Any]]:
+    """Arguments as H3's own denoising makes them; text, audio and perhaps references before the video."""
+
+    def inputs(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+        from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch
+        from vllm_omni.diffusion.models.minimax_h3.packed_sequence import (
+            minimax_h3_packed_sequence,
+            minimax_h3_packed_sequence_ref2va_blocks,
+        )
+
+        sizes = {"text_len": H3_TEXT, "latent_t": thw[0], "latent_h": 2 * thw[1], "latent_w": 2 * thw[2]}
+        sizes["audio_t"] = H3_AUDIO // 2
+        if references:
+            packed = minimax_h3_packed_sequence_ref2va_blocks(ref_blocks=H3_REFERENCES, **sizes)
+        else:
+            packed = minimax_h3_packed_sequence(include_keyframe_cond=False, **sizes)
+        tags = packed["token_tags"]
+        text = _random(branch, H3_TEXT, 16)
+        run = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=text, token_tags=tags, device=torch.device("cpu"))
+        return run.forward_kwargs(
+            video_rows=_random(1000 * number + 10 * step, len(run.img_pos), 96),
+            audio_rows=_random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
+            t_video=0.9 - 0.3 * step,
+            t_audio=0.8 - 0.3 * step,
+            imgvid_cond_timestep=0.0,
+            audio_ref_cond_timestep=0.0,
+        )
+
+    return inputs
+
+
+def _of_h3_blocks(model: Any) -> list[Any]:
+    return [block.attn.attention for block in model.blocks]
+
+
+def _text_first(text: int, places: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
+    return lambda thw: (torch.cat([torch.arange(text), places + torch.arange(_count(thw))]), text)
+
+
+def _text_last(text: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
+    return lambda thw: (torch.cat([_count(thw) + torch.arange(text), torch.arange(_count(thw))]), text)
+
+
+def _in_order(others: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
+    return _text_first(others, others)
+
+
+def _of_blocks(model: Any) -> list[Any]:
+    return [block.attn.attn for block in model.transformer_blocks]
+
+
+def _of_flux2_blocks(model: Any) -> list[Any]:
+    return [block.attn.attn for block in (*model.transformer_blocks, *model.single_transformer_blocks)]
+
+
+MODELS = {
+    "wan": Model(_wan, _of_wan, lambda model: [block.attn1.attn for block in model.blocks], _text_last(0), True),
+    "flux2": Model(_flux2, _of_flux2, _of_flux2_blocks, _text_first(TEXT, TEXT)),
+    "qwen_image": Model(_qwen, _of_qwen, _of_blocks, _text_first(TEXT - 2, TEXT)),
+    "h3": Model(_h3, _of_h3(False), _of_h3_blocks, _in_order(H3_TEXT + H3_AUDIO), True),
+    "h3_references": Model(
+        _h3, _of_h3(True), _of_h3_blocks, _in_order(H3_TEXT + H3_AUDIO + H3_REFERENCE_TOKENS), True
+    ),
+    "hunyuan_video_15": Model(_hunyuan, _of_hunyuan, _of_blocks, _text_last(TEXT - 2 + 3)),
+}

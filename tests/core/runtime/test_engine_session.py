@@ -1,0 +1,134 @@
+"""Sessions of engines that shard the sequence themselves: whole text beside it, what is before and after the video,
+padding anywhere at the end; against torch's own attention in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dbsp_core import SequenceGroup
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.schedule import StepClock
+from dbsp_core.masks.video import Video
+from dbsp_core.runtime.session.engine_session import EngineLayout, EngineSession
+from dbsp_core.utils.errors import UserError
+from scripts.checks.engines.reference import attend_under
+from tests.support.thread_ranks import ThreadRanks
+
+KNOWN = "synthetic:density=0.4,block_q=16,block_k=8"
+PREDICTED = "sparge:cdf=0.4,similarity=-1,block_q=16,block_k=8"
+SELECTED = "vllm_selector:selector=tests.support.block_selectors:LikelyBlocks,block_q=16,block_k=8"
+THW, HEADS, LAYERS, WIDTH = (3, 5, 5), 3, 2, 8
+LAYOUTS = {
+    "video": EngineLayout(THW),
+    "text in the sequence": EngineLayout(THW, before=7, after=4),
+    "padding on several ranks": EngineLayout(THW, before=7, shard=64),
+    "whole text first": EngineLayout(THW, text=7),
+    "whole text last": EngineLayout(THW, text=7, text_last=True),
+    "whole text of one token": EngineLayout(THW, text=1, text_last=True),
+    "whole text and others": EngineLayout(THW, before=3, after=2, shard=60, text=9, text_last=True),
+}
+PADDING = 3
+"""Places of whole text that hold none."""
+
+
+def tensors(layout: EngineLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k and v [3, 2, tokens, H, D] of the whole text, padding included, and of the sequence."""
+    generator = torch.Generator().manual_seed(layer)
+    others = layout.before + layout.after
+    counts = layout.text + PADDING, others + layout.video.grid_tokens
+    return tuple(torch.randn(3, 2, count, HEADS, WIDTH, generator=generator) for count in counts)
+
+
+def reference(layout: EngineLayout, mask: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of text and sequence in one process."""
+    text, sequence = tensors(layout, layer)
+    first, last = layout.before, layout.before + layout.video.grid_tokens
+    parts = text[:, :, : layout.text], sequence[:, :, :first], sequence[:, :, last:], sequence[:, :, first:last]
+    out = attend_under(mask, layer, LAYERS, THW, *torch.cat(parts, dim=2), text=layout.video.text)
+    whole, before, after, video = out.split([part.shape[2] for part in parts], dim=1)
+    return F.pad(whole, (0, 0, 0, 0, 0, PADDING)), torch.cat([before, video, after], dim=1)
+
+
+def error_of(rank: int, world: int, name: str, mask: str, strategy: str) -> float:
+    layout = LAYOUTS[name]
+    session = EngineSession(SequenceGroup.of(), Strategy.parse(strategy), HEADS, LAYERS, mask)
+    with_text = layout.text > 0
+    worst = 0.0
+    for step in range(2):
+        session.begin(layout, "cpu", step)
+        for layer in range(LAYERS):
+            text, sequence = tensors(layout, layer)
+            shard = layout.shard or -(-sequence.shape[2] // world)
+            padded = F.pad(sequence, (0, 0, 0, 0, 0, world * shard - sequence.shape[2]), value=1e4)
+            own = padded[:, :, rank * shard : (rank + 1) * shard]
+            out = session.attend(layer, *own, None, tuple(text) if with_text else None)
+            places = text.shape[2] if with_text else 0
+            of_text, of_shard = (out[:, shard:], out[:, :shard]) if layout.text_last else out.split((places, shard), 1)
+            gathered = torch.cat(SequenceGroup.of().all_gather(of_shard), dim=1)[:, : sequence.shape[2]]
+            expected = reference(layout, mask, layer)
+            worst = max(worst, float((gathered - expected[1]).abs().max()))
+            if with_text:
+                everyone = SequenceGroup.of().all_gather(of_text)
+                assert all(torch.equal(one, everyone[0]) for one in everyone), "the same text on all ranks"
+                worst = max(worst, float((of_text - expected[0]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "strategy"),
+    [
+        *((name, KNOWN, "U2R2") for name in LAYOUTS),
+        *(("whole text and others", mask, "U1R3") for mask in (KNOWN, PREDICTED, SELECTED)),
+        ("whole text first", PREDICTED, "U2R1"),
+        ("padding on several ranks", SELECTED, "U2R2"),
+    ],
+)
+def test_it_equals_one_process(name, mask, strategy):
+    assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of, name, mask, strategy)) <= 1e-5
+
+
+def test_one_rank_finds_the_text_in_its_sequence():
+    for name in ("whole text first", "whole text last"):
+        layout = LAYOUTS[name]
+        session = EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, KNOWN)
+        session.begin(layout, "cpu", step=0)
+        text, sequence = tensors(layout, 0)
+        joined = torch.cat([sequence, text] if layout.text_last else [text, sequence], dim=2)
+        shard, own_text = session.without_text(tuple(joined))
+        assert all(map(torch.equal, (*shard, *own_text), (*sequence, *text)))
+
+
+@pytest.mark.parametrize(("shard", "said"), [(20, "2 ranks of 20 tokens for a sequence that it says has 75")])
+def test_a_sequence_that_its_ranks_cannot_hold_is_refused(shard, said):
+    with pytest.raises(UserError, match=said):
+        EngineLayout(THW, shard=shard).on(2)
+
+
+def test_masks_by_step_know_steps_that_were_left_out_and_those_of_another_transformer():
+    settings = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
+    clock = StepClock(shared=True)
+    alone = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings
+    sessions = [EngineSession(*alone, clock=clock) for _ in range(2)]
+    seen = []
+    for which, step in ((0, 0), (0, 1), (0, 1), (1, 3), (1, 5), (0, 0), (1, 3)):
+        sessions[which].begin(Video(THW), "cpu", step)
+        seen.append(sessions[which].session._mask_provider.moment)
+    assert [(one.step, one.cfg_branch) for one in seen] == [(0, 0), (1, 0), (1, 1), (3, 0), (5, 0), (0, 0), (3, 0)]
+
+
+def test_masks_by_step_are_refused_where_the_engine_says_no_step():
+    settings = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
+    session = EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings)
+    session.begin(Video(THW), "cpu", timestep=900.0)
+    with pytest.raises(UserError, match="depend on the denoising step, which the engine does not say"):
+        session.begin(Video(THW), "cpu")
+
+
+def test_ranks_skip_where_all_would():
+    def decided(rank: int, world: int) -> list[bool]:
+        session = EngineSession(SequenceGroup.of(), Strategy(1, world), HEADS, LAYERS, KNOWN)
+        return [session.all_agree(answer, "cpu") for answer in (True, rank == 0, False)]
+
+    assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
