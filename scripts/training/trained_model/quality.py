@@ -36,9 +36,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge cdf, pooled keys": [{"source": "sparge", "cdf": value, "pooled_keys": True} for value in (0.3, 0.6, 0.85)],
     "sol": [{"source": "sol", "tau": value} for value in (2.0, 1.0, 0.5, 0.0)],
     "sol, no pooled keys": [{"source": "sol", "tau": value, "pooled_keys": False} for value in (2.0, 1.0, 0.5, 0.0)],
+    "vsa, no gate": [{"source": "vsa", "sparsity": value, "tile": [2, 2, 4]} for value in (0.85, 0.7, 0.4)],
     "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
 }
+UNSAID = ("source", "pooled_keys", "tile")
+"""Of a setting, what its source's name here says, or what is the same in all of its settings."""
 SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
 
 
@@ -87,7 +90,7 @@ def of_other_sources(file: Path, sources: list[str]) -> list[Row]:
 def _row(
     source: str, setting: dict[str, Any], job: tuple[str, int], density: float, sparse: Video, dense: Video, steps: int
 ) -> Row:
-    text = ", ".join(f"{key} {value}" for key, value in setting.items() if key not in ("source", "pooled_keys"))
+    text = ", ".join(f"{key} {value}" for key, value in setting.items() if key not in UNSAID)
     return Row(
         source,
         text,
