@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.masks.video import Video
-from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SpargeSource
+from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SolSource, SpargeSource
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -32,7 +32,7 @@ Inputs = Mapping[str, Any]
 """A forward pass's arguments by name."""
 
 Value = TypeVar("Value")
-_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource)
+_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SolSource, SpargeSource)
 """Sources whose masks do not depend on where tokens are, unless they are given a token order that does."""
 
 
@@ -59,7 +59,9 @@ class TokenSequence:
         """Raises UserError where a source's masks depend on where tokens are, and they make no grid."""
         placeless = isinstance(source, _PLACELESS) and getattr(source, "token_order", CANONICAL) == CANONICAL
         if self.no_grid is not None and not placeless:
-            raise UserError(f"{self.no_grid}; choose masks that need none: dense, or sparge or lowrank in order thw")
+            raise UserError(
+                f"{self.no_grid}; choose masks that need none: dense, or sparge, sol or lowrank in order thw"
+            )
 
     @property
     def video(self) -> Video:
