@@ -82,7 +82,8 @@ def rows_of(kept: KeptValues, strategies: list[str]) -> Iterator[Row]:
             masks.append(source.mask(MaskRequest(layer, q.shape[1], THW, step=step), LocalQK.alone(q, k)))
             apart = masked_attention(q, k, v, masks[-1]) - dense[step, layer]
             errors.append(float(apart.abs().sum() / dense[step, layer].abs().sum()))
-        name = ", ".join(f"{key} {value}" for key, value in settings.items() if key not in ("similarity", "tile"))
+        said = (f"{key} {value}" for key, value in settings.items() if key not in ("source", "similarity", "tile"))
+        name = ", ".join([settings["source"], *said])
         for strategy in strategies:
             found = []
             for planner, home in (("contiguous", "contiguous"), ("dbsp", "striped")):
