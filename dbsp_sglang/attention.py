@@ -105,7 +105,7 @@ def attach(transformer: Any) -> None:
 
     if type(transformer) is not WanTransformer3DModel:
         raise UserError(f"db-SP serves SGLang's own Wan, and this is {_name(transformer)}; {_INSTEAD}")
-    kernels = [getattr(block.attn1, "attn_impl", None) for block in transformer.blocks]
+    kernels: list[Any] = [getattr(block.attn1, "attn_impl", None) for block in transformer.blocks]
     for block, kernel in zip(transformer.blocks, kernels, strict=True):
         if not isinstance(kernel, DbspImpl):
             raise UserError(
@@ -142,8 +142,8 @@ def skip_together(original: Callable[..., bool], model: Any, **options: Any) -> 
     skip = original(model, **options)
     if not model.enable_teacache:
         return skip
-    vote = torch.tensor([skip], dtype=torch.int32, device=options["temb"].device)
-    return all(bool(one) for one in _group().all_gather(vote))
+    session: EngineSession = getattr(model, _SESSION)
+    return session.all_agree(skip, options["temb"].device)
 
 
 @not_compiled

@@ -49,6 +49,7 @@ MASKS = {
     "sparge, pooled keys": "#d98f2b",
     "sol": "#6a4fb5",
     "sol, no pooled keys": "#b3a3dd",
+    "vsa, no gate": "#2f9e9e",
     "window + sparge": "#5f7d3a",
     "lowrank": "#3f8fc4",
     "lowrank, mean query": "#a3cbe6",

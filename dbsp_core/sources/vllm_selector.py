@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from dbsp_core.comm.block_pooling import exchange_heads
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.distributed_pooling import assigned_heads, exchange_heads, gather_bits
+from dbsp_core.sources.distributed_pooling import assigned_heads, gather_bits
 from dbsp_core.utils.errors import UserError, blame_setting, kind_of
 from dbsp_core.utils.imported import import_callable
 from dbsp_kernels.packing.h2d import to_device

@@ -17,6 +17,7 @@ from dbsp_core.sources import (
     LowRankSource,
     MaskSource,
     RecordQKSource,
+    SolSource,
     SpargeSource,
     VllmSelectorSource,
     parts_of,
@@ -41,7 +42,7 @@ Inputs = Mapping[str, Any]
 """A forward pass's arguments by name."""
 
 Value = TypeVar("Value")
-_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource, VllmSelectorSource)
+_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SolSource, SpargeSource, VllmSelectorSource)
 """Sources whose masks do not depend on where tokens are, unless they are given a token order that does."""
 
 
@@ -69,7 +70,9 @@ class TokenSequence:
     def require_grid(self, source: MaskSource) -> None:
         """Raises UserError where a source's masks depend on where tokens are, and they make no grid."""
         if self.no_grid is not None and not all(map(_is_placeless, parts_of(source))):
-            raise UserError(f"{self.no_grid}; choose masks that need none: dense, or sparge or lowrank in order thw")
+            raise UserError(
+                f"{self.no_grid}; choose masks that need none: dense, or sparge, sol or lowrank in order thw"
+            )
 
     @property
     def video(self) -> Video:

@@ -38,6 +38,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge cdf, pooled keys": [{"source": "sparge", "cdf": value, "pooled_keys": True} for value in (0.3, 0.6, 0.85)],
     "sol": [{"source": "sol", "tau": value} for value in (2.0, 1.0, 0.5, 0.0)],
     "sol, no pooled keys": [{"source": "sol", "tau": value, "pooled_keys": False} for value in (2.0, 1.0, 0.5, 0.0)],
+    "vsa, no gate": [{"source": "vsa", "sparsity": value, "tile": [2, 2, 4]} for value in (0.85, 0.7, 0.4)],
     "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
     "window + sparge cdf": [
@@ -45,6 +46,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         for value in (0.3, 0.6, 0.85)
     ],
 }
+UNSAID = ("source", "pooled_keys", "tile")
+"""Of a setting, what its source's name here says, or what is the same in all of its settings."""
 SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
 
 
@@ -110,7 +113,7 @@ def _row(
 def _in_words(setting: dict[str, Any]) -> str:
     if setting["source"] == "union":
         return " + ".join(map(_in_words, setting["of"]))
-    return ", ".join(f"{key} {value}" for key, value in setting.items() if key not in ("source", "pooled_keys"))
+    return ", ".join(f"{key} {value}" for key, value in setting.items() if key not in UNSAID)
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -1,0 +1,99 @@
+"""A Wan with the gates of FastWan: sparse attention and its coarse branch as in one process, on every host of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dbsp_diffusers
+from dbsp_core.sources import vsa
+from dbsp_diffusers.reference import attach_single_process
+from tests.diffusers.models.model_cases import apart, outputs
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.shared import shared
+
+VSA = {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
+
+
+def make_gated() -> Any:
+    transformer = make_tiny_transformer("wan")
+    generator = torch.Generator().manual_seed(5)
+    for block in transformer.blocks:
+        width = block.attn1.to_q.weight.shape[1]
+        block.attn1.to_gate_compress = nn.utils.skip_init(nn.Linear, width, width)  # torch's generator is all threads'
+        with torch.no_grad():
+            for parameter in block.attn1.to_gate_compress.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * width**-0.5)
+    return transformer
+
+
+@shared
+def one_process(batch: int, coarse: bool) -> list[torch.Tensor]:
+    transformer = make_gated()
+    attached = attach_single_process(transformer, {"mask": VSA | {"coarse": coarse}})
+    with torch.no_grad():
+        found = outputs(transformer, tiny_inputs("wan", batch=batch))
+    attached.detach()
+    return found
+
+
+def run(rank: int, world: int, strategy: str, settings: dict[str, Any]) -> list[tuple[float, float]]:
+    """By batch: how far from one process, and how far that is from the same without the coarse branch."""
+    expected = {(batch, coarse): one_process(batch, coarse) for batch in (1, 2) for coarse in (False, True)}
+    transformer, found = make_gated(), []
+    dbsp_diffusers.enable(transformer, {"mask": VSA, "strategy": strategy} | settings)
+    for batch in (1, 2):
+        with torch.no_grad():
+            out = outputs(transformer, tiny_inputs("wan", batch=batch))
+        found.append((apart(out, expected[batch, True]), apart(out, expected[batch, False])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("U2R1", {"layout": "contiguous"}),
+        ("U1R3", {"layout": "striped", "keys": "kept"}),
+        ("U2R2", {"reuse": {"mode": "async"}, "debug": True}),
+    ],
+)
+def test_equals_one_process(threads, strategy, settings):
+    world = {"U2R1": 2, "U1R3": 3, "U2R2": 4}[strategy]
+    for found in threads(world).run(run, strategy, settings):
+        for difference, from_mask_alone in found:
+            assert difference <= 1e-5
+            assert from_mask_alone > 1e-3, "the branch must matter"
+
+
+def test_tokens_of_a_tile_get_the_same_times_their_gates():
+    """What one attention's output projection is given with the branch, less what it is given without it."""
+    transformer, seen, given = make_gated(), {}, []
+    attention = transformer.blocks[0].attn1
+    attention.to_q.register_forward_pre_hook(lambda module, args: seen.update(hidden=args[0]))
+    attention.to_out[0].register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    with torch.no_grad():
+        for coarse in (False, True):
+            attached = attach_single_process(transformer, {"mask": VSA | {"coarse": coarse}})
+            outputs(transformer, tiny_inputs("wan"))
+            attached.detach()
+        gate = attention.to_gate_compress(seen["hidden"])
+    branch = ((given[1] - given[0]) / gate)[0]
+    tile = [(t * 5 + h) * 7 + w for t in range(2) for h in range(2) for w in range(4)]
+    plain = gate[0, tile].abs() > 0.1  # elsewhere the quotient is mostly rounding
+    apart_in_tile = (branch[tile] - branch[tile].median(dim=0).values).abs()[plain]
+    assert float(apart_in_tile.max()) < 1e-4 < float(branch[tile].abs().max())
+
+
+def test_a_wan_without_gates_says_so_once(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(vsa.log, "warning", said.append)
+    vsa._say_without_gate.cache_clear()
+    transformer = make_tiny_transformer("wan")
+    attach_single_process(transformer, {"mask": VSA})
+    with torch.no_grad():
+        outputs(transformer, tiny_inputs("wan"))
+    assert len(said) == 1
+    assert "has no gate" in said[0]
