@@ -16,6 +16,7 @@ from dbsp_core.models.spec import ModelSpec
 from dbsp_core.sources import SOURCES
 from dbsp_core.utils.byte_sizes import in_bytes, parse_size
 from dbsp_core.utils.errors import UserError
+from dbsp_kernels.advice import page
 
 __all__ = ["PlacementRequest", "print_placements"]
 
@@ -124,7 +125,8 @@ def _table(
     lines = [
         "Seconds until all videos are made, then of one video: attention, linear layers, decoding, and what one",
         "device does alone. guidance: groups that share out a step's two passes; memory: the most that a GPU holds,",
-        f"without offloading. Everything is modelled (docs/latency-model.md). Constants {hardware.labels_in_words()}",
+        f"without offloading. Everything is modelled: {page('latency-model')}",
+        f"Constants {hardware.labels_in_words()}",
     ]
     if left_out:
         least = min(left_out, key=lambda one: one.memory)

@@ -22,7 +22,7 @@ def _ernie(transformer: Any, inputs: Inputs) -> TokenSequence:
         raise UserError("the texts of one batch differ in length; run them one after the other")
     text, thw = int(lengths.pop()), sample_grid(transformer, inputs)
     tokens = math.prod(thw)
-    packed = torch.cat([torch.arange(tokens, tokens + text), torch.arange(tokens)])
+    packed = torch.cat([torch.arange(tokens, tokens + text, device="cpu"), torch.arange(tokens, device="cpu")])
     length = tokens + inputs["text_bth"].shape[1]
     return TokenSequence(thw, text, timestep_of(inputs), packed, length)
 

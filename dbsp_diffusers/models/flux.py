@@ -38,7 +38,7 @@ def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
     if references is not None:
         tokens = math.prod(sequence.thw) + references.shape[1]
         sequence = replace(sequence, thw=(1, 1, tokens), no_grid=no_grid("image_cond_hidden_states"))
-    return replace(sequence, packed=torch.arange(sequence.text + math.prod(sequence.thw)))
+    return replace(sequence, packed=torch.arange(sequence.text + math.prod(sequence.thw), device="cpu"))
 
 
 _FLUX = Architecture(

@@ -26,12 +26,12 @@ def _krea2(transformer: Any, inputs: Inputs) -> TokenSequence:
     text, tokens = inputs["encoder_hidden_states"].shape[1], inputs["hidden_states"].shape[1]
     mask, positions = inputs.get("encoder_attention_mask"), inputs["position_ids"]
     thw = read_once(positions, lambda rows: position_grid(rows[text:], tokens))
-    valid = torch.arange(text) if mask is None else valid_places(mask)
+    valid = torch.arange(text, device="cpu") if mask is None else valid_places(mask)
     return TokenSequence(
         thw or (1, 1, tokens),
         len(valid),
         timestep_of(inputs),
-        packed=torch.cat([valid, torch.arange(text, text + tokens)]),
+        packed=torch.cat([valid, torch.arange(text, text + tokens, device="cpu")]),
         packed_length=text + tokens,
         no_grid=no_grid("position_ids") if thw is None else None,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dbsp_kernels.advice import page
+
 __all__ = ["REFUSED"]
 
 _CACHE = "it attends to keys of earlier chunks, which it keeps"
-_IMAGE = "it makes images, whose attention is short, and has no entry yet (docs/adding-a-model.md)"
+_IMAGE = f"it makes images, whose attention is short, and has no entry yet; see {page('adding-a-model')}"
 _LINEAR = "its attention is linear, without a softmax that a mask could apply to"
 _NABLA = "it brings a sparse mask of its own (NABLA), and has no entry yet"
 _PART = "it is a part of a U-Net, whose other layers mix tokens too"

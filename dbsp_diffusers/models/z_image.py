@@ -31,7 +31,7 @@ def _z_image(transformer: Any, inputs: Inputs) -> TokenSequence:
     thw = frames // patch_t, height // patch, width // patch
     tokens = thw[0] * thw[1] * thw[2]
     text = _filled(tokens) - tokens + lengths.pop()
-    packed = torch.cat([torch.arange(tokens, tokens + text), torch.arange(tokens)])
+    packed = torch.cat([torch.arange(tokens, tokens + text, device="cpu"), torch.arange(tokens, device="cpu")])
     return TokenSequence(thw, text, (1 - inputs["t"].amin()).reshape(1), packed)
 
 

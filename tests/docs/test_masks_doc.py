@@ -38,7 +38,8 @@ def test_the_table_of_sources(row):
 
 
 def test_the_function_to_write_oneself(tmp_path, monkeypatch):
-    code, settings = (re.search(rf"```{kind}\n(.*?)```", TEXT, re.DOTALL).group(1) for kind in ("python", "yaml"))
+    text = TEXT[TEXT.index("## Write your own") :]
+    code, settings = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL).group(1) for kind in ("python", "yaml"))
     (tmp_path / "my_masks.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     source = DbspConfig.load(yaml.safe_load(settings)).mask
