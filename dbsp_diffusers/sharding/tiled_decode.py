@@ -190,7 +190,7 @@ class _Decoding:
         """
         calls = [(call, owner) for tile, owner in zip(tiles, owners, strict=True) for call in tile]
         mine = [call.out for call, owner in calls if owner == self.group.rank and call.out is not None]
-        table = torch.tensor(self.group.control().gather_integers(known, _CPU)).amax(dim=0).tolist()
+        table = torch.tensor(self.group.control().gather_integers(known, _CPU), device=_CPU).amax(dim=0).tolist()
         dtype, shapes = _DTYPES[table[0] - 1], [table[1 + 5 * n : 6 + 5 * n] for n in range(len(calls))]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         longest = max(
