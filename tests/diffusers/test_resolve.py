@@ -74,7 +74,7 @@ def test_the_single_process_reference_has_the_same(name):
 
 def test_a_configuration_of_another_model_is_refused():
     pipe, transformer = published("wan2.1-t2v-1.3b")
-    with pytest.raises(ValueError, match=r"sparge\.yaml\) is for wan2\.1-t2v-14b, the model is wan2\.1-t2v-1\.3b"):
+    with pytest.raises(ValueError, match=r"sparge\) is for wan2\.1-t2v-14b, the model is wan2\.1-t2v-1\.3b"):
         resolve_config("wan2.1-t2v-14b-sparge", transformer, ALONE, pipe=pipe)
     resolve_config({"mask": {"source": "radial"}}, transformer, ALONE, pipe=pipe)
 

@@ -200,11 +200,11 @@ def _ltx2_parts(dtype: torch.dtype) -> dict[str, Any]:
 def _ltx2() -> dict[str, Any]:
     """With all three kinds of guidance: by text (in one batch), spatio-temporal, and by each modality alone."""
     text = _guided({"prompt_embeds": noise(1, 9, 16), "prompt_attention_mask": ones(1, 9)})
-    return text | {"height": 64, "width": 96, "num_frames": 9, "spatio_temporal_guidance_blocks": [0]}
+    return text | {"height": 64, "width": 96, "num_frames": 9, "spatio_temporal_guidance_blocks": [1]}
 
 
 _LTX2_SETTINGS = {"in_channels": 4, "out_channels": 4, "perturbed_attn": True, "cross_attn_mod": True}
-_LTX2_SETTINGS |= {"audio_cross_attn_mod": True}
+_LTX2_SETTINGS |= {"audio_cross_attn_mod": True, "num_layers": 2}
 
 
 def _qwen_text(tokens: int = 9) -> dict[str, torch.Tensor]:
@@ -470,6 +470,8 @@ ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "
 """Beside num_layers."""
 
 
+BRIEF = ("LTX2", "QwenImageEdit", "QwenImageLayered", "Cosmos", "HunyuanImage", "HunyuanVideoFramepack", "ZImage")
+"""How the names of pipelines begin whose steps take long enough for twelve of them."""
 _SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "Ovis", "QwenImageEditPlus", "WanAnimate")
 """How the names of pipelines begin that are like others, and run in the long part alone."""
 
