@@ -509,16 +509,18 @@ def _layers(tiny: str, number: int) -> dict[str, Any]:
     return {names.get(tiny, "num_layers"): number} | ONE_LAYER.get(tiny, {})
 
 
-def run_pipeline(rank: int, world: int, place: int, config: dict[str, Any]) -> tuple[float, float]:
+def run_pipeline(
+    rank: int, world: int, place: int, config: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> tuple[float, float]:
     """Two steps of a pipeline of `CASES`: (largest difference from one process, from dense attention)."""
     case = CASES[place]
     torch.manual_seed(0)
-    pipe = make_pipe(case, torch.float32)
+    pipe = make_pipe(case, dtype)
 
     def call() -> list[torch.Tensor]:
         torch.manual_seed(1)
-        with case.around(torch.float32):
-            arguments = case.arguments(torch.float32) | {"generator": torch.Generator().manual_seed(3)}
+        with case.around(dtype):
+            arguments = case.arguments(dtype) | {"generator": torch.Generator().manual_seed(3)}
             made = pipe(num_inference_steps=2, output_type=case.output, return_dict=False, **arguments)
         flat = [one for part in made for one in (part if isinstance(part, list) else [part])]
         return [one for one in flat if isinstance(one, torch.Tensor)]
