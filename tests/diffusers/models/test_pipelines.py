@@ -13,7 +13,7 @@ SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 4, "bloc
 
 @pytest.mark.parametrize("place", [marked(case, place) for place, case in enumerate(CASES)])
 def test_a_pipeline_equals_one_process(pool, place):
-    """LTX-2 in float64: guidance in three ways multiplies float32's rounding until a predicted block is another one."""
+    """LTX-2 in float64: its guidance multiplies rounding, by which in float32 a predicted block is another one."""
     config = {"mask": SPARGE, "strategy": "U1R2"}
     dtype = torch.float64 if CASES[place].pipeline.startswith("LTX2") else torch.float32
     for from_single, from_dense in pool(2).run(run_pipeline, place, config, dtype):
