@@ -105,13 +105,15 @@ def attach(transformer: Any) -> None:
 
     if type(transformer) is not WanTransformer3DModel:
         raise UserError(f"db-SP serves SGLang's own Wan, and this is {_name(transformer)}; {_INSTEAD}")
-    kernels: list[Any] = [getattr(block.attn1, "attn_impl", None) for block in transformer.blocks]
-    for block, kernel in zip(transformer.blocks, kernels, strict=True):
+    kernels: list[DbspImpl] = []
+    for block in transformer.blocks:
+        kernel = getattr(block.attn1, "attn_impl", None)
         if not isinstance(kernel, DbspImpl):
             raise UserError(
                 f"this Wan's self-attention is {_name(block.attn1)} in {_name(block)}, which has parts besides its "
                 "softmax; leave out --attention-backend video_sparse_attn, or unset DBSP_CONFIG for an SLA checkpoint"
             )
+        kernels.append(kernel)
     settings = get_global_server_args()
     if get_tp_world_size() > 1:
         raise UserError("db-SP does not go with SGLang's tensor parallelism; set --tp-size 1")
