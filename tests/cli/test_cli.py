@@ -166,7 +166,7 @@ class TestPlan:
         best = min(plans, key=lambda plan: plan["rho"])
         ((title, names, (before, after)),) = drawn
         assert title == f"{mask_file.name}, layer 1: {best['strategy']}"
-        assert names == ["split blindly (contiguous)", "dbsp"]
+        assert names == ["plain sequence parallelism", "dbsp"]
         assert (before, after) == (best["rho_before"], best["rho"])
         assert min(imread(picture).shape[:2]) > 300
         code, _, err = dbsp("plan", "--sequences", "g4b1i256", "--picture", picture)
@@ -238,7 +238,7 @@ class TestPlanSequences:
 HUGE = "99999999999999999999"
 SEQUENCES = ["plan", "--sequences", "g2b1i128"]
 MISTAKES = [
-    (["plan"], "a mask file or --sequences CODES"),
+    (["plan"], "a mask file, --sequences CODES or --model NAME"),
     ([*SEQUENCES, "--bags", "g8n4"], "units of 32 ranks, which do not divide 2; 2 fit g1n2, g2n1"),
     ([*SEQUENCES, "--bags", "g2"], "not of the form gGnN"),
     ([*SEQUENCES, "--gpus", "3"], "for 2 GPUs, which do not divide 3"),
@@ -248,7 +248,7 @@ MISTAKES = [
     ([*SEQUENCES, "--max-tokens", "20"], "exceeds every bag of g2n1"),
     ([*SEQUENCES, "--mask", "sparge:cdf=0.9"], "predicted from queries and keys"),
     ([*SEQUENCES, "--model", "sora"], "unknown model 'sora'"),
-    ([*SEQUENCES, "--node-size", "0"], "at least one rank"),
+    ([*SEQUENCES, "--node-size", "0"], "greater than or equal to 1"),
     ([*SEQUENCES, "--seed", "-5"], "--seed"),
     ([*SEQUENCES, "--max-tokens", HUGE], "--max-tokens"),
     ([*SEQUENCES, "--node-size", HUGE], "--node-size"),
