@@ -76,4 +76,5 @@ class Architecture:
 
 def heads_of(attention: nn.Module) -> int:
     """The number of heads of an attention module, by whichever of diffusers' names its class has for it."""
-    return next(int(vars(attention)[name]) for name in ("heads", "num_heads", "n_heads") if name in vars(attention))
+    found = (getattr(attention, name, None) for name in ("heads", "num_heads", "n_heads"))
+    return next(heads for heads in found if isinstance(heads, int))
