@@ -121,6 +121,7 @@ def test_training_ends_with_a_loss(folder):
 
 def test_the_mask_is_what_its_words_say(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delitem(sys.modules, "my_masks", raising=False)
     source = DbspConfig.load(EXAMPLES / "my_masks.yaml").mask
     mask = source.mask(MaskRequest(0, 4, (5, 8, 8)))  # four blocks of 16 tokens a frame
     frame = mask.grid.q_axis.starts // 64

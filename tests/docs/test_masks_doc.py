@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ def test_the_function_to_write_oneself(tmp_path, monkeypatch):
     code, settings = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL).group(1) for kind in ("python", "yaml"))
     (tmp_path / "my_masks.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_masks", raising=False)  # the one of examples/, if that was loaded
     source = DbspConfig.load(yaml.safe_load(settings)).mask
     mask = source.mask(WAN)
     bits = mask.bits[0].numpy()
