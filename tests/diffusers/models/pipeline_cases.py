@@ -457,7 +457,7 @@ CASES = [
         1,
         lambda: _guided({"prompt_embeds": [noise(9, 16)]}) | {"height": 64, "width": 64, "prompt": None},
     ),
-    Case("Kandinsky5T2VPipeline", "kandinsky5-nabla", lambda: _euler(shift=5.0), 2, _kandinsky),
+    Case("Kandinsky5T2VPipeline", "kandinsky5", lambda: _euler(shift=5.0), 2, _kandinsky),
 ]
 WITHOUT_PIPELINE = {
     "ConsisIDTransformer3DModel": "its pipeline needs OpenCV",
@@ -505,7 +505,7 @@ def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
 
 def _layers(tiny: str, number: int) -> dict[str, Any]:
     """The setting of a tiny transformer's number of layers."""
-    names = {"z-image": "n_layers", "kandinsky5-nabla": "num_visual_blocks"}
+    names = {"z-image": "n_layers", "kandinsky5": "num_visual_blocks"}
     return {names.get(tiny, "num_layers"): number} | ONE_LAYER.get(tiny, {})
 
 

@@ -154,7 +154,7 @@ def _config(config: dict[str, Any]) -> Callable[[int], None]:
 
 MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
     "an unknown class": (_unknown("Mystery3DModel"), "does not know Mystery3DModel; it knows WanTransformer3DModel, "),
-    "audio that attends to video": (_unknown("Kandinsky6Transformer3DModel"), "audio attends to video"),
+    "audio that attends to video": (_unknown("Kandinsky6Transformer3DModel"), "audio and video attend"),
     "token_replace": (
         _pass("hunyuan", {"image_condition_type": "token_replace"}),
         "with image_condition_type token_replace",
