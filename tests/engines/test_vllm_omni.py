@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("vllm_omni", reason="run scripts/engines test")
+from scripts.checks.engines.commands import differences
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
@@ -63,6 +64,12 @@ def test_on_one_rank_too():
 
 def test_another_mask_would_be_seen():
     assert_another_mask_is_seen(ENGINE)
+
+
+def test_its_own_entry_makes_the_frames_of_one_process(tmp_path):
+    found = differences(ENGINE, tmp_path)
+    assert found["ring"] < 1e-2, "of 255, in float32"
+    assert found["dense"] > 1
 
 
 def test_what_vllm_omni_refuses_or_computes_otherwise_without_it():
