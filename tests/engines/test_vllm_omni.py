@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm_omni", reason="run scripts/engines test")
 from scripts.checks.engines.commands import differences
+from scripts.checks.engines.reference import stand_in_for, stand_in_for_torchvision
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
@@ -119,6 +120,11 @@ def test_the_names_that_it_uses_are_there():
 
 
 def test_lines_of_placements_pass_its_parser():
+    """Stand-ins, which are imported only: the server, whose packages are not installed here, and torchvision."""
+    import vllm_omni.entrypoints  # noqa: F401  whose part is replaced
+
+    stand_in_for_torchvision()
+    stand_in_for("vllm_omni.entrypoints.openai", "vllm_omni.entrypoints.openai.api_server")
     from vllm_omni.entrypoints.cli.serve import OmniServeCommand
     from vllm_omni.utils.tracking_parser import TrackingArgumentParser
 
