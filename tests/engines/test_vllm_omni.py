@@ -6,6 +6,7 @@ Runs in an environment of its own: `scripts/engines test`.
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("vllm_omni", reason="run scripts/engines test")
 from scripts.checks.engines.commands import differences
@@ -113,6 +114,23 @@ def test_compiled_by_blocks_it_is_the_same_and_compiles_once():
 def test_nothing_changes_where_dbsp_is_not_named():
     case = Case(4, (EVEN, UNEVEN), None)
     assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, VLLM_PLUGINS="cpu")
+
+
+def test_outside_a_denoising_its_split_is_its_own_and_wrappers_come_off(monkeypatch):
+    from vllm_omni.diffusion.distributed import parallel_state
+    from vllm_omni.diffusion.hooks.sequence_parallel import SequenceParallelSplitHook
+
+    from dbsp_vllm_omni.plugin import register, unregister
+
+    monkeypatch.setattr(parallel_state, "get_sequence_parallel_world_size", lambda: 1)
+    stock, tokens = SequenceParallelSplitHook._shard_with_auto_pad, torch.zeros(1, 75)
+    register()
+    try:
+        assert SequenceParallelSplitHook._shard_with_auto_pad is not stock
+        assert SequenceParallelSplitHook({}, None)._shard_with_auto_pad(tokens, 1, None) is tokens
+    finally:
+        unregister()
+    assert SequenceParallelSplitHook._shard_with_auto_pad is stock
 
 
 def test_the_names_that_it_uses_are_there():
