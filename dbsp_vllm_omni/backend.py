@@ -32,10 +32,6 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
         self.transformer: DbspTransformer | None = None
         self.layer = -1
 
-    def bind(self, transformer: DbspTransformer, layer: int) -> None:
-        """Says whose layer this is, and which one."""
-        self.transformer, self.layer = transformer, layer
-
     @not_compiled
     def forward(
         self,
@@ -122,7 +118,7 @@ def attach(transformer: torch.nn.Module, config: Any, clock: StepClock | None = 
     session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock)
     attached = DbspTransformer(transformer, session)
     for index, layer in enumerate(layers):
-        layer.attention.bind(attached, index)
+        layer.attention.transformer, layer.attention.layer = attached, index
         layer.parallel_strategy = layer._no_parallel_strategy
     return session
 

@@ -7,8 +7,7 @@ and a split that refuses to pad where there is a ring. So three of its functions
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["NAMES", "register", "unregister"]
@@ -17,15 +16,16 @@ NAMES = (
     "vllm_omni.diffusion.attention.backends.registry.DiffusionAttentionBackendEnum",
     "vllm_omni.diffusion.attention.layer.Attention",
     "vllm_omni.diffusion.attention.backends.abstract.VideoTokenLayout",
-    "vllm_omni.diffusion.attention.selector.get_attn_backend_for_capability",
     "vllm_omni.diffusion.attention.selector.get_attn_backend_for_role",
     "vllm_omni.diffusion.models.flux2.flux2_transformer.Flux2Transformer2DModel",
     "vllm_omni.diffusion.models.hunyuan_video.hunyuan_video_15_transformer.HunyuanVideo15Transformer3DModel",
     "vllm_omni.diffusion.models.qwen_image.qwen_image_transformer.QwenImageTransformer2DModel",
     "cache_dit.caching.cache_contexts.cache_manager.CachedContextManager.can_cache",
+    "vllm_omni.diffusion.data.AttentionConfig.resolve_with_source",
     "vllm_omni.diffusion.distributed.parallel_state.get_ring_parallel_world_size",
     "vllm_omni.diffusion.distributed.parallel_state.get_sp_group",
     "vllm_omni.diffusion.forward_context.get_forward_context",
+    "vllm_omni.diffusion.forward_context.is_forward_context_available",
     "vllm_omni.diffusion.hooks.sequence_parallel.SequenceParallelSplitHook._shard_with_auto_pad",
     "vllm_omni.diffusion.registry._apply_sequence_parallel_if_enabled",
 )
@@ -78,31 +78,23 @@ def _attaching(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _padding_with_a_ring(stock: Callable[..., Any]) -> Callable[..., Any]:
     def shard(hook: Any, *args: Any, **options: Any) -> Any:
-        if not _serves():
+        from vllm_omni.diffusion.distributed import parallel_state
+
+        ring = parallel_state.get_ring_parallel_world_size
+        if _serves():  # then it is told that there is none
+            parallel_state.get_ring_parallel_world_size = lambda: 1
+        try:
             return stock(hook, *args, **options)
-        with _as_without_a_ring():
-            return stock(hook, *args, **options)
+        finally:
+            parallel_state.get_ring_parallel_world_size = ring
 
     return shard
 
 
 def _serves() -> bool:
     """Whether self-attention of the running model is DBSP's: to it, padding is no key, in a ring either."""
-    from vllm_omni.diffusion.attention.selector import get_attn_backend_for_capability
-    from vllm_omni.diffusion.forward_context import get_forward_context
+    from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
-    config = get_forward_context().omni_diffusion_config
-    attention = None if config is None else config.diffusion_attention_config
-    return get_attn_backend_for_capability(role="self", attention_config=attention).get_name() == "DBSP"
-
-
-@contextmanager
-def _as_without_a_ring() -> Iterator[None]:
-    from vllm_omni.diffusion.distributed import parallel_state
-
-    stock = parallel_state.get_ring_parallel_world_size
-    parallel_state.get_ring_parallel_world_size = lambda: 1
-    try:
-        yield
-    finally:
-        parallel_state.get_ring_parallel_world_size = stock
+    config = get_forward_context().omni_diffusion_config if is_forward_context_available() else None
+    spec = None if config is None else config.diffusion_attention_config.resolve_with_source(role="self")[0]
+    return spec is not None and spec.backend.upper() == "DBSP"

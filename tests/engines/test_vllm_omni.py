@@ -6,8 +6,11 @@ Runs in an environment of its own: `scripts/engines test`.
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("vllm_omni", reason="run scripts/engines test")
+from scripts.checks.engines.commands import differences
+from scripts.checks.engines.reference import stand_in_for, stand_in_for_torchvision
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
@@ -65,6 +68,12 @@ def test_another_mask_would_be_seen():
     assert_another_mask_is_seen(ENGINE)
 
 
+def test_its_own_entry_makes_the_frames_of_one_process(tmp_path):
+    found = differences(ENGINE, tmp_path)
+    assert found["ring"] < 1e-2, "of 255, in float32"
+    assert found["dense"] > 1
+
+
 def test_what_vllm_omni_refuses_or_computes_otherwise_without_it():
     heads, padded = run(ENGINE, 2, 1, Case(3, (EVEN,), None), Case(4, (UNEVEN,), None))
     assert "strict mode" in heads["refused"]
@@ -107,11 +116,33 @@ def test_nothing_changes_where_dbsp_is_not_named():
     assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, VLLM_PLUGINS="cpu")
 
 
+def test_outside_a_denoising_its_split_is_its_own_and_wrappers_come_off(monkeypatch):
+    from vllm_omni.diffusion.distributed import parallel_state
+    from vllm_omni.diffusion.hooks.sequence_parallel import SequenceParallelSplitHook
+
+    from dbsp_vllm_omni.plugin import register, unregister
+
+    monkeypatch.setattr(parallel_state, "get_sequence_parallel_world_size", lambda: 1)
+    stock, tokens = SequenceParallelSplitHook._shard_with_auto_pad, torch.zeros(1, 75)
+    register()
+    try:
+        assert SequenceParallelSplitHook._shard_with_auto_pad is not stock
+        assert SequenceParallelSplitHook({}, None)._shard_with_auto_pad(tokens, 1, None) is tokens
+    finally:
+        unregister()
+    assert SequenceParallelSplitHook._shard_with_auto_pad is stock
+
+
 def test_the_names_that_it_uses_are_there():
     assert_names_found(ENGINE)
 
 
 def test_lines_of_placements_pass_its_parser():
+    """Stand-ins, which are imported only: the server, whose packages are not installed here, and torchvision."""
+    import vllm_omni.entrypoints  # noqa: F401  whose part is replaced
+
+    stand_in_for_torchvision()
+    stand_in_for("vllm_omni.entrypoints.openai", "vllm_omni.entrypoints.openai.api_server")
     from vllm_omni.entrypoints.cli.serve import OmniServeCommand
     from vllm_omni.utils.tracking_parser import TrackingArgumentParser
 

@@ -1,4 +1,4 @@
-"""Engines' own commands on CPU ranks, from a prompt to a file, with a tiny checkpoint.
+"""Engines' own commands, or offline entry, on CPU ranks, from a prompt to a file, with a tiny checkpoint.
 
 python -m scripts.checks.engines.commands ENGINE FOLDER          in that engine's environment: says how videos differ
 
@@ -21,7 +21,7 @@ from scripts.checks.engines.runs import environment_of
 __all__ = ["MASK", "differences", "generate"]
 
 MASK = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 8}
-IN_SGLANG = "sparge:cdf=0.6,block_q=16,block_k=8"
+IN_ENVIRONMENT = {"DBSP_CONFIG": "sparge:cdf=0.6,block_q=16,block_k=8"}
 IN_FLOAT32 = [word for part in ("dit", "vae", "vae-decode") for word in (f"--{part}-precision", "fp32")]
 PROMPT, SIZE = "the sea at dusk", {"height": 64, "width": 96, "num-frames": 9, "num-inference-steps": 2, "seed": 3}
 
@@ -37,14 +37,33 @@ def differences(engine: str, folder: Path) -> dict[str, float]:
 
 def generate(engine: str, folder: Path, name: str, ranks: int, mask: bool = True, *options: str) -> Path:
     """Runs the engine's command; the checkpoint is made in `folder` once. Raises RuntimeError where it fails."""
-    return {"sglang": _with_sglang, "lightx2v": _with_lightx2v}[engine](folder, name, ranks, mask, *options)
+    engines = {"vllm_omni": _with_vllm_omni, "sglang": _with_sglang, "lightx2v": _with_lightx2v}
+    return engines[engine](folder, name, ranks, mask, *options)
 
 
 def frames(video: Path) -> np.ndarray:
-    """[frames, height, width, 3], float32."""
+    """[frames, height, width, 3], float32, 0 to 255."""
+    if video.suffix == ".npy":
+        return np.load(video)
     import imageio.v3
 
     return np.stack(list(imageio.v3.imiter(video))).astype(np.float32)
+
+
+def _with_vllm_omni(folder: Path, name: str, ranks: int, mask: bool, *options: str) -> Path:
+    from dbsp_cli.tiny_models import make_tiny
+
+    model, made = folder / "model", folder / f"{name}.npy"
+    if not model.exists():
+        make_tiny("wan-trained", model)  # on random weights of its scale a mask changes no pixel
+    settings: dict[str, Any] = {"ring_degree": ranks, "dtype": "float32", "enforce_eager": True}
+    if mask:
+        settings["diffusion_attention_config"] = {"per_role": {"self": {"backend": "DBSP"}}}
+    sampling = {option.replace("-", "_"): value for option, value in SIZE.items()} | {"guidance_scale": 4.0}
+    what = [str(model), PROMPT, str(made), json.dumps(settings), json.dumps(sampling)]
+    command = ["scripts.checks.engines.vllm_omni_command", *what, *options]
+    _succeed("vllm_omni", folder, command, IN_ENVIRONMENT if mask else {})
+    return made
 
 
 def _with_sglang(folder: Path, name: str, ranks: int, mask: bool, *options: str) -> Path:
@@ -57,9 +76,7 @@ def _with_sglang(folder: Path, name: str, ranks: int, mask: bool, *options: str)
     parallel = ["--num-gpus", str(ranks), *(("--ring-degree", str(ranks)) if ranks > 1 else ())]
     command = ["scripts.checks.engines.sglang_command", "generate", "--model-path", str(model), "--prompt", PROMPT]
     where = ["--output-path", str(folder), "--output-file-name", f"{name}.mp4", *IN_FLOAT32]
-    _succeed(
-        "sglang", folder, [*command, *size, *parallel, *where, *options], {"DBSP_CONFIG": IN_SGLANG} if mask else {}
-    )
+    _succeed("sglang", folder, [*command, *size, *parallel, *where, *options], IN_ENVIRONMENT if mask else {})
     return folder / f"{name}.mp4"
 
 

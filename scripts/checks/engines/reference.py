@@ -13,7 +13,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.sources.base import MaskRequest
 from dbsp_diffusers.reference import masked_attention
 
-__all__ = ["attend_under", "fill", "inputs_of", "stand_in_for"]
+__all__ = ["attend_under", "fill", "inputs_of", "stand_in_for", "stand_in_for_torchvision"]
 
 
 def attend_under(
@@ -80,3 +80,12 @@ def stand_in_for(*names: str) -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
+
+
+def stand_in_for_torchvision() -> None:
+    """Before vLLM-Omni is imported, whose pipelines import it; to transformers there is none."""
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # remembers it
+    parts = ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional")
+    stand_in_for("torchvision", *(f"torchvision.{part}" for part in parts))

@@ -15,14 +15,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers.utils
 from torch import _dynamo as dynamo
 
-from scripts.checks.engines.reference import fill, stand_in_for
+from scripts.checks.engines.reference import fill, stand_in_for_torchvision
 from scripts.checks.engines.runs import STEPS, Case, cases_of, report
 
-transformers.utils.is_torchvision_available()  # remembers that there is none
-stand_in_for("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+stand_in_for_torchvision()
 
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_omni.diffusion import registry  # noqa: E402

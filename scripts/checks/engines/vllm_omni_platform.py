@@ -8,6 +8,19 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
+class _Stream:
+    """What a worker asks of `torch.Stream`."""
+
+    def __init__(self, device):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
+
+
 class OmniCpuPlatform(OmniPlatform, CpuPlatform):
     _omni_enum = OmniPlatformEnum.OOT
     dist_backend = "gloo"
@@ -30,9 +43,11 @@ class OmniCpuPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_diffusion_worker_cls(cls):
-        """Workers hand over what they made by a stream beside the default one; a CPU has none."""
+        """Workers hand over what they made by a stream beside the default one; a CPU has none, and runs in order."""
         from vllm_omni.diffusion.worker import diffusion_worker
 
+        torch.accelerator.current_accelerator = lambda *_: cls.get_torch_device()
+        torch.Stream = _Stream
         pack = diffusion_worker.pack_diffusion_output_shm
         diffusion_worker.pack_diffusion_output_shm = lambda output, d2h_stream=None: pack(output)
         return super().get_diffusion_worker_cls()
