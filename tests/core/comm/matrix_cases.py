@@ -88,11 +88,11 @@ def _broken(fault: str | None) -> Iterator[None]:
     right = AttentionSession.attend
 
     def attend(
-        self: AttentionSession, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: Any = None
+        self: AttentionSession, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
         if fault == "attends to its own tokens alone":
             self._reached.add(layer)
-            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+            return F.scaled_dot_product_attention(q, k, v, scale=options.get("scale"))
         return right(self, layer, q, k, v, scale=0.5 * q.shape[-1] ** -0.5)  # "scales wrongly"
 
     if fault is not None:
