@@ -1,10 +1,11 @@
 """Writes docs/api.md from docstrings: what the packages export, with arguments, results and errors.
 
-python -m scripts.docs_site.api_page            writes it; tests/docs/test_site.py asks whether it is up to date
+tests/docs/test_site.py asks whether it is up to date.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ _NO_API = {"NEEDS"}
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")
 
 

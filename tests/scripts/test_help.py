@@ -10,6 +10,7 @@ from tests.support.repository import ROOT
 PARTS = {f"scripts.checks.{name}" for name in ("campaign.faults.nursery", "campaign.faults.rank")}
 PARTS |= {f"scripts.checks.versions.{name}" for name in ("probe", "xfuser_names")}
 PARTS |= {f"scripts.checks.machine_code.{name}" for name in ("flash_attention", "optional_kernels")}
+PARTS |= {f"scripts.checks.engines.{name}" for name in ("sglang_command", "vllm_omni_command")}
 """Processes that other programs start."""
 
 

@@ -1,14 +1,17 @@
 """Engines' own commands, or offline entry, on CPU ranks, from a prompt to a file, with a tiny checkpoint.
 
-python -m scripts.checks.engines.commands ENGINE FOLDER          in that engine's environment: says how videos differ
+Run it in that engine's environment; it says how videos differ.
 
 Three videos of one seed: on two ranks in a ring with db-SP, on one with db-SP, and on one without.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +40,7 @@ def differences(engine: str, folder: Path) -> dict[str, float]:
 
 def generate(engine: str, folder: Path, name: str, ranks: int, mask: bool = True, *options: str) -> Path:
     """Runs the engine's command; the checkpoint is made in `folder` once. Raises RuntimeError where it fails."""
-    engines = {"vllm_omni": _with_vllm_omni, "sglang": _with_sglang, "lightx2v": _with_lightx2v}
-    return engines[engine](folder, name, ranks, mask, *options)
+    return ENGINES[engine](folder, name, ranks, mask, *options)
 
 
 def frames(video: Path) -> np.ndarray:
@@ -97,31 +99,49 @@ def _with_lightx2v(folder: Path, name: str, ranks: int, mask: bool, *options: st
     settings.write_text(json.dumps(config))
     start = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
     command = [*start, "scripts.checks.engines.lightx2v_command", "--model_cls", "wan2.1", "--task", "t2v"]
-    what = [
-        "--model_path",
-        str(model),
-        "--config_json",
-        str(settings),
-        "--prompt",
-        PROMPT,
-        "--seed",
-        str(SIZE["seed"]),
-    ]
-    _succeed("lightx2v", folder, [*command, *what, "--save_result_path", str(video), *options])
+    what = ["--model_path", str(model), "--config_json", str(settings), "--prompt", PROMPT]
+    how = ["--seed", str(SIZE["seed"]), "--save_result_path", str(video)]
+    _succeed("lightx2v", folder, [*command, *what, *how, *options])
     return video
+
+
+ENGINES = {"vllm_omni": _with_vllm_omni, "sglang": _with_sglang, "lightx2v": _with_lightx2v}
+LONGEST = 600
+"""Seconds that a command may take; minutes of it are imports."""
 
 
 def _succeed(engine: str, folder: Path, command: list[str], environment: dict[str, str] | None = None) -> None:
     stand_ins = folder / "stand-ins"
     stand_ins.mkdir(exist_ok=True)
     settings = environment_of(engine, stand_ins) | {"OMP_NUM_THREADS": "1"} | (environment or {})
-    done = subprocess.run(
-        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=settings
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-12000:]}")
+    with (folder / "output.txt").open("w+") as output:
+        started = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=output, stderr=output, env=settings, start_new_session=True
+        )
+        try:
+            ended = f"ended with {started.wait(LONGEST)}"
+        except subprocess.TimeoutExpired:
+            ended = f"did not end in {LONGEST} s"
+        finally:
+            _stop(started.pid)  # with the workers that it left
+        if started.returncode != 0:
+            output.seek(0)
+            raise RuntimeError(f"{' '.join(command)} {ended}:\n{output.read()[-12000:]}")
+
+
+def _stop(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=ENGINES, help="whose environment this is")
+    parser.add_argument("folder", type=Path, help="for the checkpoint and the videos")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    print(differences(options.engine, options.folder))
 
 
 if __name__ == "__main__":
-    os.makedirs(sys.argv[2], exist_ok=True)
-    print(differences(sys.argv[1], Path(sys.argv[2])))
+    main()

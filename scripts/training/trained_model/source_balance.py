@@ -23,7 +23,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_diffusers.reference import masked_attention
-from scripts.reproduce.common import RESULTS, write_csv
+from scripts.results.result import FOLDER, write_csv
 from scripts.training.trained_model.prediction import BLOCK, Kept, run_model
 from scripts.training.trained_model.small_model import PROMPTS, load_pipeline
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 4], help="denoising steps that are kept, of six")
     parser.add_argument("--strategies", nargs="+", default=["U8R1", "U1R8"])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     options = parser.parse_args()
     kept = KeptValues(tuple(options.steps))
     with torch.no_grad():

@@ -20,7 +20,7 @@ from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, SpargeSource, U
 from dbsp_core.sources.base import DynamicMaskSource
 from dbsp_core.sources.lowrank import predicted_mass
 from dbsp_diffusers.reference import attach_single_process
-from scripts.reproduce.common import RESULTS, write_csv
+from scripts.results.result import FOLDER, write_csv
 from scripts.training.trained_model.prediction import BLOCK, Kept
 from scripts.training.trained_model.small_model import FRAMES, HEIGHT, PROMPTS, WIDTH, load_pipeline
 
@@ -109,7 +109,7 @@ def measure(steps: int) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=2, help="denoising steps; the last one's are recorded")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     options = parser.parse_args()
     for record in write_csv("union", list(measure(options.steps)), options.out):
         print(*record.values(), sep="  ")
