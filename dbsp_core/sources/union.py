@@ -124,12 +124,14 @@ class UnionSource:
 def _blocks(grid: BlockGrid) -> Hashable:
     """What masks of one video must agree in; orders of all heads that are alike are one."""
     order = grid.common_order
-    return grid.tokens, grid.text_tokens, grid.block_q, grid.block_k, grid.orders if order is None else (order,)
+    orders = grid.orders if order is None else (order,)
+    return grid.tokens, grid.text_tokens, grid.block_q, grid.block_k, orders, grid.whole_tiles
 
 
 def _in_words(grid: BlockGrid) -> str:
     orders = "/".join(map(str, dict.fromkeys(grid.orders)))
-    return f"{grid.tokens} tokens in {grid.block_q}×{grid.block_k} blocks in order {orders}"
+    short = ", with smaller tiles at the far sides" if grid.whole_tiles else ""
+    return f"{grid.tokens} tokens in {grid.block_q}×{grid.block_k} blocks in order {orders}{short}"
 
 
 def parts_of(source: MaskSource) -> tuple[MaskSource, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from dbsp_core import Strategy
 from dbsp_core.models.lookup import find_model_spec
-from dbsp_core.sources import RadialSource, WindowSource
+from dbsp_core.sources import NablaSource, RadialSource, SolSource, UnionSource, VsaSource, WindowSource
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.command_line import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
 from dbsp_xdit.cpu_shim import cpu_patches
@@ -160,6 +160,9 @@ def test_flags_override_the_file(tmp_path):
     [
         (["--sp-mask", "window:tile=[3,5,8],window=[3,5,5]"], WindowSource(tile=(3, 5, 8), window=(3, 5, 5))),
         (["--sp_mask=radial:width=0.5"], RadialSource(width=0.5)),
+        (["--sp-mask", "sol:tau=0.5,pooled_keys=false"], SolSource(tau=0.5, pooled_keys=False)),
+        (["--sp-mask", "vsa:sparsity=0.7,tile=[2,4,8]"], VsaSource(sparsity=0.7, tile=(2, 4, 8))),
+        (["--sp-mask", "window+nabla:cdf=0.8"], UnionSource((WindowSource(), NablaSource(cdf=0.8)))),
     ],
 )
 def test_a_mask_may_come_with_its_settings(flag, mask):

@@ -10,10 +10,12 @@ import torch
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource, UnionSource, WindowSource, packed_mask
 from dbsp_core.sources.spec import mask_in_words, mask_settings
+from dbsp_core.utils.errors import UserError
 from tests.core.sources.predicted.sparge_cases import predict_together
 from tests.core.sources.predicted.union_cases import (
     APART,
     BAND,
+    POOLED,
     PREDICTED,
     WINDOW,
     UnionCase,
@@ -27,6 +29,7 @@ CASES = {
     "window and predicted": UnionCase(),
     "by step and predicted, batch of two": UnionCase(mask=f"{PREDICTED}+{BAND},depends_on=step", batch=2),
     "by layer, dense first step, text": UnionCase(mask=f"{BAND}+{APART}", text_tokens=9, dense_first=1),
+    "window and predicted, pooled keys for what both skip": UnionCase(mask=f"{WINDOW}+{POOLED}", batch=2),
     "tiles, three of them": UnionCase(
         mask=f"window:tile=[2,4,4],window=[1,1,1],block_q=16,block_k=8,shifted=false+{PREDICTED},token_order=tile:2x4x4"
         f"+{BAND},token_orders=['tile:2x4x4']",
@@ -144,12 +147,24 @@ def test_what_makes_no_union_is_refused(mask, message):
         ("window+sparge:block_q=128", "64×64 blocks in order thw and .* 128×64 blocks"),
         ("window:tile=[1,8,8]+sparge", "in order tile:1x8x8 and .* in order thw"),
         ("svg:temporal_heads=[0]+sparge", "in order hwt/thw and"),
+        (
+            "vsa+sparge:token_order=tile:4x4x4",
+            "in order tile:4x4x4, with smaller tiles at the far sides and .* blocks in order tile:4x4x4; ",
+        ),
     ],
 )
 def test_blocks_that_differ_are_refused_in_one_line(mask, message):
     with pytest.raises(ValueError, match=message) as caught:
         UnionCase(mask=mask).source.grid(MaskRequest(0, 2, (3, 8, 8)))
     assert "\n" not in str(caught.value)
+
+
+def test_two_parts_that_add_different_things_are_refused():
+    source = UnionCase(mask="vsa+sol:token_order=tile:4x4x4").source
+    case = UnionCase(thw=(4, 8, 8))
+    q, k = case.tensors()
+    with pytest.raises(UserError, match="differ in what they add for skipped blocks; leave it out of all but one"):
+        source.mask(case.request, LocalQK.alone(q, k, v=k, gate=q))
 
 
 def test_a_part_that_fails_on_one_rank_fails_on_all(threads):

@@ -20,6 +20,7 @@ from tests.support.oracle import dense_attention, largest_difference
 LAYERS = 2
 TIMESTEPS = (900.0, 800.0)
 PREDICTED = "sparge:cdf=0.4,similarity=-1,block_q=16,block_k=8"
+POOLED = "sol:tau=1.0,block_q=16,block_k=8"
 APART = "callable:function=tests.support.user_masks:heads_apart,block_q=16,block_k=8"
 BAND = "callable:function=tests.support.user_masks:band,block_q=16,block_k=8"
 WINDOW = "window:window=[1,3,3],block_q=16,block_k=8"
@@ -55,7 +56,8 @@ def joined(masks: list[BlockMask], batch: int) -> BlockMask:
             for head in range(heads)
         ]
     )
-    return BlockMask(bits, masks[-1].grid)
+    remainder = next((mask.remainder for mask in masks if mask.remainder is not None), None)
+    return BlockMask(bits, masks[-1].grid, remainder)
 
 
 def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[float, float, bool]:
@@ -79,7 +81,8 @@ def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[
             mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
             for sample in range(case.batch):
                 per = union.heads // case.heads
-                own = BlockMask(union.bits.view(per, case.heads, *union.bits.shape[1:])[sample % per], union.grid)
+                bits = union.bits.view(per, case.heads, *union.bits.shape[1:])[sample % per]
+                own = BlockMask(bits, union.grid, union.remainder)
                 expected = dense_attention(*(t[[sample]] for t in (q[:, :, mine], k, v)), own, mine)
                 worst = max(worst, largest_difference(out[[sample]][:, :, places], expected))
     return worst, gained, session.by_step
