@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.tiny_models import make_tiny
-from tests.xdit.wan_cases import WanCase, run_wan_pipeline
+from tests.xdit.wan_cases import WanCase, run_wan_decoding, run_wan_pipeline
 from tests.xdit.xdit_cases import start_xfuser
 
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 16}
@@ -33,3 +33,18 @@ def test_whole_pipelines_equal_one_process(pool, tmp_path, kind, mask, image):
         layers, steps, passes = (6 if kind == "wan-vace" else 4), 4, 2
         assert sum(calls) == layers * steps * passes
         assert len(calls) == (2 if kind == "wan2.2" else 1)
+
+
+@pytest.mark.parametrize(("world", "guidance"), [(2, 1), (4, 2)])
+def test_ranks_decode_a_video_together(pool, tmp_path, world, guidance):
+    """Those of both guidance passes, as each has the latents."""
+    folder = str(make_tiny("wan-i2v", tmp_path / "wan-i2v"))
+    workers = pool(world)
+    workers.run(start_xfuser, guidance)
+    case = WanCase("wan-i2v", folder, {"mask": MASK, "strategy": "U1R2"}, image=True)
+    found = workers.run(run_wan_decoding, case)
+    workers.run(start_xfuser)
+    assert all(equal for equal, _, _ in found)
+    alone = found[0][1]
+    assert sum(together for _, _, together in found) == alone
+    assert max(together for _, _, together in found) < 0.7 * alone

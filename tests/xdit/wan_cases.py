@@ -51,3 +51,27 @@ def run_wan_pipeline(rank: int, world: int, case: WanCase) -> tuple[float, float
     calls = [session.statistics()["calls"] for session in sessions_of(pipe).values()]
     dbsp_xdit.detach(pipe)
     return difference(out, expected), difference(out, dense), calls
+
+
+def run_wan_decoding(rank: int, world: int, case: WanCase) -> tuple[bool, int, int]:
+    """(whether frames equal those of its own tiled decode, calls of its decoder alone, and with other ranks)."""
+    import dbsp_xdit
+    from dbsp_xdit.models import find_model
+    from dbsp_xdit.runner_models import _pipeline, _transformers
+
+    model = find_model(case.folder)
+    pipe = _pipeline(model, "i2v").from_pretrained(case.folder, **_transformers(model, torch.float32))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.vae.enable_tiling(32, 32, 24, 24)
+    tiles = []
+    hook = pipe.vae.decoder.conv_in.register_forward_hook(lambda *_: tiles.append(None))
+    frames, counts = [], []
+    for vae in (False, True):
+        dbsp_xdit.attach(pipe, case.config | {"vae": vae})
+        tiles.clear()
+        call = {**SIZE, "num_inference_steps": 1, "generator": torch.Generator().manual_seed(3), "output_type": "pt"}
+        frames.append(pipe(image=_image(), prompt="the sea at dusk", **call).frames)
+        counts.append(len(tiles))
+        dbsp_xdit.detach(pipe)
+    hook.remove()
+    return torch.equal(*frames), counts[0], counts[1]

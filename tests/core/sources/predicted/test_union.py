@@ -149,7 +149,7 @@ def test_what_makes_no_union_is_refused(mask, message):
         ("svg:temporal_heads=[0]+sparge", "in order hwt/thw and"),
         (
             "vsa+sparge:token_order=tile:4x4x4",
-            "in order tile:4x4x4, with smaller tiles at the far sides and .* blocks in order tile:4x4x4; ",
+            "with smaller tiles at the far sides and .* blocks in order tile:4x4x4; ",
         ),
     ],
 )
