@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -175,4 +176,5 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
     settings |= {"model": model, "layout": layout, "kernel": observer.kernel}
     del settings["report"], settings["record"]  # these folders may be gone when the report is read
     settings["reuse"] |= {"mode": session.config.effective_planning}
-    return Environment(settings, software, hardware, observer.kernel, observer.dtype)
+    date = datetime.now().astimezone().isoformat(timespec="minutes")
+    return Environment(settings, software, hardware, observer.kernel, observer.dtype, date)

@@ -41,6 +41,7 @@ class Environment:
         settings: The settings in effect as in YAML, with the choices that "auto" and defaults led to.
         software: Versions by name.
         hardware: The device of each rank.
+        date: When the run ended, as in ISO 8601, to the minute, in rank 0's time zone; "" in older reports.
     """
 
     settings: Mapping[str, Any]
@@ -48,6 +49,7 @@ class Environment:
     hardware: Sequence[str]
     kernel: str
     dtype: str
+    date: str = ""
 
 
 @dataclass(frozen=True)

@@ -315,6 +315,18 @@ def test_the_page_has_the_numbers_and_needs_nothing_else():
     assert json.loads(data)["work"] == {"0": [100, 100], "1": [60, 50]}
 
 
+def test_a_report_says_when_it_was_made_if_it_knows(tmp_path):
+    report = small_report()
+    dated = dataclasses.replace(report.environment, date="2026-11-25T01:47+02:00")
+    html = report_page(dataclasses.replace(report, environment=dated))
+    assert "a GPU · 2026-11-25 01:47" in " ".join(html.split())
+    assert "a GPU ·" not in report_page(report)
+    content = json.loads(report.to_json())
+    del content["environment"]["date"]  # as earlier versions wrote it
+    (tmp_path / "report.json").write_text(json.dumps(content))
+    assert RunReport.read(tmp_path) == report
+
+
 def test_the_page_escapes_what_it_is_given():
     evil = '</script><script>alert("x")</script>'
     report = small_report(model=evil)
