@@ -96,4 +96,4 @@ def test_a_wan_without_gates_says_so_once(monkeypatch):
     with torch.no_grad():
         outputs(transformer, tiny_inputs("wan"))
     assert len(said) == 1
-    assert "has no gate" in said[0]
+    assert "no gate (attn1.to_gate_compress) reaches it" in said[0]
