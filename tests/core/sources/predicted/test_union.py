@@ -144,6 +144,10 @@ def test_what_makes_no_union_is_refused(mask, message):
         ("window+sparge:block_q=128", "64×64 blocks in order thw and .* 128×64 blocks"),
         ("window:tile=[1,8,8]+sparge", "in order tile:1x8x8 and .* in order thw"),
         ("svg:temporal_heads=[0]+sparge", "in order hwt/thw and"),
+        (
+            "window:tile=[4,4,4]+vsa",
+            "64×64 blocks in order tile:4x4x4 and .* 64×64 blocks within tiles in order tile:4x4x4",
+        ),
     ],
 )
 def test_blocks_that_differ_are_refused_in_one_line(mask, message):
