@@ -23,6 +23,7 @@ from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import STATE, Attached, transformers_of
 from dbsp_diffusers.models import heads_of
+from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
 from dbsp_diffusers.packed.packing import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
@@ -84,8 +85,10 @@ def attach_host(
     generations = Generations(pipe, host.everyone)
     clock = StepClock(generations.progress, shared=len(transformers) > 1)
     sessions: list[tuple[nn.Module, AttentionSession]] = []
+    gates: dict[nn.Module, nn.Linear] = {}
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
+        gates |= gates_in_checkpoint(transformer, own.mask, host.everyone.control(), None if pipe is None else name)
         choose = functools.partial(_choose_strategy, host, own)
         strategy = run_consistently(host.everyone.control(), choose, _CPU)
         attentions = host.attentions(transformer)
@@ -106,6 +109,8 @@ def attach_host(
     changes = patches or PatchSet()
 
     def change() -> None:
+        for attention, gate in gates.items():
+            changes.add_module(attention, GATE, gate)
         for transformer, session in sessions:
             generations.hook(transformer, changes, whole_inputs=host.full_latents is None, always=debug)
             ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)

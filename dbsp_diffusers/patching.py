@@ -65,6 +65,11 @@ class PatchSet:
         setattr(target, name, value)
         self._undo.callback(restore)
 
+    def add_module(self, target: nn.Module, name: str, module: nn.Module) -> None:
+        """Adds a submodule, which is gone afterwards."""
+        target.add_module(name, module)
+        self._undo.callback(target._modules.pop, name, None)  # others may have removed it
+
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Replaces a module's own forward by `forward(own forward, *args, **kwargs)`.
 

@@ -48,12 +48,12 @@ def require_checkpoint(model: str | None) -> None:
         ) from error
 
 
-def cached_checkpoint(repository: str) -> Path | None:
-    """A repository's folder in Hugging Face's cache, whole or not."""
+def cached_checkpoint(repository: str, file: str = "model_index.json") -> Path | None:
+    """The folder in Hugging Face's cache that has this file of a repository, whole or not."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(repository, "model_index.json")
+        found = try_to_load_from_cache(repository, file)
     except (ImportError, ValueError):  # not a name of a repository
         return None
     return Path(found).parent if isinstance(found, str) else None

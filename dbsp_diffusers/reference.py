@@ -19,9 +19,10 @@ from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of, heads_of
+from dbsp_diffusers.models.gates import GATE, gate_of, gates_in_checkpoint
 from dbsp_diffusers.patching import Arguments, PatchSet, guidance_branch, signature_of, without_argument
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_diffusers.sharding.intercept import gate_of, intercept_attention
+from dbsp_diffusers.sharding.intercept import intercept_attention
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
@@ -51,7 +52,7 @@ def attach_single_process(
     provider = MaskProvider(
         config.mask, config.dense_schedule, heads, len(attentions), _ALONE, steps, clock=clock or StepClock()
     )
-    patches = PatchSet()
+    gates, patches = gates_in_checkpoint(transformer, config.mask, _ALONE), PatchSet()
     branch = guidance_branch(transformer, patches)
     cache: dict[Hashable, BlockMask] = {}
     sequence = TokenSequence((0, 0, 0))
@@ -85,6 +86,8 @@ def attach_single_process(
         return torch.zeros_like(q).index_copy_(2, places, masked_attention(qs, ks, vs, mask, scale))
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
+    for attention, gate in gates.items():
+        patches.add_module(attention, GATE, gate)
     for layer, attention in enumerate(attentions):
         intercept_attention(
             attention,

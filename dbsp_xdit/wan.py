@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.models.gates import gate_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import StreamShards
@@ -57,7 +61,11 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
                 f"self-attention of layer {layer} is computed by a {type(processor).__name__}, which is not xfuser's; "
                 "load the transformer again"
             )
-        patches.set_attribute(processor, "attention_function", functools.partial(_attend, session, layer))
+        attend, gate = functools.partial(_attend, session, layer), gate_of(attention, session.config.mask)
+        if gate is None:
+            patches.set_attribute(processor, "attention_function", attend)
+        else:
+            patches.set_attribute(attention, "processor", _gated(processor, attend, gate))
     strategy, config = session.strategy, session.config
     reorders = config.effective_layout != "contiguous" or config.searches_layout
     if reorders and (strategy is None or strategy.ring > 1):
@@ -78,10 +86,34 @@ class _Sharding:
 
 
 def _attend(
-    session: AttentionSession, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    session: AttentionSession,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """Attends to [B, H, shard, D]; ignores xfuser's options, which choose among backends that are not used."""
-    return session.attend(layer, query, key, value)
+    """Attends to [B, H, shard, D]; ignores xfuser's options, which choose among backends that are not used.
+
+    `gate` is [B, shard, H · D].
+    """
+    if gate is not None:
+        gate = gate.unflatten(2, (query.shape[1], query.shape[3])).transpose(1, 2).to(query.dtype)
+    return session.attend(layer, query, key, value, gate=gate)
+
+
+def _gated(processor: Any, attend: Callable[..., torch.Tensor], gate: nn.Module) -> Callable[..., torch.Tensor]:
+    """A processor like xfuser's, whose attention is also given the gate of its hidden states [B, shard, C]."""
+
+    def process(attention: nn.Module, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        own = copy.copy(processor)  # which is given nothing but its own call's gate
+        own.attention_function = functools.partial(attend, gate=gate(hidden_states))
+        out: torch.Tensor = own(attention, hidden_states, *others, **named)
+        return out
+
+    return process
 
 
 def _permute_sequence(transformer: Any, session: AttentionSession, patches: PatchSet) -> None:

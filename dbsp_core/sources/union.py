@@ -116,7 +116,8 @@ class UnionSource:
             if _blocks(grid) != _blocks(first):
                 raise UserError(
                     f"the masks of a union must have the same blocks, got {_in_words(first)} and {_in_words(grid)}; "
-                    "give all of them one block_q, block_k and token order (token_order, tile)"
+                    "give all of them one block_q, block_k and token order (token_order, tile), and vsa beside other "
+                    "masks only a video that its tile divides"
                 )
         return first
 
@@ -125,7 +126,8 @@ def _blocks(grid: BlockGrid) -> Hashable:
     """What masks of one video must agree in; orders of all heads that are alike are one."""
     order = grid.common_order
     orders = grid.orders if order is None else (order,)
-    return grid.tokens, grid.text_tokens, grid.block_q, grid.block_k, orders, grid.whole_tiles
+    starts = tuple(axis.starts.tobytes() for axis in (grid.q_axis, grid.k_axis))  # those of whole tiles may be short
+    return grid.tokens, grid.text_tokens, grid.block_q, grid.block_k, orders, starts
 
 
 def _in_words(grid: BlockGrid) -> str:

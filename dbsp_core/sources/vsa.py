@@ -91,6 +91,6 @@ class VsaSource(BlockSizes):
 @functools.cache
 def _say_without_gate() -> None:
     log.warning(
-        "mask source vsa: the model has no gate (attn1.to_gate_compress), so its coarse branch is left out; a model "
-        "that was trained with one needs it"
+        "mask source vsa: no gate (attn1.to_gate_compress) reaches it, so its coarse branch is left out; a model that "
+        "was trained with one needs it"
     )

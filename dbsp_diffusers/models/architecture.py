@@ -46,6 +46,7 @@ class Architecture:
         padded_text: Whether a mask of its self-attention says only which text is padding, which `sequence` leaves out.
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
         own_mask: The sparse mask that it brings, if any.
+        gate_names: What checkpoints call the layer of VSA's gate, from the block on, where the class lacks it.
         refused: Returns why a transformer of the class cannot be run, or None.
     """
 
@@ -58,6 +59,7 @@ class Architecture:
     padded_text: bool = False
     pipeline: str = ""
     own_mask: OwnMask | None = None
+    gate_names: tuple[str, ...] = ()
     refused: Callable[[Any], str | None] = lambda transformer: None
 
     def attentions_of(self, transformer: nn.Module) -> list[nn.Module]:

@@ -45,6 +45,7 @@ _WAN = Architecture(
     attention=("blocks.*.attn1",),
     sequence=_wan,
     cuts=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}, {"patch_embedding": _EMBEDDED, **_ROPE}, OUTPUT),
+    gate_names=("attn1.to_gate_compress", "to_gate_compress"),  # of FastWan2.2; of FastWan2.1, as FastVideo's block
 )
 
 ARCHITECTURES = {

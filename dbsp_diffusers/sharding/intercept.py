@@ -13,11 +13,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dbsp_core.comm.inputs import needs_gradients
-from dbsp_core.sources import MaskSource
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["Attend", "gate_of", "intercept_attention"]
+__all__ = ["Attend", "intercept_attention"]
 
 Attend = Callable[..., torch.Tensor]
 """attend(q, k, v, scale=…) with q, k, v [B, H, n, D], and gate=… of their shape where the module has one; returns
@@ -118,11 +117,6 @@ class SdpaOverride(TorchFunctionMode):
             return _answer(q, k, v, self._number, scale, gate)  # the operator has no backward: here graphs break
         out: torch.Tensor = torch.ops.dbsp.attend(q, k, v, self._number, scale, gate)
         return out
-
-
-def gate_of(attention: nn.Module, source: MaskSource) -> nn.Module | None:
-    """The projection that makes the gate of a coarse branch, where the module has one and the mask source reads it."""
-    return getattr(attention, "to_gate_compress", None) if getattr(source, "coarse", False) else None
 
 
 def intercept_attention(

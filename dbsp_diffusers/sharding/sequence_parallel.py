@@ -19,6 +19,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import BagSessions, Sharing
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
 from dbsp_diffusers.models.cuts import modules_at
+from dbsp_diffusers.models.gates import gate_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import (
     Arguments,
@@ -30,7 +31,7 @@ from dbsp_diffusers.patching import (
 )
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
-from dbsp_diffusers.sharding.intercept import gate_of, intercept_attention
+from dbsp_diffusers.sharding.intercept import intercept_attention
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 

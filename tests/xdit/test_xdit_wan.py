@@ -1,11 +1,13 @@
-"""Wan's whole family in xfuser's own wrappers and pipelines: Wan2.2's two transformers, images, VACE."""
+"""Wan's whole family in xfuser's own wrappers and pipelines: Wan2.2's two transformers, images, VACE; VSA's gates."""
 
 from __future__ import annotations
 
 import pytest
 
 from dbsp_cli.tiny_models import make_tiny
-from tests.xdit.wan_cases import WanCase, run_wan_decoding, run_wan_pipeline
+from tests.support.models.gated_wan import save_gated
+from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.xdit.wan_cases import WanCase, run_gated, run_wan_decoding, run_wan_pipeline
 from tests.xdit.xdit_cases import start_xfuser
 
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 16}
@@ -48,3 +50,25 @@ def test_ranks_decode_a_video_together(pool, tmp_path, world, guidance):
     alone = found[0][1]
     assert sum(together for _, _, together in found) == alone
     assert max(together for _, _, together in found) < 0.7 * alone
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "config"),
+    [
+        (True, {"strategy": "U2R1", "layout": "contiguous"}),
+        (True, {"strategy": "U1R2", "layout": "striped", "debug": True}),
+        (False, {"strategy": "U1R2", "layout": "striped"}),
+    ],
+)
+def test_the_gates_of_a_coarse_branch_equal_one_process(pool, tmp_path, by_hand, config):
+    workers = pool(2)
+    workers.run(start_xfuser)
+    transformer = make_tiny_transformer("wan")
+    if by_hand:
+        transformer.save_pretrained(tmp_path)
+    else:
+        save_gated(transformer, tmp_path)
+    for found in workers.run(run_gated, str(tmp_path), by_hand, config):
+        for difference, from_mask_alone in found:
+            assert difference <= 1e-5
+            assert from_mask_alone > 1e-3, "the branch must matter"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.wan22_cases import SIZE, _image, alone, latents
-from tests.support.models.tiny_pipelines import difference
+from tests.support.models.gated_wan import VSA, put_gates
+from tests.support.models.tiny_pipelines import difference, fingerprint
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.references import kept_from_rank_0
 
 
@@ -75,3 +79,36 @@ def run_wan_decoding(rank: int, world: int, case: WanCase) -> tuple[bool, int, i
         dbsp_xdit.detach(pipe)
     hook.remove()
     return torch.equal(*frames), counts[0], counts[1]
+
+
+def run_gated(rank: int, world: int, folder: str, by_hand: bool, config: dict[str, Any]) -> list[tuple[float, float]]:
+    """By batch: how far from one process with gates put in by hand, and how far that is from the mask alone.
+
+    folder: of a checkpoint;  by_hand: whether its transformer is given its gates, which it else has in its checkpoint
+    """
+    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+
+    import dbsp_xdit
+
+    stock = make_tiny_transformer("wan")
+    wrapped = xFuserWanTransformer3DWrapper.from_pretrained(folder, attention_kwargs={"thw": None})
+    stock, wrapped = put_gates(stock), put_gates(wrapped) if by_hand else wrapped
+    before, found = fingerprint(wrapped), []
+    dbsp_xdit.attach(SimpleNamespace(transformer=wrapped), {"mask": VSA} | config)
+    for batch in (1, 2):
+        inputs = tiny_inputs("wan", batch=batch)
+        alone = {coarse: _pass_alone(stock, inputs, VSA | {"coarse": coarse}) for coarse in (True, False)}
+        with torch.no_grad():
+            out = wrapped(**inputs)[0]
+        found.append((difference(out, alone[True]), difference(alone[True], alone[False])))
+    dbsp_xdit.detach(SimpleNamespace(transformer=wrapped))
+    assert fingerprint(wrapped) == before, "detach left something behind"
+    return found
+
+
+def _pass_alone(transformer: Any, inputs: dict[str, Any], mask: dict[str, Any]) -> torch.Tensor:
+    single = attach_single_process(transformer, {"mask": mask})
+    with torch.no_grad():
+        out: torch.Tensor = transformer(**inputs)[0]
+    single.detach()
+    return out

@@ -6,28 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import dbsp_diffusers
 from dbsp_core.sources import vsa
 from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import apart, outputs
+from tests.support.models.gated_wan import VSA, put_gates
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.shared import shared
 
-VSA = {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
-
 
 def make_gated() -> Any:
-    transformer = make_tiny_transformer("wan")
-    generator = torch.Generator().manual_seed(5)
-    for block in transformer.blocks:
-        width = block.attn1.to_q.weight.shape[1]
-        block.attn1.to_gate_compress = nn.utils.skip_init(nn.Linear, width, width)  # torch's generator is all threads'
-        with torch.no_grad():
-            for parameter in block.attn1.to_gate_compress.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * width**-0.5)
-    return transformer
+    return put_gates(make_tiny_transformer("wan"))
 
 
 @shared
@@ -96,4 +86,4 @@ def test_a_wan_without_gates_says_so_once(monkeypatch):
     with torch.no_grad():
         outputs(transformer, tiny_inputs("wan"))
     assert len(said) == 1
-    assert "has no gate" in said[0]
+    assert "no gate (attn1.to_gate_compress) reaches it" in said[0]

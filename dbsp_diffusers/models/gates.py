@@ -1,0 +1,177 @@
+"""The gate of VSA's coarse branch: the layer that makes it, read from the checkpoint where the class lacks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from dbsp_core.comm.consistency import check_consistent, run_consistently
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.sources import MaskSource, parts_of
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.log import log
+from dbsp_diffusers.models.table import known_architecture
+from dbsp_diffusers.preflight import cached_checkpoint
+
+__all__ = ["GATE", "gate_of", "gates_in_checkpoint"]
+
+GATE = "to_gate_compress"
+"""The layer's name in a self-attention module."""
+_CPU = torch.device("cpu")
+_DO_WITHOUT = "or set coarse: false of mask source vsa, for the mask alone"
+_DIFFERS = (
+    f"gates ({GATE}) that the transformer or its checkpoint has differ on rank(s) {{}}; load the same on every rank, "
+    f"{_DO_WITHOUT}"
+)
+_WEIGHTS = (
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.*.json",
+    "diffusion_pytorch_model.*.safetensors",
+)
+"""Patterns of the file that says where weights are, the first to be looked for first; the latter two of variants."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def gate_of(attention: nn.Module, source: MaskSource) -> nn.Module | None:
+    """The layer that makes the gate of a coarse branch, where the module has one and the mask source reads it."""
+    return getattr(attention, GATE, None) if _reads_gate(source) else None
+
+
+def gates_in_checkpoint(
+    transformer: nn.Module, source: MaskSource, group: SequenceGroup, name: str | None = None
+) -> dict[nn.Module, nn.Linear]:
+    """The gates that a transformer lacks and its checkpoint has. Collective where the mask source reads a gate.
+
+    diffusers' Wan has no layer for them, and drops their weights when it reads a checkpoint that has them, as FastWan
+    does. They are read from safetensors in a local folder or in Hugging Face's cache; nothing is downloaded.
+
+    Args:
+        source: Equal on all ranks.
+        group: The ranks that make one video together.
+        name: The transformer's name in its pipeline; None: it is given alone.
+
+    Returns:
+        By self-attention module its layer, of the dtype and on the device of `to_q`; empty where the checkpoint has
+        none, or is not to be found.
+
+    Raises:
+        UserError: On all ranks, for weights of some layers only, or that don't fit or can't be read, and where some
+            ranks find them and others don't.
+    """
+    if not _reads_gate(source):
+        return {}
+    gates = run_consistently(group, lambda: _read(transformer, name), _CPU)
+    known = known_architecture(transformer)
+    attentions = [] if known is None else known.attentions_of(transformer)
+    gated = [attention in gates or hasattr(attention, GATE) for attention in attentions]
+    check_consistent(group, None, {_DIFFERS: fingerprint_of(gated)}, _CPU)
+    if gates and group.rank == 0:
+        log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, len(gates))
+    return gates
+
+
+def _reads_gate(source: MaskSource) -> bool:
+    return any(getattr(part, "coarse", False) for part in parts_of(source))
+
+
+def _read(transformer: nn.Module, name: str | None) -> dict[nn.Module, nn.Linear]:
+    known = known_architecture(transformer)
+    if known is None or not known.gate_names:
+        return {}
+    paths = {module: path for path, module in transformer.named_modules()}
+    lacking = [attention for attention in known.attentions_of(transformer) if not hasattr(attention, GATE)]
+    weights = _weights_of(transformer, name) if lacking else None
+    files = {} if weights is None else _gate_files(weights)
+    if weights is None or not files:
+        return {}
+    gates, without = {}, []
+    for attention in lacking:
+        block = paths[attention].rpartition(".")[0]
+        stem = next((f"{block}.{own}" for own in known.gate_names if f"{block}.{own}.weight" in files), None)
+        if stem is None:
+            without.append(block)
+        elif not without:
+            gates[attention] = _layer(transformer, attention, stem, files)
+    if without:
+        raise UserError(
+            f"{weights} has {GATE} for {len(lacking) - len(without)} of {len(lacking)} layers, and not for "
+            f"{without[0]}; load a checkpoint that has all of them, {_DO_WITHOUT}"
+        )
+    return gates
+
+
+def _weights_of(transformer: nn.Module, name: str | None) -> Path | None:
+    """The file that the transformer's weights were read from, or their index; None where it is not to be found."""
+    config: Any = getattr(transformer, "config", None)
+    source = config.get("_name_or_path") if isinstance(config, Mapping) else None
+    if not source:
+        return None
+    # A checkpoint's own folder, or that of a whole pipeline.
+    names = ("transformer", "transformer_2") if name is None else (name,)
+    places: list[Path | None] = [Path(source, part) for part in ("", *names)]
+    if not Path(source).is_dir():
+        places = [cached_checkpoint(str(source), f"{part}config.json") for part in ("", *(f"{n}/" for n in names))]
+    own, *parts = (None if place is None else _first_weights(place) for place in places)
+    found = [part for part in ([own] if own is not None else parts) if part is not None]
+    if len(found) > 1:
+        raise UserError(
+            f"{source} has two transformers, and nothing says which one this is, whose gates ({GATE}) are to be read; "
+            f"give db-SP the whole pipeline, load the transformer from its own folder, {_DO_WITHOUT}"
+        )
+    return found[0] if found else None
+
+
+def _first_weights(folder: Path) -> Path | None:
+    return next((path for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))), None)
+
+
+def _gate_files(weights: Path) -> dict[str, Path]:
+    """The file of each tensor of a gate, by its name."""
+    with _readable(weights):
+        if weights.suffix == ".json":
+            index: dict[str, str] = json.loads(weights.read_text(encoding="utf-8"))["weight_map"]
+            return {name: weights.parent / file for name, file in index.items() if GATE in name}
+        with safe_open(weights, framework="pt") as file:
+            return {name: weights for name in file.keys() if GATE in name}  # noqa: SIM118  it is no mapping
+
+
+def _layer(transformer: Any, attention: nn.Module, stem: str, files: Mapping[str, Path]) -> nn.Linear:
+    """The layer whose weights have names that begin with `stem`."""
+    like: Any = attention.to_q
+    if like.weight.is_meta:
+        raise UserError(
+            f"the transformer's weights are offloaded already, and gates ({GATE}) cannot be added; offload them once "
+            f"db-SP is enabled, {_DO_WITHOUT}"
+        )
+    dtype = like.weight.dtype if like.weight.dtype in _FLOATS else transformer.dtype  # of quantised ones: the latter
+    layer = nn.Linear(like.in_features, like.out_features, f"{stem}.bias" in files, device="meta")
+    for part, expected in list(layer.named_parameters()):
+        path, tensor = files[f"{stem}.{part}"], f"{stem}.{part}"
+        with _readable(path), safe_open(path, framework="pt") as file:
+            value = file.get_tensor(tensor)
+        if value.shape != expected.shape or value.dtype not in _FLOATS:
+            raise UserError(
+                f"{path}: {tensor} is {value.dtype} of shape {list(value.shape)}, expected floating point of shape "
+                f"{list(expected.shape)}; load a checkpoint of this model, {_DO_WITHOUT}"
+            )
+        layer.register_parameter(part, nn.Parameter(value.to(like.weight.device, dtype), requires_grad=False))
+    return layer.train(attention.training)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"gates ({GATE}) cannot be read from {path} ({error}); load the checkpoint anew, {_DO_WITHOUT}"
+        ) from error

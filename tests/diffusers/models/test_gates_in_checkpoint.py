@@ -1,0 +1,213 @@
+"""Gates that diffusers' Wan drops, read from the checkpoint: the same as put in by hand, or one error on all ranks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+
+import dbsp_diffusers
+from dbsp_core import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.sources import vsa
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models.gates import gates_in_checkpoint
+from dbsp_diffusers.reference import attach_single_process
+from tests.diffusers.models.model_cases import apart, outputs
+from tests.support.models.gated_wan import (
+    FASTWAN21,
+    FASTWAN22,
+    VSA,
+    add_to_checkpoint,
+    gate_weights,
+    named_gates,
+    put_gates,
+    save_gated,
+)
+from tests.support.models.tiny_pipelines import fingerprint
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+
+WINDOW = {"source": "window", "window": [1, 3, 3], "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
+UNION = {"source": "union", "of": [VSA, WINDOW]}
+_WITHOUT = {"vsa": {"coarse": False}, "union": {"of": [VSA | {"coarse": False}, WINDOW]}}
+THW = {"vsa": (3, 5, 7), "union": (4, 4, 8)}
+"""A window's blocks are whole tiles where tiles divide the video."""
+REPOSITORY = "some-lab/tiny-fastwan"
+ALONE = SequenceGroup(0, 1)
+
+
+def load(source: str | Path, **options: Any) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel.from_pretrained(str(source), local_files_only=True, **options)
+
+
+def one_process(transformer: Any, mask: dict[str, Any]) -> list[torch.Tensor]:
+    attached = attach_single_process(transformer, {"mask": mask})
+    with torch.no_grad():
+        found = outputs(transformer, tiny_inputs("wan", THW[mask["source"]]))
+    attached.detach()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wan() -> Any:
+    return make_tiny_transformer("wan")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(wan, tmp_path_factory) -> Path:
+    """One file, with the names of FastWan2.1."""
+    return save_gated(wan, tmp_path_factory.mktemp("fastwan"))
+
+
+def cached(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Puts a pipeline's folder where Hugging Face's cache has that of REPOSITORY."""
+    repository = cache / f"models--{REPOSITORY.replace('/', '--')}"
+    shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+
+
+def run(rank: int, world: int, transformers: list[Any], mask: dict[str, Any]) -> list[torch.Tensor]:
+    """What ranks give together, each with its own transformer; disabled again, they leave nothing."""
+    transformer = transformers[rank]
+    before, names = fingerprint(transformer), list(transformer.state_dict())
+    dbsp_diffusers.enable(transformer, {"mask": mask, "strategy": "U1R2", "layout": "striped"})
+    with torch.no_grad():
+        found = outputs(transformer, tiny_inputs("wan", THW[mask["source"]]))
+    dbsp_diffusers.disable(transformer)
+    assert fingerprint(transformer) == before, "disable left something behind"
+    assert list(transformer.state_dict()) == names
+    return found
+
+
+@pytest.mark.parametrize("mask", [VSA, UNION], ids=["vsa", "union"])
+@pytest.mark.parametrize("kind", ["file", "shards", "folder of a pipeline", "cache"])
+def test_equals_gates_put_in_by_hand(threads, wan, checkpoint, tmp_path, monkeypatch, kind, mask):
+    source, options = str(checkpoint), {}
+    if kind == "shards":
+        source = str(save_gated(wan, tmp_path / "shards", FASTWAN22, max_shard_size="100KB"))
+        assert len(list(Path(source).glob("*.safetensors"))) > 2
+    elif kind != "file":
+        source, options = str(tmp_path / "pipeline"), {"subfolder": "transformer"}
+        shutil.copytree(checkpoint, tmp_path / "pipeline" / "transformer")
+    if kind == "cache":
+        cached(Path(source), monkeypatch, tmp_path / "cache")
+        source = REPOSITORY
+    expected = one_process(put_gates(load(source, **options)), mask)
+    loaded = [load(source, **options) for _ in range(2)]  # not on threads: diffusers patches torch meanwhile
+    assert apart(one_process(loaded[0], mask | _WITHOUT[mask["source"]]), expected) > 1e-3, "the gates must matter"
+    assert apart(one_process(loaded[0], mask), expected) == 0
+    for found in threads(2).run(run, loaded, mask):
+        assert apart(found, expected) <= 1e-5
+
+
+def test_layers_are_like_those_beside_them(checkpoint, wan):
+    source = DbspConfig.load({"mask": VSA}).mask
+    for dtype in (torch.float32, torch.bfloat16):
+        transformer = load(checkpoint, torch_dtype=dtype)
+        gates = gates_in_checkpoint(transformer, source, ALONE)
+        for block, weights in zip(transformer.blocks, gate_weights(wan), strict=True):
+            gate = gates[block.attn1]
+            assert torch.equal(gate.weight, weights["weight"].to(dtype))
+            assert torch.equal(gate.bias, weights["bias"].to(dtype))
+            assert not gate.training
+
+
+def test_without_a_bias(wan, tmp_path):
+    wan.save_pretrained(tmp_path)
+    add_to_checkpoint(tmp_path, {name: one for name, one in named_gates(wan).items() if name.endswith("weight")})
+    gates = gates_in_checkpoint(load(tmp_path), DbspConfig.load({"mask": VSA}).mask, ALONE)
+    assert [gate.bias for gate in gates.values()] == [None] * len(wan.blocks)
+
+
+def test_only_where_the_mask_reads_gates_and_the_layer_is_lacking(checkpoint):
+    mask = DbspConfig.load({"mask": VSA}).mask
+    assert gates_in_checkpoint(load(checkpoint), DbspConfig.load({"mask": VSA | {"coarse": False}}).mask, ALONE) == {}
+    assert gates_in_checkpoint(put_gates(load(checkpoint)), mask, ALONE) == {}
+    assert gates_in_checkpoint(make_tiny_transformer("flux"), mask, ALONE) == {}
+
+
+def spoil(kind: str, folder: Path, wan: Any) -> str:
+    """Makes a checkpoint whose gates are wrong, and returns what is said of it."""
+    gates, first = named_gates(wan), f"{FASTWAN21.format(0)}.weight"
+    if kind == "a layer is missing":
+        gates = {name: one for name, one in gates.items() if not name.startswith("blocks.1.")}
+    elif kind == "another shape":
+        gates[first] = gates[first][:, 1:].contiguous()
+    elif kind == "whole numbers":
+        gates[first] = gates[first].to(torch.int8)
+    wan.save_pretrained(folder, **({"max_shard_size": "100KB"} if kind == "a shard is missing" else {}))
+    add_to_checkpoint(folder, gates)
+    layers = len(wan.blocks)
+    return {
+        "a layer is missing": f"for {layers - 1} of {layers} layers, and not for blocks.1; load",
+        "another shape": r"to_gate_compress.weight is torch.float32 of shape \[144, 143\], expected",
+        "whole numbers": "to_gate_compress.weight is torch.int8 of shape",
+        "a shard is missing": "cannot be read from .*-00001-of-.*; load the checkpoint anew",
+    }[kind]
+
+
+def refused(rank: int, world: int, transformers: list[Any]) -> str:
+    """What is raised on each rank; its transformer is as it was."""
+    before = fingerprint(transformers[rank])
+    with pytest.raises(UserError) as raised:
+        dbsp_diffusers.enable(transformers[rank], {"mask": VSA})
+    assert fingerprint(transformers[rank]) == before
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["a layer is missing", "another shape", "whole numbers", "a shard is missing"])
+def test_what_is_wrong_on_one_rank_is_refused_on_all(threads, wan, checkpoint, tmp_path, kind):
+    expected = spoil(kind, tmp_path, wan)
+    transformers = [load(checkpoint), load(tmp_path)]
+    if kind == "a shard is missing":
+        min(tmp_path.glob("*.safetensors")).unlink()
+    first, second = threads(2).run(refused, transformers)
+    assert first == second
+    assert re.match(rf"rank\(s\) \[1\]: .*{expected}.* or set coarse: false", first)
+
+
+def test_ranks_must_all_find_them(threads, wan, checkpoint, tmp_path):
+    wan.save_pretrained(tmp_path)
+    for message in threads(3).run(refused, [load(checkpoint), load(checkpoint), load(tmp_path)]):
+        assert message.startswith("gates (to_gate_compress) that the transformer or its checkpoint has differ")
+        assert message.endswith(
+            "on rank(s) [2]; load the same on every rank, or set coarse: false of mask source vsa, for the mask alone"
+        )
+
+
+def test_of_two_transformers_each_has_its_own(wan, tmp_path):
+    for number, name in enumerate(("transformer", "transformer_2")):
+        save_gated(wan, tmp_path / name, seed=number)
+    mask = DbspConfig.load({"mask": VSA}).mask
+    pipe = SimpleNamespace(
+        transformer=load(tmp_path, subfolder="transformer"), transformer_2=load(tmp_path, subfolder="transformer_2")
+    )
+    dbsp_diffusers.enable(pipe, {"mask": VSA})
+    for number, transformer in enumerate((pipe.transformer, pipe.transformer_2)):
+        first = gate_weights(wan, number)[0]["weight"]
+        assert torch.equal(transformer.blocks[0].attn1.to_gate_compress.weight, first)
+    dbsp_diffusers.disable(pipe)
+    with pytest.raises(UserError, match="has two transformers, and nothing says which one this is"):
+        gates_in_checkpoint(pipe.transformer_2, mask, ALONE)
+    assert gates_in_checkpoint(load(tmp_path / "transformer_2"), mask, ALONE)
+
+
+def test_a_checkpoint_without_gates_is_as_before(threads, wan, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(vsa.log, "warning", said.append)
+    vsa._say_without_gate.cache_clear()
+    wan.save_pretrained(tmp_path)
+    expected = one_process(load(tmp_path), VSA | {"coarse": False})
+    for found in threads(2).run(run, [load(tmp_path), load(tmp_path)], VSA):
+        assert apart(found, expected) <= 1e-5
+    assert len(said) == 1
