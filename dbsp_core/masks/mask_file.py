@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Order
 from dbsp_core.masks.mask_values import block_counts, head_values, mask_bits
+from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError, in_short
@@ -38,6 +39,7 @@ class MaskFile:
     Attributes:
         grid: The grid of every mask, apart from token orders.
         groups: The step groups; None where masks hold for all steps.
+        pooled_keys: Whether rows attend to the mean key of each block that they skip.
 
     Raises:
         UserError: For a file that is no mask file; names the file and the fix.
@@ -64,6 +66,7 @@ class MaskFile:
             ) from error
         self._tensor = self._tensor_name(names)
         self.grid, self.groups = self._parse(metadata)
+        self.pooled_keys = self._parse_pooled_keys(metadata.get("pooled_keys", "false"))
         self._shape = self._checked_shape(*kinds[self._tensor])
         self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
 
@@ -172,6 +175,13 @@ class MaskFile:
     def heads(self) -> int:
         return self._shape[-3] if self._own == 3 else self._shape[-1] // head_values(self.grid, self.packed)
 
+    def _parse_pooled_keys(self, text: str) -> bool:
+        if text not in ("true", "false"):
+            raise UserError(
+                f"mask file {self.path}: bad metadata: pooled_keys must be true or false, got {in_short(text)}"
+            )
+        return text == "true"
+
     def orders(self, layer: int, group: int = 0) -> Orders:
         """The token order of each head, or one for all heads."""
         table = self._orders
@@ -202,9 +212,9 @@ class MaskFile:
             raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:
             raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
-        return BlockMask(
-            mask_bits(values, self.grid, self.heads, self.packed), self.grid.with_orders(self.orders(index, group))
-        )
+        bits = mask_bits(values, self.grid, self.heads, self.packed)
+        grid = self.grid.with_orders(self.orders(index, group))
+        return BlockMask(bits, grid, PooledKeys() if self.pooled_keys else None)
 
 
 def one_or_each(orders: Sequence[Order]) -> Orders:

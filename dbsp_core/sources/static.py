@@ -128,7 +128,7 @@ class ParoSource(StoredMasks):
         mask = self._file.layer(request.layer, group)
         bits = mask.bits.clone()
         grid.make_text_dense(bits)
-        return BlockMask(bits, mask.grid)
+        return BlockMask(bits, mask.grid, mask.remainder)
 
     def _group(self, step: int) -> int | None:
         """The step group; None for a dense step. Raises UserError beyond the last group."""
