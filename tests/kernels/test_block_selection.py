@@ -29,6 +29,17 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit, crossing):
     assert torch.equal(found.cpu(), select_blocks_torch(chance, dense, *limit, crossing))
 
 
+def test_what_is_dense_may_be_one_for_all_heads_and_chances_a_view():
+    from dbsp_kernels.triton.block_selection import select_blocks_triton
+
+    generator = torch.Generator().manual_seed(5)
+    chance = torch.rand(7, 3, 2 * 19, generator=generator, dtype=torch.float64)[..., ::2].to(DEVICE)
+    dense = (torch.rand(3 + 19, generator=generator) < 0.2).to(DEVICE).expand(7, -1)
+    with interpreted():
+        found = select_blocks_triton(chance, dense, None, 4)
+    assert torch.equal(found.cpu(), select_blocks_torch(chance.cpu(), dense.cpu(), None, 4))
+
+
 @pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5), (40, 33, 128)])
 def test_the_kernel_s_scores_are_torch_s(nq, nk, width):
     rows = pooled(nq + nk, width)

@@ -143,6 +143,7 @@ def select_blocks_triton(
 ) -> torch.Tensor:
     """The contract of `dbsp_kernels.prediction.block_selection.select_blocks`."""
     heads, nq, nk = chance.shape
+    chance, dense = chance.contiguous(), dense.contiguous()  # it may be one for all heads, expanded
     packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)
     if packed.numel():
         padded = max(16, triton.next_power_of_2(nk))

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.sources import LocalQK
 from dbsp_kernels.prediction.pooling import DIRECTION_UNIT, LIMIT, MEAN_UNIT, block_runs, sum_tokens_torch
 from tests.core.sources.predicted.sparge_cases import SpargeCase
+from tests.support.interpreter import interpreted
 
 CASES = (
     SpargeCase(settings={"cdf": 0.6, "similarity": 0.35}),
@@ -104,3 +106,26 @@ def test_sums_are_those_of_the_plain_form(dtype, monkeypatch):
     sums = sum_tokens_torch(tokens, place, block_runs(first.diff().numpy())).transpose(0, 1)
     assert torch.equal(sums[..., :-2], torch.cat(expected, dim=-1))
     assert not sums[..., -2:].any()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"source": "sparge", "topk": 0.3, "similarity": 0.2, "attention_sink": True},
+        {"source": "sol", "tau": 0.5, "thresh_type": "exact"},
+        {"source": "vsa", "sparsity": 0.7, "tile": [2, 2, 4]},
+        {"source": "nabla", "cdf": 0.6, "window": [1, 3, 3]},
+    ],
+    ids=lambda settings: settings["source"],
+)
+def test_kernels_for_gpus_predict_the_same_bits(settings):
+    """In Triton's interpreter, where there is no GPU."""
+    pytest.importorskip("triton")
+    case = SpargeCase(thw=(3, 9, 10), text_tokens=5, heads=3, batch=2)
+    source = DbspConfig.load({"mask": settings | {"block_q": 16, "block_k": 16}}).mask
+    expected = source.mask(case.request, LocalQK.alone(*case.tensors()))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with interpreted():
+        found = source.mask(case.request, LocalQK.alone(*(one.to(device) for one in case.tensors())))
+    assert found.fingerprint == expected.fingerprint
+    assert expected.density < 0.9
