@@ -162,7 +162,8 @@ def save_frames(path: Path, pipeline: Any, options: argparse.Namespace) -> None:
         dense, _ = generate(pipeline, prompt, 0, options.steps)
         sparse, watched = generate(pipeline, prompt, 0, options.steps, blocks(setting, options.block))
         videos[f"{prompt}: dense attention"] = dense.frames.movedim(1, -1)
-        videos[f"the same, {source} {setting['cdf']}: density {watched.density:.2f}"] = sparse.frames.movedim(1, -1)
+        title = f"{prompt}: {source} {setting['cdf']}, density {watched.density:.2f}"
+        videos[title] = sparse.frames.movedim(1, -1)
     title = "Does block-sparse attention draw what dense attention draws?"
     save_side_by_side(path, videos, title, f"Of each seed, dense above sparse; {MEASURED_HERE}, {options.steps} steps")
 
