@@ -62,6 +62,7 @@ class TestLayers:
         assert any("regret" in line for line in fig10.summary(rows))
 
 
+@pytest.mark.long
 def test_constants_in_files_are_what_the_fit_finds():
     everything = bars()
     given = [bar for bar, fitted in zip(everything, fitted_half(len(everything)), strict=True) if fitted]
