@@ -10,9 +10,7 @@ import argparse
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
-from io import BytesIO
 from pathlib import Path
 
 from dbsp_core import __version__
@@ -48,9 +46,7 @@ def require_releasable(repository: Path, version: str, tag: str) -> None:
 def build(repository: Path, tag: str, target: Path) -> list[Path]:
     """Builds both files from the last commit alone, and has twine check them."""
     with tempfile.TemporaryDirectory() as place:
-        archive = subprocess.run(["git", "archive", "HEAD"], cwd=repository, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=BytesIO(archive)) as content:
-            content.extractall(place, filter="data")
+        _git(repository, "clone", "--quiet", str(repository), place)
         readme = Path(place) / "README.md"
         readme.write_text(absolute_links(readme.read_text(), tag))
         _run("build", "--no-isolation", "--outdir", target, place)

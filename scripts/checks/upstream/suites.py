@@ -126,5 +126,7 @@ def sources_of(package: str, work: Path, checkout: Path | None = None) -> tuple[
         wanted = ["--no-binary", ":all:", "--no-deps", "-d", str(work), f"{package}=={version}"]
         subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted], check=True)
         with tarfile.open(work / f"{folder.name}.tar.gz") as archive:
-            archive.extractall(work, filter="data")
+            if hasattr(tarfile, "data_filter"):  # not in the first releases of Python 3.10 and 3.11
+                archive.extraction_filter = tarfile.data_filter
+            archive.extractall(work)
     return folder, f"{package} {version}"
