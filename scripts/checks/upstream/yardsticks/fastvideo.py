@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,15 @@ from typing import Any
 import torch
 
 from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
-from scripts.checks.upstream.yardsticks.finding import Finding, compared
+from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
 
 __all__ = ["findings"]
 
-PACKAGE = "fastvideo_kernel"
+NOT_NEEDED = (
+    *("block_sparse_attn", "block_sparse_attn_256", "block_sparse_attn_varlen", "turbodiffusion_ops", "vmoba"),
+    "triton_kernels.st_attn_triton",
+)
+"""Of its modules: kernels of other operators, and of attention itself."""
 HEADS, WIDTH, TILE = 3, 64, (4, 4, 4)
 SIZES = (((8, 12, 16), 0.8), ((9, 14, 18), 0.7), ((5, 30, 52), 0.9))
 CLOSE = 1e-5
@@ -30,7 +32,7 @@ CLOSE = 1e-5
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    kernels, utilities, seen = _load(folder / "fastvideo-kernel" / "python" / PACKAGE)
+    kernels, utilities, seen = _load(folder / "fastvideo-kernel" / "python" / "fastvideo_kernel")
     for thw, sparsity in SIZES:
         generator = torch.Generator().manual_seed(sum(thw))
         q, k, v, gate = (torch.randn(1, HEADS, math.prod(thw), WIDTH, generator=generator) for _ in range(4))
@@ -65,17 +67,7 @@ def _load(package: Path) -> tuple[Any, Any, list[torch.Tensor]]:
         return [torch.zeros_like(q)]
 
     os.environ["TRITON_INTERPRET"] = "1"
-    for name, path in ((PACKAGE, package), (f"{PACKAGE}.triton_kernels", package / "triton_kernels")):
-        _stand_in(name).__path__ = [str(path)]
-    _stand_in(f"{PACKAGE}.block_sparse_attn", block_sparse_attn=attend)
-    others = (f"block_sparse_attn_{size}{order}" for size in (128, 256) for order in ("", "_bshd"))
-    _stand_in(f"{PACKAGE}.block_sparse_attn_256", **dict.fromkeys(others))
-    _stand_in(f"{PACKAGE}.triton_kernels.st_attn_triton", sliding_tile_attention_triton=None)
-    return importlib.import_module(f"{PACKAGE}.ops"), importlib.import_module(f"{PACKAGE}.vsa_utils"), seen
-
-
-def _stand_in(name: str, **members: Any) -> types.ModuleType:
-    module = types.ModuleType(name)
-    vars(module).update(members)
-    sys.modules[name] = module
-    return module
+    stand_in(package.parent, *(f"{package.name}.{name}" for name in NOT_NEEDED))
+    kernels = importlib.import_module(f"{package.name}.ops")
+    kernels.block_sparse_attn = attend  # type: ignore[attr-defined]
+    return kernels, importlib.import_module(f"{package.name}.vsa_utils"), seen
