@@ -203,7 +203,7 @@ def convert_recording(
         if len(different) > 1:
             raise UserError(f"{folder}: layers differ in their {what} at step {moment.step}; record fewer layers")
     orders = tuple(one_or_each(grid.orders) for grid, *_ in found)
-    pooled = pooled_keys_of(set().union(*(remainder for *_, remainder in found)))
+    pooled = pooled_keys_of(remainder for *_, remainder in found)
     layout = MaskLayout(grids.pop(), heads.pop(), recording.layers, orders=orders, pooled_keys=pooled)
     write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed)
     return layout

@@ -71,7 +71,7 @@ class MaskSeries:
     def first(self, layer: int, thw: tuple[int, int, int] | None = None) -> BlockMask:
         """Returns a layer's first mask, with token grid `thw` if given. Raises UserError where that does not fit."""
         mask = self.get(self.steps[0], layer)
-        return mask if thw is None else BlockMask(mask.bits, replace(mask.grid, thw=thw), mask.remainder)
+        return mask if thw is None else replace(mask, grid=replace(mask.grid, thw=thw))
 
 
 @dataclass(frozen=True)

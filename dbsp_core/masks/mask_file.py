@@ -65,8 +65,7 @@ class MaskFile:
                 "dbsp_core.save_mask"
             ) from error
         self._tensor = self._tensor_name(names)
-        self.grid, self.groups = self._parse(metadata)
-        self.pooled_keys = self._parse_pooled_keys(metadata.get("pooled_keys", "false"))
+        self.grid, self.groups, self.pooled_keys = self._parse(metadata)
         self._shape = self._checked_shape(*kinds[self._tensor])
         self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
 
@@ -81,7 +80,7 @@ class MaskFile:
             raise UserError(f"mask file {self.path} has both 'mask' and 'packed'; keep one of them")
         return found[0]
 
-    def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None]:
+    def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None, bool]:
         missing = [key for key in SIZES if key not in metadata]
         if missing:
             raise UserError(
@@ -92,15 +91,16 @@ class MaskFile:
             tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in SIZES)
             thw = _parse_thw(metadata["thw"]) if "thw" in metadata else None
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
+            pooled_keys = _true_or_false("pooled_keys", metadata.get("pooled_keys", "false"))
             if "sequences" not in metadata:
-                return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
+                return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups, pooled_keys
             grid = _parse_sequences(metadata["sequences"], block_q, block_k)
             if (grid.tokens, grid.text_tokens, thw) != (tokens, text_tokens, None) or not grid.packed_from:
                 raise UserError(
                     f"sequences have {grid.tokens} tokens, {grid.text_tokens} of text: tokens and text_tokens must "
                     "say so, two sequences at least are needed, and thw belongs to each"
                 )
-            return grid, groups
+            return grid, groups, pooled_keys
         except UserError as error:
             raise UserError(f"mask file {self.path}: bad metadata: {error}") from error
 
@@ -175,13 +175,6 @@ class MaskFile:
     def heads(self) -> int:
         return self._shape[-3] if self._own == 3 else self._shape[-1] // head_values(self.grid, self.packed)
 
-    def _parse_pooled_keys(self, text: str) -> bool:
-        if text not in ("true", "false"):
-            raise UserError(
-                f"mask file {self.path}: bad metadata: pooled_keys must be true or false, got {in_short(text)}"
-            )
-        return text == "true"
-
     def orders(self, layer: int, group: int = 0) -> Orders:
         """The token order of each head, or one for all heads."""
         table = self._orders
@@ -232,6 +225,12 @@ def _whole_number(key: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise UserError(f"{key} has {text!r}, which is no whole number") from None
+
+
+def _true_or_false(key: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise UserError(f"{key} must be true or false, got {in_short(text)}")
+    return text == "true"
 
 
 def _parse_thw(text: str) -> tuple[int, int, int]:

@@ -134,7 +134,7 @@ def save_mask(
     if any(mask.grid.with_orders((CANONICAL,)) != grid or mask.heads != heads for mask in flat):
         raise UserError("all layers of a mask file need the same grid and number of heads")
     layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
-    pooled = pooled_keys_of(set().union(*map(remainder_of, flat)))
+    pooled = pooled_keys_of(map(remainder_of, flat))
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat), pooled)
     write_masks(path, layout, (mask.bits for mask in flat), packed)
 
@@ -144,8 +144,12 @@ def remainder_of(mask: BlockMask) -> set[Remainder | None]:
     return set() if bool(mask.bits.all()) else {mask.remainder}
 
 
-def pooled_keys_of(remainders: Set[Remainder | None]) -> bool:
-    """Whether the masks of a file have pooled keys. Raises UserError for different remainders, and coarse branches."""
+def pooled_keys_of(of_masks: Iterable[Set[Remainder | None]]) -> bool:
+    """Whether a file's masks have pooled keys, from what `remainder_of` says of each.
+
+    Raises UserError for different remainders, and coarse branches.
+    """
+    remainders = set[Remainder | None]().union(*of_masks)
     if any(isinstance(one, CoarseBranch) for one in remainders):
         raise UserError(
             "a coarse branch follows from values and gates, and is not in a mask file; save a mask without it: "

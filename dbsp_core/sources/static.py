@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -128,7 +128,7 @@ class ParoSource(StoredMasks):
         mask = self._file.layer(request.layer, group)
         bits = mask.bits.clone()
         grid.make_text_dense(bits)
-        return BlockMask(bits, mask.grid, mask.remainder)
+        return replace(mask, bits=bits)
 
     def _group(self, step: int) -> int | None:
         """The step group; None for a dense step. Raises UserError beyond the last group."""

@@ -87,7 +87,7 @@ class UnionSource:
             mask = run_consistently(
                 tokens.group, lambda: part.mask(request), device, lambda mask: mask.fingerprint, what
             )
-            self._made[key] = BlockMask(mask.bits.to(device), mask.grid, mask.remainder)
+            self._made[key] = replace(mask, bits=mask.bits.to(device))
             if len(self._made) > _MOST_KEPT:
                 self._made.popitem(last=False)
         return self._made[key]
