@@ -13,7 +13,7 @@ from torch import nn
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.models.gates import gate_of
+from dbsp_diffusers.models.gates import gate_by_head, gate_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import StreamShards
@@ -99,9 +99,8 @@ def _attend(
 
     `gate` is [B, shard, H · D].
     """
-    if gate is not None:
-        gate = gate.unflatten(2, (query.shape[1], query.shape[3])).transpose(1, 2).to(query.dtype)
-    return session.attend(layer, query, key, value, gate=gate)
+    by_head = None if gate is None else gate_by_head(gate, query)
+    return session.attend(layer, query, key, value, gate=by_head)
 
 
 def _gated(processor: Any, attend: Callable[..., torch.Tensor], gate: nn.Module) -> Callable[..., torch.Tensor]:

@@ -21,7 +21,7 @@ from dbsp_core.utils.log import log
 from dbsp_diffusers.models.table import known_architecture
 from dbsp_diffusers.preflight import cached_checkpoint
 
-__all__ = ["GATE", "gate_of", "gates_in_checkpoint"]
+__all__ = ["GATE", "gate_by_head", "gate_of", "gates_in_checkpoint"]
 
 GATE = "to_gate_compress"
 """The layer's name in a self-attention module."""
@@ -44,6 +44,12 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def gate_of(attention: nn.Module, source: MaskSource) -> nn.Module | None:
     """The layer that makes the gate of a coarse branch, where the module has one and the mask source reads it."""
     return getattr(attention, GATE, None) if _reads_gate(source) else None
+
+
+def gate_by_head(gate: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What a gate's layer gives, [B, n, H · D], as queries [B, H, n, D] are, and of their dtype."""
+    # No method: within a function mode torch.compile does not trace the super() of Tensor.unflatten.
+    return torch.unflatten(gate, 2, (q.shape[1], q.shape[3])).transpose(1, 2).to(q.dtype)
 
 
 def gates_in_checkpoint(

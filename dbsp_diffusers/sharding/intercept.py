@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models.gates import gate_by_head
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["Attend", "intercept_attention"]
@@ -110,9 +111,7 @@ class SdpaOverride(TorchFunctionMode):
         return self._answer(q, k, v, scale)
 
     def _answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-        gate = self._gate
-        if gate is not None:
-            gate = torch.unflatten(gate, 2, (q.shape[1], q.shape[3])).transpose(1, 2).to(q.dtype)
+        gate = None if self._gate is None else gate_by_head(self._gate, q)
         if needs_gradients(q, k, v) or not torch.compiler.is_compiling():
             return _answer(q, k, v, self._number, scale, gate)  # the operator has no backward: here graphs break
         out: torch.Tensor = torch.ops.dbsp.attend(q, k, v, self._number, scale, gate)
