@@ -26,18 +26,23 @@ class WanCase:
     image: bool = False
 
 
+def _load(case: WanCase) -> Any:
+    """xfuser's own pipeline."""
+    from dbsp_xdit.models import find_model
+    from dbsp_xdit.runner_models import _pipeline, _transformers
+
+    model, task = find_model(case.folder), "i2v" if case.image else "t2v"
+    return _pipeline(model, task).from_pretrained(case.folder, **_transformers(model, torch.float32))
+
+
 def run_wan_pipeline(rank: int, world: int, case: WanCase) -> tuple[float, float, list[int]]:
     """(difference of the latents from one process, from dense attention, attentions of each session)."""
     import diffusers
 
     import dbsp_xdit
     from dbsp_diffusers.api import sessions_of
-    from dbsp_xdit.models import find_model
-    from dbsp_xdit.runner_models import _pipeline, _transformers
 
-    model = find_model(case.folder)
-    task = "i2v" if case.image else "t2v"
-    pipe = _pipeline(model, task).from_pretrained(case.folder, **_transformers(model, torch.float32))
+    pipe = _load(case)
     stock_class = getattr(diffusers, type(pipe).__name__.removeprefix("xFuser"))
     options: dict[str, Any] = {"image": _image()} if case.image else {}
     if case.kind == "wan-vace":
@@ -60,11 +65,8 @@ def run_wan_pipeline(rank: int, world: int, case: WanCase) -> tuple[float, float
 def run_wan_decoding(rank: int, world: int, case: WanCase) -> tuple[bool, int, int]:
     """(whether frames equal those of its own tiled decode, calls of its decoder alone, and with other ranks)."""
     import dbsp_xdit
-    from dbsp_xdit.models import find_model
-    from dbsp_xdit.runner_models import _pipeline, _transformers
 
-    model = find_model(case.folder)
-    pipe = _pipeline(model, "i2v").from_pretrained(case.folder, **_transformers(model, torch.float32))
+    pipe = _load(case)
     pipe.set_progress_bar_config(disable=True)
     pipe.vae.enable_tiling(32, 32, 24, 24)
     tiles = []
