@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.gpu_node.node import GpuNode
+from tests.gpu_node.runtime import why_unavailable
 from tests.support import interpreter  # noqa: F401  before anything else imports triton
 from tests.support.repository import ROOT, python_path
 from tests.support.thread_ranks import ThreadRanks
@@ -17,7 +19,7 @@ os.environ["PYTHONPATH"] = python_path()  # of every process that a test starts
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile every module
 
 
-FOLDERS = ("cli", "scripts", "docs", "xdit", "para", "diffusers", "kernels", "core")
+FOLDERS = ("cli", "simulated", "scripts", "docs", "xdit", "para", "diffusers", "kernels", "core")
 """Folders of tests in the order in which they begin: long tests first, so that no process is left with one alone."""
 
 
@@ -56,6 +58,17 @@ def pool(pools: WorkerPools, request: pytest.FixtureRequest) -> Callable[[int], 
 def threads() -> Callable[[int], ThreadRanks]:
     """threads(world) gives that many ranks that are threads: for what is no matter of processes or of transport."""
     return ThreadRanks
+
+
+@pytest.fixture(scope="session")
+def gpu_node() -> Iterator[GpuNode]:
+    """gpu_node.run(world, function, *arguments) runs on ranks that each have a simulated GPU."""
+    reason = why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    node = GpuNode()
+    yield node
+    node.close()
 
 
 @pytest.fixture

@@ -123,10 +123,15 @@ class Meeting:
 
 @dataclass(eq=False)
 class Member:
-    """One rank's place in a meeting, which stands for its process group."""
+    """One rank's place in a meeting, which stands for its process group.
+
+    Attributes:
+        over_gloo: True for an auxiliary group, which is one of gloo's whatever the group's own backend.
+    """
 
     rank: int
     meeting: Meeting
+    over_gloo: bool = False
     auxiliary: dict[str, Member] = field(default_factory=dict)
     taken: int = 0
 
@@ -186,7 +191,7 @@ class ThreadGroup(SequenceGroup):
     def auxiliary(self, purpose: str) -> ThreadGroup:
         known = self._member.auxiliary
         if purpose not in known:
-            made = Member(self.rank, self._member.meeting.beside(purpose))
+            made = Member(self.rank, self._member.meeting.beside(purpose), over_gloo=True)
             made.group().barrier()
             known[purpose] = made
         return known[purpose].group()

@@ -1,0 +1,66 @@
+"""What CUDA would answer with an error, and what it would do slowly: both with the place in the code under test."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+__all__ = ["DeviceFault", "Record", "place_of_caller", "recorded"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_NOT_PLACES = (str(_ROOT / "tests" / "gpu_node"), str(_ROOT / "tests" / "support"))
+
+
+class DeviceFault(RuntimeError):
+    """Something that a CUDA device would refuse, or get wrong."""
+
+
+class Record:
+    """Counts of what ran on the simulated devices since the last `clear`, over all threads.
+
+    Attributes:
+        host_waits: Waits of the host for a device, by "what at file:line".
+        launches: Triton launches by kernel.
+        operators: Operators of torch that compute on a device, by name.
+        variants: Of each kernel, the specialisations that its launches asked for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        self.host_waits: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()
+        self.variants: dict[str, set[object]] = {}
+
+    def host_wait(self, what: str) -> None:
+        place = place_of_caller()
+        with self._lock:
+            self.host_waits[f"{what} at {place}"] += 1
+
+    def launch(self, kernel: str, variant: object) -> None:
+        with self._lock:
+            self.launches[kernel] += 1
+            self.variants.setdefault(kernel, set()).add(variant)
+
+    def operator(self, name: str) -> None:
+        with self._lock:
+            self.operators[name] += 1
+
+
+recorded = Record()
+
+
+def place_of_caller() -> str:
+    """Returns file:line of the innermost frame in this repository, without those of the simulation and its ranks."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(str(_ROOT)) and ".venv" not in name and not name.startswith(_NOT_PLACES):
+            return f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"

@@ -1,0 +1,92 @@
+"""Triton launches on simulated devices: checked as CUDA checks them, then run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.runtime.interpreter as interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.gpu_node import streams
+from tests.gpu_node.faults import DeviceFault, recorded
+from tests.gpu_node.tensors import DeviceTensor, inner
+
+__all__ = ["MOST_SHARED_BYTES", "checked"]
+
+MOST_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""By architecture: shared memory that one program may have (CUDA C++ Programming Guide, technical specifications)."""
+_MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+_LOCK = threading.RLock()  # the interpreter keeps the place in the grid in a global
+
+
+def checked(launch: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `GridExecutor.__call__`."""
+
+    def run(executor: Any, *args: Any, **kwargs: Any) -> None:
+        name = executor.fn.__name__
+        given = [*args, *kwargs.values()]
+        tensors = [t for one in given if (t := _tensor_of(one)) is not None]
+        devices = {t.device.index for t in tensors if isinstance(t, DeviceTensor)}
+        if not devices:
+            return launch(executor, *args, **kwargs)
+        if len(devices) > 1:
+            raise DeviceFault(f"{name}: tensors on {sorted(devices)}")
+        device = devices.pop()
+        on_host = [tuple(t.shape) for t in tensors if not isinstance(t, DeviceTensor)]
+        if on_host:
+            raise DeviceFault(f"{name}: pointer arguments on the host (of shapes {on_host}) beside cuda:{device}")
+        if device != streams.current_device():
+            raise DeviceFault(
+                f"{name}: tensors on cuda:{device}, but the current device is {streams.current_device()}"
+            )
+        _check_grid(name, executor.grid, kwargs)
+        recorded.launch(name, _variant(args, kwargs))
+        memories = [t.memory for t in tensors if isinstance(t, DeviceTensor)]
+        streams.submit(device, [], memories, name)
+        names = executor.arg_names
+        if "INTERPRET_FP32" in names and any(t.dtype == torch.bfloat16 for t in tensors):
+            kwargs = {**kwargs, "INTERPRET_FP32": True}  # the interpreter's products of bfloat16 are wrong
+        with _LOCK, torch.no_grad():
+            launch(executor, *map(_values, args), **{name: _values(value) for name, value in kwargs.items()})
+        return None
+
+    return run
+
+
+def _tensor_of(value: Any) -> torch.Tensor | None:
+    if isinstance(value, TensorDescriptor):
+        value = value.base
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        return TensorDescriptor(inner(value.base), value.shape, value.strides, value.block_shape, value.padding)
+    return inner(value)
+
+
+def _check_grid(name: str, grid: Any, kwargs: dict[str, Any]) -> None:
+    sizes = grid(kwargs) if callable(grid) else grid
+    for size, most in zip(sizes, _MOST_PROGRAMS, strict=False):
+        if not 1 <= size <= most:
+            raise DeviceFault(f"{name}: grid {tuple(sizes)}, each of which must lie between 1 and {_MOST_PROGRAMS}")
+
+
+def _variant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """Returns what Triton would compile a variant for, as far as the values of arguments decide it."""
+    return tuple(map(_specialised, args)) + tuple(
+        (name, _specialised(value)) for name, value in sorted(kwargs.items())
+    )
+
+
+def _specialised(value: Any) -> object:
+    if isinstance(value, TensorDescriptor):
+        return "descriptor", value.base.dtype, tuple(value.block_shape)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, bool) or not isinstance(value, int):
+        return type(value).__name__ if isinstance(value, float) else value
+    return "1" if value == 1 else ("int", value % 16 == 0, value >= 2**31)

@@ -1,0 +1,402 @@
+"""Tensors that say cuda:N, hold CPU values, and refuse to be mixed up."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.gpu_node import streams
+from tests.gpu_node.faults import DeviceFault, recorded
+from tests.gpu_node.streams import Memory
+
+__all__ = ["DeviceTensor", "PeakBytes", "inner", "on_device", "peak_bytes"]
+
+aten = torch.ops.aten
+_WAITS = {
+    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"),
+    *("unique_consecutive", "bincount", "item", "allclose", "histogramdd"),
+}
+"""Operators whose result's value or size the host needs."""
+_COMPUTES_NOTHING = {
+    *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "is_pinned", "lift_fresh"),
+    *("new_empty", "new_empty_strided", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t"),
+    *("transpose", "unbind", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "unfold", "view_as_real"),
+    *("view_as_complex", "record_stream", "set_", "resize_", "diagonal", "_conj"),
+}
+
+
+class PeakBytes:
+    """Bytes that are allocated on each device, and the most that there were."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.now: dict[int, int] = {}
+        self.most: dict[int, int] = {}
+
+    def change(self, device: int, by: int) -> None:
+        with self._lock:
+            self.now[device] = self.now.get(device, 0) + by
+            self.most[device] = max(self.most.get(device, 0), self.now[device])
+
+    def reset(self, device: int) -> None:
+        with self._lock:
+            self.most[device] = self.now.get(device, 0)
+
+
+peak_bytes = PeakBytes()
+generators: dict[int, torch.Generator] = {}
+"""Each device's default generator of random numbers."""
+_RANDOM = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "randperm", "native_dropout", "multinomial"}
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor on a simulated device.
+
+    Attributes:
+        inner: The CPU tensor with its values.
+        memory: The allocation, which views share.
+    """
+
+    inner: torch.Tensor
+    memory: Memory
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, device: int, memory: Memory | None = None) -> DeviceTensor:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(),
+            dtype=values.dtype, layout=values.layout, device=torch.device("cuda", device),
+        )  # fmt: skip
+        made.inner, made.memory = values, memory or _allocated(values, device)
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeviceTensor({self.inner}, {self.device})"
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def tolist(self) -> Any:
+        _host_wait("tolist", self.device.index)
+        return self.inner.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
+
+    def __array__(self, *_: Any) -> Any:
+        return self.numpy()
+
+    def record_stream(self, stream: streams.Stream) -> None:
+        """Keeps the memory from being used again before the stream is done: nothing is used again here."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def inner(value: Any) -> Any:
+    """Returns a device tensor's values, and anything else as it is."""
+    return value.inner if isinstance(value, DeviceTensor) else value
+
+
+def on_device(values: torch.Tensor, device: int) -> DeviceTensor:
+    """Returns a new tensor on a device, written by its current stream."""
+    made = DeviceTensor(values, device)
+    streams.submit(device, [], [made.memory], "a copy to the device")
+    return made
+
+
+def _allocated(values: torch.Tensor, device: int) -> Memory:
+    streams.require_own(device, "an allocation")
+    memory = Memory(device, values.untyped_storage().nbytes())
+    peak_bytes.change(device, memory.bytes)
+    weakref.finalize(memory, peak_bytes.change, device, -memory.bytes)
+    return memory
+
+
+def _host_wait(what: str, device: int) -> None:
+    recorded.host_wait(what)
+    streams.host_waits_for_current_stream(device)
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator on the values, after checking what CUDA would."""
+    name = func._schema.name.split("::")[1]
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(func, args, kwargs)
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+    device = _device_of(name, func, args, kwargs, leaves, tensors)
+    asked = kwargs.get("device")
+    to_host = asked is not None and torch.device(asked).type != "cuda"
+    out_device = device if asked is None or to_host else _index(torch.device(asked))
+    if name in _WAITS or _reads_booleans(name, args) or (name == "repeat_interleave" and _sizes_unknown(args, kwargs)):
+        _host_wait(name, device)
+    if name in _RANDOM and kwargs.get("generator") is None and "generator" in _names(func):
+        kwargs = {**kwargs, "generator": generators[device]}
+    result = func(*tree_map(inner, args), **tree_map(inner, _on_host(kwargs, device)))
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    written = _written(func, args, kwargs)
+    for tensor in written:
+        if tensor.shape != tensor.inner.shape:
+            raise NotImplementedError(f"{name} resizes a tensor on a device")
+    made = _Wrapping(tensors, None if to_host else out_device)
+    result = tree_map(made, result)
+    if name not in _COMPUTES_NOTHING and (outputs or written):
+        recorded.operator(name)
+        memories = [tensor.memory for tensor in (*written, *made.fresh)]
+        streams.submit(device, [t.memory for t in tensors if t not in _Identity(written)], memories, name)
+    return result
+
+
+class _Identity:
+    """A collection of tensors in which `in` compares identity."""
+
+    def __init__(self, tensors: list[DeviceTensor]) -> None:
+        self._ids = {id(tensor) for tensor in tensors}
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._ids
+
+
+class _Wrapping:
+    """Wraps an operator's results: in place, views, or new."""
+
+    def __init__(self, tensors: list[DeviceTensor], device: int | None) -> None:
+        self._known = {id(tensor.inner): tensor for tensor in tensors}
+        self._storages = {tensor.inner.untyped_storage()._cdata: tensor.memory for tensor in tensors}
+        self._device = device
+        self.fresh: list[DeviceTensor] = []
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, DeviceTensor) or self._device is None:
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)]
+        memory = self._storages.get(value.untyped_storage()._cdata)
+        made = DeviceTensor(value, self._device if memory is None else memory.device, memory)
+        if memory is None:
+            self.fresh.append(made)
+        return made
+
+
+def _device_of(name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], tensors: list[DeviceTensor]) -> int:
+    """Returns the device of an operator's tensors. Raises DeviceFault where they are on several, or on the host."""
+    devices = {tensor.device.index for tensor in tensors}
+    if len(devices) > 1:
+        raise DeviceFault(f"Expected all tensors to be on the same device, but {name} got {sorted(devices)}")
+    if not devices:
+        return streams.current_device()
+    on_host = [t for t in leaves if isinstance(t, torch.Tensor) and not isinstance(t, DeviceTensor) and t.dim()]
+    if (
+        on_host
+        and name in ("index", "index_put", "index_put_", "_index_put_impl_")
+        and isinstance(args[0], DeviceTensor)
+    ):
+        _host_wait(f"{name} with host indices", next(iter(devices)))
+    elif on_host:
+        shapes = [tuple(tensor.shape) for tensor in on_host]
+        raise DeviceFault(
+            f"Expected all tensors to be on the same device, but {name} got cuda:{devices.pop()} and host tensors of "
+            f"shapes {shapes}"
+        )
+    return devices.pop()
+
+
+def _names(func: Any) -> set[str]:
+    return {argument.name for argument in func._schema.arguments}
+
+
+def _index(device: torch.device) -> int:
+    return streams.current_device() if device.index is None else device.index
+
+
+def _on_host(kwargs: dict[str, Any], device: int) -> dict[str, Any]:
+    """The keyword arguments for the operator on values."""
+    given = dict(kwargs)
+    if given.get("device") is not None:
+        given["device"] = torch.device("cpu")
+    if given.get("pin_memory") is not None:
+        given["pin_memory"] = False
+    return given
+
+
+def _reads_booleans(name: str, args: tuple[Any, ...]) -> bool:
+    """True if an index is a mask, whose number of entries the host needs."""
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def _sizes_unknown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    repeats = args[1] if len(args) > 1 else args[0]
+    return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DeviceTensor]:
+    """Returns the arguments that the operator writes."""
+    written: list[DeviceTensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, DeviceTensor)]
+    return written
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """copy_: within a device, between devices, and between device and host."""
+    to, source = args[0], args[1]
+    non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    if not isinstance(source, DeviceTensor):
+        _from_host(source, to.device.index, non_blocking)
+        to.inner.copy_(source)
+        streams.submit(to.device.index, [], [to.memory], "copy_")
+    elif not isinstance(to, DeviceTensor):
+        _to_host(to, source, non_blocking)
+    else:
+        to.inner.copy_(source.inner)
+        recorded.operator("copy_")
+        if to.device == source.device:
+            streams.submit(to.device.index, [source.memory], [to.memory], "copy_")
+        else:
+            streams.submit(to.device.index, [], [to.memory], "copy_")
+    return to
+
+
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """_to_copy: `Tensor.to` with another device or dtype."""
+    source, asked = args[0], kwargs.get("device")
+    device = source.device if asked is None else torch.device(asked)
+    options = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
+    non_blocking = bool(kwargs.get("non_blocking", False))
+    if device.type == "cuda":
+        index = _index(device)
+        if not isinstance(source, DeviceTensor):
+            _from_host(source, index, non_blocking)
+            return on_device(aten._to_copy(source, **options), index)
+        made = DeviceTensor(aten._to_copy(source.inner, **options), index)
+        recorded.operator("_to_copy")
+        same = [source.memory] if index == source.device.index else []
+        streams.submit(index, same, [made.memory], "_to_copy")
+        return made
+    found = aten._to_copy(source.inner, device=device, **options)
+    if device.type != "cpu":
+        return found
+    if non_blocking:  # torch takes pinned memory for it
+        found = torch.empty_like(found, pin_memory=True)
+    _to_host(found, source, non_blocking)
+    return found
+
+
+def _from_host(source: torch.Tensor, device: int, non_blocking: bool) -> None:
+    if source.dim() == 0 and source.numel() == 1 and source.layout == torch.strided and not source.is_pinned():
+        _host_wait("copy of a host scalar", device)
+    elif source.numel() and not (non_blocking and source.is_pinned()):
+        _host_wait("copy from pageable memory" if not source.is_pinned() else "copy from the host", device)
+
+
+def _to_host(to: torch.Tensor, source: DeviceTensor, non_blocking: bool) -> None:
+    """Copies to the host: at once if the host waits, else not before it has waited for the stream."""
+    index = source.device.index
+    if not source.numel():
+        return
+    if not (non_blocking and to.is_pinned()):
+        _host_wait("copy to the host", index)
+        to.copy_(source.inner)
+        return
+    number = streams.submit(index, [source.memory], [], "copy_")
+    values = source.inner.clone()
+
+    def arrive() -> None:
+        to.copy_(values)
+
+    to.copy_(torch.full_like(values, 0x7F))  # what a host that does not wait reads
+    streams.later(index, number, arrive)
+
+
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """CUDA's fused attentions, by the CPU's: output, log-sum-exp, and the rest of what they return."""
+    q, k, v = args[:3]
+    _device_of(func._schema.name, func, args, kwargs, [q, k, v], [q, k, v])
+    scale = kwargs.get("scale")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.inner.to(wide) @ k.inner.to(wide).mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    lse = scores.logsumexp(dim=-1)
+    out = on_device(((scores - lse[..., None]).exp() @ v.inner.to(wide)).to(q.dtype), q.device.index)
+    recorded.operator(func._schema.name.split("::")[1])
+    lse_there = on_device(lse.to(torch.float32), q.device.index)
+    rest = len(func._schema.returns) - 2
+    return (out, lse_there, *[None] * rest)
+
+
+def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "copy_": _copy,
+    "_to_copy": _to_copy,
+    "record_stream": _record_stream,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_cudnn_attention": _attention,
+    "_scaled_dot_product_efficient_attention": _attention,
+}
+
+
+def _empty(
+    size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
+    memory_format: Any = None,
+) -> DeviceTensor:  # fmt: skip
+    values = torch.empty(size, dtype=dtype or torch.get_default_dtype(), device="cpu")
+    if memory_format is not None and memory_format is not torch.preserve_format:
+        values = values.contiguous(memory_format=memory_format)
+    return DeviceTensor(_unset(values), _index(torch.device(device)))
+
+
+def _empty_strided(
+    size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> DeviceTensor:
+    values = torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype(), device="cpu")
+    return DeviceTensor(_unset(values), _index(torch.device(device)))
+
+
+_FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm", "tril_indices")
+"""Operators that would make an empty tensor on a device and resize it."""
+
+
+def _factory(name: str) -> Callable[..., DeviceTensor]:
+    packet, _, overload = name.partition(".")
+    function = getattr(getattr(aten, packet), overload or "default")
+
+    def make(*args: Any, **kwargs: Any) -> DeviceTensor:
+        device = _index(torch.device(kwargs["device"]))
+        recorded.operator(packet)
+        return on_device(function(*args, **_on_host(kwargs, device)), device)
+
+    return make
+
+
+def _unset(values: torch.Tensor) -> torch.Tensor:
+    """Fills new memory with what shows that nobody wrote it."""
+    if values.dtype.is_floating_point and values.itemsize > 1:
+        return values.fill_(float("nan"))
+    return values
+
+
+def register() -> torch.library.Library:
+    """Registers what makes tensors on devices. It holds for all threads as long as the returned object lives."""
+    library = torch.library.Library("aten", "IMPL", "CUDA")  # noqa: TOR901
+    library.impl("empty.memory_format", _empty)
+    library.impl("empty_strided", _empty_strided)
+    for name in _FACTORIES:
+        library.impl(name, _factory(name))
+    library.impl("copy_", lambda to, source, non_blocking=False: _copy(None, (to, source, non_blocking), {}))
+    return library
