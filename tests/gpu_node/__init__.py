@@ -8,6 +8,6 @@
 - `ranks.py`: ranks that are threads, each on its own device, over groups in memory that behave like NCCL and gloo.
 - `node.py`: the process with the devices, to which tests send functions.
 
-Autograd runs with torch's own engine, a thread per device. Not simulated: time, the caching allocator's reuse of memory,
-CUDA graphs, and what the compiler makes of a kernel (`tests/kernels/test_machine_code.py` reads that).
+Autograd runs with torch's own engine, a thread per device. Not simulated: time, the caching allocator's reuse of
+memory, CUDA graphs, and what the compiler makes of a kernel (`tests/kernels/test_machine_code.py` reads that).
 """

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton.runtime.interpreter as interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.gpu_node import streams

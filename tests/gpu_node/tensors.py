@@ -393,7 +393,7 @@ def _unset(values: torch.Tensor) -> torch.Tensor:
 
 def register() -> torch.library.Library:
     """Registers what makes tensors on devices. It holds for all threads as long as the returned object lives."""
-    library = torch.library.Library("aten", "IMPL", "CUDA")  # noqa: TOR901
+    library = torch.library.Library("aten", "IMPL", "CUDA")
     library.impl("empty.memory_format", _empty)
     library.impl("empty_strided", _empty_strided)
     for name in _FACTORIES:
