@@ -62,12 +62,13 @@ class Drifting(BlockSizes):
 
 @dataclass
 class Session:
-    """One rank of a session that attends and compares."""
+    """One rank of a session that attends and compares. device: where its q, k and v are"""
 
     settings: dict[str, Any]
     strategy: str
     layers: int = 1
     steps: int = 50
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     inner: AttentionSession = field(init=False)
     feed: MaskProvider = field(init=False)
 
@@ -92,7 +93,7 @@ class Session:
         """A forward pass. Returns how far this rank's output is from one process's."""
         if settle:
             self.inner.flush()
-        layout = self.inner.begin(Video(thw, text_tokens), timestep=timestep)
+        layout = self.inner.begin(Video(thw, text_tokens), timestep=timestep, device=self.device)
         once(lambda: self.feed.begin([Video(thw, text_tokens)], timestep))
         token, place = (torch.from_numpy(one) for one in layout.tokens_at(self.inner.group.rank))
         shape, worst = (batch, HEADS, layout.tokens, WIDTH), 0.0
@@ -101,7 +102,7 @@ class Session:
             local = [torch.zeros(batch, HEADS, layout.shard, WIDTH) for _ in full]
             for shard, whole in zip(local, full, strict=True):
                 shard[:, :, place] = whole[:, :, token]
-            out = self.inner.attend(layer, *local)
+            out = self.inner.attend(layer, *(shard.to(self.device) for shard in local)).cpu()
             worst = max(worst, float((out[:, :, place] - expected[:, :, token]).abs().max()))
         return worst
 

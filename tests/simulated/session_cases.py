@@ -1,0 +1,114 @@
+"""What ranks on simulated GPUs run: sessions of every mask source, against one CPU process, and what a step costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dbsp_core import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
+from dbsp_core.reports.observed_session import observed_session
+from tests.core.runtime.session_cases import HEADS, WIDTH, Session
+from tests.gpu_node.faults import recorded
+
+THW = (2, 5, 7)
+"""70 tokens: five blocks of 16, the last one short, in five heads."""
+_PRODUCT = ("dbsp_", "kernels/")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward pass of a session."""
+
+    timestep: float
+    batch: int = 1
+    thw: tuple[int, int, int] = THW
+    text_tokens: int = 0
+    settle: bool = False
+
+
+@dataclass(frozen=True)
+class SessionCase:
+    """Forward passes of one session."""
+
+    settings: dict[str, Any]
+    strategy: str
+    calls: tuple[Call, ...] = (Call(900.0), Call(800.0))
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank's share of a steady forward pass was.
+
+    Attributes:
+        waits: Host waits in the product's files, by place.
+        launches: Triton launches and NCCL calls a rank.
+        operators: Torch's operators a rank.
+        variants: Compiled variants by kernel, since the session began.
+        new_variants: Kernels of which the step asked for a variant that was not there.
+    """
+
+    waits: dict[str, int]
+    launches: float
+    operators: float
+    variants: dict[str, int] = field(default_factory=dict)
+    new_variants: tuple[str, ...] = ()
+
+
+def largest_errors(rank: int, world: int, case: SessionCase) -> list[float]:
+    """Returns how far this rank's output is from one process's, by forward pass."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    session = Session(case.settings, case.strategy, case.layers, device=device)
+    return [session.attend(call.timestep, call.batch, call.thw, call.text_tokens, call.settle) for call in case.calls]
+
+
+def steady_step(
+    rank: int, world: int, settings: dict[str, Any], strategy: str, heads: int, layers: int = 1, warm: int = 3
+) -> Step:
+    """Returns what the forward pass after `warm` others costs, with inputs that are on the device already."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = SequenceGroup.of()
+    config = DbspConfig.load(settings)
+    session = observed_session(config, group, Strategy.parse(strategy), heads, layers, lambda: 50)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(warm + 1):
+        if step < warm:
+            shard = session.begin(Video(THW), timestep=900.0 - step, device=device).shard
+        q, k, v = (torch.randn(1, heads, shard, WIDTH, generator=generator).to(device) for _ in range(3))
+        if step == warm:
+            session.flush()
+            group.control().barrier()
+            before = {kernel: len(variants) for kernel, variants in recorded.variants.items()}
+            group.control().barrier()
+            if rank == 0:
+                recorded.host_waits.clear()
+                recorded.launches.clear()
+                recorded.operators.clear()
+            group.control().barrier()
+            session.begin(Video(THW), timestep=900.0 - step, device=device)
+        for layer in range(layers):
+            session.attend(layer, q, k, v)
+    group.control().barrier()
+    waits = {
+        place: times for place, times in recorded.host_waits.items() if place.partition(" at ")[2].startswith(_PRODUCT)
+    }
+    found = Step(
+        waits,
+        sum(recorded.launches.values()) / world,
+        sum(recorded.operators.values()) / world,
+        {kernel: len(variants) for kernel, variants in recorded.variants.items()},
+        tuple(kernel for kernel, variants in recorded.variants.items() if len(variants) > before.get(kernel, 0)),
+    )
+    group.control().barrier()
+    session.flush()
+    return found
+
+
+__all__ = ["HEADS", "Call", "SessionCase", "Step", "largest_errors", "steady_step"]

@@ -1,0 +1,110 @@
+"""Sessions on simulated GPUs: every mask source and strategy, changes between calls, and what a steady step costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu_node.node import GpuNode
+from tests.simulated.session_cases import Call, SessionCase, largest_errors, steady_step
+
+BLOCKS = {"block_q": 16, "block_k": 16}
+SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, **BLOCKS}
+WINDOW = {"source": "window", "window": [2, 3, 3], **BLOCKS}
+MASKS: dict[str, dict[str, Any]] = {
+    "dense": {"source": "dense", **BLOCKS},
+    "window": WINDOW,
+    "radial": {"source": "radial", **BLOCKS},
+    "svg": {"source": "svg", **BLOCKS},
+    "sparge": SPARGE,
+    "sol": {"source": "sol", "tau": 1.0, "pooled_keys": False, **BLOCKS},
+    "vsa": {"source": "vsa", "topk": 2, **BLOCKS},
+    "nabla": {"source": "nabla", **BLOCKS},
+    "union": {"source": "union", "of": [WINDOW, SPARGE]},
+    "callable": {"source": "callable", "function": "tests.support.user_masks:heads_apart", **BLOCKS},
+    "synthetic": {"source": "synthetic", "preset": "wan2.1-t2v-14b", "density": 0.4, **BLOCKS},
+}
+STRATEGIES = ("U2R1", "U1R2", "U4R1", "U2R2", "U1R4", "U8R1", "U4R2", "U2R4", "U1R8")
+BY_SOURCE = tuple(zip(MASKS, (STRATEGIES * 2), strict=False))
+"""Each source once, on strategies in turn; two sources cover the strategies that are left."""
+
+
+@pytest.mark.parametrize(("name", "strategy"), BY_SOURCE)
+def test_every_source_is_exact(gpu_node: GpuNode, name: str, strategy: str) -> None:
+    check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["window", "sparge"])
+def test_every_strategy_is_exact(gpu_node: GpuNode, name: str, strategy: str) -> None:
+    check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy, (Call(900.0),)))
+
+
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2", "U2R2"])
+def test_dense_steps_and_layers_are_exact(gpu_node: GpuNode, strategy: str) -> None:
+    for mask in (SPARGE, WINDOW):
+        settings = {"mask": mask, "dense_schedule": {"first_steps": 1, "first_layers": 1}}
+        check(gpu_node, SessionCase(settings, strategy, (Call(900.0), Call(800.0)), layers=2))
+
+
+CHANGES = {
+    "batch": (Call(900.0), Call(800.0, batch=2), Call(700.0)),
+    "size": (Call(900.0), Call(800.0, thw=(2, 4, 6)), Call(700.0)),
+    "text": (Call(900.0, text_tokens=5), Call(900.0, text_tokens=9), Call(800.0, text_tokens=5)),
+    "guidance": (Call(900.0), Call(900.0), Call(800.0, settle=True), Call(800.0)),
+    "generation": (Call(900.0), Call(800.0), Call(900.0), Call(800.0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("strategy", "mask"), [("U2R1", SPARGE), ("U1R2", WINDOW)], ids=["sparge", "window"])
+def test_changes_between_calls_are_exact(gpu_node: GpuNode, change: str, strategy: str, mask: dict[str, Any]) -> None:
+    check(gpu_node, SessionCase({"mask": mask}, strategy, CHANGES[change]))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("strategy", ["U2R1", "U2R2"])
+def test_plans_are_replaced_at_every_call(gpu_node: GpuNode, strategy: str, mode: str) -> None:
+    settings = {"mask": SPARGE, "reuse": {"mode": mode, "threshold": 1.0}}
+    check(gpu_node, SessionCase(settings, strategy, tuple(Call(900.0 - step, settle=True) for step in range(4))))
+
+
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+def test_int8_on_the_wire_is_close(gpu_node: GpuNode, strategy: str) -> None:
+    settings = {"mask": WINDOW, "exchange": {"precision": "int8"}}
+    for errors in gpu_node.run(2, largest_errors, SessionCase(settings, strategy)):
+        assert 1e-4 < max(errors) <= 0.2
+
+
+@pytest.mark.parametrize("strategy", ["U1R2", "U2R2"])
+def test_needed_keys_are_exact(gpu_node: GpuNode, strategy: str) -> None:
+    check(gpu_node, SessionCase({"mask": WINDOW, "keys": "needed"}, strategy))
+
+
+@pytest.mark.parametrize("arch", [80, 120])
+def test_other_architectures_are_exact(gpu_node: GpuNode, arch: int) -> None:
+    check(gpu_node, SessionCase({"mask": SPARGE}, "U2R1"), arch)
+
+
+STEADY = {"sparge": {"mask": SPARGE, "reuse": {"threshold": 100.0}}, "window": {"mask": WINDOW}}
+LAUNCHES = {("U8R1", "sparge"): 22, ("U8R1", "window"): 9, ("U2R4", "sparge"): 30, ("U2R4", "window"): 18}
+OPERATORS = {("U8R1", "sparge"): 30, ("U8R1", "window"): 9, ("U2R4", "sparge"): 36, ("U2R4", "window"): 18}
+
+
+@pytest.mark.parametrize(("strategy", "name"), LAUNCHES)
+def test_steady_step_waits_for_nothing_and_launches_little(gpu_node: GpuNode, strategy: str, name: str) -> None:
+    step = gpu_node.run(8, steady_step, STEADY[name], strategy, 8)[0]
+    assert step.waits == {}
+    assert step.launches <= LAUNCHES[strategy, name], step
+    assert step.operators <= OPERATORS[strategy, name], step
+    assert step.new_variants == ()
+
+
+def check(node: GpuNode, case: SessionCase, arch: int = 90) -> None:
+    """Asserts that every rank's output is one process's, but for rounding."""
+    from dbsp_core.layout.strategy import Strategy
+
+    world = Strategy.parse(case.strategy).world
+    for errors in node.run(world, largest_errors, case, arch=arch):
+        assert max(errors) <= 1e-5, errors
