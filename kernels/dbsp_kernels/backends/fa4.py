@@ -29,12 +29,12 @@ def why_unavailable() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return f"flash-attn-4 is not installed; {install_command('fa4')}"
     if importlib.util.find_spec("triton") is None:
-        return f"triton, whose kernel runs the short blocks, is not installed; {install_command('gpu')}"
+        return "triton, whose kernel runs the short blocks, is not installed; run `pip install triton`"
     return None
 
 
-def blocks(arch: int | None, dtype: torch.dtype, width: int | None) -> frozenset[tuple[int, int]]:
-    """The (block_q, block_k) it serves on an architecture, None: unknown; whatever the dtype and the head's width.
+def blocks(arch: int | None) -> frozenset[tuple[int, int]]:
+    """Returns the supported (block_q, block_k) on an architecture; None: unknown.
 
     On Blackwell (sm100) it takes two rows' tiles at a time and refuses rows of 128 queries; of sm120 all.
     """
