@@ -56,7 +56,8 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
         return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)
     from flash_attn.cute import flash_attn_func
 
-    out, lse = flash_attn_func(**forward_arguments(inputs))[:2]
+    with torch.cuda.device_of(q):  # it launches on the current device
+        out, lse = flash_attn_func(**forward_arguments(inputs))[:2]
     partial = out.view(q.shape), lse.view(q.shape[:2])
     return triton_attention(inputs.merged_into(partial), short_only=True)
 
