@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.packages import installed_version, missing_packages
-from dbsp_kernels import KERNELS, KernelRequirements, available, explain_auto, faster_than_auto
+from dbsp_kernels import KERNELS, available, explain_auto
 from dbsp_kernels.advice import install_command, page
 from dbsp_sglang import plugin as sglang_plugin
 
@@ -228,10 +229,7 @@ def _kernels() -> list[Check]:
             findings.append(Check(f"kernel {name}", "missing", reason, f"kernel {usable} serves instead"))
     try:
         findings.append(Check("kernel auto", "ok", explain_auto(device, dtype)))
-        for size in (64, 128) if device == "cuda" else ():
-            needs = KernelRequirements((size, size), 128)
-            said = explain_auto(device, dtype, needs), faster_than_auto(device, dtype, (size, size))
-            findings.append(Check(f"kernel auto, blocks of {size}×{size}", "ok", "; ".join(filter(None, said))))
-    except UserError as error:  # $DBSP_KERNEL names one that cannot
-        findings.append(Check("kernel auto", "missing", str(error), f"set DBSP_KERNEL to {usable}"))
+    except UserError as error:
+        fix = "unset DBSP_KERNEL" if os.environ.get("DBSP_KERNEL") else "see the line of kernel triton"
+        findings.append(Check("kernel auto", "missing", str(error), fix))
     return findings

@@ -25,8 +25,8 @@ from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_set
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.schema import build, checked, convert, keys_within, plain_value, require_choice, setting_names
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
-from dbsp_kernels import KERNELS, KernelRequirements, require_supported
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels import KernelRequirements, require_supported
+from dbsp_kernels.registry import require_kernel_name, returns_lse
 
 __all__ = ["ConfigLike", "DbspConfig", "ExchangeConfig", "ReuseConfig"]
 
@@ -163,7 +163,8 @@ class DbspConfig:
                 self.for_transformer("transformer_2")
         if self.layout is not None:
             require_choice("layout", self.layout, tuple(LAYOUT_ORDERS))
-        require_choice("kernel", self.kernel, ("auto", *KERNELS))
+        with blame_setting("kernel"):
+            require_kernel_name(self.kernel)
         require_choice("keys", self.keys, (*KEYS, AUTO))
         if self.keys != AUTO and KEYS[self.keys].known_masks and self.mask.changes == "per_call":
             raise SettingError(

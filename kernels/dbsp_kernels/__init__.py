@@ -18,7 +18,6 @@ from dbsp_kernels.registry import (
     available,
     choose_kernel,
     explain_auto,
-    faster_than_auto,
     require_supported,
 )
 
@@ -43,7 +42,6 @@ __all__ = [
     "choose_kernel",
     "dense_supported",
     "explain_auto",
-    "faster_than_auto",
     "merge_into",
     "merge_states",
     "require_supported",

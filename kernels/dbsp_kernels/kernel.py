@@ -47,11 +47,9 @@ class Kernel:
         run: The attention; see `dbsp_kernels.block_attention`.
         devices: Device types, such as "cuda".
         backward: The gradients, or None; see `dbsp_kernels.block_attention_backward`.
-        why_no_backward: Returns why there is no backward for (architecture, dtype, D), or None. An architecture or a D
-            of None is unknown.
         dtypes: Dtypes of q, k and v.
         archs: Architectures of GPUs, 90 for Hopper; None: any.
-        blocks: Returns the (block_q, block_k) served for the same arguments; None: any.
+        blocks: Returns the supported (block_q, block_k) on an architecture (None: unknown), or None if any are.
         widths: Values of D.
         least_tokens: Fewest tokens of a head.
         returns_lse: Whether it returns a log-sum-exp, and not NaN.
@@ -59,17 +57,16 @@ class Kernel:
         merges: Whether it merges into `partial` and returns `out_dtype` by itself.
         why_unavailable: Returns why it cannot work on this machine, or None.
         interpreted: Whether Triton's interpreter can run it on the CPU.
-        by_name_only: Whether "auto" never takes it.
+        auto_on: Device types on which "auto" may choose it: those on which the tests run it.
     """
 
     name: str
     run: Callable[[KernelInputs], PartialAttention]
     devices: frozenset[str]
     backward: Callable[[BackwardInputs], Gradients] | None = None
-    why_no_backward: Callable[[int | None, torch.dtype, int | None], str | None] = lambda *_: None
     dtypes: frozenset[torch.dtype] = FLOATS
     archs: frozenset[int] | None = None
-    blocks: Callable[[int | None, torch.dtype, int | None], frozenset[tuple[int, int]] | None] = lambda *_: None
+    blocks: Callable[[int | None], frozenset[tuple[int, int]] | None] = lambda arch: None
     widths: Container[int] = range(1, 1 << 20)
     least_tokens: int = 1
     returns_lse: bool = True
@@ -77,7 +74,7 @@ class Kernel:
     merges: bool = False
     why_unavailable: Callable[[], str | None] = lambda: None
     interpreted: bool = False
-    by_name_only: bool = False
+    auto_on: frozenset[str] = frozenset()
 
     def why_unsupported(
         self, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
@@ -95,17 +92,11 @@ class Kernel:
         if arch is not None and self.archs is not None and arch not in self.archs:
             served = ", ".join(f"{served // 10}.{served % 10}" for served in sorted(self.archs))
             return f"it serves GPUs of compute capability {served}; {device} has {arch // 10}.{arch % 10}"
-        without = self.why_no_backward(arch, dtype, needs.width) if needs.backward else None
-        if without is not None:
-            return without
-        blocks = self.blocks(arch, dtype, needs.width)
-        if blocks is None or (needs.blocks or next(iter(blocks), None)) in blocks:
+        blocks = self.blocks(arch)
+        if blocks is None or needs.blocks is None or needs.blocks in blocks:
             return None
-        of_these = f"{dtype} with head dim {needs.width} here"
-        if not blocks:
-            return f"it serves no {of_these}"
         served = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
-        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"  # type: ignore[index]
+        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
         """Returns why this kernel cannot serve such a plan on any machine, or None."""

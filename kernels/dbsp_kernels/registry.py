@@ -1,4 +1,4 @@
-"""Which kernels there are, and which one serves."""
+"""The table of kernels, and the choice among them."""
 
 from __future__ import annotations
 
@@ -6,35 +6,27 @@ import os
 
 import torch
 
-from dbsp_kernels.backends import cpu, cudnn, fa4, fastvideo, flex, reference, sparge, triton
+from dbsp_kernels.backends import cpu, fa4, reference, sparge, triton
 from dbsp_kernels.errors import UserError
-from dbsp_kernels.kernel import Kernel, KernelRequirements, arch_of
+from dbsp_kernels.kernel import Kernel, KernelRequirements
 
 __all__ = [
     "KERNELS",
     "available",
     "choose_kernel",
     "explain_auto",
-    "faster_than_auto",
+    "require_kernel_name",
     "require_supported",
     "returns_lse",
 ]
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        cpu.KERNEL,
-        fa4.KERNEL,
-        triton.KERNEL,
-        flex.KERNEL,
-        reference.KERNEL,
-        sparge.KERNEL,
-        cudnn.KERNEL,
-        fastvideo.KERNEL,
-    )
+    kernel.name: kernel for kernel in (cpu.KERNEL, triton.KERNEL, reference.KERNEL, fa4.KERNEL, sparge.KERNEL)
 }
-"""Kernels by name, in the order in which "auto" prefers them. Taken only by name: sparge, which quantises, and those
-that no GPU has yet shown to be right and faster."""
+"""Kernels by name, in order of preference."""
+
+REMOVED = dict.fromkeys(("flex", "cudnn", "fastvideo"), "triton")
+"""Names of kernels that older versions had, with the kernel to use instead."""
 
 
 def available(
@@ -44,32 +36,47 @@ def available(
     return [name for name, kernel in KERNELS.items() if kernel.why_unsupported(device, dtype, needs) is None]
 
 
+def require_kernel_name(name: str, source: str = "kernel") -> None:
+    """Raises UserError, with the names to use instead, unless `name` is "auto" or a kernel's; `source` set it."""
+    if name in REMOVED:
+        raise UserError(f"{source} {name!r} has been removed from db-SP; use {REMOVED[name]}")
+    if name != "auto" and name not in KERNELS:
+        raise UserError(f"unknown {source} {name!r}; use one of auto, {', '.join(KERNELS)}")
+
+
 def _wanted(name: str) -> str:
-    """The kernel asked for: "auto" is $DBSP_KERNEL if set. Raises UserError for an unknown one."""
-    wanted = (os.environ.get("DBSP_KERNEL") or "auto") if name == "auto" else name
-    if wanted != "auto" and wanted not in KERNELS:
-        raise UserError(f"unknown kernel {wanted!r}; use auto or one of {', '.join(KERNELS)}")
-    return wanted
+    """Returns `name`, or for "auto" $DBSP_KERNEL if set. Raises UserError if no kernel has that name."""
+    from_environment = os.environ.get("DBSP_KERNEL") if name == "auto" else None
+    require_kernel_name(from_environment or name, "DBSP_KERNEL" if from_environment else "kernel")
+    return from_environment or name
 
 
 def choose_kernel(
     name: str, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
 ) -> Kernel:
-    """The kernel called `name`; "auto" is $DBSP_KERNEL if set, else the best that can serve `dtype` on `device`.
+    """Returns the kernel called `name`; for "auto" $DBSP_KERNEL if set, else the first that `auto` may take here.
 
-    Raises UserError, naming one that can, when the kernel is unknown or cannot serve.
+    Raises:
+        UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
     """
     wanted = _wanted(name)
-    if wanted != "auto":
-        reason = KERNELS[wanted].why_unsupported(device, dtype, needs)
+    candidates = _candidates(device) if wanted == "auto" else [KERNELS[wanted]]
+    reasons = {}
+    for kernel in candidates:
+        reason = kernel.why_unsupported(device, dtype, needs)
         if reason is None:
-            return KERNELS[wanted]
-        instead = " or ".join(available(device, dtype, needs)) or "another dtype"
-        raise UserError(f"kernel {wanted!r} cannot be used here: {reason}; use {instead}")
-    for kernel in KERNELS.values():
-        if not kernel.by_name_only and kernel.why_unsupported(device, dtype, needs) is None:
             return kernel
-    raise UserError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")
+        reasons[kernel.name] = reason
+    instead = " or ".join(available(device, dtype, needs)) or "another dtype"
+    if wanted == "auto":
+        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none runs on this device"
+        raise UserError(f"kernel auto finds no kernel for {dtype} on {device} ({found}); use {instead}")
+    raise UserError(f"kernel {wanted!r} cannot be used here: {reasons[wanted]}; use {instead}")
+
+
+def _candidates(device: torch.device | str) -> list[Kernel]:
+    """Returns the kernels that "auto" may choose on such a device, best first."""
+    return [kernel for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
 
 
 def require_supported(name: str, needs: KernelRequirements) -> None:
@@ -85,32 +92,15 @@ def require_supported(name: str, needs: KernelRequirements) -> None:
 
 
 def explain_auto(device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> str:
-    """What "auto" takes for `dtype` on `device` here, and why, in one sentence."""
-    name = choose_kernel("auto", device, dtype, needs).name
+    """Returns one sentence with the kernel that "auto" takes for `dtype` on `device` here, and why."""
+    chosen = choose_kernel("auto", device, dtype, needs)
     if os.environ.get("DBSP_KERNEL"):
-        return f"{name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
-    better = [n for n in list(KERNELS)[: list(KERNELS).index(name)] if device in KERNELS[n].devices]
-    passed = [f"{other}: {KERNELS[other].why_unsupported(device, dtype, needs)}" for other in better]
-    return f"{name}, the best that serves {dtype} on {device}" + (f" ({'; '.join(passed)})" if passed else "")
-
-
-_NOT_THROUGH_TENSOR_MEMORY = "triton's output goes through tensor memory at every step (read from machine code)"
-_FASTER = {
-    (90, (128, 128)): ("fa4", "1.00 of the tensor cores' time against triton's 0.70, modelled"),
-    (90, (64, 64)): ("cudnn", "0.89 of the tensor cores' time against triton's 0.80, modelled"),
-} | {(arch, blocks): ("cudnn", _NOT_THROUGH_TENSOR_MEMORY) for arch in (100, 103) for blocks in ((64, 64), (128, 128))}
-"""By architecture and blocks the kernel that should be faster than triton there, and why. Not timed on a GPU by us."""
-
-
-def faster_than_auto(device: torch.device | str, dtype: torch.dtype, blocks: tuple[int, int]) -> str | None:
-    """Which kernel should be faster here than what "auto" takes for such blocks, why, and how to have it; or None."""
-    needs = KernelRequirements(blocks)
-    name, why = _FASTER.get((arch_of(device) or 0, blocks), ("", ""))
-    if not name or choose_kernel("auto", device, dtype, needs).name in (name, os.environ.get("DBSP_KERNEL")):
-        return None
-    reason = KERNELS[name].why_unsupported(device, dtype, needs)
-    how = f"set kernel: {name}" if reason is None else reason
-    return f"{name} should be faster ({why}): {how}"
+        return f"{chosen.name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
+    candidates = _candidates(device)
+    passed = [f"{k.name}: {k.why_unsupported(device, dtype, needs)}" for k in candidates[: candidates.index(chosen)]]
+    return f"{chosen.name}, the first that supports {dtype} on {device}" + (
+        f" ({'; '.join(passed)})" if passed else ""
+    )
 
 
 def returns_lse(kernel: str) -> bool:

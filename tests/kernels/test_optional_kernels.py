@@ -1,4 +1,4 @@
-"""What our adapters pass to `fa4` and `cudnn`, compiled without a GPU and read; run by `scripts/optional_kernels`."""
+"""FlashAttention-4 with the arguments of our adapter, compiled without a GPU; run by `scripts/optional_kernels`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections import Counter
 import pytest
 
 pytest.importorskip("flash_attn.cute", reason="scripts/optional_kernels installs flash-attn-4", exc_type=ImportError)
-pytest.importorskip("cudnn", reason="scripts/optional_kernels installs nvidia-cudnn-frontend")
 
 from scripts.checks.machine_code.cycles import tensor_share
 from scripts.checks.machine_code.machines import MACHINES
-from scripts.checks.machine_code.optional_kernels import OptionalCode, compile_optional
+from scripts.checks.machine_code.optional_kernels import OptionalCode, compile_fa4
 from scripts.checks.machine_code.reading import full_loop, is_serialised, program_from
 from scripts.checks.machine_code.sass import instructions
 
@@ -25,7 +24,7 @@ def products_and_waits(code: OptionalCode) -> tuple[int, int]:
 
 
 def test_fa4_has_flash_attention_3_s_schedule_on_hopper():
-    code = compile_optional("fa4", 90, 128, 128)
+    code = compile_fa4(90, 128, 128)
     assert products_and_waits(code) == (16, 2)
     assert not is_serialised(code.log)
     assert "0 bytes spill stores, 0 bytes spill loads" in code.log
@@ -37,20 +36,4 @@ def test_fa4_has_flash_attention_3_s_schedule_on_hopper():
 )
 def test_what_it_refuses_is_what_our_adapter_refuses(arch, complaint):
     with pytest.raises(RuntimeError, match=complaint):
-        compile_optional("fa4", arch, 128, 128)
-
-
-def test_cudnn_s_kernel_for_64_rows_on_hopper_runs_products_beside_one_another():
-    code = compile_optional("cudnn", 90, 64, 64)
-    products, waits = products_and_waits(code)
-    assert (products, waits) == (12, 2)
-    assert not is_serialised(code.log)
-
-
-def test_cudnn_s_kernel_for_128_rows_on_hopper_is_still_serialised():
-    """Once this fails, docs/kernels.md has to say so, and `dbsp doctor` may advise it."""
-    code = compile_optional("cudnn", 90, 128, 128)
-    assert is_serialised(code.log)
-    products, waits = products_and_waits(code)
-    assert waits >= products
-    assert tensor_share(program_from(code.sass, 384, 1), H100).tensor < 0.6
+        compile_fa4(arch, 128, 128)

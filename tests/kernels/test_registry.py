@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
 import torch
 
+from dbsp_core.config.config import DbspConfig
 from dbsp_kernels import KERNELS, KernelRequirements, available, choose_kernel
+from dbsp_kernels.backends import triton
+from dbsp_kernels.errors import UserError
+from dbsp_kernels.registry import REMOVED
 
 RING = KernelRequirements((64, 64), 128, lse=True, ragged_rows=True, tokens=1000)
 HEADS = KernelRequirements((128, 64), 128, tokens=1000)
@@ -18,38 +23,71 @@ ODD_BLOCKS = KernelRequirements((32, 48), 64, lse=True, tokens=1000)
 SERVING = [
     (None, torch.float32, RING, "cpu reference"),
     (None, torch.float64, TRAINING, "cpu reference"),
-    ((8, 0), torch.float16, RING, "triton flex reference"),
-    ((8, 0), torch.float32, RING, "triton flex reference"),
-    ((8, 0), torch.float64, RING, "reference"),
-    ((8, 0), torch.bfloat16, HEADS, "triton flex reference sparge"),
-    ((8, 0), torch.bfloat16, TRAINING, "triton flex reference"),
-    ((9, 0), torch.bfloat16, RING, "triton flex reference cudnn fastvideo"),
-    ((9, 0), torch.float16, RING, "triton flex reference cudnn"),
-    ((9, 0), torch.bfloat16, HEADS, "triton flex reference"),
-    ((9, 0), torch.bfloat16, replace(HEADS, blocks=(64, 128)), "triton flex reference sparge"),
-    ((9, 0), torch.bfloat16, TRAINING, "triton flex reference cudnn"),
-    ((9, 0), torch.float16, TRAINING, "triton flex reference"),
+    ((8, 0), torch.float16, RING, "triton reference"),
+    ((8, 0), torch.float32, RING, "triton reference"),
+    ((8, 0), torch.bfloat16, HEADS, "triton reference sparge"),
+    ((8, 0), torch.bfloat16, TRAINING, "triton reference"),
+    ((9, 0), torch.bfloat16, RING, "triton reference"),
+    ((9, 0), torch.bfloat16, replace(RING, blocks=(128, 128)), "triton reference fa4"),
+    ((9, 0), torch.bfloat16, HEADS, "triton reference"),
+    ((9, 0), torch.bfloat16, replace(HEADS, blocks=(64, 128)), "triton reference sparge"),
+    ((9, 0), torch.bfloat16, TRAINING, "triton reference"),
     ((9, 0), torch.bfloat16, NARROW, "triton reference"),
     ((9, 0), torch.bfloat16, ODD_BLOCKS, "triton reference"),
-    ((10, 0), torch.float16, RING, "triton flex reference"),
-    ((10, 0), torch.bfloat16, RING, "triton flex reference cudnn"),
-    ((12, 0), torch.bfloat16, TRAINING, "triton flex reference"),
+    ((10, 0), torch.bfloat16, replace(RING, blocks=(256, 128)), "triton reference fa4"),
+    ((12, 0), torch.bfloat16, TRAINING, "triton reference"),
 ]
 """Compute capability (None: the CPU), dtype, what is asked for, and the kernels that serve it, best first."""
 
 
-@pytest.mark.parametrize(("capability", "dtype", "needs", "names"), SERVING)
-def test_who_serves(monkeypatch, capability, dtype, needs, names):
+@pytest.fixture
+def installed(monkeypatch):
+    """Every kernel is installed, and on a GPU unless the test changes the capability to None."""
     for name, kernel in list(KERNELS.items()):
         monkeypatch.setitem(KERNELS, name, replace(kernel, why_unavailable=lambda: None))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.delenv("DBSP_KERNEL", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("capability", "dtype", "needs", "names"), SERVING)
+def test_who_serves(monkeypatch, capability, dtype, needs, names):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     device = "cuda" if capability else "cpu"
     assert available(device, dtype, needs) == names.split()
     assert choose_kernel("auto", device, dtype, needs).name == names.split()[0]
 
 
-def test_auto_takes_none_that_no_gpu_has_shown_right_and_faster():
-    assert {name for name, kernel in KERNELS.items() if kernel.by_name_only} == {*("sparge", "cudnn", "fastvideo")}
+def test_auto_considers_only_kernels_that_tests_run():
+    taken = {device: [k.name for k in KERNELS.values() if device in k.auto_on] for device in ("cpu", "cuda")}
+    assert taken == {"cpu": ["cpu", "reference"], "cuda": ["triton"]}
+
+
+@pytest.mark.usefixtures("installed")
+def test_auto_on_cuda_without_triton_raises_and_names_the_package(monkeypatch):
+    missing = {"triton": None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: missing.get(name, object()))
+    monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=triton.why_unavailable))
+    with pytest.raises(UserError, match=r"triton is not installed; run `pip install triton`"):
+        choose_kernel("auto", "cuda", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("installed")
+def test_auto_on_cuda_never_takes_the_reference(monkeypatch):
+    with pytest.raises(UserError, match=r"finds no kernel for torch.float64 on cuda \(triton: .*\); use reference$"):
+        choose_kernel("auto", "cuda", torch.float64)
+    assert choose_kernel("reference", "cuda", torch.float64).name == "reference"
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_removed_kernel_raises_and_names_another(monkeypatch, name):
+    with pytest.raises(UserError, match=f"^kernel '{name}' has been removed from db-SP; use triton$"):
+        choose_kernel(name, "cuda", torch.bfloat16)
+    with pytest.raises(UserError, match=f"kernel '{name}' has been removed from db-SP; use triton"):
+        DbspConfig.load({"kernel": name})
+    monkeypatch.setenv("DBSP_KERNEL", name)
+    with pytest.raises(UserError, match=f"^DBSP_KERNEL '{name}' has been removed from db-SP; use triton$"):
+        choose_kernel("auto", "cuda", torch.bfloat16)

@@ -18,7 +18,7 @@ from dbsp_xdit.generate import check, runner_arguments
 from dbsp_xdit.patches import _patch_args, _patch_base_model
 
 WAN = require_model("wan2.1-t2v-1.3b")
-ELSEWHERE = "cpu" if torch.cuda.is_available() else "cudnn"
+ELSEWHERE = "cpu" if torch.cuda.is_available() else "fa4"
 
 
 @pytest.mark.parametrize("strategy", ["U2R4", "auto"])

@@ -162,4 +162,5 @@ KERNEL = Kernel(
     backward=cpu_attention_backward,
     devices=frozenset({"cpu"}),
     why_unavailable=why_unavailable,
+    auto_on=frozenset({"cpu"}),
 )

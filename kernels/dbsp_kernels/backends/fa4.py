@@ -29,12 +29,12 @@ def why_unavailable() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return f"flash-attn-4 is not installed; {install_command('fa4')}"
     if importlib.util.find_spec("triton") is None:
-        return f"triton, whose kernel runs the short blocks, is not installed; {install_command('gpu')}"
+        return "triton, whose kernel runs the short blocks, is not installed; run `pip install triton`"
     return None
 
 
-def blocks(arch: int | None, dtype: torch.dtype, width: int | None) -> frozenset[tuple[int, int]]:
-    """The (block_q, block_k) it serves on an architecture, None: unknown; whatever the dtype and the head's width.
+def blocks(arch: int | None) -> frozenset[tuple[int, int]]:
+    """Returns the supported (block_q, block_k) on an architecture; None: unknown.
 
     On Blackwell (sm100) it takes two rows' tiles at a time and refuses rows of 128 queries; of sm120 all.
     """
@@ -56,7 +56,8 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
         return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)
     from flash_attn.cute import flash_attn_func
 
-    out, lse = flash_attn_func(**forward_arguments(inputs))[:2]
+    with torch.cuda.device_of(q):  # it launches on the current device
+        out, lse = flash_attn_func(**forward_arguments(inputs))[:2]
     partial = out.view(q.shape), lse.view(q.shape[:2])
     return triton_attention(inputs.merged_into(partial), short_only=True)
 

@@ -96,11 +96,10 @@ KERNEL = Kernel(
     devices=frozenset({"cuda"}),
     dtypes=HALVES,
     archs=ARCHS,
-    blocks=lambda arch, *_: blocks(arch),
+    blocks=blocks,
     widths=frozenset({64, 128}),
     least_tokens=LEAST_TOKENS,
     returns_lse=False,
     ragged_rows=False,
     why_unavailable=why_unavailable,
-    by_name_only=True,
 )

@@ -6,7 +6,6 @@ import importlib.util
 
 import torch
 
-from dbsp_kernels.advice import install_command
 from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.kernel import FLOATS, Kernel, interpreted
@@ -18,7 +17,7 @@ __all__ = ["KERNEL", "why_unavailable"]
 def why_unavailable() -> str | None:
     """Why these kernels cannot work here, or None."""
     if importlib.util.find_spec("triton") is None:
-        return f"triton is not installed; {install_command('gpu')}"
+        return "triton is not installed; run `pip install triton`"
     if not torch.cuda.is_available() and not interpreted():
         return "there is no GPU, and TRITON_INTERPRET=1 is not set"
     if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):
@@ -48,4 +47,5 @@ KERNEL = Kernel(
     merges=True,
     why_unavailable=why_unavailable,
     interpreted=True,
+    auto_on=frozenset({"cuda"}),
 )

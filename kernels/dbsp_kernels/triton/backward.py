@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels.backward import BackwardInputs, Gradients
+from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tile_config import Tiles, backward_tiles_for, padded
 
 __all__ = ["backward_keys_kernel", "backward_rows_kernel", "triton_attention_backward"]
@@ -33,7 +34,7 @@ def _tile(  # type: ignore[no-untyped-def]
     return tile.to(tl.float32) if UPCAST else tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("lse_ptr", "delta_ptr", "index_ptr", "count_ptr", "length_ptr", "index_width"))
 def backward_rows_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, index_ptr, count_ptr, length_ptr, dq_ptr,
     index_width, scale, scale_log2,
@@ -65,7 +66,7 @@ def backward_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(dq_ptr + places, dq * scale, mask=real[:, None] & (width[None, :] < WIDTH))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("lse_ptr", "delta_ptr", "rows_ptr", "count_ptr", "length_ptr", "rows_width"))
 def backward_keys_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rows_ptr, count_ptr, length_ptr, dk_ptr, dv_ptr,
     rows_width, scale, scale_log2,
@@ -115,11 +116,13 @@ def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
     sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "WIDTH": width, "TILE_D": tile_d}
     upcast = q.dtype == torch.bfloat16 and not q.is_cuda
     scales = (given.scale, given.scale * LOG2_E)
-    backward_rows_kernel[(rows, -(-block_q // of_rows.queries))](
+    launch(
+        backward_rows_kernel, (rows, -(-block_q // of_rows.queries)),
         q, k, v, dout, lse, delta, given.kv_index.contiguous(), given.kv_count, given.kv_len, dq,
         given.kv_index.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_rows),
     )  # fmt: skip
-    backward_keys_kernel[(blocks, -(-block_k // of_keys.keys))](
+    launch(
+        backward_keys_kernel, (blocks, -(-block_k // of_keys.keys)),
         q, k, v, dout, lse, delta, table.rows, table.count, given.kv_len, dk, dv,
         table.rows.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_keys),
     )  # fmt: skip

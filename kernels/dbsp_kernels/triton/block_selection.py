@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels.triton.launch import launch
+
 __all__ = ["pooled_scores_triton", "score_kernel", "select_blocks_triton"]
 
 TILE = 32  # query and key blocks a program scores
@@ -39,7 +41,7 @@ def _in_units(  # type: ignore[no-untyped-def]
     return low.to(tl.int8), middle.to(tl.int8), high.to(tl.int8), unit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("nq", "nk"))
 def score_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
@@ -90,7 +92,8 @@ def pooled_scores_triton(
     if scores.numel():
         grid = (triton.cdiv(nq, TILE), triton.cdiv(nk, TILE), heads)
         rounded = torch.tensor(similarity, dtype=torch.float32, device="cpu").item()  # as torch compares with float32
-        score_kernel[grid](
+        launch(
+            score_kernel, grid,
             rows, scores, nq, nk, scale, rounded,
             WIDTH=width - 1, PADDED=max(32, triton.next_power_of_2(width - 1)), TILE=TILE,
             SCALE_EXPONENT=scale_exponent, LEAST_EXPONENT=least_exponent, UNIT_EXPONENT=unit_exponent,
@@ -99,7 +102,7 @@ def pooled_scores_triton(
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("nq", "nk", "limit"))
 def _select_kernel(  # type: ignore[no-untyped-def]
     chance_ptr, dense_ptr, packed_ptr, nq, nk, limit: tl.int64, COUNTED: tl.constexpr, NK: tl.constexpr,
     PER_UNIT: tl.constexpr, CROSSING: tl.constexpr,
@@ -147,7 +150,8 @@ def select_blocks_triton(
     packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)
     if packed.numel():
         padded = max(16, triton.next_power_of_2(nk))
-        _select_kernel[(nq, heads)](
+        launch(
+            _select_kernel, (nq, heads),
             chance, dense, packed, nq, nk, count if cdf is None else int(cdf / UNIT), COUNTED=cdf is None, NK=padded,
             PER_UNIT=1 / UNIT, CROSSING=crossing and cdf is not None, num_warps=4 if padded <= 2048 else 8,
         )  # fmt: skip

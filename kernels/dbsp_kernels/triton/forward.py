@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
+from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, padded, tiles_for
 
 __all__ = ["capability_of", "forward_kernel", "triton_attention"]
@@ -149,7 +150,18 @@ def _attend_late(  # type: ignore[no-untyped-def]
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "index_ptr",
+        "count_ptr",
+        "full_ptr",
+        "length_ptr",
+        "order_ptr",
+        "lse_ptr",
+        "running_lse_ptr",
+        "index_width",
+    )
+)
 def forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_source, v_source, index_ptr, count_ptr, full_ptr, length_ptr, order_ptr,
     out_ptr, lse_ptr, running_ptr, running_lse_ptr,
@@ -269,7 +281,8 @@ def triton_attention(
     if schedule is None:
         schedule = torch.arange(rows, dtype=torch.int32, device=q.device)
     other, other_lse = partial or (out, lse)
-    forward_kernel[(rows, -(-block_q // tiles.queries))](
+    launch(
+        forward_kernel, (rows, -(-block_q // tiles.queries)),
         q, k_source, v_source,
         inputs.kv_index.contiguous(), kv_count, kv_count if kv_full is None else kv_full, inputs.kv_len,
         schedule.contiguous(),

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels.triton.launch import launch
+from dbsp_kernels.triton.segment_copy import tokens_per_segment
 from dbsp_kernels.triton.tile_config import padded
 
 __all__ = ["quantise_kernel", "restore_kernel", "triton_quantise_segments", "triton_restore_rows"]
@@ -15,7 +17,7 @@ ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, hal
 TINY = tl.constexpr(2.0**-100)  # that of dbsp_kernels.packing.int8_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("table_ptr", "segments", "to_batch", "to_head_stride", "to_token_stride"))
 def quantise_kernel(  # type: ignore[no-untyped-def]
     from_ptr, bytes_ptr, scales_ptr, less_ptr, table_ptr, segments,
     from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride,
@@ -74,9 +76,10 @@ def triton_quantise_segments(
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, ELEMENTS // padded(width))
-    tokens = min(rows, 1 << (max(1, round(mean)) - 1).bit_length())
+    tokens = tokens_per_segment(mean, rows)
     less_strides = (0, 0) if less is None else less.stride()[:2]
-    quantise_kernel[(-(-count // (rows // tokens)), source.shape[0])](
+    launch(
+        quantise_kernel, (-(-count // (rows // tokens)), source.shape[0]),
         source, destination.view(torch.int8), destination.view(torch.float32), less, table, count,
         *source.stride(), *destination.stride()[:3], *less_strides,
         WIDTH=width, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, width)),
@@ -84,7 +87,7 @@ def triton_quantise_segments(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def restore_kernel(  # type: ignore[no-untyped-def]
     bytes_ptr, scales_ptr, tokens_ptr, rows,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
@@ -105,7 +108,8 @@ def triton_restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> t
     words = rows.shape[-1]
     count, at_once = rows.numel() // words, max(1, ELEMENTS // padded(width))
     if count:
-        restore_kernel[(-(-count // at_once),)](
+        launch(
+            restore_kernel, (-(-count // at_once),),
             rows.view(torch.int8), rows.view(torch.float32), tokens, count,
             WIDTH=width, WORDS=words, ROWS=at_once, TILE_D=padded(width), num_warps=4,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tile_config import padded
 
 __all__ = ["merge_kernel", "triton_merge_into"]
@@ -13,7 +14,7 @@ __all__ = ["merge_kernel", "triton_merge_into"]
 ELEMENTS = 4096  # of out, per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("lse_ptr", "part_lse_ptr", "tokens"))
 def merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens,
     WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
@@ -45,7 +46,7 @@ def triton_merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tens
         return
     width = out.shape[-1]
     tile = max(1, ELEMENTS // padded(width))
-    grid = (-(-lse.numel() // tile),)
-    merge_kernel[grid](
-        out, lse, out_part, lse_part, lse.numel(), WIDTH=width, TILE=tile, TILE_D=padded(width), num_warps=4
-    )
+    launch(
+        merge_kernel, (-(-lse.numel() // tile),),
+        out, lse, out_part, lse_part, lse.numel(), WIDTH=width, TILE=tile, TILE_D=padded(width), num_warps=4,
+    )  # fmt: skip

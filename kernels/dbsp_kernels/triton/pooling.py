@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels.triton.launch import launch
+
 __all__ = ["pool_rows_triton", "sum_constants", "sum_kernel", "sum_tokens_triton"]
 
 TILE = 16  # tokens at a time: of 32, some compilers spill
@@ -28,7 +30,7 @@ def _halving_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.conste
     return tl.gather(tl.reshape(terms, [ROWS]), tl.arange(0, ROWS), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("place_ptr", "first_ptr", "heads", "blocks"))
 def sum_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, place_ptr, first_ptr, sums_ptr,
     batch_stride, head_stride, token_stride, width_stride, heads, blocks,
@@ -84,7 +86,8 @@ def sum_tokens_triton(
     sums = tokens.new_empty(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
     if sums.numel() == 0:
         return sums
-    sum_kernel[(blocks, batch * heads)](
+    launch(
+        sum_kernel, (blocks, batch * heads),
         tokens, place, first, sums, *tokens.stride(), heads, blocks,
         **sum_constants(width, limit, mean_unit, direction_unit),
         enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
@@ -92,7 +95,7 @@ def sum_tokens_triton(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("length_ptr", "copy_stride", "blocks"))
 def _pool_kernel(  # type: ignore[no-untyped-def]
     sums_ptr, length_ptr, pooled_ptr, copy_stride, block_stride, blocks,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, LOG2: tl.constexpr,
@@ -120,7 +123,8 @@ def pool_rows_triton(
     pooled = sums.new_empty(heads, batch, blocks, width + 1, dtype=torch.float32)
     if pooled.numel():
         padded = triton.next_power_of_2(width)
-        _pool_kernel[(blocks, heads * batch)](
+        launch(
+            _pool_kernel, (blocks, heads * batch),
             sums, lengths, pooled, sums.stride(1), sums.stride(2), blocks,
             WIDTH=width, PADDED=padded, LOG2=padded.bit_length() - 1,
             MEAN_UNIT=mean_unit, DIRECTION_UNIT=direction_unit,

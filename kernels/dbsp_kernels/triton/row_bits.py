@@ -6,12 +6,27 @@ import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels.triton.launch import launch
+
 __all__ = ["expand_kernel", "pack_kernel", "triton_expand_rows", "triton_pack_rows"]
 
 CHUNK = 1024  # columns at a time
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "bits_ptr",
+        "base_ptr",
+        "length_ptr",
+        "full_ptr",
+        "index_ptr",
+        "rows",
+        "row_bytes",
+        "width",
+        "block",
+        "blocks",
+    )
+)
 def expand_kernel(  # type: ignore[no-untyped-def]
     bits_ptr, base_ptr, length_ptr, full_ptr, index_ptr, rows, row_bytes, width, block, blocks, CHUNK: tl.constexpr
 ):
@@ -35,7 +50,25 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         short_place += tl.sum(short, 0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "mask_ptr",
+        "rows_ptr",
+        "spans_ptr",
+        "turn_ptr",
+        "columns_ptr",
+        "present_ptr",
+        "full_ptr",
+        "bits_ptr",
+        "count_ptr",
+        "counted_ptr",
+        "key_ptr",
+        "mask_row",
+        "spans",
+        "width",
+        "row_bytes",
+    )
+)
 def pack_kernel(  # type: ignore[no-untyped-def]
     mask_ptr, rows_ptr, spans_ptr, turn_ptr, columns_ptr, present_ptr, full_ptr,
     bits_ptr, count_ptr, counted_ptr, key_ptr, mask_row, spans, width, row_bytes, CHUNK: tl.constexpr,
@@ -81,7 +114,8 @@ def triton_pack_rows(
     counts, counted = rows.new_empty(2, periods, count, dtype=torch.int32)
     keys = rows.new_empty(periods, count)
     if bits.numel():
-        pack_kernel[(count, periods)](
+        launch(
+            pack_kernel, (count, periods),
             mask, rows, spans, turn, columns, present, full, bits, counts, counted, keys,
             mask.stride(0), all_spans, width, bits.shape[2], CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
@@ -103,7 +137,8 @@ def triton_expand_rows(
     rows = len(bits)
     index = torch.empty(batch * rows, width, dtype=torch.int32, device=bits.device)
     if index.numel():
-        expand_kernel[(rows, batch)](
+        launch(
+            expand_kernel, (rows, batch),
             bits, base, kv_len, kv_full, index, rows, bits.shape[1], width, block, len(kv_len),
             CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip

@@ -8,27 +8,37 @@ import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tile_config import padded
 
-__all__ = ["copy_kernel", "triton_copy_segments"]
+__all__ = ["copy_kernel", "tokens_per_segment", "triton_copy_segments"]
 
 ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "table_ptr",
+        "second_table_ptr",
+        "third_table_ptr",
+        "segments",
+        "second_segments",
+        "third_segments",
+    )
+)
 def copy_kernel(  # type: ignore[no-untyped-def]
     from_ptr, second_from_ptr, third_from_ptr, to_ptr, table_ptr, second_table_ptr, third_table_ptr,
     segments, second_segments, third_segments,
     from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride, to_width,
-    SOURCES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+    SEVERAL: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one source, of one element of the batch."""
     PROGRAM: tl.constexpr = ROWS // TOKENS
     program = tl.program_id(0)
-    if SOURCES > 1:
+    if SEVERAL:
         of_first, of_second = tl.cdiv(segments, PROGRAM), tl.cdiv(second_segments, PROGRAM)
-        if SOURCES > 2 and program >= of_first + of_second:
+        if program >= of_first + of_second:
             program -= of_first + of_second
             from_ptr, table_ptr, segments = third_from_ptr, third_table_ptr, third_segments
         elif program >= of_first:
@@ -63,6 +73,18 @@ def copy_kernel(  # type: ignore[no-untyped-def]
         tl.store(places, values, mask=written)
 
 
+def tokens_per_segment(mean: float, rows: int) -> int:
+    """Returns how many tokens of a segment a program copies at a time, given the mean length and its `rows` tokens.
+
+    If segments are short (heads with different token orders), a program takes several segments. Powers of four, so
+    that few variants are compiled.
+    """
+    tokens = 1
+    while tokens < min(rows, round(mean)):
+        tokens *= 4
+    return min(rows, tokens)
+
+
 def triton_copy_segments(
     sources: Sequence[torch.Tensor],
     destination: torch.Tensor,
@@ -83,11 +105,11 @@ def triton_copy_segments(
     (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
     width = first.shape[-1]
     rows = max(1, ELEMENTS // padded(width))
-    # Where segments are short (heads with token orders of their own), a program takes many of them at once.
-    tokens = min(rows, 1 << (max(1, round(mean)) - 1).bit_length())
+    tokens = tokens_per_segment(mean, rows)
     programs = sum(-(-count // (rows // tokens)) for count in counts)
-    copy_kernel[(programs, destination.shape[0])](
+    launch(
+        copy_kernel, (programs, destination.shape[0]),
         first, second, third, destination, *copied, *[*counts, 0, 0][:3],
         *first.stride(), *destination.stride(),
-        SOURCES=len(given), WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
+        SEVERAL=len(given) > 1, WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
     )  # fmt: skip

@@ -24,11 +24,8 @@ from tests.kernels.kernel_changes import CHANGES, without
 __all__ = ["Row", "everything", "largest_error"]
 
 
-CONTENDERS = ("fa4", "triton", "cudnn", "fastvideo", "flex")
-GOALS = {
-    (128, "triton"): "≥ 0.75", (128, "fa4"): "≥ 0.9", (128, "cudnn"): "≥ 0.9",
-    (64, "triton"): "≥ 0.55", (64, "cudnn"): "≥ 0.7",
-}  # fmt: skip
+CONTENDERS = ("fa4", "triton")
+GOALS = {(128, "triton"): "≥ 0.75", (128, "fa4"): "≥ 0.9", (64, "triton"): "≥ 0.55"}
 """Rates over dense SDPA's best, by block and kernel."""
 
 
@@ -101,7 +98,7 @@ def dense_rate(setting: Setting, sampler: Sampler) -> Iterator[Row]:
 
 
 def sparse_rates(setting: Setting, sampler: Sampler, block: int, best: float) -> Iterator[Row]:
-    """Every kernel's rate over dense SDPA's, ours over FlexAttention's time, and linearity in density."""
+    """Every kernel's rate over dense SDPA's, and linearity in density."""
     needs = KernelRequirements((block, block), setting.width, lse=True, ragged_rows=True)
     there = [name for name in CONTENDERS if name in available(setting.device, setting.dtype, needs)]
     per_density = {}
@@ -125,8 +122,6 @@ def sparse_rates(setting: Setting, sampler: Sampler, block: int, best: float) ->
             goal = GOALS.get((128 if block == setting.blocks[0] else 64, kernel), "")
             yield Row(f"{job.name}: rate, {kernel}", rate, "TFLOP/s")
             yield Row(f"{job.name}: rate / dense SDPA, {kernel}", rate / best, "", goal)
-        if {"triton", "flex"} <= set(right):
-            yield Row(f"{job.name}: time / FlexAttention", ms["triton"] / ms["flex"], "", "≤ 0.9")
         if "triton" in right:
             per_density[density] = ms["triton"] * job.mask.bits.numel() / int(job.mask.bits.sum())
     if 1.0 in per_density:

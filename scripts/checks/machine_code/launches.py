@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from scripts.checks.machine_code.compiler import Compiled, disassembled
 
-__all__ = ["compiled_launches"]
+__all__ = ["compiled_launches", "gpu_of"]
 
 
 def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> list[Compiled]:
@@ -44,7 +44,7 @@ def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> lis
             made = run(self, *args, grid=grid, warmup=True, **options)
         found.append((made, said.getvalue()))
 
-    with _device(arch), mock.patch.object(JITFunction, "run", compile_only), FakeTensorMode():
+    with gpu_of(arch), mock.patch.object(JITFunction, "run", compile_only), FakeTensorMode():
         launch()
     return [
         Compiled(made.asm["ttgir"], made.asm["ptx"], disassembled(made.asm["cubin"]), said, made.metadata.shared)
@@ -53,7 +53,7 @@ def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> lis
 
 
 @contextlib.contextmanager
-def _device(arch: int) -> Iterator[None]:
+def gpu_of(arch: int) -> Iterator[None]:
     """A GPU of this capability, as far as launching functions and Triton's compiler ask for one."""
     # Triton keeps what it compiled by device number: one number for each kind.
     stand_in = SimpleNamespace(

@@ -237,8 +237,6 @@ _TORCH = (
     PrivateName("torch._C._functorch:is_functorch_wrapped_tensor", "dbsp_core.comm.transforms"),
     PrivateName("torch._C._functorch:peek_interpreter_stack", "dbsp_core.comm.transforms"),
     PrivateName("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", "dbsp_core.comm.transforms"),
-    PrivateName("torch._dynamo:config", "dbsp_kernels.backends.flex"),
-    PrivateName("torch._dynamo:exc", "dbsp_kernels.backends.flex"),
     PrivateName("torch._dynamo.eval_frame:OptimizedModule", "dbsp_diffusers.attached", says=("_orig_mod",)),
     *(
         PrivateName(f"torch.ops:aten._scaled_dot_product_flash_attention_for_cpu{suffix}", "dbsp_kernels.backends.cpu")

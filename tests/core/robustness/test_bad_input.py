@@ -43,7 +43,7 @@ def assert_fails_alike(pool, message, function, *args):
             {"kernel": "sparge", "strategy": "U1R3"},
             "kernel 'sparge' cannot serve this plan: it returns no log-sum-exp",
         ),
-        ({"kernel": "magic"}, "unknown kernel 'magic'; use auto or one of"),
+        ({"kernel": "magic"}, "unknown kernel 'magic'; use one of auto"),
         ({"precision": "in8"}, "precision cannot be 'in8': use one of model, int8; did you mean 'int8'?"),
         ({"keys": "neded"}, "keys cannot be 'neded' here: use one of ring, all, needed, kept; did you mean 'needed'"),
     ],

@@ -88,7 +88,7 @@ class Draw:
         planned = self.planner != "random" or self.keys == "ring"
         text_alone = self.streams is not None and not any(one.text for one in self.sequences)
         batch = self.batch == 1 or len(self.sequences) == 1 or not self.predicted
-        rightly_typed = self.kernel not in ("triton", "flex") or self.dtype != "float64"
+        rightly_typed = self.kernel != "triton" or self.dtype != "float64"
         return (
             strategy.world == self.world
             and strategy.ring <= self.key_blocks

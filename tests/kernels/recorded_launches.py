@@ -1,0 +1,157 @@
+"""Records launches of our Triton kernels without a GPU, in a process in which they are not interpreted.
+
+Prints, as JSON, the kernels that were launched outside their tensors' device, and how many variants of each kernel are
+compiled for one dtype, head size and block size while numbers of rows, blocks, heads, segments and items vary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, compute_cache_key
+
+from dbsp_kernels.backward import BackwardInputs, TransposedTable
+from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.packing.int8_rows import row_words
+from dbsp_kernels.prediction import pooling
+from dbsp_kernels.prediction.block_selection import pooled_scores
+from dbsp_kernels.triton.backward import triton_attention_backward
+from dbsp_kernels.triton.block_selection import select_blocks_triton
+from dbsp_kernels.triton.forward import triton_attention
+from dbsp_kernels.triton.int8_rows import triton_quantise_segments, triton_restore_rows
+from dbsp_kernels.triton.merge import triton_merge_into
+from dbsp_kernels.triton.pooling import pool_rows_triton, sum_tokens_triton
+from dbsp_kernels.triton.row_bits import triton_expand_rows, triton_pack_rows
+from dbsp_kernels.triton.segment_copy import triton_copy_segments
+from scripts.checks.machine_code.launches import gpu_of
+
+SIZES = (1, 7, 16, 33, 48, 1182)
+WIDTH, BLOCK, HEADS = 128, 64, 5
+MEANS = (1.0, 2.4, 9.0, 20.0, 40.0, 64.0)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the kernel's name, what it is compiled for, and whether its tensors' device was made current."""
+
+    kernel: str
+    variant: str
+    on_device: bool
+
+
+@contextlib.contextmanager
+def recorded(arch: int) -> Iterator[list[Launch]]:
+    """Tensors without memory seem to be on a GPU, and launches are added to the list and not compiled."""
+    found: list[Launch] = []
+    entered: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def device(index: Any) -> Iterator[None]:
+        entered.append(torch.device(index))
+        yield
+        entered.pop()
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        options["debug"] = options.get("debug", self.debug) or False
+        options["instrumentation_mode"] = knobs.compilation.instrumentation_mode
+        options["fpsan_homomorphic_casts"] = knobs.compilation.fpsan_homomorphic_casts
+        _, keys, *_, binder = self.device_caches[driver.active.get_current_device()]
+        _, specialization, options = binder(*args, **options)
+        tensors = {argument.device for argument in args if isinstance(argument, torch.Tensor)}
+        variant = compute_cache_key(keys, specialization, options)
+        found.append(Launch(self.fn.__name__.lstrip("_"), str(variant), {*entered[-1:]} == tensors))
+
+    def address(self: torch.Tensor) -> int:
+        return self.storage_offset() * self.element_size()
+
+    with (
+        gpu_of(arch),
+        mock.patch.object(torch.cuda, "device", device),
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(FakeTensor, "data_ptr", address),
+        FakeTensorMode(),
+    ):
+        yield found
+
+
+def table(*shape: int, offset: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A table that starts `offset` elements behind an aligned address, as parts of larger tables do."""
+    return torch.empty(torch.Size(shape).numel() + offset, dtype=dtype)[offset:].view(shape)
+
+
+def attend(rows: int, blocks: int, offset: int) -> None:
+    q, k = table(rows, BLOCK, WIDTH, dtype=torch.bfloat16), table(blocks, BLOCK, WIDTH, dtype=torch.bfloat16)
+    names = ("kv_count", "kv_full", "row_schedule")
+    tables = {name: table(rows, offset=offset) for name in names} | {"kv_len": table(blocks, offset=offset)}
+    plain = KernelInputs(q, k, k, table(rows, blocks, offset=offset), scale=0.1, **tables)
+    partial = table(rows, BLOCK, WIDTH, dtype=torch.float32), table(rows, BLOCK, offset=offset, dtype=torch.float32)
+    wide = {"out_dtype": torch.float32}
+    for options in ({}, wide, {"partial": partial}, {"partial": partial, "out_dtype": torch.bfloat16}):
+        triton_attention(KernelInputs(**(vars(plain) | options)))
+    turned = TransposedTable(table(blocks, rows, offset=offset), table(blocks, offset=offset))
+    triton_attention_backward(BackwardInputs(plain, q, q, partial[1], lambda: turned))
+    triton_merge_into(*partial, q, partial[1])
+
+
+def make_tables(rows: int, blocks: int, offset: int) -> None:
+    bits = table(rows, -(-blocks // 8), offset=offset, dtype=torch.uint8)
+    counts = [table(rows, offset=offset) for _ in range(2)]
+    triton_expand_rows(bits, counts[0], table(blocks, offset=offset), counts[1], blocks, BLOCK, 1 + rows % 2)
+    longs = [table(rows, offset=offset, dtype=torch.int64) for _ in range(3)]
+    columns, here = (table(1 + rows % 3, HEADS, blocks, dtype=dtype) for dtype in (torch.int64, torch.bool))
+    triton_pack_rows(table(rows, blocks, offset=offset, dtype=torch.bool), *longs, columns, here, here)
+
+
+def predict(rows: int, blocks: int, offset: int) -> None:
+    tokens = table(1 + rows % 2, 64 * blocks, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2)
+    place, first = (table(n, offset=offset, dtype=torch.int64) for n in (64 * blocks, blocks + 1))
+    units = (pooling.MEAN_UNIT, pooling.DIRECTION_UNIT)
+    sums = sum_tokens_triton(tokens, place, first, pooling.LIMIT, *units)
+    pool_rows_triton(sums, first[1:], *units)
+    pooled_scores(table(HEADS, rows + blocks, WIDTH + 1, dtype=torch.float32), rows, 0.1, 0.5)
+    chance, dense = table(HEADS, rows, 1182, dtype=torch.float64), table(HEADS, rows + 1182, dtype=torch.bool)
+    select_blocks_triton(chance, dense, 0.9, 0)
+    select_blocks_triton(chance, dense, None, blocks)
+
+
+def exchange(rows: int, blocks: int, offset: int) -> None:
+    local = table(1 + rows % 2, 64 * blocks, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2)
+    sent = table(1 + rows % 2, 1, 64 * rows, WIDTH, dtype=torch.bfloat16)
+    words = table(64 * rows, 1 + rows % 2, row_words(WIDTH)).transpose(0, 1)[:, None]
+    segments, less = table(rows, 6, offset=offset), table(1 + rows % 2, HEADS, WIDTH, dtype=torch.float32)
+    others = [segments, table(blocks, 6, offset=offset), table(0 if rows == 7 else 48, 6)]
+    for mean in MEANS:
+        triton_copy_segments([local], sent, [segments], mean)
+        triton_copy_segments([local], sent, [segments], mean, add=True)
+        triton_copy_segments([local] * 3, sent, others, mean)
+        triton_quantise_segments(local, words, segments, mean, less)
+        triton_quantise_segments(local, words, segments, mean, None)
+    triton_restore_rows(table(64 * rows, row_words(WIDTH)), WIDTH, torch.bfloat16)
+
+
+def main() -> None:
+    variants: dict[str, set[str]] = defaultdict(set)
+    elsewhere: set[str] = set()
+    with recorded(90) as found:
+        for rows, blocks, offset in itertools.product(SIZES, SIZES, (0, 3)):
+            for part in (attend, make_tables, predict, exchange):
+                part(rows, blocks, offset)
+    for launch in found:
+        variants[launch.kernel].add(launch.variant)
+        elsewhere |= set() if launch.on_device else {launch.kernel}
+    print(json.dumps({"variants": {k: len(v) for k, v in variants.items()}, "elsewhere": sorted(elsewhere)}))
+
+
+if __name__ == "__main__":
+    main()

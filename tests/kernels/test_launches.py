@@ -1,0 +1,71 @@
+"""Every launch runs on its tensors' device, and few variants of each kernel are compiled for many sizes. No GPU."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import dbsp_kernels.triton
+from tests.support.programs import run
+from tests.support.repository import ROOT, child_environment
+
+pytest.importorskip("triton")
+MOST_VARIANTS = {
+    "forward_kernel": 4,  # output in the model's dtype or float32, merged with a partial result or not
+    "backward_rows_kernel": 1,
+    "backward_keys_kernel": 1,
+    "merge_kernel": 1,
+    "expand_kernel": 1,
+    "pack_kernel": 1,
+    "sum_kernel": 1,
+    "pool_kernel": 1,
+    "score_kernel": 1,
+    "select_kernel": 2,  # by cumulative chance or by count
+    "copy_kernel": 12,  # four segment lengths; one source, one that is added, or three
+    "quantise_kernel": 8,  # four segment lengths; with a mean subtracted or not
+    "restore_kernel": 1,
+}
+"""Variants for one dtype, head size and block size."""
+
+
+@pytest.fixture(scope="module")
+def launches():
+    environment = {name: value for name, value in child_environment().items() if name != "TRITON_INTERPRET"}
+    done = run([sys.executable, "-m", "tests.kernels.recorded_launches"], env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_launch_with_another_current_device_runs_on_the_tensors_device(launches):
+    assert launches["elsewhere"] == []
+
+
+def test_launches_of_many_sizes_compile_few_variants(launches):
+    assert launches["variants"] == MOST_VARIANTS
+
+
+def test_every_kernel_of_the_package_is_recorded():
+    files = Path(dbsp_kernels.triton.__file__).parent.glob("*.py")
+    functions = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if is_function(node)]
+    kernels = {f.name.lstrip("_") for f in functions if f.name.endswith("_kernel")}
+    assert kernels == MOST_VARIANTS.keys()
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef)
+
+
+def test_kernels_are_launched_in_one_place():
+    """By `launch`, which makes the tensors' device current."""
+    package = Path(dbsp_kernels.triton.__file__).parents[1]
+    calls = {
+        file.name
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    }
+    assert calls == {"launch.py"}
