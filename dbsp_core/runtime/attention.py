@@ -117,7 +117,6 @@ class DualBalancedAttention(AttentionExecutor):
         part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
         executor = cls.of_part(part, plan, mask, group, kernel, mark=debug)
         executor.debug = debug
-        _ = executor.last  # now, as the mask's bits may be set in place later
         return executor
 
     def __repr__(self) -> str:
@@ -199,7 +198,7 @@ def dual_balanced_attention(
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
-        keys: "ring", "all", "needed" or "kept": how keys and values travel; see `make_plan`.
+        keys: "ring", "all" or "needed": how keys and values travel; see `make_plan`.
         precision: "model" or "int8": how q, k and v are written on their way; see `make_plan`.
 
     Returns:

@@ -14,7 +14,6 @@ from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.added_keys import AddedKeys
 from dbsp_core.runtime.backward import attention_with_gradients
 from dbsp_core.runtime.forward import PreparedAttention, forward
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_spans_of
@@ -144,13 +143,12 @@ def _of_mask(part: RankPlan, mask: BlockMask) -> dict[str, Any]:
     """The fields of a `PreparedAttention` that follow from its mask, beside the tables."""
     beside = mask.remainder
     return {
-        "added": AddedKeys(part, mask) if part.assignment.keys.adds else None,
         "pooled": PooledKeysOfMask(part.pooled, part.table_layout, mask) if isinstance(beside, PooledKeys) else None,
         "coarse": beside if isinstance(beside, CoarseBranch) else None,
     }
 
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
-    """The kernel tables of a mask under a part's plan, one a period that it has whatever the mask."""
+    """The kernel tables of a mask under a part's plan, one a period."""
     plan.assignment.require_fit(mask)
     return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))

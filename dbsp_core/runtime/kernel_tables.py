@@ -156,7 +156,7 @@ class TableLayout:
         return self.columns.shape[2]
 
     def to(self, device: torch.device) -> TableLayout:
-        """Returns a copy with all tables on `device`; spans stay on the host. The tables of `self` must be on the CPU."""
+        """Returns a copy with all tables on `device`. The tables of `self` must be on the CPU; spans stay there."""
         if device == self.rows.device:
             return self
 

@@ -29,7 +29,6 @@ from dbsp_core.runtime.session.plan_cache import PlanCache, SyncPlanCache
 from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings, strategies_of
 from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.log import log
 
 __all__ = ["FEW_STEPS", "PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
 
@@ -260,23 +259,16 @@ def _layout(
     def named(name: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
         return SequenceLayout.named(name, grid, strategy, streams=streams, profile=profile)
 
-    # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-    fixed = named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
     if not config.searches_layout or group.size == 1:
-        return fixed
-    fastest = fastest_layout(
+        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+        return named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
+    return fastest_layout(
         masks.masks_now(device),
         strategies_of(config, group, session.strategy, grid),
-        config.key_ways,
         partial(named, "local"),
-        fixed,
         config.planner,
         machine.hardware,
         session.topology,
         element_bytes=2 if device.type == "cuda" else 4,
         precision=config.exchange.precision,
     )
-    if len(config.key_ways) > 1 and group.rank == 0:
-        name = config.effective_layout if fastest is fixed else "local"
-        log.info("layout %s, predicted to be fastest with keys: auto", name)
-    return fastest
