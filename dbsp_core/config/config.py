@@ -176,7 +176,7 @@ class DbspConfig:
                     raise SettingError(
                         f"a {name} is of ranks that share all sequences; leave out {name}, or bags", (name,)
                     )
-        if isinstance(self.strategy, Strategy):
+        if isinstance(self.strategy, Strategy) and self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
 

@@ -34,6 +34,7 @@ from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.byte_sizes import in_bytes
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
@@ -106,7 +107,8 @@ class PlanSettings:
         """The settings for masks on `grid`, used on `device`."""
         selector, hardware = None, machine.hardware
         if strategy is None:
-            selector = _selector(config, group, topology, layout, hardware, grid, device)
+            make = partial(_selector, config, group, topology, layout, hardware, grid, device)
+            selector = run_consistently(group, make, device)
         predicted_on = device.type if config.mask.changes == "per_call" else None
         return cls(
             config, group, topology, strategy, layout, hardware, selector, compare, machine.memory, predicted_on
@@ -260,9 +262,17 @@ def _selector(
     if hardware is None:
         raise RuntimeError("strategies are chosen by a machine's constants, and none were loaded")
     if group.rank == 0:
-        warn_if_elsewhere(hardware, device.type, choose_kernel(config.kernel, device.type, torch.float32).name)
+        warn_if_elsewhere(hardware, device, _kernel_name(config.kernel, device))
     strategies = strategies_of(config, group, None, grid)
     return StrategySelector(strategies, hardware, topology, layout)
+
+
+def _kernel_name(kernel: str, device: torch.device) -> str:
+    """Returns the name of the kernel that is expected to run. Whether it can is checked at the first attention."""
+    try:
+        return choose_kernel(kernel, device, torch.bfloat16 if device.type == "cuda" else torch.float32).name
+    except UserError:
+        return kernel
 
 
 def strategies_of(

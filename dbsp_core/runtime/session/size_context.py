@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.inputs import InputsAgreed
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import AttentionShape, Topology
 from dbsp_core.cost.layout_choice import fastest_layout
@@ -114,8 +115,8 @@ class SizeContext:
     plans: PlanCache
     plan_keys: dict[int, PlanKey] = field(default_factory=dict)
     """What the plan of each layer's last attention is kept for."""
-    inputs_agreed: bool = False
-    """Whether all ranks have compared the shapes of q, k and v."""
+    inputs_agreed: InputsAgreed = field(default_factory=InputsAgreed)
+    """What of q, k and v all ranks have compared."""
     _executors: dict[PlanKey, AttentionExecutor] = field(default_factory=dict)
     _used: OrderedDict[PlanKey, PlanKey] = field(default_factory=OrderedDict)
     """What each attention's executor is kept for, the one used last at the end."""
