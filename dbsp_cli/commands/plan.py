@@ -61,7 +61,7 @@ def plan_command(
     layout: Annotated[
         str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,
-    keys: Annotated[str, typer.Option(help="ring, all, needed, or kept: what ranks are sent.")] = "ring",
+    keys: Annotated[str, typer.Option(help="ring, all, or needed: what ranks are sent.")] = "ring",
     precision: Annotated[str, typer.Option(help="model or int8: how q, k and v travel.")] = MODEL.name,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     picture: Annotated[

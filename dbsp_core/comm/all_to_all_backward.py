@@ -7,7 +7,7 @@ to several ranks, whose gradients are added in the order of ranks, so that sums 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -64,10 +64,6 @@ class BackwardRoute:
             for some in (route.dispatch_exchanges, route.fetch_exchanges)
         )
         return cls(_BackwardExchange.of(route.combine_exchange), dispatch, route.q_places, fetch)
-
-    def with_fetch(self, exchange: Exchange) -> BackwardRoute:
-        """The same for a route that fetches once more."""
-        return replace(self, fetch=(*self.fetch, _BackwardExchange.of(exchange)))
 
     def to_owners(self, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """Brings the output's gradient [B, H, n_local, D] to owners: [B, Rq·Bq, D], zero beyond short blocks."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from dbsp_core.comm.transforms import unfollowed
 
-__all__ = ["DIMENSIONS", "needs_gradients", "problem_of_inputs"]
+__all__ = ["DIMENSIONS", "InputsAgreed", "needs_gradients", "problem_of_inputs"]
 
 DIMENSIONS = "q, k, v are [batch, heads, tokens, D]"
 INFERENCE_TENSORS = (
@@ -54,3 +56,21 @@ def problem_of_inputs(
     if needs_gradients(q, k, v) and any(t.is_inference() for t in (q, k, v)):
         return INFERENCE_TENSORS
     return None
+
+
+@dataclass
+class InputsAgreed:
+    """Kinds of q, k and v that all ranks have compared: device, dtype, head size, and whether gradients are needed."""
+
+    _known: set[tuple[torch.device, torch.dtype, torch.Size, bool]] = field(default_factory=set)
+
+    def is_new(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: str | None) -> bool:
+        """Returns whether ranks must compare these inputs, and remembers them as compared.
+
+        A `problem` of one rank alone can be shared only where the others compare too: at the first call.
+        """
+        kind = q.device, q.dtype, q.shape[-1:], needs_gradients(q, k, v)
+        if kind in self._known or (problem is not None and self._known):
+            return False
+        self._known.add(kind)
+        return True

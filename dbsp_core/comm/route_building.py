@@ -13,11 +13,10 @@ from dbsp_core.comm.all_to_all import Exchange, Route, exchange_q_separately
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.row_owners import places_of
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.packing.segment_copy import CopySegments
 
-__all__ = ["build_fetch", "build_route"]
+__all__ = ["build_route"]
 
 
 def build_route(
@@ -49,22 +48,6 @@ def build_route(
     combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
     places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
     return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, assignment.keys.at_once)
-
-
-def build_fetch(assignment: Assignment, layout: SequenceLayout, rank: int, sent: np.ndarray) -> Exchange:
-    """One rank's side of an exchange of keys and values, on the host.
-
-    Args:
-        sent: bool[P, H, nk], the (head, KV block) pairs that each rank is sent.
-    """
-    world = assignment.strategy.world
-    _, keys = _axes(assignment, layout)
-
-    def holders(heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        return np.where(sent[:, heads[:, None], blocks].transpose(1, 2, 0), np.arange(world), -1)
-
-    home, packed = keys.at_home(rank, holders), keys.packed(*places_of(sent[rank]))
-    return _exchange(world, [_Travelling.of_keys(home, packed)], torch.device("cpu"), assignment.wire)
 
 
 @dataclass(frozen=True, eq=False)

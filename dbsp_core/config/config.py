@@ -15,7 +15,7 @@ from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
 from dbsp_core.planning.key_travel import KeyTravel
-from dbsp_core.planning.keys import KEYS
+from dbsp_core.planning.keys import KEYS, require_keys
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
@@ -26,7 +26,7 @@ from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.schema import build, checked, convert, keys_within, plain_value, require_choice, setting_names
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
 from dbsp_kernels import KernelRequirements, require_supported
-from dbsp_kernels.registry import require_kernel_name, returns_lse
+from dbsp_kernels.registry import require_kernel_name
 
 __all__ = ["ConfigLike", "DbspConfig", "ExchangeConfig", "ReuseConfig"]
 
@@ -114,9 +114,8 @@ class DbspConfig:
             is meant for.
         planner: A `PlannerConfig`, a mapping for one, or only its name.
         keys: "ring": keys and values travel round the ring; "all": each rank is sent all of its heads', in chunks from
-            where they live; "needed": those that its rows need, for masks that are known beforehand; "kept": those
-            that they needed under an earlier mask, and in a second exchange what this one adds; "auto": whichever is
-            predicted to be fastest at each attention. See docs/needed-keys.md.
+            where they live; "needed": those that its rows need, for masks that are known beforehand. See
+            docs/needed-keys.md.
         exchange: An `ExchangeConfig`, or a mapping for one.
         reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
@@ -165,11 +164,12 @@ class DbspConfig:
             require_choice("layout", self.layout, tuple(LAYOUT_ORDERS))
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
-        require_choice("keys", self.keys, (*KEYS, AUTO))
-        if self.keys != AUTO and KEYS[self.keys].known_masks and self.mask.changes == "per_call":
+        with blame_setting("keys"):
+            require_keys(self.keys)
+        if self.key_way.known_masks and self.mask.changes == "per_call":
             raise SettingError(
                 f"keys: {self.keys} is for masks that are known beforehand, and these are predicted from the queries "
-                "and keys of each call, too late to choose what is sent; use keys: kept, all, ring or auto",
+                "and keys of each call, too late to choose what is sent; use keys: all or ring",
                 ("keys",),
             )
         if self.bags is not None:
@@ -178,12 +178,9 @@ class DbspConfig:
                     raise SettingError(
                         f"a {name} is of ranks that share all sequences; leave out {name}, or bags", (name,)
                     )
-        if isinstance(self.strategy, Strategy):
+        if isinstance(self.strategy, Strategy) and self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
-        if self.keys != AUTO and KEYS[self.keys].adds:
-            with blame_setting("kernel"):
-                require_supported(self.kernel, KernelRequirements(lse=True))
 
     def for_transformer(self, name: str) -> DbspConfig:
         """The settings of the transformer that a pipeline has by this name: "transformer" or "transformer_2"."""
@@ -208,23 +205,17 @@ class DbspConfig:
     @property
     def effective_layout(self) -> str:
         """The name of the layout that is used: the one that is set, or else the planner's."""
-        return self.layout or require_planner(self.key_ways[0].planner_for(self.planner.name)).layout
+        return self.layout or require_planner(self.key_way.planner_for(self.planner.name)).layout
 
     @property
     def searches_layout(self) -> bool:
         """Whether several ranks choose the layout at the first attention, by the masks that are known by then."""
-        return self.layout is None and any(way.known_masks for way in self.key_ways)
+        return self.layout is None and self.key_way.known_masks
 
     @property
-    def key_ways(self) -> tuple[type[KeyTravel], ...]:
-        """The ways in which keys may travel: the one that is set, or for "auto" all that serve such masks."""
-        if self.keys != AUTO:
-            return (KEYS[self.keys],)
-        if self.mask.changes != "per_call":
-            return tuple(way for way in KEYS.values() if not way.adds)
-        return tuple(
-            way for way in KEYS.values() if not way.known_masks and (returns_lse(self.kernel) or not way.adds)
-        )
+    def key_way(self) -> type[KeyTravel]:
+        """How keys travel."""
+        return KEYS[self.keys]
 
     @property
     def effective_planning(self) -> str:

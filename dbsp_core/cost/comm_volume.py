@@ -50,18 +50,17 @@ class Traffic:
         handed_on: np.ndarray = 2.0 * self.block_k * self.blocks[len(self.keys) :].sum(axis=0)
         return handed_on
 
-    def in_chunks(self, shares: Sequence[int], adds: bool = False) -> Traffic:
+    def in_chunks(self, shares: Sequence[int]) -> Traffic:
         """About the same where keys come in these further chunks: as if the keys of all were alike.
 
         Args:
             shares: See `KeysInChunks.shares`.
-            adds: See `KeyTravel.adds`.
         """
         if len(self.keys) < len(self.blocks):
             raise ValueError("keys that are handed on do not come in chunks")
-        part, stop = np.array(shares) / sum(shares), len(self.keys) - adds
-        keys = [self.keys[:1], part[:, None, None] * self.keys[1:stop].sum(axis=0), self.keys[stop:]]
-        blocks = [self.blocks[:1], part[:, None] * self.blocks[1:stop].sum(axis=0), self.blocks[stop:]]
+        part = np.array(shares) / sum(shares)
+        keys = [self.keys[:1], part[:, None, None] * self.keys[1:].sum(axis=0)]
+        blocks = [self.blocks[:1], part[:, None] * self.blocks[1:].sum(axis=0)]
         return replace(self, keys=np.concatenate(keys), blocks=np.concatenate(blocks))
 
     @property

@@ -284,10 +284,10 @@ def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:
     write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
 
 
-def device_class(device: str) -> str:
-    """The kind of device this machine has, for `device` "cpu" or "cuda": no host name, nothing of this one copy."""
-    if device == "cuda":
-        return torch.cuda.get_device_name(0)
+def device_class(device: torch.device | str) -> str:
+    """Returns the model of a device, or of the current GPU for "cuda": no host name, nothing of this one copy."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     except OSError:
@@ -302,7 +302,7 @@ def software_versions(kernel: str) -> dict[str, str]:
     return {"dbsp-attention": own, "torch": str(torch.__version__), "kernel": kernel}
 
 
-def warn_if_elsewhere(hardware: Hardware, device: str, kernel: str) -> list[str]:
+def warn_if_elsewhere(hardware: Hardware, device: torch.device | str, kernel: str) -> list[str]:
     """Warns, and says how to measure again, where constants were measured on another device or with other versions.
 
     Returns:

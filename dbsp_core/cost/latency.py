@@ -29,11 +29,6 @@ __all__ = ["AttentionShape", "Prediction", "Topology", "exchange_cost_of", "pred
 MERGE_BYTES = 12
 """Bytes of memory per output element that a merge touches: two float32 read, one written."""
 
-ADDED_S = 1e-3
-"""Seconds from the first kernel on that the host is assumed to take for the exchange and tables of what a mask adds to
-kept keys. Measured is 0.5 ms of one core for the exchange and the tables' layout, Wan2.1-14B at 720p on 16 or 32 ranks
-(docs/needed-keys.md); their way to the device comes on top."""
-
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -166,7 +161,7 @@ def predict(
         times = ring_times(compute, hand_overs_s(strategy, held, known, topology), strategy, known.overlap)
     else:
         fetches = fetches_s(traffic, sent_bytes, known, topology)
-        times = chunk_times(compute, fetches, known.overlap, keys.at_once, ADDED_S if keys.adds else None)
+        times = chunk_times(compute, fetches, known.overlap, keys.at_once)
     return Prediction(
         exchange_s=sum(exchange_s(sent, known, topology) for sent in exchanged),
         times=times,

@@ -20,7 +20,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import AXIS_ORDERS, CANONICAL
-from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 
@@ -75,24 +74,20 @@ def _sent_between_rows(plan: Plan, layout: SequenceLayout) -> float:
 def fastest_layout(
     masks: Sequence[BlockMask],
     strategies: Sequence[Strategy],
-    ways: Sequence[type[KeyTravel]],
     named: Callable[[BlockGrid, Strategy], SequenceLayout],
-    fixed: SequenceLayout,
     planner: PlannerConfig,
     hardware: Hardware | None,
     topology: Topology,
     element_bytes: int,
     precision: str = "model",
 ) -> SequenceLayout:
-    """The layout in which the masks' attentions are predicted to take least: equal on all ranks, like their masks.
+    """Returns the layout in which needed keys are predicted to be fastest: equal on all ranks, like the masks.
 
     Args:
         masks: Of the layers.
         strategies: Among which each attention's is chosen.
-        ways: The ways in which keys may travel.
         named: Makes layout "local" on a grid, for a strategy.
-        fixed: The layout for keys of which nothing must be known.
-        planner: Of the plans, in either layout.
+        planner: Of the plans.
         hardware: Whose constants predict times. None: there is one strategy, and no rings.
         topology: Of the ranks.
         element_bytes: Of q, k and v, assumed.
@@ -107,25 +102,19 @@ def fastest_layout(
             raise RuntimeError("layouts are chosen by a machine's constants, and none were loaded")
         return in_ns(predict(plan, shape(plan), hardware, topology, layout))
 
-    def least_ns(mask: BlockMask, layout: SequenceLayout, among: Sequence[Strategy], keys: str) -> int:
-        make = partial(make_plan, mask, layout=layout, compare=False, keys=keys, precision=precision)
-        plans = (make(strategy=one, planner=planner) for one in among)
-        plans = (in_fastest_chunks(plan, mask, shape(plan), hardware, topology, layout) for plan in plans)
-        return min(predicted_ns(plan, layout) for plan in plans)
+    def mask_ns(mask: BlockMask, layout: SequenceLayout, strategy: Strategy) -> int:
+        how = partial(make_plan, layout=layout, compare=False, keys="needed", precision=precision)
+        plan = how(mask, strategy, planner)
+        return predicted_ns(in_fastest_chunks(plan, mask, shape(plan), hardware, topology, layout), layout)
 
     def local(strategy: Strategy) -> SequenceLayout:
         cost = None if hardware is None else predicted_ns
         return least_keys_layout(masks, strategy, lambda grid: named(grid, strategy), cost, precision)
 
-    found: list[tuple[SequenceLayout, Sequence[Strategy], str]] = []
-    for way in ways:
-        if way.known_masks:
-            found += [(local(strategy), [strategy], way.name) for strategy in strategies]
-        else:
-            found.append((fixed, strategies, way.name))
+    found = [(local(strategy), strategy) for strategy in strategies]
     if len(found) == 1:
         return found[0][0]
-    return min(found, key=lambda one: sum(least_ns(mask, *one) for mask in _some(masks)))[0]
+    return min(found, key=lambda one: sum(mask_ns(mask, *one) for mask in _some(masks)))[0]
 
 
 def _some(masks: Sequence[BlockMask]) -> list[BlockMask]:

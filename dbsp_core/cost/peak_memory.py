@@ -63,8 +63,7 @@ def peak_bytes(
     buffers, further = np.zeros((periods - 1, len(rows))), traffic.keys[1:]
     buffers[: len(further)] = 2 * (further.sum(axis=1) + further.sum(axis=2)) * sent
     if assignment.keys.at_once:
-        known = buffers[: periods - 1 - assignment.keys.adds]  # what a mask adds sets off one ahead
-        known[:] = known[::-1].cumsum(axis=0)[::-1]
+        buffers = buffers[::-1].cumsum(axis=0)[::-1]
     slots = traffic.blocks * (2.0 * grid.block_k)  # by period, tokens of what a rank computes with
     came_slots, read_slots = slots * sent, slots * token
     came_rows = traffic.rows * grid.block_q * sent

@@ -61,26 +61,17 @@ def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, ov
     return _of_the_last(compute, p2p, done.ravel())
 
 
-def chunk_times(
-    compute: np.ndarray, p2p: Sequence[float], overlap: float, at_once: bool, known_s: float | None = None
-) -> PeriodTimes:
+def chunk_times(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_once: bool) -> PeriodTimes:
     """Keys in chunks, whose ranks wait for further chunks alone: these are there when the busiest rank's are.
 
     The transfer of what the next period needs starts with its period; or, `at_once`, all follow one another from the
     first period on. Other arguments are those of `ring_times`; the last period has no transfer.
-
-    Args:
-        known_s: Where the last period brings what a mask adds (`KeyTravel.adds`), seconds from the first period's
-            start until the host knows what that is. Its transfer starts with the period before it at the earliest, and
-            never before the first one's end.
     """
     done, came = np.zeros(compute.shape[1]), 0.0
-    for period, (period_s, transfer_s) in enumerate(zip(compute, [*p2p, 0.0], strict=True)):
+    for period_s, transfer_s in zip(compute, [*p2p, 0.0], strict=True):
         began = np.maximum(done, came)
         done = began + period_s
-        if known_s is not None and period + 2 == len(compute):
-            came = max(known_s, float((began if period else done).max())) + transfer_s
-        elif at_once:
+        if at_once:
             came += transfer_s
         else:
             done = np.maximum(done, began + transfer_s)

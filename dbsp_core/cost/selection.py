@@ -104,7 +104,7 @@ def in_fastest_chunks(
 
         def about_ns(shares: tuple[int, ...]) -> int:
             about = _about(plan, shares)
-            return in_ns(predict(about, shape, hardware, topology, layout, traffic.in_chunks(shares, keys.adds)))
+            return in_ns(predict(about, shape, hardware, topology, layout, traffic.in_chunks(shares)))
 
         at_once = sorted(SHARES, key=about_ns)
     ways = [*((shares, False) for shares in at_once), *((shares, True) for shares in ONE_AHEAD)]
@@ -114,8 +114,8 @@ def in_fastest_chunks(
 def _about(plan: Plan, shares: tuple[int, ...]) -> Plan:
     """Nearly the plan in other chunks, in microseconds: as if the work with all keys of other ring rows were alike."""
     work = plan.metrics.work
-    stop, part = len(work) - plan.assignment.keys.adds, np.array(shares)[:, None] / sum(shares)
-    metrics = replace(plan.metrics, work=np.concatenate([work[:1], part * work[1:stop].sum(axis=0), work[stop:]]))
+    part = np.array(shares)[:, None] / sum(shares)
+    metrics = replace(plan.metrics, work=np.concatenate([work[:1], part * work[1:].sum(axis=0)]))
     return replace(plan, metrics=metrics)
 
 

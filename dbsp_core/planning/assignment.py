@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -63,11 +63,6 @@ class Assignment(RowOwners):
             and np.array_equal(self.q_owner, other.q_owner)
             and self.keys.equals(other.keys)
         )
-
-    @property
-    def settled(self) -> Assignment:
-        """The same with what travels whatever the mask; see `KeyTravel.settled`."""
-        return replace(self, keys=self.keys.settled) if self.keys.adds else self
 
     def require_fit(self, mask: BlockMask) -> None:
         """Raises UserError for a mask of another number of heads or on another grid."""

@@ -15,7 +15,7 @@ from dbsp_core.planning.imbalance import owned_work
 from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.row_owners import RowOwners, places_of
 
-__all__ = ["AllKeys", "KeysInChunks", "NeededKeys", "needed_by", "slot_by_slot"]
+__all__ = ["AllKeys", "KeysInChunks", "NeededKeys", "needed_by"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +124,11 @@ class AllKeys(KeysInChunks):
 
     @property
     def _turns(self) -> np.ndarray:
-        return slot_by_slot(self.slot)
+        """Turns that go through one slot after the other, as ring rows may have stripes."""
+        order = np.argsort(self.slot.astype(np.uint16), axis=1, kind="stable")
+        turns = np.empty_like(order)
+        np.put_along_axis(turns, order, np.arange(order.shape[1])[None], axis=1)
+        return turns
 
     def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
         """See `KeyTravel.work`. Counted where the mask's bits are, by the slot and the further chunk of each block."""
@@ -180,11 +184,3 @@ class NeededKeys(KeysInChunks):
 def needed_by(rows: RowOwners, mask: BlockMask) -> np.ndarray:
     """bool[P, H, nk]: the (head, KV block) pairs that some row of each rank attends to. Reads the mask on the host."""
     return mask.counts.columns_by_rank(rows.q_owner, rows.strategy.world) > 0
-
-
-def slot_by_slot(slot: np.ndarray) -> np.ndarray:
-    """int64[H, nk]: turns of blocks that go through one slot after the other, as ring rows may have stripes."""
-    order = np.argsort(slot.astype(np.uint16), axis=1, kind="stable")
-    turns = np.empty_like(order)
-    np.put_along_axis(turns, order, np.arange(order.shape[1])[None], axis=1)
-    return turns

@@ -31,7 +31,6 @@ class KeyTravel(ABC):
             searched by them too, where none is set.
         lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's periods must be
             even.
-        adds: Whether the last period brings what each call's mask needs beyond the plan's keys: see `settled`.
         slot: int64[H, nk], ring rank of each (head, KV block): where it is in the first period, if it travels then.
     """
 
@@ -39,7 +38,6 @@ class KeyTravel(ABC):
     planner: ClassVar[str]
     known_masks: ClassVar[bool]
     lockstep: ClassVar[bool]
-    adds: ClassVar[bool] = False
 
     slot: np.ndarray
 
@@ -79,15 +77,6 @@ class KeyTravel(ABC):
     def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> KeyTravel:
         """The same keys in other chunks, see `KeysInChunks`. Raises ValueError where they do not come in chunks."""
         raise ValueError(f"{self!r} do not come in chunks")
-
-    @property
-    def settled(self) -> KeyTravel:
-        """What travels whatever the mask: all periods, but the last one where that `adds` keys."""
-        return self
-
-    def renewed(self, rows: RowOwners, mask: BlockMask) -> KeyTravel:
-        """The same after a call with this mask: others where keys are kept, and the mask needs other ones."""
-        return self
 
     @abstractmethod
     def blocks_by_period(self, rows: RowOwners, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:

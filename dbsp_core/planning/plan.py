@@ -153,11 +153,6 @@ class Plan:
         work = assignment.work(mask.counts)
         return replace(self, assignment=assignment, metrics=replace(self.metrics, work=work))
 
-    def renewed(self, mask: BlockMask) -> Plan:
-        """The same with the keys that it keeps renewed by a mask, whose numbers it has; itself where none are kept."""
-        keys = self.assignment.keys.renewed(self.assignment, mask)
-        return self if keys is self.assignment.keys else self.with_keys(keys, mask)
-
     def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
         metrics = PlanMetrics.of(self.assignment, mask, self.config, compare=compare)
@@ -194,8 +189,7 @@ def make_plan(
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "ring"; "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or
             "needed": those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then
-            cuts rows as "local" does, and the plan serves masks only that need no further keys; or "kept": those that
-            its rows need under `mask`, and at each call what the call's mask adds, in one more exchange.
+            cuts rows as "local" does, and the plan serves masks only that need no further keys.
         precision: "model": queries, keys and values travel as they are; "int8": rounded, with a scale for each token
             and head, and without gradients. No plan assigns other rows for it.
 

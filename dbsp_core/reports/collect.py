@@ -61,7 +61,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     measured = [(c.seconds, c.sent.dispatch, c.sent.ring, c.sent.combine) for c in calls]
     own = torch.tensor(measured, device="cpu").double()
     by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
-    hardware = gather_texts(group, device_class(observer.device.type), torch.device("cpu"))
+    hardware = gather_texts(group, device_class(observer.device), torch.device("cpu"))
     columns = _columns(calls, observer, by_rank)
     return RunReport(
         model=model,

@@ -58,8 +58,6 @@ class BytesByStage:
         rank, keys = executor.group.rank, plan.assignment.keys
         means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if wire.centred else 0
         dispatched, combined = executor.route.tokens_sent(rank)
-        if executor.last is not None:
-            dispatched += executor.last.exchange.to_others(rank)
         passed_on = sum(len(table.kv_len) for table in executor.tables[:-1]) if keys.lockstep else 0
         tensor = plan.heads * q.shape[2] * token_bytes  # one of q, k, v or the output, at home
         return cls(

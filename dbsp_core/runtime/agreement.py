@@ -7,7 +7,7 @@ whatever could make the result wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,6 +20,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.packages import version_marks
 from dbsp_kernels import KernelRequirements, require_supported
+from dbsp_kernels.registry import returns_lse
 
 __all__ = [
     "LAYERS_DIFFER",
@@ -29,6 +30,7 @@ __all__ = [
     "agree_on_attention",
     "agree_on_executor",
     "agree_on_gradient",
+    "agree_on_kernel",
     "agree_on_pass",
     "agree_on_settings",
 ]
@@ -51,23 +53,28 @@ GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are n
 
 
 def agree_on_settings(
-    group: SequenceGroup, strategy: Strategy | None, kernel: str, settings: object, debug: bool
+    group: SequenceGroup, strategy: Strategy | None, kernel: str, settings: Callable[[], object], debug: bool
 ) -> None:
     """Raises UserError, on all ranks, for a session's settings that don't fit the ranks or differ. Collective.
 
     Args:
-        settings: All of them, compared by how they are written.
+        group: The ranks of the session.
+        strategy: How the ranks are used, or None if that is chosen at each attention.
+        kernel: Name of a kernel, or "auto", for which each rank reads $DBSP_KERNEL.
+        settings: Returns all settings, compared by how they are written. May raise.
         debug: Whether versions of packages are compared too.
     """
-    problem = None
+    problem: Exception | None = None
+    marks = {SETTINGS_DIFFER: 0, KERNELS_DIFFER: 0}
     try:
         if strategy is not None:
             strategy.require_world(group.size)
-            require_supported(kernel, KernelRequirements(lse=strategy.ring > 1))
-    except UserError as error:
+        require_supported(kernel, KernelRequirements(lse=strategy is not None and strategy.ring > 1))
+        # The strategies to choose from depend on whether the kernel's results can be merged.
+        marks = {SETTINGS_DIFFER: fingerprint_of(settings()), KERNELS_DIFFER: int(returns_lse(kernel))}
+    except Exception as error:  # any error: this rank must not stop alone
         problem = error
-    marks = {SETTINGS_DIFFER: fingerprint_of(settings), **version_marks(debug)}
-    check_consistent(group.control(), problem, marks, torch.device("cpu"))
+    check_consistent(group.control(), problem, {**marks, **version_marks(debug)}, torch.device("cpu"))
 
 
 def agree_on_pass(group: SequenceGroup, size: object, step: object, device: torch.device) -> None:
@@ -110,8 +117,8 @@ def agree_on_attention(
         problem = INPUTS_NOT_FINITE
     kernel = ""
     if executor is not None and problem is None:
-        kernel, refused = _kernel_for(executor, q, k, v)
-        problem = None if refused is None else str(refused)
+        kernel, error = _kernel_for(executor, q, k, v)
+        problem = None if error is None else str(error)
     scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
     marks = {
         INPUTS_DIFFER: fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, needs_gradients(q, k, v))),
@@ -131,6 +138,11 @@ def agree_on_executor(executor: AttentionExecutor, q: torch.Tensor, k: torch.Ten
     check_consistent(executor.group, problem, _marks_of(executor, kernel), q.device)
 
 
+def agree_on_kernel(executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises UserError, on all ranks, where no kernel supports q, k and v on one rank. Collective."""
+    check_consistent(executor.group, _kernel_for(executor, q, k, v)[1], {}, q.device)
+
+
 def agree_on_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
     """Raises UserError, on all ranks together, where one's gradient has values that are not finite. Collective."""
     problem = None if bool(dout.isfinite().all()) else UserError(GRADIENTS_NOT_FINITE)
@@ -139,11 +151,11 @@ def agree_on_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
 
 def _kernel_for(
     executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[str, UserError | None]:
-    """The name of the kernel that will serve, or "" and why none does."""
+) -> tuple[str, Exception | None]:
+    """Returns the name of the kernel that will run and None, or "" and the error that choosing one raised."""
     try:
-        return executor.kernels.kernel_for(q, backward=needs_gradients(q, k, v)).name, None
-    except UserError as error:
+        return executor.kernel_for(q, k, v).name, None
+    except Exception as error:  # any error: this rank must not stop alone
         return "", error
 
 

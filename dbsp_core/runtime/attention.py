@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.inputs import DIMENSIONS, problem_of_inputs
+from dbsp_core.comm.inputs import DIMENSIONS, InputsAgreed, problem_of_inputs
 from dbsp_core.comm.transforms import outside_transforms
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -46,7 +46,8 @@ KEYS_LEFT_OUT = "the mask needs keys that the plan does not send; make a plan fo
 class DualBalancedAttention(AttentionExecutor):
     """Attention under one plan and one mask on one rank, ready to be called for many q, k, v; made by `prepare`.
 
-    All ranks agree that their inputs fit together at the first call, and under debug at every one.
+    All ranks check that their inputs fit together and that a kernel supports them at the first call for a device,
+    dtype and head size, with gradients or without, and under debug at every call.
 
     Attributes:
         part: This rank's part in the plan, with its tables on the device.
@@ -59,7 +60,7 @@ class DualBalancedAttention(AttentionExecutor):
     """
 
     debug: bool = False
-    _agreed: bool = field(default=False, init=False)
+    _agreed: InputsAgreed = field(default_factory=InputsAgreed, init=False)
 
     @classmethod
     @not_compiled
@@ -87,7 +88,7 @@ class DualBalancedAttention(AttentionExecutor):
             kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
             debug: Whether before every call all ranks agree that inputs are finite, and that masks, plans, kernels and
                 scales are equal, or raise together; and now that package versions are. Without it they agree at the
-                first call only that shapes, plans and scales fit.
+                first call only that shapes, plans and scales fit, and that a kernel supports them.
 
         Raises:
             UserError: On all ranks alike, when plan, mask, layout and group don't fit each other, plans differ, or the
@@ -117,7 +118,6 @@ class DualBalancedAttention(AttentionExecutor):
         part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
         executor = cls.of_part(part, plan, mask, group, kernel, mark=debug)
         executor.debug = debug
-        _ = executor.last  # now, as the mask's bits may be set in place later
         return executor
 
     def __repr__(self) -> str:
@@ -145,9 +145,8 @@ class DualBalancedAttention(AttentionExecutor):
         heads, tokens = self.plan.heads, self.part.n_local
         why = f"the plan has {heads} heads and rank {self.group.rank} holds {tokens} tokens"
         problem = problem_of_inputs(q, k, v, heads, tokens, why, self.no_gradients)
-        if self.debug or not self._agreed:
+        if self.debug or self._agreed.is_new(q, k, v, problem):
             agree_on_attention(self.group, q, k, v, scale, problem, executor=self, debug=self.debug)
-            self._agreed = True
         elif problem is not None:
             raise UserError(problem)
         check_gradient = partial(agree_on_gradient, self.group) if self.debug else None
@@ -199,7 +198,7 @@ def dual_balanced_attention(
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
-        keys: "ring", "all", "needed" or "kept": how keys and values travel; see `make_plan`.
+        keys: "ring", "all" or "needed": how keys and values travel; see `make_plan`.
         precision: "model" or "int8": how q, k and v are written on their way; see `make_plan`.
 
     Returns:

@@ -56,8 +56,7 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.prepared, ctx.scale, ctx.shape = prepared, scale, q.shape
         ctx.kernel, ctx.check_gradient = kernel, check_gradient
-        fetches = prepared.part.route.fetch_exchanges or prepared.added is not None
-        at_home = (k, v) if fetches else ()
+        at_home = (k, v) if prepared.part.route.fetch_exchanges else ()
         return forward(
             prepared, q, k, v, scale, kernel, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *at_home)
         )
@@ -70,8 +69,6 @@ class _Attention(torch.autograd.Function):
         if ctx.check_gradient is not None:
             ctx.check_gradient(dout)
         route, group, wide = prepared.part.backward_route, prepared.group, lse.dtype
-        if prepared.last is not None:
-            route = route.with_fetch(prepared.last.exchange)
         batch, width = ctx.shape[0], ctx.shape[3]
         # 1. dOut to the owners of rows, as queries came to them.
         dout_rows = route.to_owners(dout, group).view(rows.shape)
@@ -106,11 +103,7 @@ class _Call:
 
         With the whole attention's log-sum-exp, periods need no merging.
         """
-        last = self.prepared.last
-        if last is not None and period == len(self.prepared.tables):
-            table, transposed = last.table, last.transposed
-        else:
-            table, transposed = self.prepared.tables[period], self.prepared.part.transposed[period]
+        table, transposed = self.prepared.tables[period], self.prepared.part.transposed[period]
         keys, values = slot.flatten(1, 2).unbind(0)
         expanded, batch = table.expanded(slot.shape[1]), slot.shape[1]
         given = KernelInputs(
@@ -175,10 +168,10 @@ def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch
     Returns:
         dq [B·Rq, Bq, D] and by chunk dk, dv, [2, B, Ck, Bk, D], of lse's dtype.
     """
-    fetched = call.prepared.keys_to_come(KeysAtHome(k, v))
+    fetched = call.prepared.part.route.fetch(KeysAtHome(k, v), call.prepared.group)
     dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)
     chunk, dkv = first, []
-    for period in range(len(call.prepared.tables) + (call.prepared.last is not None)):
+    for period in range(len(call.prepared.tables)):
         coming = next(fetched, None)
         dq_part, here = call.period(period, chunk)
         dq += dq_part

@@ -14,7 +14,6 @@ from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.added_keys import AddedKeys
 from dbsp_core.runtime.backward import attention_with_gradients
 from dbsp_core.runtime.forward import PreparedAttention, forward
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_spans_of
@@ -26,6 +25,7 @@ from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 __all__ = ["AttentionExecutor", "KernelChoice"]
 
 Executor = TypeVar("Executor", bound="AttentionExecutor")
+KernelQuestion = tuple[KernelRequirements, torch.device, torch.dtype]
 
 
 class KernelChoice:
@@ -39,7 +39,7 @@ class KernelChoice:
     def __init__(self, asked: str, needs: KernelRequirements) -> None:
         self.asked = asked
         self._needs = needs
-        self._chosen: dict[tuple[torch.device, torch.dtype, int, bool, bool], Kernel] = {}
+        self._chosen: dict[KernelQuestion, Kernel] = {}
 
     @property
     def name(self) -> str:
@@ -51,12 +51,17 @@ class KernelChoice:
 
         Raises UserError where none, or not the one asked for, can serve.
         """
-        inputs = q.device, q.dtype, q.shape[-1], backward, merged
-        if inputs not in self._chosen:
-            lse = backward or merged or self._needs.lse
-            needs = replace(self._needs, width=q.shape[-1], lse=lse, backward=backward)
-            self._chosen[inputs] = choose_kernel(self.asked, q.device, q.dtype, needs)
-        return self._chosen[inputs]
+        question = self.question(q, backward=backward, merged=merged)
+        if question not in self._chosen:
+            needs, device, dtype = question
+            self._chosen[question] = choose_kernel(self.asked, device, dtype, needs)
+        return self._chosen[question]
+
+    def question(self, q: torch.Tensor, *, backward: bool, merged: bool) -> KernelQuestion:
+        """Returns everything that `kernel_for` decides by."""
+        lse = backward or merged or self._needs.lse
+        needs = replace(self._needs, width=q.shape[-1], lse=lse, backward=backward)
+        return needs, q.device, q.dtype
 
 
 @dataclass(eq=False, repr=False)
@@ -135,22 +140,32 @@ class AttentionExecutor(PreparedAttention):
         if needs_gradients(q, k, v):
             if self.no_gradients is not None:
                 raise UserError(self.no_gradients)
-            kernel = self.kernels.kernel_for(q, backward=True)
-            return attention_with_gradients(self, q, k, v, scale, kernel, check_gradient)
-        return forward(self, q, k, v, scale, self.kernels.kernel_for(q, merged=self.pooled is not None))
+            return attention_with_gradients(self, q, k, v, scale, self.kernel_for(q, k, v), check_gradient)
+        return forward(self, q, k, v, scale, self.kernel_for(q, k, v))
+
+    def kernel_for(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
+        """Returns the kernel that computes this attention. Raises UserError if none supports it."""
+        return self.kernels.kernel_for(q, **self._of_inputs(q, k, v))
+
+    def kernel_question(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KernelQuestion:
+        """Returns everything that `kernel_for` decides by, equal on all ranks that attend together."""
+        return self.kernels.question(q, **self._of_inputs(q, k, v))
+
+    def _of_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, bool]:
+        backward = needs_gradients(q, k, v)
+        return {"backward": backward, "merged": not backward and self.pooled is not None}
 
 
 def _of_mask(part: RankPlan, mask: BlockMask) -> dict[str, Any]:
     """The fields of a `PreparedAttention` that follow from its mask, beside the tables."""
     beside = mask.remainder
     return {
-        "added": AddedKeys(part, mask) if part.assignment.keys.adds else None,
         "pooled": PooledKeysOfMask(part.pooled, part.table_layout, mask) if isinstance(beside, PooledKeys) else None,
         "coarse": beside if isinstance(beside, CoarseBranch) else None,
     }
 
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
-    """The kernel tables of a mask under a part's plan, one a period that it has whatever the mask."""
+    """The kernel tables of a mask under a part's plan, one a period."""
     plan.assignment.require_fit(mask)
     return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))

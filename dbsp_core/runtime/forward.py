@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,6 @@ from dbsp_core.comm.token_mean import mean_of_tokens
 from dbsp_core.masks.remainder import NO_GRADIENTS, CoarseBranch
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import WireFormat
-from dbsp_core.runtime.added_keys import AddedKeys, AddedPeriod
 from dbsp_core.runtime.kernel_tables import RingStepTable
 from dbsp_core.runtime.pooled_keys import PooledKeysOfMask
 from dbsp_core.runtime.rank_plan import RankPlan
@@ -36,7 +35,6 @@ class PreparedAttention:
         plan: The same plan, with the numbers of the mask.
         tables: By period, those of the mask.
         group: The ranks that share the sequence.
-        added: The last period, where that follows from each mask (`KeyTravel.adds`).
         pooled: The keys of skipped blocks that rows attend to besides; None: none.
         coarse: What is added to the output at home; None: nothing.
     """
@@ -45,19 +43,8 @@ class PreparedAttention:
     plan: Plan
     tables: tuple[RingStepTable, ...]
     group: SequenceGroup
-    added: AddedKeys | None = field(default=None, kw_only=True)
     pooled: PooledKeysOfMask | None = field(default=None, kw_only=True)
     coarse: CoarseBranch | None = field(default=None, kw_only=True)
-
-    @property
-    def last(self) -> AddedPeriod | None:
-        """The period beyond `tables`; None where there is none, on all ranks. Waits for the mask."""
-        return None if self.added is None else self.added.period
-
-    @property
-    def last_table(self) -> RingStepTable | None:
-        """Its table."""
-        return None if self.last is None else self.last.table
 
     @property
     def wire(self) -> WireFormat:
@@ -72,12 +59,6 @@ class PreparedAttention:
     def keys_at_home(self, k: torch.Tensor, v: torch.Tensor) -> KeysAtHome:
         """This rank's k and v [B, H, n_local, D], with what is to be known before they travel. Collective then."""
         return KeysAtHome(k, v, mean_of_tokens(k, self.part.layout, self.group) if self.wire.centred else None)
-
-    def keys_to_come(self, keys: KeysAtHome) -> Iterator[Pending]:
-        """Keys and values of later periods in flight; not those that go round a ring."""
-        yield from self.part.route.fetch(keys, self.group)
-        if self.last is not None:
-            yield self.last.fetch(keys, self.group)
 
 
 def forward(
@@ -137,7 +118,6 @@ def _at_owners(
         kernel,
         prepared.part.head_layout,
         lse=keep is not None,
-        last=None if prepared.added is None else lambda: prepared.last_table,
         read=lambda written: wire.read(written, q),
         beside=beside,
     )
@@ -148,8 +128,8 @@ def _at_owners(
 
 def _next_keys(prepared: PreparedAttention, keys: KeysAtHome) -> Callable[[torch.Tensor, int], Pending]:
     """What starts the transfer of the next period's keys; see `ring_attention`."""
-    if prepared.part.route.fetch_exchanges or prepared.added is not None:
-        coming = prepared.keys_to_come(keys)
+    if prepared.part.route.fetch_exchanges:
+        coming = prepared.part.route.fetch(keys, prepared.group)
         return lambda kv, next_blocks: next(coming)
     strategy, group = prepared.plan.strategy, prepared.group
     return lambda kv, next_blocks: hand_over(kv, next_blocks, strategy, group)

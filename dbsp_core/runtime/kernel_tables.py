@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -156,16 +156,24 @@ class TableLayout:
         return self.columns.shape[2]
 
     def to(self, device: torch.device) -> TableLayout:
-        """The same on a device. It is on the host."""
-        if device.type == "cpu":
+        """Returns a copy with all tables on `device`. The tables of `self` must be on the CPU; spans stay there."""
+        if device == self.rows.device:
             return self
 
-        def move(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(move, value))
-            return to_device(value.numpy(), device) if isinstance(value, torch.Tensor) else value
+        def move(table: torch.Tensor) -> torch.Tensor:
+            return to_device(table.numpy(), device)
 
-        return replace(self, **{name: move(value) for name, value in vars(self).items()})
+        return replace(
+            self,
+            spans_of=move(self.spans_of),
+            rows=move(self.rows),
+            turn=move(self.turn),
+            columns=move(self.columns),
+            present=move(self.present),
+            full=move(self.full),
+            base=tuple(map(move, self.base)),
+            kv_len=tuple(map(move, self.kv_len)),
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,12 +12,10 @@ from dbsp_core.comm.all_to_all_backward import BackwardRoute
 from dbsp_core.comm.route_building import build_route
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.kept_keys import KeptKeys
-from dbsp_core.runtime.kernel_tables import RankRows, TableLayout, dense_head_layout, table_layout
+from dbsp_core.runtime.kernel_tables import TableLayout, dense_head_layout, table_layout
 from dbsp_core.runtime.pooled_keys import PooledLayout
 from dbsp_core.runtime.transposed_tables import TransposedLayout, transposed_layouts
 from dbsp_kernels import DenseHeadLayout
-from dbsp_kernels.packing.h2d import to_device
 
 __all__ = ["RankPlan"]
 
@@ -34,8 +32,6 @@ class RankPlan:
         table_layout: What the kernel tables of every mask have in common.
         n_local: Tokens this rank holds outside attention.
         head_layout: Says that the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`.
-        kept_on_device: Where its last period's keys follow from each mask (`KeyTravel.adds`), and it is on a GPU: the
-            rows' ranks int64[H, nq] and the kept keys bool[P, H, nk].
     """
 
     assignment: Assignment
@@ -45,7 +41,6 @@ class RankPlan:
     table_layout: TableLayout
     n_local: int
     head_layout: DenseHeadLayout | None
-    kept_on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int | None = None) -> RankPlan:
@@ -55,15 +50,9 @@ class RankPlan:
             n_local: Default with the padding at the end.
         """
         n_local = layout.shard if n_local is None else n_local
-        settled = assignment.settled
-        route = build_route(settled, layout, rank, n_local, torch.device("cpu"))
-        tables, head_layout = table_layout(settled, rank), dense_head_layout(assignment, rank)
+        route = build_route(assignment, layout, rank, n_local, torch.device("cpu"))
+        tables, head_layout = table_layout(assignment, rank), dense_head_layout(assignment, rank)
         return cls(assignment, layout, rank, route, tables, n_local, head_layout)
-
-    @cached_property
-    def rows(self) -> RankRows:
-        """The rank's rows, on the host. Made at the first use."""
-        return RankRows.of(self.assignment, self.rank)
 
     @cached_property
     def transposed(self) -> tuple[TransposedLayout, ...]:
@@ -82,8 +71,4 @@ class RankPlan:
 
     def to(self, device: torch.device) -> RankPlan:
         """The same with its tables on a device. They are on the host."""
-        kept, keys = None, self.assignment.keys
-        if device.type == "cuda" and isinstance(keys, KeptKeys):
-            kept = to_device(self.assignment.q_owner, device), to_device(keys.sent, device)
-        route, tables = self.route.to(device), self.table_layout.to(device)
-        return replace(self, route=route, table_layout=tables, kept_on_device=kept)
+        return replace(self, route=self.route.to(device), table_layout=self.table_layout.to(device))

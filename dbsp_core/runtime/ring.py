@@ -44,7 +44,6 @@ def ring_attention(
     head_layout: DenseHeadLayout | None = None,
     *,
     lse: bool = False,
-    last: Callable[[], RingStepTable | None] | None = None,
     read: Callable[[torch.Tensor], torch.Tensor] = lambda written: written,
     beside: PartialAttention | None = None,
 ) -> PartialAttention:
@@ -62,8 +61,6 @@ def ring_attention(
         tables: One per period, not yet expanded for the batch.
         head_layout: Says that rows are those of whole heads; see `dbsp_kernels.block_attention`.
         lse: Whether the log-sum-exp is wanted.
-        last: Asked for the table of one more period, the last, once the first one's kernel has been started; None:
-            there is none.
         read: Makes [2, B, Ck, Bk, D] of q's dtype of keys and values as they are written on their way. What is handed
             on is as it came.
         beside: A result over further keys, contiguous and in at least 32 bits, to merge all into; it is overwritten.
@@ -72,7 +69,7 @@ def ring_attention(
         out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq].
     """
     kv = first_slot()
-    batch, several = kv.shape[1], len(tables) > 1 or last is not None or beside is not None
+    batch, several = kv.shape[1], len(tables) > 1 or beside is not None
     running = beside
     to_do = deque(tables)
     while to_do:
@@ -80,7 +77,7 @@ def ring_attention(
         coming = None  # what has come is not held while more sets off
         if to_do:
             coming = next_keys(kv, len(to_do[0].kv_len))
-        more = coming is not None or last is not None
+        more = coming is not None
         kv = read(kv)
         keys, values = kv.flatten(1, 2).unbind(0)
         dense = table.dense if kernel.returns_lse and dense_supported(q) else None
@@ -104,11 +101,6 @@ def ring_attention(
             running = _with_dense_rows(running, q, keys, values, dense, batch, scale)
             running = (running[0] if more else running[0].to(q.dtype)), running[1]
         del keys, values  # or the slot that has been handed over would be held while the next but one comes
-        if last is not None:
-            of_last, last = last(), None
-            to_do.extend([] if of_last is None else [of_last])
-            if coming is None and of_last is not None:
-                coming = next_keys(kv, len(of_last.kv_len))
         if coming is not None:
             kv = coming.wait()
     if running is None:

@@ -190,24 +190,21 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         mask = BlockMask(mask.bits, replace(mask.grid, orders=mask.grid.orders[::-1]))
     planner = "contiguous" if case.planner == "random" else case.planner
     config = PlannerConfig(planner, paper=PaperConfig(case.reward, case.equal_heads))
-    planned = drifted(case, mask) if case.keys == "kept" else mask
-    plan = make_plan(planned, strategy, config, layout=layout, keys=case.keys, precision=case.precision)
+    plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner == "random":
         rng = np.random.default_rng(case.seed)
         owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
         slots = rng.integers(strategy.ring, size=plan.assignment.keys.slot.shape)
-        keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, planned)
+        keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, mask)
         plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, keys=keys))
     if isinstance(plan.assignment.keys, KeysInChunks):
-        plan = in_chunks(plan, planned, case.chunk_shares, case.one_ahead)
+        plan = in_chunks(plan, mask, case.chunk_shares, case.one_ahead)
     if case.sabotage == "a needed block left out":
         plan = replace(plan, assignment=without_a_block(plan.assignment))
         mask = BlockMask(mask.bits & _sent(plan.assignment), mask.grid)
     executor = DualBalancedAttention.prepare(
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
-    if case.sabotage == "nothing added":
-        executor = replace(executor, added=None)
     if case.sabotage == "pooled keys left out":
         executor = replace(executor, pooled=None)
     if case.sabotage == "pooled keys count once":
@@ -217,15 +214,6 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         executor = replace(executor, tables=(executor.tables[0], *reversed(executor.tables[1:])))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
     return executor(*local, scale=scale)
-
-
-def drifted(case: Case, mask: BlockMask) -> BlockMask:
-    """The mask of an earlier step: nothing differed, some rows attended to other blocks, or none to some blocks."""
-    rng = np.random.default_rng([case.seed, 1])
-    share = (0.0, 0.02, 0.3, 1.0)[case.seed % 4]
-    bits = mask.bits.numpy() ^ (rng.random(mask.bits.shape) < share * case.density)
-    not_yet = rng.random((case.heads, 1, mask.grid.nk)) < share / 2
-    return BlockMask(bits & ~not_yet, mask.grid)
 
 
 def in_chunks(plan: Plan, mask: BlockMask, shares: tuple[int, ...], one_ahead: bool = False) -> Plan:

@@ -59,7 +59,7 @@ class _Evaluation:
     Attributes:
         used: The plan of the call, with the numbers of its mask.
         next: The plan of the attention's next call.
-        new: Whether that is another plan, not the same one, perhaps with other keys.
+        new: Whether that is another plan.
         part: This rank's part in it, where it is another assignment.
     """
 

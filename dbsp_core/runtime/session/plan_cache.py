@@ -22,10 +22,6 @@ class PlanMaker(Protocol):
         """The plan for a mask, where `current` is in use."""
         ...
 
-    def renew(self, plan: Plan, mask: BlockMask) -> Plan:
-        """A plan with the keys that it keeps renewed by a mask, whose numbers it has; see `Plan.renewed`."""
-        ...
-
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
         """This rank's part in an assignment, on the host; None: whoever gets the plan makes it."""
         ...
@@ -39,9 +35,6 @@ class PlansBy:
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
         return self.plan(mask)
-
-    def renew(self, plan: Plan, mask: BlockMask) -> Plan:
-        return plan.renewed(mask)
 
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
         return None
@@ -169,10 +162,9 @@ def evaluate(
 ) -> tuple[KeptPlan, KeptPlan, bool]:
     """The kept plan with this mask's numbers; the one to use from now on; and whether that is a new one.
 
-    It is where the kept one expired. Else it is the same, with the keys that it keeps renewed where others are needed.
+    It is where the kept one expired; else it is the same.
     """
     used = kept.used_with(kept.plan.evaluate(mask, compare=compare))
     if rule.expired(used, name):
         return used, new_plan(kept, mask, maker, name), True
-    renewed = maker.renew(used.plan, mask)
-    return used, used if renewed is used.plan else used.renewed(renewed), False
+    return used, used, False

@@ -15,7 +15,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.free_memory import agree_on_memory
 from dbsp_core.cost.hardware import Hardware, hardware_for, warn_if_elsewhere
-from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
+from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
 from dbsp_core.cost.peak_memory import (
     MemoryLimit,
     head_caps,
@@ -24,17 +24,17 @@ from dbsp_core.cost.peak_memory import (
     prediction_bytes,
     within_limit,
 )
-from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan, in_fastest_chunks, in_ns
+from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan, in_fastest_chunks
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.byte_sizes import in_bytes
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
@@ -107,7 +107,8 @@ class PlanSettings:
         """The settings for masks on `grid`, used on `device`."""
         selector, hardware = None, machine.hardware
         if strategy is None:
-            selector = _selector(config, group, topology, layout, hardware, grid, device)
+            make = partial(_selector, config, group, topology, layout, hardware, grid, device)
+            selector = run_consistently(group, make, device)
         predicted_on = device.type if config.mask.changes == "per_call" else None
         return cls(
             config, group, topology, strategy, layout, hardware, selector, compare, machine.memory, predicted_on
@@ -156,32 +157,14 @@ class ConfiguredPlanMaker:
                 settings.warn_once(self._limit(settings.memory), above, plan)
         return plan
 
-    def renew(self, plan: Plan, mask: BlockMask) -> Plan:
-        """See `plan_cache.PlanMaker`; in other chunks where the same would hold more than the limit."""
-        renewed = plan.renewed(mask)
-        return renewed if renewed is plan or self._fits(renewed) else self._chunked(renewed, mask)
-
     def rank_plan(self, assignment: Assignment) -> RankPlan:
         """See `plan_cache.PlanMaker`."""
         return RankPlan.of(assignment, self.settings.layout, self.settings.group.rank)
 
     def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
-        """The plan with keys as configured: for "auto" the one predicted faster, among those within the limit."""
-        settings, hardware = self.settings, self.settings.hardware
-        plans = [self._plan_with(way, strategy, mask) for way in settings.config.key_ways]
-        if len(plans) == 1 or hardware is None:
-            return plans[0]
-
-        def cost(plan: Plan) -> tuple[float, int]:
-            seconds = predict(plan, self.shape, hardware, settings.topology, settings.layout)
-            return max(0.0, self._excess(plan)), in_ns(seconds)
-
-        return min(plans, key=cost)
-
-    def _plan_with(self, way: type[KeyTravel], strategy: Strategy, mask: BlockMask) -> Plan:
-        """The plan with keys that travel in one way."""
+        """The plan with one strategy, and keys that travel as configured."""
         settings = self.settings
-        planner = settings.config.planner
+        planner, way = settings.config.planner, settings.config.key_way
 
         def make_by(config: PlannerConfig) -> Plan:
             how = partial(make_plan, layout=settings.layout, compare=settings.compare, keys=way.name)
@@ -192,10 +175,6 @@ class ConfiguredPlanMaker:
             plan = self._balanced_plan(make_by, planner)
         else:
             plan = make_by(planner)
-        return self._chunked(plan, mask)
-
-    def _chunked(self, plan: Plan, mask: BlockMask) -> Plan:
-        settings = self.settings
         return in_fastest_chunks(
             plan, mask, self.shape, settings.hardware, settings.topology, settings.layout, self._excess
         )
@@ -255,8 +234,7 @@ def _load_constants(
     config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> Hardware | None:
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
-    weighs = _weighs_exchanges(config, group)
-    if strategy is not None and not weighs and (len(config.key_ways) == 1 or group.size == 1):
+    if strategy is not None and not _weighs_exchanges(config, group):
         return None
     return run_consistently(
         group,
@@ -284,9 +262,17 @@ def _selector(
     if hardware is None:
         raise RuntimeError("strategies are chosen by a machine's constants, and none were loaded")
     if group.rank == 0:
-        warn_if_elsewhere(hardware, device.type, choose_kernel(config.kernel, device.type, torch.float32).name)
+        warn_if_elsewhere(hardware, device, _kernel_name(config.kernel, device))
     strategies = strategies_of(config, group, None, grid)
     return StrategySelector(strategies, hardware, topology, layout)
+
+
+def _kernel_name(kernel: str, device: torch.device) -> str:
+    """Returns the name of the kernel that is expected to run. Whether it can is checked at the first attention."""
+    try:
+        return choose_kernel(kernel, device, torch.bfloat16 if device.type == "cuda" else torch.float32).name
+    except UserError:
+        return kernel
 
 
 def strategies_of(

@@ -42,11 +42,6 @@ class KeptPlan:
         """The same plan for an attention that begins with it."""
         return replace(self, excess=0.0)
 
-    def renewed(self, plan: Plan) -> KeptPlan:
-        """With the same rows and other keys: it was made for the mask that it was made for before."""
-        as_made = self.made is not None and self.made.equals(self.plan.assignment)
-        return replace(self, plan=plan, made=plan.assignment if as_made else self.made)
-
     def was_made_for(self, name: Hashable | None) -> bool:
         """Whether the plan was made for the mask of this name; False where it has none."""
         if name is None or name != self.made_for or self.made is None:

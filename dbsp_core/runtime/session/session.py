@@ -25,10 +25,11 @@ from dbsp_core.runtime.agreement import (
     agree_on_attention,
     agree_on_executor,
     agree_on_gradient,
+    agree_on_kernel,
     agree_on_pass,
     agree_on_settings,
 )
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.executor import AttentionExecutor, KernelQuestion
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.runtime.session.observer import AttentionEnded, SessionObserver
 from dbsp_core.runtime.session.one_thread import OneThread
@@ -76,11 +77,16 @@ class AttentionSession:
     """What is kept for each size of video, and for the layout where one was given; the one used last at the end."""
     _reached: set[int] = field(default_factory=set)
     _recomputation: Recomputation = field(default_factory=Recomputation)
+    _kernels_agreed: set[KernelQuestion] = field(default_factory=set)
+    """What all ranks are known to have a kernel for."""
     _one_thread: OneThread = field(init=False)
 
     def __post_init__(self) -> None:
         self._one_thread = OneThread(self.group)
-        settings = replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers
+
+        def settings() -> object:
+            return replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers
+
         agree_on_settings(self.group, self.strategy, self.config.kernel, settings, self.config.debug)
         topology = Topology.of_nodes(gather_nodes(self.group))
         self._mask_provider = MaskProvider(
@@ -221,7 +227,15 @@ class AttentionSession:
     def _run(
         self, executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """The attention of this layer, of whose q, k and v [B, H, shard, D] each item may have masks of its own."""
+        """Runs the attention of a layer on q, k, v [B, H, shard, D].
+
+        Folds the batch into heads if each item has its own mask. Ranks check once for each kind of inputs and plan
+        that all of them have a kernel.
+        """
+        question = executor.kernel_question(q, k, v)
+        if not self.config.debug and question not in self._kernels_agreed:  # debug compares kernels at every call
+            agree_on_kernel(executor, q, k, v)
+            self._kernels_agreed.add(question)
         check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
         if executor.plan.heads == q.shape[1]:
             return executor.run(q, k, v, scale, check_gradient)
@@ -282,7 +296,7 @@ class AttentionSession:
         scale: float,
         executor: AttentionExecutor | None = None,
     ) -> AttentionExecutor | None:
-        """Lets ranks agree before any collective of a call: at the first of a size, and under debug at every one.
+        """Lets ranks agree before any collective of a call: at the first of a size and kind, under debug at every one.
 
         Args:
             executor: What computes it, where that is known: of a forward pass that may have been over another size.
@@ -294,12 +308,11 @@ class AttentionSession:
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
         refusal, debug = self.config.exchange.wire.no_gradients, self.config.debug
         problem = problem_of_inputs(q, k, v, self.heads, tokens, why, refusal)
-        if debug or not now.inputs_agreed:
+        if debug or now.inputs_agreed.is_new(q, k, v, problem):
             if debug and problem is None and executor is None:
                 executor = now.known_executor(layer, q, k)
             more = {LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer}
             agree_on_attention(self.group, q, k, v, scale, problem, executor=executor, debug=debug, more=more)
-            now.inputs_agreed = True
         elif problem is not None:
             raise UserError(problem)
         return executor

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.inputs import InputsAgreed
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import AttentionShape, Topology
 from dbsp_core.cost.layout_choice import fastest_layout
@@ -29,7 +30,6 @@ from dbsp_core.runtime.session.plan_cache import PlanCache, SyncPlanCache
 from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings, strategies_of
 from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.log import log
 
 __all__ = ["FEW_STEPS", "PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
 
@@ -115,8 +115,8 @@ class SizeContext:
     plans: PlanCache
     plan_keys: dict[int, PlanKey] = field(default_factory=dict)
     """What the plan of each layer's last attention is kept for."""
-    inputs_agreed: bool = False
-    """Whether all ranks have compared the shapes of q, k and v."""
+    inputs_agreed: InputsAgreed = field(default_factory=InputsAgreed)
+    """What of q, k and v all ranks have compared."""
     _executors: dict[PlanKey, AttentionExecutor] = field(default_factory=dict)
     _used: OrderedDict[PlanKey, PlanKey] = field(default_factory=OrderedDict)
     """What each attention's executor is kept for, the one used last at the end."""
@@ -260,23 +260,16 @@ def _layout(
     def named(name: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
         return SequenceLayout.named(name, grid, strategy, streams=streams, profile=profile)
 
-    # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-    fixed = named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
     if not config.searches_layout or group.size == 1:
-        return fixed
-    fastest = fastest_layout(
+        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+        return named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
+    return fastest_layout(
         masks.masks_now(device),
         strategies_of(config, group, session.strategy, grid),
-        config.key_ways,
         partial(named, "local"),
-        fixed,
         config.planner,
         machine.hardware,
         session.topology,
         element_bytes=2 if device.type == "cuda" else 4,
         precision=config.exchange.precision,
     )
-    if len(config.key_ways) > 1 and group.rank == 0:
-        name = config.effective_layout if fastest is fixed else "local"
-        log.info("layout %s, predicted to be fastest with keys: auto", name)
-    return fastest

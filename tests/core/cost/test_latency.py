@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.comm.route_building import build_fetch, build_route
+from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import (
@@ -19,9 +19,7 @@ from dbsp_core.cost.latency import (
     predict,
 )
 from dbsp_core.cost.periods import chunk_times, ring_times
-from dbsp_core.planning.kept_keys import ADDED
 from dbsp_core.planning.planners import PlannerConfig
-from dbsp_core.runtime.rank_plan import RankPlan
 from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.attention_cases import in_chunks
 from tests.support.generators import random_bits
@@ -135,47 +133,6 @@ class TestBytes:
             came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
             received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
         assert traffic.kv_received == received / 4
-
-    @pytest.mark.parametrize(("strategy", "shares"), [("U4R1", (1,)), ("U2R2", (1,)), ("U1R4", (2, 1))])
-    def test_traffic_of_kept_keys_is_what_routes_and_the_added_exchange_send(self, strategy, shares):
-        mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
-        earlier = BlockMask(mask.bits & (torch.arange(mask.grid.nk) % 4 > 0), mask.grid)
-        plan = in_chunks(make_plan(earlier, strategy, layout=layout, keys="kept"), earlier, shares)
-        keys = plan.assignment.keys.with_mask(plan.assignment, mask)
-        plan = plan.with_keys(keys, mask)
-        traffic = traffic_of(plan.assignment, layout)
-        assert keys.added.any()
-        assert plan.metrics.work.sum() == mask.bits.sum(), "every block once, those of added keys too"
-        for rank in range(4):
-            part = RankPlan.of(plan.assignment, layout, rank)
-            added = build_fetch(plan.assignment, layout, rank, keys.added)
-            exchanges = [*part.route.key_exchanges, added]
-            sent = np.sum([exchange.sent for exchange in exchanges], axis=0)
-            assert sent.tolist() == (traffic.queries[rank] + sum(traffic.key_exchanges)[rank]).tolist()
-            assert list(added.sent) == traffic.key_exchanges[-1][rank].tolist()
-            assert [*part.route.fetched_blocks, keys.added[rank].sum()] == traffic.blocks[1:, rank].tolist()
-
-    def test_what_masks_add_to_kept_keys_is_assumed_where_it_is_not_known(self):
-        mask, layout = a_plan("U2R2", heads=3, tokens=500, layout_name="striped")[1:]
-        plan = make_plan(mask, "U2R2", layout=layout, keys="kept")
-        settled, assumed = (traffic_of(one, layout) for one in (plan.assignment.settled, plan.assignment))
-        assert assumed.kv_received == pytest.approx((1 + ADDED) * settled.kv_received)
-        assert plan.assignment.periods == plan.assignment.settled.periods + 1 == len(plan.metrics.work)
-        shape, machine = AttentionShape(1, 3, 500, 8), load_hardware("h200")
-        kept, without = (
-            predict(plan.with_keys(keys, mask), shape, machine, layout=layout).total_s
-            for keys in (plan.assignment.keys, plan.assignment.keys.settled)
-        )
-        assert kept > without + machine.constants.launch_s
-
-    def test_what_a_mask_adds_sets_off_beside_the_kernel_before_it(self):
-        """By hand: kernels of 2, 3 and 1 s; transfers of 1 and 2 s."""
-        compute, p2p = np.array([[2.0], [3.0], [1.0]]), (1.0, 2.0)
-        for way in (True, False):
-            assert chunk_times(compute, p2p, 1.0, way, 0.0).attention_s == 2 + 3 + 1
-            assert chunk_times(compute, (1.0, 4.0), 1.0, way, 0.0).attention_s == 2 + 4 + 1
-            assert chunk_times(compute, p2p, 1.0, way, 4.0).attention_s == 4 + 2 + 1, "once the host knows it"
-            assert chunk_times(compute[:2], (1.0,), 1.0, way, 0.0).attention_s == 2 + 1 + 3, "not beside the first"
 
     def test_needed_keys_are_waited_for_once_and_by_the_slowest_rank(self):
         mask, layout = a_plan("U1R4", heads=3, tokens=500, layout_name="contiguous")[1:]

@@ -80,26 +80,7 @@ def test_every_ranks_peak_with_keys_in_chunks(gradients, keys):
         assert (formula / unit).tolist() == pytest.approx(counted, abs=1e-9), str(strategy)
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-def test_every_ranks_peak_with_kept_keys_and_what_a_mask_adds(gradients):
-    mask = a_mask(12)
-    earlier = BlockMask(mask.bits & (torch.arange(mask.grid.nk) % 3 > 0), mask.grid)
-    ways = [(Strategy(8, 1), (1,), False), (Strategy(1, 6), (1,), False)]
-    ways += [(Strategy(2, 4), shares, ahead) for shares in ((1,), (3, 2, 1), (1,) * 4) for ahead in (False, True)]
-    for strategy, *chunks in ways:
-        layout = SequenceLayout.named("local", mask.grid, strategy)
-        plan = in_chunks(make_plan(earlier, strategy, layout=layout, keys="kept"), earlier, *chunks)
-        plan = plan.with_keys(plan.assignment.keys.with_mask(plan.assignment, mask), mask)
-        shape = AttentionShape(1, 12, mask.grid.tokens, D, 4)
-        counted = [
-            peak_of_attention(plan, mask, layout, rank, D, torch.float32, gradients=gradients)
-            for rank in range(strategy.world)
-        ]
-        formula = peak_bytes(plan.assignment, shape, layout, gradients=gradients) / (12 * layout.shard * D * 4)
-        assert formula.tolist() == pytest.approx(counted, abs=1e-9), (str(strategy), chunks)
-
-
-@pytest.mark.parametrize("keys", ["needed", "kept"])
+@pytest.mark.parametrize("keys", ["needed", "all"])
 def test_the_number_of_chunks_follows_from_the_limit(keys):
     mask, strategy = a_mask(12), Strategy(2, 4)
     layout, shape = SequenceLayout.named("local", mask.grid, strategy), AttentionShape(1, 12, mask.grid.tokens, D, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.masks.video import Video
-from dbsp_core.planning.kept_keys import KeptKeys
 from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.reports.observer import run_observer
@@ -93,10 +92,7 @@ def _recount(
     plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
     work = plan.evaluate(mask).metrics.work
     before = make_plan(mask, strategy, "contiguous").metrics.work
-    assignment, keys = plan.assignment, plan.assignment.keys
-    if isinstance(keys, KeptKeys):
-        assignment = replace(assignment, keys=keys.with_mask(assignment, mask))
-    traffic = traffic_of(assignment, session.layout)
+    traffic, keys = traffic_of(plan.assignment, session.layout), plan.assignment.keys
     items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)

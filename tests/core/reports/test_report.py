@@ -35,7 +35,7 @@ def test_numbers_are_those_of_each_attention(pool, world):
     cases += [
         ({"mask": DRIFTING, "layout": "contiguous"}, hybrid, 2),
         ({"mask": SPARGE, "reuse": {"mode": "sync"}}, hybrid, 2),
-        ({"mask": SPARGE, "keys": "kept"}, hybrid, 1),
+        ({"mask": SPARGE, "keys": "all"}, hybrid, 1),
         ({"mask": SPARGE, "cost_model": "a800"}, None, 1),
     ]
     for settings, strategy, batch in cases:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
-from dbsp_core.planning.key_chunks import KeysInChunks
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.reports.observer import run_observer
@@ -394,48 +392,6 @@ def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str, m
     return worst, names
 
 
-@dataclass(frozen=True)
-class Wandering(BlockSizes):
-    """Random masks of every call, as if predicted, that change a little from step to step; apart by layer and pass."""
-
-    changes = "per_call"
-    drift: float = 0.02
-    density: float = 0.12
-
-    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-        grid = self.grid(request)
-        rng = np.random.default_rng([request.layer, request.cfg_branch])
-        score, phase = rng.random((2, request.heads, grid.nq, grid.nk))
-        turned = (phase + self.drift * request.step) % 1 < 0.5
-        return BlockMask(np.where(turned, score, 1 - score) < self.density, grid)
-
-
-def kept_keys(
-    rank: int,
-    world: int,
-    strategy: str,
-    mode: str,
-    drift: float,
-    sizes: list[tuple[int, int]],
-    limit: str | None = None,
-) -> tuple[float, int, list[list[int]], set[bool]]:
-    """A step for each (batch, text tokens), of two layers and two guidance passes with masks of their own.
-
-    Returns the worst error, plans made, by step the plans' fingerprints, and whether chunks set off one ahead.
-    """
-    settings = {"mask": Wandering(8, 8, drift), "keys": "kept"}
-    settings |= {"planner": {"exchange_cost": 0.0, "memory_limit": limit}}
-    session = Session(settings | {"reuse": {"mode": mode, "threshold": 9.0, "budget": None}}, strategy, layers=2)
-    worst, prints, ahead = 0.0, [], set()
-    for step, (batch, text) in enumerate(sizes):
-        for _ in range(2):
-            worst = max(worst, session.attend(900.0 - step, batch, text_tokens=text))
-        plans = [plan.assignment for plan in session.inner.records.values()]
-        prints.append([plan.fingerprint for plan in plans])
-        ahead |= {plan.keys.one_ahead for plan in plans if isinstance(plan.keys, KeysInChunks)}
-    return worst, session.inner.reuse.replans, prints, ahead
-
-
 def training_with_keys_in_chunks(rank: int, world: int, strategy: str, keys: str) -> bool:
     """Whether gradients flow through a session whose keys come in chunks."""
     session = Session({"mask": Growing(8, 8), "keys": keys}, strategy).inner
@@ -443,21 +399,3 @@ def training_with_keys_in_chunks(rank: int, world: int, strategy: str, keys: str
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
     session.attend(0, q, q, q).sum().backward()
     return q.grad is not None
-
-
-def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> tuple[str, bool, list[str]]:
-    """A session with `keys: auto` on so many nodes. Returns its strategy, whether keys go by need, and the log."""
-    mask = {"source": "window", "window": [3, 3, 3], "block_q": 24, "block_k": 24}
-    config = DbspConfig.load({"mask": mask, "keys": "auto", **settings})
-    told: list[str] = []
-    logger, handler = logging.getLogger("dbsp"), logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(world // nodes)}):
-        session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(Strategy(1, world)), HEADS, 1)
-        logger.addHandler(handler)
-        layout = session.begin(Video((24, 12, 16)))
-        logger.removeHandler(handler)
-        q = torch.ones(1, HEADS, layout.shard, WIDTH)
-        session.attend(0, q, q, q)
-    (plan,) = session.records.values()
-    return str(plan.strategy), plan.assignment.keys.name == "needed", told

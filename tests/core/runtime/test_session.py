@@ -202,11 +202,11 @@ class TestInputs:
         assert_all_raise(pool, 3, message, an_executor_that_differs, 1, when)
 
     def test_how_often_ranks_compare_numbers(self, pool):
-        """Under debug once an attention, and once more for an executor that is new, as each predicted mask's is."""
+        """At the first one inputs, the mask and kernels; under debug once an attention, and again for a new executor."""
         static = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
         predicted = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
         workers = pool(2)
-        assert workers.run(agreements, static, False) == [[2, 0, 0]] * 2
+        assert workers.run(agreements, static, False) == [[3, 0, 0]] * 2
         assert workers.run(agreements, static, True) == [[3, 1, 1]] * 2
         assert workers.run(agreements, predicted, True) == [[2, 2, 2]] * 2
 

@@ -14,7 +14,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sync": ("U3R1", {"reuse": {"mode": "sync"}}),
     "async": ("U2R2", {"reuse": {"mode": "async", "threshold": 1.0, "budget": None}}),
     "first steps dense": ("U2R1", {"dense_schedule": {"first_steps": 2}, "debug": True}),
-    "kept keys": ("U1R3", {"keys": "kept"}),
+    "all keys in chunks": ("U1R3", {"keys": "all"}),
     "text that is not dense": ("U1R2", {"mask": SOL | {"dense_text": False, "token_order": "tile:1x2x5"}}),
 }
 

@@ -46,7 +46,7 @@ def run(rank: int, world: int, strategy: str, settings: dict[str, Any]) -> list[
     ("strategy", "settings"),
     [
         ("U2R1", {"layout": "contiguous"}),
-        ("U1R3", {"layout": "striped", "keys": "kept"}),
+        ("U1R3", {"layout": "striped", "keys": "all"}),
         ("U2R2", {"reuse": {"mode": "async"}, "debug": True}),
     ],
 )

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, make_plan
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.runtime.kernel_tables import build_tables, table_layout
-from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_kernels import KERNELS, KernelRequirements, block_attention, merge_into, merge_states
 from dbsp_kernels.packing.int8_rows import quantise_segments, restore_rows, row_words
 from dbsp_kernels.packing.row_bits import expand_rows
@@ -77,23 +75,6 @@ def test_a_partial_result_takes_in_another(dtype):
     for result in (out, apart[0], merged[0]):
         assert relative_error(result.cpu(), expected) <= MOST_ERROR[dtype]
     torch.testing.assert_close(lse, merged[1])
-
-
-def test_what_a_mask_adds_to_kept_keys():
-    grid = BlockGrid.uniform(1000, 64)
-    bits = torch.from_numpy(np.random.default_rng(0).random((4, grid.nq, grid.nk)) < 0.3)
-    mask, earlier = BlockMask(bits, grid), BlockMask(bits & (torch.arange(grid.nk) % 3 > 0), grid)
-    layout, group = SequenceLayout.contiguous(1000, 1), SequenceGroup(0, 1)
-    q, k, v = torch.randn(3, 1, 4, 1000, 64, generator=torch.Generator().manual_seed(0))
-    plan, found = make_plan(earlier, "U1R1", layout=layout, keys="kept"), []
-    for device in ("cpu", "cuda"):
-        part = RankPlan.of(plan.assignment, layout, 0).to(torch.device(device))
-        on_device = BlockMask(bits.to(device), grid)
-        executor = AttentionExecutor.of_part(part, plan, on_device, group, "auto", mark=False)
-        found.append(executor.run(q.to(device), k.to(device), v.to(device), 64**-0.5).cpu())
-        assert executor.last is not None
-        assert executor.last.table.kv_count.sum() == (mask.bits & ~earlier.bits).sum()
-    assert (found[1] - found[0]).abs().max() <= 1e-4
 
 
 def test_range_checks_on_request(monkeypatch):

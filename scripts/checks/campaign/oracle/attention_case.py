@@ -137,7 +137,7 @@ def _draw(rng: random.Random, world: int) -> Draw:
         layout=rng.choice([*LAYOUT_ORDERS, "shuffled", "least"]),
         streams="first" if rng.random() < 0.3 else None,
         padded=rng.random() < 0.5,
-        keys=rng.choice(["ring", "ring", "all", "needed", "kept"]),
+        keys=rng.choice(["ring", "ring", "all", "needed"]),
         chunk_shares=rng.choice([(1,), (1, 1), (3, 2, 1), (1, 1, 1, 1), (rng.randint(1, 5), rng.randint(1, 5))]),
         one_ahead=rng.random() < 0.3,
         kernel=kernel,

@@ -132,18 +132,11 @@ def _attend(
     local: list[torch.Tensor],
     scale: float,
 ) -> torch.Tensor:
-    plan = _plan_of(case, strategy, _earlier(case, mask) if case.keys == "kept" else mask, layout)
+    plan = _plan_of(case, strategy, mask, layout)
     attend = DualBalancedAttention.prepare(
         plan, mask, layout, group, n_local=local[0].shape[2], kernel=case.kernel, debug=case.debug
     )
     return attend(*local, scale=scale * case.width**-0.5)
-
-
-def _earlier(case: Draw, mask: BlockMask) -> BlockMask:
-    """Another step's mask: none or some of the blocks, or all, are drawn anew."""
-    rng = np.random.default_rng(case.seed)
-    anew = rng.random(mask.bits.shape) < rng.choice([0.0, 0.02, 0.3, 1.0])
-    return BlockMask(np.where(anew, rng.random(mask.bits.shape) < case.density, mask.bits.numpy()), mask.grid)
 
 
 def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLayout) -> Plan:

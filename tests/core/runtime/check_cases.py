@@ -1,0 +1,94 @@
+"""What the workers of test_checks_on_all_ranks run: a session or attention that one rank alone cannot have."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import torch
+
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
+from dbsp_core.runtime.session.engine_session import EngineSession
+from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KERNELS
+
+HEADS = 4
+WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
+
+
+def _on_rank_1(rank: int, kernel: str) -> Any:
+    return mock.patch.dict(os.environ, {"DBSP_KERNEL": kernel} if rank == 1 else {})
+
+
+def refused_session(rank: int, world: int, settings: dict[str, Any], kernel: str) -> tuple[str, str]:
+    """Where a session whose kernel $DBSP_KERNEL names on rank 1 alone is refused, and the message."""
+    config, where = DbspConfig.load({"mask": WINDOW, **settings}), "making"
+    with _on_rank_1(rank, kernel):
+        try:
+            strategy = config.strategy_or(Strategy(world, 1))
+            session = AttentionSession(config, SequenceGroup.of(), strategy, HEADS, 1)
+            where = "size"
+            layout = session.begin(Video((4, 8, 8)), timestep=900.0)
+            q, k, v = torch.randn(3, 1, HEADS, layout.shard, 16)
+            where = "attention"
+            session.attend(0, q, k, v)
+        except UserError as error:
+            return where, str(error)
+    return "nowhere", ""
+
+
+def refused_later(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
+    """A kernel that rank 1 has for float32 alone is refused at the first attention of another dtype."""
+    config = DbspConfig.load({"mask": WINDOW, "kernel": "cpu"})
+    session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), HEADS, 1)
+    cpu = KERNELS["cpu"]
+    where = "making"
+
+    def only_float32(self: Any, device: Any, given: torch.dtype, needs: Any = None) -> str | None:
+        return "it is broken here" if rank == 1 and given != torch.float32 else None
+
+    with mock.patch.object(type(cpu), "why_unsupported", only_float32):
+        try:
+            for of_pass in (torch.float32, torch.float32, dtype):
+                where = str(of_pass)
+                layout = session.begin(Video((4, 8, 8)), timestep=900.0)
+                q, k, v = torch.randn(3, 1, HEADS, layout.shard, 16, dtype=of_pass)
+                session.attend(0, q, k, v)
+        except UserError as error:
+            return where, str(error)
+    return "nowhere", ""
+
+
+def refused_attention(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
+    """The same without a session."""
+    mask, layout = BlockMask.dense(HEADS, BlockGrid.uniform(128, 16)), SequenceLayout.contiguous(128, world)
+    plan = make_plan(mask, Strategy(1, world), layout=layout)
+    attend = DualBalancedAttention.prepare(plan, mask, layout, None, kernel="cpu")
+    cpu = KERNELS["cpu"]
+    where = "making"
+
+    def only_float32(self: Any, device: Any, given: torch.dtype, needs: Any = None) -> str | None:
+        return "it is broken here" if rank == 1 and given != torch.float32 else None
+
+    with mock.patch.object(type(cpu), "why_unsupported", only_float32):
+        try:
+            for of_pass in (torch.float32, torch.float32, dtype):
+                where = str(of_pass)
+                attend(*torch.randn(3, 1, HEADS, layout.shard, 16, dtype=of_pass))
+        except UserError as error:
+            return where, str(error)
+    return "nowhere", ""
+
+
+def refused_engine(rank: int, world: int, path: str) -> str:
+    """An engine's session whose configuration cannot be read on rank 1."""
+    try:
+        EngineSession(SequenceGroup.of(), Strategy(world, 1), HEADS, 1, path if rank == 1 else {"mask": WINDOW})
+    except UserError as error:
+        return str(error)
+    return ""
