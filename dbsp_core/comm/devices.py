@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.auxiliary import over_nccl
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
@@ -69,7 +68,7 @@ def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> None:
     current = _launchers_gpu() if device is None else device
     if current is not None:
         torch.cuda.set_device(current)
-    marks = [-1 if device is None else _mark_of(device), int(not group.alone and over_nccl(group.group))]
+    marks = [-1 if device is None else _mark_of(device), int(group.over_nccl)]
     rows = group.control().gather_integers(marks, torch.device("cpu"))
     places = [place for place, _ in rows]
     shared = [place for place in places if place >= 0 and places.count(place) > 1]
@@ -106,7 +105,6 @@ def _launchers_gpu() -> torch.device | None:
 
 
 def _mark_of(device: torch.device) -> int:
-    """Returns a number that two ranks share only if they use one GPU, whichever index each knows it by."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return fingerprint_of((socket.gethostname(), (visible, device.index) if uuid is None else str(uuid)))
+    """Returns a number that two ranks share only if they use one GPU."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return fingerprint_of((socket.gethostname(), str(uuid), device.index))
