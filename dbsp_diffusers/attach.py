@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dbsp_core.comm.consistency import check_consistent, run_consistently
+from dbsp_core.comm.devices import use_model_device
 from dbsp_core.comm.generation import GenerationAgreement
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
@@ -81,6 +82,7 @@ def attach_host(
     `patches` are changes made already, which are undone with the others.
     """
     transformers = run_consistently(host.everyone.control(), lambda: _require_attachable(model, host), _CPU)
+    use_model_device(transformers.values(), host.everyone)
     pipe = None if model in transformers.values() else model
     generations = Generations(pipe, host.everyone)
     clock = StepClock(generations.progress, shared=len(transformers) > 1)

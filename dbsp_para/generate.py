@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsp_core.comm.groups import explain_broken_connection
+from dbsp_core.comm.devices import use_local_device
+from dbsp_core.comm.rank_program import exit_on_failure, process_group
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.models.lookup import model_title, signature_of_model
 from dbsp_core.models.pipelines import PIPELINES
@@ -31,7 +31,10 @@ def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
 
 
 def generate(config: DbspConfig, video: Path) -> None:
-    """Makes the video that `config` describes. Needs a process group; rank 0 writes the video and the report."""
+    """Makes the video that `config` describes, on the current device. Rank 0 writes the video and the report.
+
+    Needs a process group.
+    """
     import diffusers
     from diffusers.utils import export_to_video
 
@@ -43,7 +46,8 @@ def generate(config: DbspConfig, video: Path) -> None:
     if wanted.image is not None and identity is not None and identity.variant == "ti2v":
         cls = diffusers.WanImageToVideoPipeline  # the checkpoint names the other one
     pipe = cls.from_pretrained(config.generate.model, torch_dtype=config.generate.torch_dtype)
-    pipe.to(_device())
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    pipe.to(device)
     if config.generate.torch_dtype == torch.float64:
         pipe = in_float64(pipe)
     if wanted.flow_shift is not None and "flow_shift" in pipe.scheduler.config:
@@ -59,7 +63,7 @@ def generate(config: DbspConfig, video: Path) -> None:
         num_inference_steps=wanted.steps,
         guidance_scale=wanted.guidance_scale,
         **_options(pipe, wanted),
-        generator=torch.Generator(_device()).manual_seed(wanted.seed or 0),
+        generator=torch.Generator(device).manual_seed(wanted.seed or 0),
     ).frames[0]
     if dist.get_rank() == 0:
         export_to_video(frames, str(video), fps=wanted.fps or 16)
@@ -83,25 +87,12 @@ def _options(pipe: Any, wanted: VideoSettings) -> dict[str, Any]:
     return options
 
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
 def main(arguments: list[str]) -> Any:
     """Joins the ranks, generates, and leaves the group. SECONDS is how long a rank waits for others."""
     config_file, video, seconds = arguments
     limit_group_timeouts(float(seconds))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(_device())
-    with explain_broken_connection():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        with exit_on_user_error():
-            generate(DbspConfig.load(config_file), Path(video))
-    finally:
-        dist.destroy_process_group()
+    with process_group(use_local_device()), exit_on_failure(), exit_on_user_error():
+        generate(DbspConfig.load(config_file), Path(video))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dbsp_core.comm.rank_program import exit_on_failure
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.lookup import signature_of_model
@@ -74,7 +75,8 @@ def main(arguments: list[str]) -> None:
     _save_on_rank_0(Path(video), config.generate.video.fps or 16)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     sys.argv = ["xfuser.runner", *runner_arguments(Path(config_file).parent, config, world)]
-    runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
+    with exit_on_failure():  # xfuser sets the device itself, and destroys its groups after a success alone
+        runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
 
 
 def _save_on_rank_0(path: Path, fps: int) -> None:

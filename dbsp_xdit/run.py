@@ -11,6 +11,7 @@ import signal
 import sys
 from typing import NoReturn
 
+from dbsp_core.comm.rank_program import exit_on_failure
 from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_core.utils.packages import require_packages
 from dbsp_diffusers.preflight import require_checkpoint
@@ -46,4 +47,5 @@ def main() -> NoReturn:
 
 if __name__ == "__main__":
     install(active=dbsp_requested(sys.argv))
-    runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
+    with exit_on_failure():
+        runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)

@@ -1,5 +1,7 @@
 """Requests of several sizes in one call of the transformer a step: torchrun --nproc_per_node 8 packed.py"""
 
+import os
+
 import torch
 import torch.distributed as dist
 from diffusers import WanPipeline
@@ -16,8 +18,10 @@ else:  # to try it: first `dbsp tiny wan tiny --trained`, then torchrun --nproc_
     LARGE, SMALL = {"height": 144, "width": 240, "num_frames": 33}, {"height": 144, "width": 240, "num_frames": 1}
 
 gpu = torch.cuda.is_available()
+if gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl" if gpu else "gloo")
-device = f"cuda:{dist.get_node_local_rank()}" if gpu else "cpu"
+device = "cuda" if gpu else "cpu"
 pipe = WanPipeline.from_pretrained(MODEL, torch_dtype=torch.bfloat16 if gpu else torch.float32).to(device)
 dbsp_diffusers.enable(pipe, MASK)
 

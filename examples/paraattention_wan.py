@@ -1,5 +1,7 @@
 """ParaAttention's own function with db-SP in it: torchrun --nproc_per_node 8 paraattention_wan.py"""
 
+import os
+
 import torch
 import torch.distributed as dist
 from diffusers import WanPipeline
@@ -15,8 +17,10 @@ else:  # to try it: first `dbsp tiny wan tiny --trained`, then torchrun --nproc_
     SIZE = {"height": 144, "width": 240, "num_frames": 33, "num_inference_steps": 12}
 
 gpu = torch.cuda.is_available()
+if gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl" if gpu else "gloo")
-device = f"cuda:{dist.get_node_local_rank()}" if gpu else "cpu"
+device = "cuda" if gpu else "cpu"
 pipe = WanPipeline.from_pretrained(MODEL, torch_dtype=torch.bfloat16 if gpu else torch.float32).to(device)
 
 mesh = init_context_parallel_mesh("cuda" if gpu else "cpu", max_ring_dim_size=2)

@@ -3,6 +3,8 @@
 All ranks share one clip, each in a part of its tokens; `mesh` in docs/training.md adds data parallelism.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,8 +17,11 @@ if torch.cuda.is_available():
 else:  # to try it: first `dbsp tiny wan tiny --trained`, then torchrun --nproc_per_node 2
     MODEL, MASK, SIZE, STEPS = "tiny", "sparge:cdf=0.85,block_q=16,block_k=16", (3, 12, 20), 3
 
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+gpu = torch.cuda.is_available()
+if gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if gpu else "gloo")
+device = "cuda" if gpu else "cpu"
 transformer = WanTransformer3DModel.from_pretrained(MODEL, subfolder="transformer").to(device).train()
 transformer.enable_gradient_checkpointing()
 dbsp_diffusers.enable(transformer, MASK)

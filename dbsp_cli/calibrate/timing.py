@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from dbsp_core.comm.auxiliary import meet
+from dbsp_core.comm.devices import use_local_device
+from dbsp_core.comm.rank_program import process_group
+
 __all__ = ["Sample", "Samples", "Timer", "median_time", "run_ranks", "undisturbed_samples"]
 
 
@@ -59,7 +63,7 @@ class Timer:
             if repetition >= warm_up and (not dist.is_initialized() or dist.get_rank() == 0):
                 self._await_quiet()
             if dist.is_initialized():
-                dist.barrier()
+                meet()
             waited, ran, start = _waited(), time.process_time(), time.perf_counter()
             action()
             self._synchronize()
@@ -154,15 +158,11 @@ def run_ranks(function: Callable[..., Any], world: int, device: str, *args: Any)
 
 
 def _serve(rank: int, function: Callable[..., Any], world: int, device: str, folder: str, args: tuple) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
+    if device == "cpu":
         torch.set_num_threads(1)
     store = Path(folder, "store").as_posix()
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world
-    )
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(function(rank, world, *args)))
-    with suppress(RuntimeError):  # a rank that failed says so itself
-        dist.barrier()
-        dist.destroy_process_group()
+    own = use_local_device(rank) if device == "cuda" else torch.device("cpu")
+    with process_group(own, init_method=f"file://{store}", rank=rank, world_size=world):
+        Path(folder, f"rank{rank}").write_bytes(pickle.dumps(function(rank, world, *args)))
+        with suppress(RuntimeError):  # a rank that failed says so itself
+            meet()

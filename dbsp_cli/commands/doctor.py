@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 import torch
 import torch.distributed as dist
 
+from dbsp_cli.interfaces import choice_of_gloo, choice_of_nccl
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.packages import installed_version, missing_packages
@@ -173,6 +174,7 @@ def run_checks() -> list[Check]:
         *(Check(name, "ok", _version(name)) for name in ("torch", "numpy")),
         _device(),
         _communication(),
+        *_between_nodes(),
         *imported,
         *filter(None, (engine.check() for engine in ENGINES)),
         *_kernels(),
@@ -212,6 +214,14 @@ def _communication() -> Check:
     if not backends:
         return Check("communication", "missing", "none", "install a torch with gloo or NCCL")
     return Check("communication", "ok", ", ".join(backends))
+
+
+def _between_nodes() -> list[Check]:
+    choices = [("gloo between nodes", choice_of_gloo())] if dist.is_available() and dist.is_gloo_available() else []
+    if dist.is_available() and dist.is_nccl_available():
+        choices.append(("NCCL between nodes", choice_of_nccl()))
+    states = {(True, False): "ok", (False, False): "not here", (False, True): "missing"}
+    return [Check(what, states[one.usable, one.misnamed], one.detail, one.fix) for what, one in choices]
 
 
 def _kernels() -> list[Check]:

@@ -11,11 +11,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["auxiliary_group", "part_of", "timeout_of"]
+__all__ = ["auxiliary_group", "meet", "over_nccl", "part_of", "timeout_of"]
 
 _Groups = dict[str, weakref.ref[dist.ProcessGroup]]
 _AUXILIARY: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
@@ -81,8 +82,29 @@ def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) ->
         timeout=timeout_of(group) or default_pg_timeout,
     )
     distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: place for place, rank in enumerate(ranks)}
-    dist.barrier(made)  # a rank that destroyed it at once would cut off others that are still connecting
+    meet(made)  # a rank that destroyed it at once would cut off others that are still connecting
     return made
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """Returns once all ranks of a group have called it, with the group's communicators made. Collective.
+
+    NCCL makes a communicator at its first use. If that is a transfer between some ranks, or differs between groups,
+    the others may wait for ever; and `dist.barrier` takes a GPU by the rank's number. So the first use is an
+    all-reduce, on the current GPU.
+    """
+    if not over_nccl(group):
+        dist.barrier(group)
+        return
+    if "gloo" in dist.get_backend_config(group):  # it carries the tensors on CPUs
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+    dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
+    torch.cuda.current_stream().synchronize()
+
+
+def over_nccl(group: dist.ProcessGroup | None = None) -> bool:
+    """Returns whether NCCL carries a group's tensors on GPUs. None: the default group."""
+    return "nccl" in dist.get_backend_config(group)
 
 
 def _destroy(groups: _Groups) -> None:

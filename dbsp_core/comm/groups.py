@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.auxiliary import auxiliary_group, part_of, timeout_of
+from dbsp_core.comm.auxiliary import auxiliary_group, over_nccl, part_of, timeout_of
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 
@@ -134,6 +134,12 @@ class SequenceGroup:
         """Time after which its collectives fail; None where it is not known."""
         group = self.group
         return None if group is None else timeout_of(group)
+
+    @property
+    def over_nccl(self) -> bool:
+        """Whether NCCL carries the ranks' tensors on GPUs."""
+        group = self.group
+        return group is not None and over_nccl(group)
 
     def control(self) -> SequenceGroup:
         """The `auxiliary` group in which the calling thread agrees on things, with CPU tensors."""

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
+from dbsp_cli import interfaces
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import HOSTS, Importable
 from dbsp_cli.generate import hosts
@@ -132,3 +133,77 @@ def extras() -> dict[str, set[str]]:
 @pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES, *hosts.HOSTS.values()], ids=str)
 def test_an_extra_alone_brings_what_it_is_named_for(needs):
     assert set(needs.needs) <= extras()[needs.extra]
+
+
+INTERFACES = ("lo", "docker0", "eth7", "eth0", "ib0")
+
+
+@pytest.fixture
+def node(monkeypatch, tmp_path):
+    """node(address, variables, names) sets what a machine has: its host name's address, or none, and interfaces."""
+
+    def make(address: str | None = "10.0.0.7", names: tuple[str, ...] = INTERFACES, **variables: str) -> None:
+        def resolve(*_: object, **__: object) -> list[tuple]:
+            if address is None:
+                raise OSError("unknown host")
+            return [(None, None, None, "", (address, 0))]
+
+        (tmp_path / "eth7").mkdir(exist_ok=True)
+        (tmp_path / "eth7" / "operstate").write_text("down\n")
+        monkeypatch.setattr(interfaces, "_NETWORK", tmp_path)
+        for name in (interfaces.GLOO, interfaces.NCCL):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("socket.gethostname", lambda: "node7")
+        monkeypatch.setattr("socket.getaddrinfo", resolve)
+        monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(names)))
+        monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+
+    return make
+
+
+def between_nodes() -> dict[str, tuple[str, str]]:
+    return {check.what.split()[0]: (check.state, check.detail) for check in doctor._between_nodes()}
+
+
+def test_the_interfaces_that_reach_other_nodes_are_named(node):
+    node()
+    assert between_nodes() == {
+        "gloo": ("ok", "gloo listens at 10.0.0.7, the address of host name node7"),
+        "NCCL": ("ok", "NCCL takes ib0"),
+    }
+    node(names=("lo", "eth0", "eth1", "eth7"), GLOO_SOCKET_IFNAME="eth1", NCCL_SOCKET_IFNAME="eth")
+    assert between_nodes() == {
+        "gloo": ("ok", "eth1 (GLOO_SOCKET_IFNAME)"),
+        "NCCL": ("ok", "eth0, eth1 (NCCL_SOCKET_IFNAME)"),
+    }
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", None])
+def test_a_host_name_on_loopback_is_told_with_the_variable_that_helps(node, address):
+    node(address, names=("lo", "docker0"))
+    gloo, nccl = doctor._between_nodes()
+    assert (gloo.state, nccl.state) == ("not here", "not here")
+    assert gloo.detail.endswith("so gloo listens on loopback")
+    assert gloo.fix.startswith("for several nodes, set GLOO_SOCKET_IFNAME on each to the interface")
+    assert nccl.detail == "NCCL finds no interface to other nodes, only lo, docker0"
+
+
+@pytest.mark.parametrize(
+    ("given", "gloo", "nccl"),
+    [
+        ("eth9", "missing", "missing"),
+        ("lo", "not here", "not here"),
+        ("eth0,eth9", "missing", "ok"),
+        ("=eth", "missing", "missing"),
+        ("=eth0", "missing", "ok"),
+        ("^eth,ib,docker", "missing", "not here"),
+    ],
+)
+def test_a_variable_that_names_no_interface_to_other_nodes_is_told(node, given, gloo, nccl):
+    node(GLOO_SOCKET_IFNAME=given, NCCL_SOCKET_IFNAME=given)
+    checks = doctor._between_nodes()
+    assert [check.state for check in checks] == [gloo, nccl]
+    for check in checks:
+        assert check.ok or ("SOCKET_IFNAME=" + given in check.detail and "such as eth0" in check.fix)

@@ -9,6 +9,7 @@ import torch
 import dbsp_diffusers
 import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
+from tests.core.comm.device_cases import gpus
 from tests.support.models.tiny_pipelines import alone, difference, fingerprint, latents, load, state_of
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.references import by_first_rank
@@ -163,3 +164,12 @@ def enabled_in_a_second_life(rank: int, world: int) -> tuple[str, float]:
         out = transformer(**inputs)[0]
         dbsp_diffusers.disable(transformer)
     return said, difference(out, expected)
+
+
+def current_gpu(rank: int, world: int) -> int:
+    """The GPU that is current after `enable`, of four that torch says there are, for a model on the CPU."""
+    transformer = make_transformer("wan")
+    with gpus(4, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) as seen:
+        dbsp_diffusers.enable(transformer, CONFIG)
+        dbsp_diffusers.disable(transformer)
+    return seen[-1]

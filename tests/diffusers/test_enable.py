@@ -12,6 +12,7 @@ from dbsp_core.utils.errors import UserError
 from tests.core.comm.lifetimes import left_alive
 from tests.diffusers.enable_cases import (
     CONFIG,
+    current_gpu,
     enabled_in_a_second_life,
     enabled_pipeline,
     refused,
@@ -57,6 +58,10 @@ def test_a_repeated_timestep_is_another_step_and_no_guidance_pass(pool, folder):
     for from_single, one_process, here in pool(2).run(run_repeated_timesteps, folder, 3):
         assert from_single <= TOLERANCE
         assert one_process == here == [(step, branch) for step in range(5) for branch in range(2)]
+
+
+def test_each_rank_has_its_own_gpu_as_the_current_one(pool):
+    assert pool(2).run(current_gpu) == [0, 1]
 
 
 def test_a_transformer_compiled_since_has_its_session():

@@ -188,3 +188,24 @@ def test_the_page_names_every_file():
     page = (EXAMPLES / "README.md").read_text()
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     assert set(re.findall(r"\]\((\w+\.(?:py|sh|json|yaml))\)", page)) == files
+
+
+def scripts() -> dict[str, str]:
+    """Python programs that a user may copy, by where they are: files of examples/, code in pages."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = {
+        f"{page.name} {number}": block
+        for page in pages
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+    }
+    return blocks | {path.name: path.read_text() for path in sorted(EXAMPLES.glob("*.py"))}
+
+
+def test_scripts_for_gpus_set_the_device_before_they_join_the_ranks():
+    joining = re.compile(r"init_process_group\((?!\"gloo\"\))")
+    found = {name: text for name, text in scripts().items() if joining.search(text)}
+    assert len(found) >= 8
+    for name, text in found.items():
+        before = text[: joining.search(text).start()]
+        assert 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))' in before, name
+        assert "get_node_local_rank" not in text, name

@@ -188,6 +188,10 @@ class ThreadGroup(SequenceGroup):
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._member.meeting.patience_s)
 
+    @property
+    def over_nccl(self) -> bool:
+        return False
+
     def auxiliary(self, purpose: str) -> ThreadGroup:
         known = self._member.auxiliary
         if purpose not in known:

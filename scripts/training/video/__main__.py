@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import init_device_mesh
 
+from dbsp_core.comm.devices import use_local_device
+from dbsp_core.comm.rank_program import exit_on_failure, process_group
 from dbsp_core.utils.errors import UserError
 from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.fine_tuning import FineTuning
@@ -28,12 +30,8 @@ OTHER_SHIFT = 3.0
 
 def train(settings: Settings) -> None:
     """One rank's whole run."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    try:
+    device = use_local_device()
+    with process_group(device):
         shape = (settings.data_parallel, settings.sequence_parallel)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
         folder: list[Path | None] = [encode_clips(settings) if dist.get_rank() == 0 else None]
@@ -42,8 +40,6 @@ def train(settings: Settings) -> None:
         clips = Clips.read(folder[0], settings.no_caption, settings.seed, _shift(settings.model))
         training = FineTuning.prepare(settings, mesh, clips, device)
         _run(training, settings)
-    finally:
-        dist.destroy_process_group()
 
 
 def _run(training: FineTuning, settings: Settings) -> None:
@@ -90,4 +86,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_failure():
+        main()

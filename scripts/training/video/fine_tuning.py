@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dbsp_diffusers
+from dbsp_core.comm.auxiliary import meet
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.atomic_io import open_atomically
 from dbsp_core.utils.errors import UserError
@@ -141,7 +142,7 @@ class FineTuning:
                 torch.save(content, file)
             rows = [f"{step},{loss:.9g}\n" for step, loss in enumerate(self.losses)]
             (self.settings.out / "loss.csv").write_text("step,loss\n" + "".join(rows))
-        dist.barrier()
+        meet()
 
     def _restore(self) -> None:
         if not self._checkpoint.is_file():
@@ -176,7 +177,7 @@ class FineTuning:
             if dist.get_rank() == 0:
                 self.transformer.save_config(folder)
                 save_file(model, folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
-        dist.barrier()
+        meet()
         return folder
 
 

@@ -1,0 +1,94 @@
+"""The process group of a program that runs as one of several ranks: joined, left, and aborted after a failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from dbsp_core.comm.auxiliary import over_nccl
+from dbsp_core.comm.groups import explain_broken_connection
+
+__all__ = ["exit_on_failure", "process_group"]
+
+_PATIENCE_S = 5.0
+"""Seconds for aborting; a program that failed ends after them in any case."""
+
+
+@contextmanager
+def process_group(device: torch.device, **options: Any) -> Iterator[None]:
+    """Joins the other ranks, over NCCL or gloo as the device asks for, and leaves them at the end.
+
+    After a failure inside, the communicators are aborted: NCCL's `destroy_process_group` waits for ranks that are
+    still in a collective with this one.
+
+    Args:
+        device: This rank's, as `use_local_device` returns it.
+        options: Further arguments of `init_process_group`.
+
+    Raises:
+        CommunicationError: Other ranks did not come.
+    """
+    with explain_broken_connection():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
+    try:
+        yield
+    except BaseException:
+        _abort()
+        raise
+    dist.destroy_process_group()
+
+
+@contextmanager
+def exit_on_failure() -> Iterator[None]:
+    """Ends the process after a failure inside: reports the error, aborts the communicators, exits.
+
+    The exit is immediate. Neither threads nor other ranks are waited for, which may be in a collective that never
+    completes. The launcher ends the other ranks when it sees the exit code.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        code = _report(error)
+        if code == 0:
+            raise
+        _abort()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _report(error: Exception | SystemExit) -> int:
+    """Shows an error as the interpreter would, and returns the exit code."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _abort() -> None:
+    """Ends this rank's communicators, without waiting for other ranks or longer than `_PATIENCE_S`.
+
+    Only NCCL has to be aborted. Connections of gloo are closed with the process.
+    """
+    if dist.is_initialized() and over_nccl():
+        # In a thread: NCCL's abort can hang, too.
+        aborting = threading.Thread(target=_abort_all_groups, daemon=True)
+        aborting.start()
+        aborting.join(_PATIENCE_S)
+
+
+def _abort_all_groups() -> None:
+    with suppress(Exception):  # the first error is reported already
+        distributed_c10d._abort_process_group()

@@ -1,0 +1,113 @@
+"""What the workers run: ranks whose torch says that it has GPUs, and that use none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from dbsp_core import SequenceGroup
+from dbsp_core.comm.devices import use_local_device, use_model_device
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import log
+
+
+class PlacedModel(torch.nn.Module):
+    """A model whose weights say that they are on a device, and that may be offloaded from another."""
+
+    def __init__(self, device: str, offloaded_from: str | int | None = None) -> None:
+        super().__init__()
+        self._device = torch.device(device)
+        if offloaded_from is not None:
+            self._hf_hook = SimpleNamespace(execution_device=offloaded_from)
+
+    def parameters(self, recurse: bool = True) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(device=self._device)
+
+
+@contextlib.contextmanager
+def gpus(number: int, variables: Mapping[str, str], current: int = 0) -> Iterator[list[int]]:
+    """Environment variables, and a torch.cuda with GPUs; yields the current device, after each that was set."""
+    seen = [current]
+    with (
+        mock.patch.dict("os.environ", variables),
+        mock.patch.multiple(
+            torch.cuda,
+            is_available=lambda: number > 0,
+            device_count=lambda: number,
+            current_device=lambda: seen[-1],
+            set_device=lambda device: seen.append(torch.device(device).index),
+            get_device_properties=lambda device: SimpleNamespace(uuid=f"GPU-{torch.device(device).index}"),
+        ),
+    ):
+        yield seen
+
+
+def local_device(number: int, variables: Mapping[str, str]) -> tuple[str, int]:
+    with gpus(number, variables) as seen:
+        return str(use_local_device()), seen[-1]
+
+
+def model_device(
+    rank: int, world: int, devices: Sequence[tuple[str, str | int | None]], backend: str, current: Sequence[int]
+) -> tuple[int, str, list[str]]:
+    """(current GPU after `use_model_device`, its error, its warnings)"""
+    said: list[str] = []
+    group = SequenceGroup.of()
+    group.control()  # made before the group claims another backend
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with (
+        gpus(4, variables, current[rank]) as seen,
+        mock.patch("torch.distributed.get_backend_config", return_value=backend),
+        mock.patch.object(log, "warning", said.append),
+    ):
+        try:
+            use_model_device([PlacedModel("cpu"), PlacedModel(*devices[rank])], group)
+        except UserError as error:
+            return seen[-1], str(error), said
+        return seen[-1], "", said
+
+
+def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
+    """(group, device) of each collective while groups are made and found again: a part on `backend`, an auxiliary."""
+    uses: list[tuple[str, str]] = []
+    group = dist.new_group(list(range(world)))
+    config, zeros, all_reduce, barrier = dist.get_backend_config, torch.zeros, dist.all_reduce, dist.barrier
+
+    def noted(kind: str, group: dist.ProcessGroup) -> None:
+        uses.append((group.group_name.partition("/dbsp-")[2], kind))
+
+    def reduce(tensor: object, group: dist.ProcessGroup) -> None:
+        noted(str(tensor.device), group)
+        if isinstance(tensor, torch.Tensor):
+            all_reduce(tensor, group=group)
+
+    def meet(group: dist.ProcessGroup) -> None:
+        noted("barrier", group)
+        barrier(group)
+
+    def placed_zeros(*size: int, device: object) -> object:
+        place = torch.device(device)
+        return zeros(*size) if place.type == "cpu" else SimpleNamespace(device=place)
+
+    with (
+        gpus(world, {}, current=rank),
+        mock.patch.object(torch.cuda, "current_stream"),
+        mock.patch.object(torch, "zeros", placed_zeros),
+        mock.patch.multiple(
+            dist,
+            get_backend_config=lambda one: backend if "ranks" in one.group_name else config(one),
+            all_reduce=reduce,
+            barrier=meet,
+        ),
+    ):
+        ranks = SequenceGroup.of(group)
+        for _ in range(2):
+            ranks.part(rank // 2 * 2, 2)
+            ranks.control()
+    dist.destroy_process_group(group)
+    return uses

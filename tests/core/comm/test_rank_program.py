@@ -1,0 +1,113 @@
+"""How a program that runs as one of several ranks ends: after a failure at once, without waiting for other ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAFETY_NET_S = 240  # ends a hang; the process group's own timeout is longer
+BEGIN = """
+import sys, threading, torch, torch.distributed as dist
+from datetime import timedelta
+from dbsp_core.comm import rank_program
+from dbsp_core.comm.rank_program import exit_on_failure, process_group
+from dbsp_core.utils.errors import UserError, exit_on_user_error
+
+def join(rank=0, world=1):
+    store = dist.FileStore(sys.argv[1], world)
+    return process_group(torch.device("cpu"), store=store, rank=rank, world_size=world, timeout=timedelta(hours=1))
+"""
+RANK_IN_A_COLLECTIVE = """
+def collective():
+    dist.all_reduce(torch.ones(1))
+
+rank = int(sys.argv[2])
+with join(rank, 2), exit_on_failure(), exit_on_user_error():
+    dist.barrier()
+    if rank == 0:
+        collective()
+    else:
+        {fails}
+"""
+OVER_NCCL = """
+done = []
+rank_program.over_nccl = lambda: True
+rank_program._PATIENCE_S = 0.1
+rank_program.distributed_c10d._abort_process_group = lambda: ({aborts}, print("aborted", flush=True))
+rank_program.dist.destroy_process_group = lambda: print("destroyed", flush=True)
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BEGIN + script, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)"""
+    try:
+        out, err = process.communicate(timeout=SAFETY_NET_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "said"),
+    [
+        ("raise RuntimeError('a fault')", 1, "RuntimeError: a fault"),
+        ("raise UserError('a mistake')", 2, "dbsp: error: a mistake"),
+        ("sys.exit('no video')", 1, "no video"),
+        ("threading.Thread(target=dist.recv, args=(torch.ones(1), 0)).start(); raise ValueError('early')", 1, "early"),
+    ],
+    ids=["a fault", "a mistake of the user", "exit", "while a thread waits for the other rank"],
+)
+def test_all_ranks_end_when_one_fails(tmp_path, fails, code, said):
+    ranks = [start(RANK_IN_A_COLLECTIVE.format(fails=fails), tmp_path / "store", rank) for rank in range(2)]
+    (waiting, _, _), (failing, _, err) = [ended(rank) for rank in ranks]
+    assert (failing, said in err) == (code, True), err
+    assert err.count(said) == 1
+    assert waiting == 1
+
+
+@pytest.mark.parametrize("aborts", ["None", "threading.Event().wait()"], ids=["", "abort hangs"])
+def test_after_a_failure_nccl_is_aborted_and_not_destroyed(tmp_path, aborts):
+    body = "with join(), exit_on_failure():\n    raise ValueError('a fault')\n"
+    code, out, err = ended(start(OVER_NCCL.format(aborts=aborts) + body, tmp_path / "store"))
+    assert (code, out) == (1, "aborted\n" if aborts == "None" else "")
+    assert err.endswith("ValueError: a fault\n")
+
+
+def test_a_failure_that_is_raised_on_leaves_no_communicator(tmp_path):
+    body = "try:\n    with join():\n        1 / 0\nexcept ZeroDivisionError:\n    print('raised')\n"
+    code, out, _ = ended(start(OVER_NCCL.format(aborts="None") + body, tmp_path / "store"))
+    assert (code, out) == (0, "aborted\nraised\n")
+
+
+def test_after_a_success_the_groups_are_destroyed(tmp_path):
+    body = "with join(), exit_on_failure():\n    print('done', flush=True)\n"
+    code, out, err = ended(start(OVER_NCCL.format(aborts="None") + body, tmp_path / "store"))
+    assert (code, out) == (0, "done\ndestroyed\n"), err
+
+
+def test_programs_that_db_sp_starts_leave_their_groups_in_one_way():
+    """A `finally: destroy_process_group()` would wait for ranks that never come."""
+    root = Path(__file__).parents[3]
+    texts = {
+        path.relative_to(root): path.read_text()
+        for folder in ("dbsp_*", "scripts", "docs", "examples")
+        for top in root.glob(folder)
+        for path in top.rglob("*")
+        if path.suffix in (".py", ".md")
+    }
+    assert [path for path, text in texts.items() if re.search(r"finally:\n[^\n]*destroy_process_group", text)] == []
