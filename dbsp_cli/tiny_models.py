@@ -65,7 +65,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
 def unknown_words(folder: Path, prompt: str) -> str | None:
     """Says which words of a prompt a tokenizer of whole words does not know; None for none, or other tokenizers."""
     try:
-        model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]
+        model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
         known = dict.fromkeys(word for word in model["vocab"] if word.isalpha())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

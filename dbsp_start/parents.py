@@ -48,7 +48,7 @@ def end_with_parent(
 def _by_main_thread(parent: int) -> bool:
     """True where the parent's main thread is known to have started this process; it lives as long as its process."""
     try:
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="utf-8")
     except OSError:
         return False
     return str(os.getpid()) in children.split()

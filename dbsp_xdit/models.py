@@ -131,7 +131,7 @@ def _most_like(signature: ModelSignature) -> ModelSpec:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON; download the folder again") from error
     if not isinstance(content, dict):

@@ -37,7 +37,7 @@ def require_releasable(repository: Path, version: str, tag: str) -> None:
     """Raises UserError for changes that are not committed, a version that nobody describes, or a tag that is there."""
     if _git(repository, "status", "--porcelain"):
         raise UserError("there are changes that are not committed; a release is a commit")
-    if not re.search(rf"^## {re.escape(version)}\b", (repository / "CHANGELOG.md").read_text(), re.M):
+    if not re.search(rf"^## {re.escape(version)}\b", (repository / "CHANGELOG.md").read_text(encoding="utf-8"), re.M):
         raise UserError(f"CHANGELOG.md has no heading '## {version}'; say there what is new")
     if _git(repository, "tag", "--list", tag):
         raise UserError(f"tag {tag} is there; raise __version__ in dbsp_core/__init__.py")
@@ -48,7 +48,7 @@ def build(repository: Path, tag: str, target: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as place:
         _git(repository, "clone", "--quiet", str(repository), place)
         readme = Path(place) / "README.md"
-        readme.write_text(absolute_links(readme.read_text(), tag))
+        readme.write_text(absolute_links(readme.read_text(encoding="utf-8"), tag), encoding="utf-8")
         _run("build", "--no-isolation", "--outdir", target, place)
     files = sorted(target.glob(f"dbsp_attention-{tag.removeprefix('v')}*"))
     _run("twine", "check", "--strict", *files)

@@ -157,7 +157,7 @@ def loaded():
 
 def test_the_core_is_small_to_import(loaded):
     found = loaded["from dbsp_core import BlockGrid"]
-    assert len(found) <= 71, sorted(found)
+    assert len(found) <= 72, sorted(found)
     assert {name.partition(".")[0] for name in found} == {"dbsp_core"}  # torch._dynamo takes seconds
 
 

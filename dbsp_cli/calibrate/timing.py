@@ -110,7 +110,7 @@ def undisturbed_samples(by_rank: Sequence[Samples]) -> np.ndarray:
 
 def _waited() -> float:
     try:
-        return int(_SCHEDULER.read_text().split()[1]) / 1e9
+        return int(_SCHEDULER.read_text(encoding="utf-8").split()[1]) / 1e9
     except (OSError, IndexError, ValueError):  # not on Linux: every repetition counts as quiet
         return 0.0
 
@@ -118,7 +118,7 @@ def _waited() -> float:
 def _running() -> int:
     """Threads that run or are ready to, this one included; 1 where the system does not say."""
     try:
-        lines = _MACHINE.read_text().splitlines()
+        lines = _MACHINE.read_text(encoding="utf-8").splitlines()
     except OSError:
         return 1
     return next((int(line.split()[1]) for line in lines if line.startswith("procs_running")), 1)

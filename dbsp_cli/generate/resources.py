@@ -85,11 +85,11 @@ def _numbers_in(folder: Path) -> Iterator[int]:
 def _machine_memory() -> int | None:
     """Bytes that processes here can have: of the machine, or of the container that limits them; None: not known."""
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         total = sum(int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
     except (OSError, KeyError, ValueError):
         return None
     try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
     except (OSError, ValueError):  # no container, or "max"
         return total

@@ -82,7 +82,7 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
             for name, path in job.images.items():
                 fitted(path, job.config.generate.video).save(work.path / f"{name}.png")
             settings = work.path / "dbsp.yaml"
-            settings.write_text(yaml.safe_dump(job.settings_in(work.path), allow_unicode=True))
+            settings.write_text(yaml.safe_dump(job.settings_in(work.path), allow_unicode=True), encoding="utf-8")
             follower.reword = in_the_users_names(job, work.path, read_settings(settings, "configuration file"))
             joined = job.launch.joined
             variables = joined.variables(torch.cuda.device_count()) if joined else None

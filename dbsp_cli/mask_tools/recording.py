@@ -38,7 +38,7 @@ class Recording:
         """Reads only the index. Raises UserError for a folder without a recording."""
         folder = Path(folder)
         try:
-            content = json.loads((folder / INDEX).read_text())
+            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             if (layers := int(content["layers"])) < 1:
                 raise ValueError(f"of a model with {layers} layers")
             return cls(folder, _longest(content["passes"]), layers, content["stopped"])

@@ -23,7 +23,16 @@ from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, in_short
 from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.schema import build, checked, convert, keys_within, plain_value, require_choice, setting_names
+from dbsp_core.utils.schema import (
+    build,
+    checked,
+    convert,
+    keys_within,
+    plain_value,
+    read_path,
+    require_choice,
+    setting_names,
+)
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
 from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.registry import require_kernel_name
@@ -142,12 +151,12 @@ class DbspConfig:
     keys: str = "ring"
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
-    cost_model: str | None = None
+    cost_model: str | None = field(default=None, metadata={"read": read_path})
     kernel: str = "auto"
     bags: BagConfig | None = field(default=None, metadata={"read": _read_bags})
     vae: bool = False
-    report: str | None = None
-    record: str | None = None
+    report: str | None = field(default=None, metadata={"read": read_path})
+    record: str | None = field(default=None, metadata={"read": read_path})
     debug: bool = False
     transformer_2: Mapping[str, Any] = field(default_factory=dict)
     generate: GenerateSettings = field(default_factory=GenerateSettings, metadata={"setting": False})

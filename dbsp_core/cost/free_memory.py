@@ -26,12 +26,12 @@ def free_memory(device: torch.device) -> int | None:
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
     try:
-        most, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        most, used = (int((_CGROUP / f"memory.{name}").read_text(encoding="utf-8")) for name in ("max", "current"))
         return min(free, most - used)
     except (OSError, ValueError):  # no container, or "max"
         return free

@@ -16,8 +16,9 @@ import torch
 import yaml
 
 from dbsp_core.utils.atomic_io import write_atomically
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, in_short
 from dbsp_core.utils.packages import installed_version
+from dbsp_core.utils.paths import require_file, user_path
 from dbsp_core.utils.schema import build, convert
 from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
 
@@ -244,11 +245,11 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
     Raises UserError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
     """
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
-    path = shipped.get(os.fspath(source), Path(source))
-    if not path.is_file():
-        raise UserError(
-            f"no hardware {os.fspath(source)!r}; use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
-        )
+    path = shipped.get(os.fspath(source)) or user_path(source)
+    advice = f"use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
+    if path.parent == Path() and not path.exists():
+        raise UserError(f"no hardware {in_short(os.fspath(source))}; {advice}")
+    require_file(path, "hardware file", advice)
     return _read_shipped(path) if path in shipped.values() else _read(path)
 
 
@@ -289,7 +290,11 @@ def device_class(device: torch.device | str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ]
     except OSError:
         names = []
     name = names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

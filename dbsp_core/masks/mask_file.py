@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
+import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,7 @@ from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError, in_short
+from dbsp_core.utils.paths import require_file, user_path
 
 __all__ = ["SIZES", "MaskFile", "Orders", "one_or_each", "require_countable"]
 
@@ -25,6 +26,7 @@ Orders = tuple[Order, ...]
 _MOST_SEQUENCES = 1 << 16
 _MOST_ORDERS = 256
 """What a byte can number."""
+_CONVERT = "make it from another project's masks or a recording: dbsp masks convert IN OUT.safetensors"
 SIZES = ("tokens", "text_tokens", "block_q", "block_k")
 
 
@@ -46,28 +48,30 @@ class MaskFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise UserError(
-                f"mask file {self.path} does not exist; give the path of one, or make it from another "
-                "project's masks or a recording: dbsp masks convert IN OUT.safetensors"
-            )
+        self.path = user_path(path)
+        require_file(self.path, "mask file", f"give the path of one, or {_CONVERT}")
         try:
             with safe_open(self.path, framework="numpy") as file:
                 names = list(file.keys())
                 metadata = file.metadata() or {}
                 views = {name: file.get_slice(name) for name in ("mask", "packed", "orders") if name in names}
                 kinds = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+                self._require_bytes("orders", kinds)  # before reading: numpy lacks types that a file may have
                 order_index = file.get_tensor("orders") if "orders" in names else None
         except (SafetensorError, OSError, TypeError) as error:
             raise UserError(
                 f"mask file {self.path} is not a readable safetensors file ({error}); write it again with "
-                "dbsp_core.save_mask"
+                f"dbsp_core.save_mask, or {_CONVERT}"
             ) from error
         self._tensor = self._tensor_name(names)
         self.grid, self.groups, self.pooled_keys = self._parse(metadata)
         self._shape = self._checked_shape(*kinds[self._tensor])
         self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
+
+    def _require_bytes(self, name: str, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        dtype, _ = kinds.get(name, ("U8", ()))
+        if dtype != "U8":
+            raise UserError(f"mask file {self.path}: tensor {name!r} is {dtype} and must be uint8 (U8)")
 
     def _tensor_name(self, names: list[str]) -> str:
         found = [name for name in ("mask", "packed") if name in names]
@@ -102,7 +106,7 @@ class MaskFile:
                 )
             return grid, groups, pooled_keys
         except UserError as error:
-            raise UserError(f"mask file {self.path}: bad metadata: {error}") from error
+            raise UserError(f"mask file {self.path}: bad metadata: {error}") from error.__cause__
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape if it fits the metadata: groups, layers and the `_own` dimensions of a mask."""
@@ -150,7 +154,7 @@ class MaskFile:
             ):
                 self.grid.with_orders(_orders_of([[names[index] for index in order]]))
         except UserError as error:
-            raise UserError(f"mask file {self.path}: bad token orders: {error}") from error
+            raise UserError(f"mask file {self.path}: bad token orders: {error}") from error.__cause__
         return np.array(names)[table]
 
     @property
@@ -221,10 +225,9 @@ def _orders_of(names: Sequence[Sequence[str]]) -> Orders:
 
 
 def _whole_number(key: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"{key} has {text!r}, which is no whole number") from None
+    if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text, re.ASCII):
+        raise UserError(f"{key} has {in_short(text)}, which is not a whole number of at most 18 digits")
+    return int(text)
 
 
 def _true_or_false(key: str, text: str) -> bool:
@@ -236,7 +239,7 @@ def _true_or_false(key: str, text: str) -> bool:
 def _parse_thw(text: str) -> tuple[int, int, int]:
     sizes = tuple(_whole_number("thw", size) for size in text.split(","))
     if len(sizes) != 3 or min(sizes) < 1:
-        raise UserError(f"thw={text!r} must be three numbers of at least 1: frames, rows, columns")
+        raise UserError(f"thw={in_short(text)} must be three numbers of at least 1: frames, rows, columns")
     return sizes
 
 

@@ -20,6 +20,7 @@ from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import user_path
 
 __all__ = ["MaskLayout", "mask_file_bytes", "pooled_keys_of", "remainder_of", "save_mask", "write_masks"]
 
@@ -136,7 +137,7 @@ def save_mask(
     layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
     pooled = pooled_keys_of(map(remainder_of, flat))
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat), pooled)
-    write_masks(path, layout, (mask.bits for mask in flat), packed)
+    write_masks(user_path(path), layout, (mask.bits for mask in flat), packed)
 
 
 def remainder_of(mask: BlockMask) -> set[Remainder | None]:

@@ -60,8 +60,8 @@ def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
     if known is not None:
         return known
     try:
-        index = json.loads((Path(text) / "model_index.json").read_text())
-        config = json.loads((Path(text) / "transformer" / "config.json").read_text())
+        index = json.loads((Path(text) / "model_index.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(text) / "transformer" / "config.json").read_text(encoding="utf-8"))
         variant = variant_of((index.get("transformer_2") or [None])[0] is not None, index)
         return model_signature(str(index["_class_name"]), config, variant)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dbsp_core.utils.errors import SettingError, bad_value
-from dbsp_core.utils.schema import require_choice
+from dbsp_core.utils.schema import read_path, require_choice
 
 __all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "VideoSettings", "side_complaint"]
 
@@ -77,8 +77,8 @@ class VideoSettings:
     seed: int | None = None
     fps: int | None = None
     guidance_scale_2: float | None = None
-    image: str | None = None
-    last_image: str | None = None
+    image: str | None = field(default=None, metadata={"read": read_path})
+    last_image: str | None = field(default=None, metadata={"read": read_path})
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -123,7 +123,7 @@ class GenerateSettings:
         video: A mapping such as {height: 480, width: 832, steps: 50}.
     """
 
-    model: str | None = None
+    model: str | None = field(default=None, metadata={"read": read_path})
     dtype: str = "auto"
     video: VideoSettings = field(default_factory=VideoSettings)
 

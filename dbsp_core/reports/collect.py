@@ -26,6 +26,7 @@ from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.packages import package_versions
+from dbsp_core.utils.paths import user_path
 
 if TYPE_CHECKING:
     from dbsp_core.planning.plan import Plan
@@ -85,6 +86,7 @@ def write_report_files(
 
     `records` are the plans in balance.png by layer, by default the session's. It is left out without matplotlib.
     """
+    folder = user_path(folder)
     with contextlib.suppress(ImportError):  # the page has it too
         write_atomically(folder / "balance.png", balance_picture(session.records if records is None else records))
     observer = run_observer(session)

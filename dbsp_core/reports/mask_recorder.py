@@ -22,6 +22,7 @@ from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
+from dbsp_core.utils.paths import expand_path
 
 __all__ = ["INDEX", "MaskRecorder", "RecordSettings", "parse_layers"]
 
@@ -50,7 +51,7 @@ class RecordSettings:
             return cls()
         layers = env.read(env.RECORD_LAYERS)
         return cls(
-            folder,
+            expand_path(folder),
             every=_every(env.read(env.RECORD_EVERY) or "1"),
             layers=parse_layers(layers) if layers else None,
             limit=parse_size(env.read(env.RECORD_LIMIT) or "2GiB"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -15,6 +16,7 @@ import numpy as np
 
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import user_path
 
 __all__ = ["FORMAT", "CallColumns", "Environment", "LayerReport", "RankTotals", "RunReport", "Totals"]
 
@@ -217,9 +219,10 @@ class RunReport:
     @classmethod
     def read(cls, path: Path) -> RunReport:
         """Reads a report.json, or the one in a folder. Raises UserError when it is no report."""
-        path = path / "report.json" if path.is_dir() else path
+        path = user_path(path)
+        path = path / "report.json" if os.path.isdir(path) else path
         try:
-            values = json.loads(path.read_text(), parse_constant=_refuse)
+            values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT!r}")
             values.pop("totals", None)  # they follow from the columns

@@ -26,6 +26,7 @@ from dbsp_core.sources.distributed_pooling import assigned_heads, gather_bits
 from dbsp_core.sources.sparge import SpargeThresholds, always_dense, select_in_parts
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.paths import expand_path, require_file
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.prediction.pooling import halving_sum
 
@@ -50,8 +51,8 @@ class LowRankProjections:
     @classmethod
     def load(cls, path: str) -> LowRankProjections:
         """Reads a file from `dbsp masks fit`. Raises UserError for anything else, naming the file and the fix."""
-        if not Path(path).is_file():
-            raise UserError(f"fitted file {path} does not exist; {FIT}")
+        path = expand_path(path)
+        require_file(Path(path), "fitted file", FIT)
         sides: dict[str, dict[int, torch.Tensor]] = {"query": {}, "key": {}}
         try:
             with safe_open(path, framework="pt") as file:

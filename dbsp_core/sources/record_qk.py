@@ -14,6 +14,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import SettingError
+from dbsp_core.utils.paths import user_path
 from dbsp_kernels.packing.h2d import to_device
 
 __all__ = ["Moments", "RecordQKSource", "second_moments"]
@@ -75,7 +76,7 @@ class RecordQKSource(BlockSizes):
 
     @cached_property
     def _moments(self) -> Moments:
-        return Moments(Path(self.path))
+        return Moments(user_path(self.path))
 
     @property
     def changes(self) -> Changes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from dbsp_core.sources import SOURCES, MaskSource, UnionSource
@@ -25,7 +25,7 @@ _BETWEEN_KEYS = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
 def names_mask(text: str) -> bool:
     """Returns whether text that may also name a configuration file is meant as a mask, even a wrong one."""
     name, meant = _NAME_ENDS.split(text, maxsplit=1)[0], ":" in text
-    if text.endswith(".safetensors") or Path(text).is_file():
+    if text.endswith(".safetensors") or os.path.isfile(os.path.expanduser(text)):
         return text.endswith(".safetensors")
     meant = meant or bool(did_you_mean(name, SOURCES))
     return name in SOURCES or bool(meant and _LOOKS_LIKE_A_SOURCE.match(text))
@@ -46,7 +46,7 @@ def mask_settings(text: str) -> dict[str, Any]:
         return {"source": "union", "of": [mask_settings(part) for part in parts]}
     name, colon, rest = text.partition(":")
     if name not in SOURCES:
-        if _LOOKS_LIKE_A_SOURCE.match(text) and not Path(text).exists():
+        if _LOOKS_LIKE_A_SOURCE.match(text) and not os.path.exists(os.path.expanduser(text)):
             hint = did_you_mean(name, SOURCES) or f"; sources: {', '.join(SOURCES)}"
             raise UserError(f"{in_short(text)} is neither a mask source nor a mask file that exists{hint}")
         return {"source": "file", "path": text}

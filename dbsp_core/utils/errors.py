@@ -14,6 +14,7 @@ __all__ = [
     "UserError",
     "bad_value",
     "blame_setting",
+    "cut_short",
     "did_you_mean",
     "exit_on_user_error",
     "in_short",
@@ -33,10 +34,11 @@ _LONGEST = 200
 
 def in_short(value: object) -> str:
     """A value's `repr` for a message; of a long one the beginning and the length."""
-    return _cut(repr(value))
+    return cut_short(repr(value))
 
 
-def _cut(text: str) -> str:
+def cut_short(text: str) -> str:
+    """Returns a text for a message; of a long one the beginning and the length."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}… ({len(text):,} characters)"
 
 
@@ -60,7 +62,7 @@ class SettingError(UserError):
 def bad_value(settings: object, name: str, complaint: str, section: str = "") -> SettingError:
     """An error "SECTIONNAME=VALUE COMPLAINT" about one attribute of `settings`."""
     value = getattr(settings, name)
-    shown = _cut(str(list(value) if isinstance(value, tuple) else value))
+    shown = cut_short(str(list(value) if isinstance(value, tuple) else value))
     return SettingError(f"{section}{name}={shown} {complaint}", (name,))
 
 
@@ -78,13 +80,17 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 @contextmanager
 def blame_setting(key: object) -> Iterator[None]:
-    """Turns a UserError inside into a SettingError about `key`, or about a setting within it."""
+    """Turns a UserError inside into a SettingError about `key`, or about a setting within it.
+
+    A traceback shows the new error and the cause of the old one, if it had one, but not the old error itself, whose
+    message is the same.
+    """
     try:
         yield
     except SettingError as error:
-        raise error.within(key) from error
+        raise error.within(key) from error.__cause__
     except UserError as error:
-        raise SettingError(str(error), (str(key),)) from error
+        raise SettingError(str(error), (str(key),)) from error.__cause__
 
 
 @contextmanager

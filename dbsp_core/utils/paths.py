@@ -1,21 +1,115 @@
-"""Checks, before anything is computed, that results can be written to the places that a user gave."""
+"""Paths that a user gave: what they mean, and checks, before anything is computed, that they serve."""
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, cut_short, in_short
 
-__all__ = ["require_file_place", "require_folder_place", "require_place"]
+__all__ = [
+    "expand_path",
+    "require_apart",
+    "require_file",
+    "require_file_place",
+    "require_folder_place",
+    "require_place",
+    "user_path",
+]
+
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFSOCK: "socket",
+}
+
+
+def expand_path(given: str | os.PathLike[str]) -> str:
+    """Returns a path with "~" and "~NAME" at its beginning replaced by home folders, as a shell does.
+
+    A path that the locale's encoding lacks names the file that has this name in UTF-8.
+
+    Raises:
+        UserError: The path is empty or has a NUL character, or no such home folder is known.
+    """
+    text = os.fspath(given)
+    if not text or "\0" in text:
+        what = "has a NUL character" if text else "is empty"
+        raise UserError(f"path {in_short(text)} {what}; give the name of a file or folder, or leave it out")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise UserError(f"path {in_short(text)} names a home folder that is not known; give the whole path")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        path = os.fsdecode(path.encode("utf-8", "surrogateescape"))
+    return path
+
+
+def user_path(given: str | os.PathLike[str]) -> Path:
+    """Returns `expand_path(given)` as a Path."""
+    return Path(expand_path(given))
+
+
+def require_file(path: Path, what: str, advice: str) -> None:
+    """Raises UserError unless `path` is a file that this process may read.
+
+    Args:
+        what: Names the path in messages.
+        advice: The fix for a file that is missing.
+    """
+    shown = f"{what} {cut_short(str(path))}"
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            shown += f" is a link to {cut_short(os.readlink(path))}, which"
+        raise UserError(f"{shown} does not exist; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{shown} cannot be read ({_reason(error)}); {advice}") from None
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+        raise UserError(f"{shown} is a {kind}, not a file; {advice}")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{shown} cannot be read (Permission denied); make it readable, or give another one")
+
+
+def _reason(error: Exception) -> str:
+    """Returns an error's text without the path, which may be long."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def require_apart(
+    files: Mapping[str, Path], folders: Mapping[str, Path] | None = None, inputs: Mapping[str, Path] | None = None
+) -> None:
+    """Raises UserError where one result would be written over another, or over an input. Links are followed.
+
+    Args:
+        files: Files that are written, by the option that gives them.
+        folders: Folders that are written to.
+        inputs: Files that are read.
+    """
+    given = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
+    places = [(what, Path(os.path.realpath(path))) for what, path in given]
+    for index, (what, place) in enumerate(places[: len(files) + len(folders or {})]):
+        for other, taken in places[index + 1 :]:
+            if place == taken:
+                raise UserError(f"{what} and {other} are the same place, {cut_short(str(place))}; give another {what}")
+        for other, file in places[: len(files)]:
+            if file in place.parents:
+                raise UserError(f"{what} {cut_short(str(place))} is inside {other}, a file; give another {what}")
 
 
 def require_file_place(path: Path, what: str) -> None:
     """Raises UserError unless a file can be written there; `what` names the path in the message."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError(f"{what} {path} is a folder; give the name of a file")
-    if not path.exists() or path.is_file():
+    if not os.path.exists(path) or os.path.isfile(path):
         require_place(path, what)
     elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
         raise UserError(f"{what} {path} cannot be written to; give another place")
@@ -23,19 +117,32 @@ def require_file_place(path: Path, what: str) -> None:
 
 def require_folder_place(path: Path, what: str) -> None:
     """Raises UserError unless the folder can be made and written to."""
-    if path.exists() and not path.is_dir():
+    _require_possible(path, what)
+    if os.path.exists(path) and not os.path.isdir(path):
         raise UserError(f"{what} {path} is a file; give the name of a folder")
     _require_writable(Path(os.path.realpath(path)), f"{what} {path}")
 
 
 def require_place(path: Path, what: str) -> None:
     """Raises UserError unless something can be put there, or where it leads if it is a link."""
+    _require_possible(path, what)
     _require_writable(Path(os.path.realpath(path)).parent, f"{what} {path}")
+
+
+def _require_possible(path: Path, what: str) -> None:
+    """Raises UserError for a path that is too long, or in a folder that this process may not enter."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        shown = cut_short(str(path))
+        raise UserError(f"{what} {shown} cannot be written to ({_reason(error)}); give another place") from None
 
 
 def _require_writable(folder: Path, what: str) -> None:
     """Raises UserError unless the folder can be made and written to; permissions do not say all, so it is tried."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
     if not there.is_dir():
         raise UserError(f"{what}: {there} is a file, not a folder; give another place")
     refused = UserError(f"{what}: folder {there} cannot be written to; give another place, or make it writable")

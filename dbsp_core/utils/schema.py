@@ -10,9 +10,10 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, in_short
+from dbsp_core.utils.paths import expand_path
 from dbsp_core.utils.yaml_file import require_known
 
-__all__ = ["build", "checked", "convert", "keys_within", "plain_value", "require_choice", "setting_names"]
+__all__ = ["build", "checked", "convert", "keys_within", "plain_value", "read_path", "require_choice", "setting_names"]
 
 
 _EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")
@@ -42,7 +43,7 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     except SettingError:
         raise
     except UserError as error:  # about no single setting
-        raise SettingError(str(error)) from error
+        raise SettingError(str(error)) from error.__cause__
 
 
 def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -106,6 +107,12 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
     misread = float in options and isinstance(value, str) and _EXPONENT.fullmatch(value)
     hint = "; write 1.0e+9, not 1e9" if misread else ""
     raise UserError(f"{name} must be {wanted}, got {in_short(value)}{hint}")
+
+
+def read_path(value: Any, name: str) -> str | None:
+    """Reads a setting that is a path or None, for metadata read=; see `expand_path`."""
+    path = convert(value, str | None, name)
+    return None if path is None else expand_path(path)
 
 
 def plain_value(value: Any) -> Any:

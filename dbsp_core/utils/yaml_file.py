@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 
 from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of
+from dbsp_core.utils.paths import require_file, user_path
 
 __all__ = [
     "Settings",
@@ -64,7 +66,7 @@ class Settings:
             yield
         except SettingError as error:
             place = self.place_of(error.path)
-            raise UserError(f"{place}: {error}" if place else str(error)) from error
+            raise UserError(f"{place}: {error}" if place else str(error)) from error.__cause__
 
 
 def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str) -> dict[str, Any]:
@@ -78,21 +80,24 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str)
 def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     """Reads the mapping in a YAML file, which may be empty; `what` names it, for example "configuration file".
 
+    The file is UTF-8, or UTF-16 with a byte order mark, in every locale.
+
     Raises:
         UserError: For anything else, naming file and line.
     """
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{what} {path} does not exist; give the path of a YAML file")
+    require_file(path, what, "give the path of a YAML file")
     places = _Places(str(path))
     try:
-        content = _parsed(path.read_text(), places)
+        content = _parsed(_decoded(path.read_bytes()), places)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise UserError(f"{place}: this is not YAML: {error.problem}") from error
     except UserError:
         raise
+    except OSError as error:
+        raise UserError(f"{what} {path} cannot be read ({error.strerror})") from error
     except _UNREADABLE as error:
         raise UserError(f"{what} {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, Mapping):
@@ -108,6 +113,11 @@ def parse_value(text: str, what: str) -> Any:
         raise
     except _UNREADABLE as error:
         raise UserError(f"{what}: {in_short(text)} is not YAML ({error}); close its brackets and quotes") from error
+
+
+def _decoded(content: bytes) -> str:
+    marked = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return content.decode("utf-16" if marked else "utf-8")
 
 
 def _parsed(text: str, places: _Places) -> Any:
@@ -128,7 +138,10 @@ def _parsed(text: str, places: _Places) -> Any:
 
 @dataclass
 class _Places:
-    """Collects the places of a document's keys, by path, with numbers of `lines` if wanted, and counts its values."""
+    """Collects the places of a document's keys, by path, with numbers of `lines` if wanted, and counts its values.
+
+    The path of an element of a list has its number, from "0".
+    """
 
     origin: str
     lines: bool = True
@@ -136,7 +149,7 @@ class _Places:
     values: int = 0
 
     def note(self, node: yaml.Node, path: KeyPath | None, above: list[yaml.Node]) -> None:
-        """Notes the keys in `node` at `path`, unless that is None, within lists and keys; `above` has the outer nodes.
+        """Notes the keys in `node` at `path`, unless that is None, within keys; `above` has the outer nodes.
 
         Raises:
             UserError: For a key that is given twice, and for aliases that make the document endless or too large.
@@ -151,8 +164,8 @@ class _Places:
             raise ValueError(f"an integer of {len(node.value):,} digits; {_MOST_DIGITS:,} are the most")
         within = [*above, node]
         if isinstance(node, yaml.SequenceNode):
-            for value in node.value:
-                self.note(value, None, within)
+            for index, value in enumerate(node.value):
+                self.note(value, None if path is None else (*path, str(index)), within)
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             self.note(key, None, within)
             inside = None if path is None else (*path, str(key.value))
@@ -193,13 +206,13 @@ def shown_config(origin: str) -> str:
 
 def find_config(name: str | os.PathLike[str]) -> Path:
     """Finds a configuration file by path, or else a shipped one by name. Raises UserError for neither."""
-    if Path(name).is_file():
-        return Path(name)
+    path = user_path(name)
+    if os.path.isfile(path):
+        return path
     shipped = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
     text = os.fspath(name)
     if text.removesuffix(".yaml") in shipped:
         return shipped[text.removesuffix(".yaml")]
     hint = did_you_mean(Path(text).stem, shipped) or f"; shipped ones: {', '.join(shipped)}"
-    raise UserError(
-        f"configuration file {text} does not exist; give the path of a YAML file or a shipped one's name{hint}"
-    )
+    require_file(path, "configuration file", f"give the path of a YAML file or a shipped one's name{hint}")
+    return path

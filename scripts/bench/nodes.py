@@ -54,7 +54,7 @@ def run_on_two_nodes(module: str, rate: str, ranks_per_node: int, *options: str)
 
 def sent_bytes(link: str) -> float:
     """What the kernel has counted on a link, in the direction away from this node."""
-    return float(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text())
+    return float(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text(encoding="utf-8"))
 
 
 @contextmanager

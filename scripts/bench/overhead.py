@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--host", type=Path, metavar="FILE", help="of --json before: the host's part is taken from it")
     args = parser.parse_args()
-    before = None if args.host is None else json.loads(args.host.read_text())
+    before = None if args.host is None else json.loads(args.host.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     hardware, seen = load_hardware(args.hardware), masks(9)
     shape = AttentionShape(1, seen[-1].heads, seen[-1].grid.tokens, HEAD_DIM, ELEMENT_BYTES)

@@ -124,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = small_model(args.steps) + [row for name in args.hardware for row in large_model(name)]
     if args.out is not None:
-        with args.out.open("w", newline="") as file:
+        with args.out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(row) for row in rows)

@@ -23,10 +23,10 @@ def update_table(
     """
     table: dict[tuple[str, ...], Mapping[str, object]] = {}
     if path.is_file():
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             table = {tuple(row[name] for name in key): row for row in csv.DictReader(file)}
     table |= {tuple(str(row[name]) for name in key): row for row in rows}
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(table[one] for one in (table if order is None else order) if one in table)

@@ -50,7 +50,7 @@ def main() -> int:
         outcome = part.repeat(int(seed), int(number))
         print(f"{outcome.failure or 'passed'} {dict(outcome.measure)}\n{part.explain(int(seed), int(number))}")
         return int(outcome.failure is not None)
-    told = os.fdopen(os.dup(1), "w")
+    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # xfuser logs to standard output
     state = State.read(options.state, options.seed)
     called = f"scripts/campaign --seed {state.seed} --part {options.part} --minutes {options.minutes:g}"

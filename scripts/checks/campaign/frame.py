@@ -69,7 +69,7 @@ class State:
     def read(cls, path: Path, seed: int | None) -> State:
         """The state of this seed (None: of any), or a new one."""
         if path.is_file():
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
             if seed in (None, values["seed"]):
                 return cls(values["seed"], {name: Progress(**one) for name, one in values["parts"].items()})
         return cls(seed or 0)

@@ -96,7 +96,7 @@ def _with_lightx2v(folder: Path, name: str, ranks: int, mask: bool, *options: st
         config["parallel"] = {"seq_p_size": ranks, "vae_parallel": False} | sharing  # whose parts it pads
     elif mask:
         config |= {"self_attn_1_type": "dbsp", "dbsp": {"mask": MASK}}
-    settings.write_text(json.dumps(config))
+    settings.write_text(json.dumps(config), encoding="utf-8")
     start = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
     command = [*start, "scripts.checks.engines.lightx2v_command", "--model_cls", "wan2.1", "--task", "t2v"]
     what = ["--model_path", str(model), "--config_json", str(settings), "--prompt", PROMPT]
@@ -114,7 +114,7 @@ def _succeed(engine: str, folder: Path, command: list[str], environment: dict[st
     stand_ins = folder / "stand-ins"
     stand_ins.mkdir(exist_ok=True)
     settings = environment_of(engine, stand_ins) | {"OMP_NUM_THREADS": "1"} | (environment or {})
-    with (folder / "output.txt").open("w+") as output:
+    with (folder / "output.txt").open("w+", encoding="utf-8") as output:
         started = subprocess.Popen(
             [sys.executable, "-m", *command], stdout=output, stderr=output, env=settings, start_new_session=True
         )

@@ -56,7 +56,7 @@ def make_checkpoint(folder: Path, heads: int, layers: int) -> None:
     folder.mkdir(parents=True)
     sizes = {"dim": heads * head, "num_heads": heads, "num_layers": layers, "ffn_dim": 48, "freq_dim": 32}
     sizes |= {"in_dim": LATENTS, "out_dim": LATENTS, "text_len": 16, "eps": 1e-6, "model_type": "t2v"}
-    (folder / "config.json").write_text(json.dumps(sizes))
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     transformer = weights(heads, head, layers, 0, LATENTS, TEXT)
     save_file(transformer, folder / "diffusion_pytorch_model.safetensors")
     diffusers = make_tiny("wan", folder / "diffusers")

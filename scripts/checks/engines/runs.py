@@ -112,8 +112,8 @@ def environment_of(engine: str, folder: Path) -> dict[str, str]:
         group, target = _STAND_INS[engine]
         info = folder / "cpu_stand_in-0.0.dist-info"
         info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-stand-in\nVersion: 0.0\n")
-        (info / "entry_points.txt").write_text(f"[{group}]\ncpu = {target}\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-stand-in\nVersion: 0.0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[{group}]\ncpu = {target}\n", encoding="utf-8")
     return os.environ | _ENVIRONMENT[engine] | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
 
 

@@ -48,7 +48,7 @@ def main() -> int:
     finally:
         folder = Path(args.out)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "kernels.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        (folder / "kernels.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print_table(report)
     print(f"{time.monotonic() - start:.0f} s; {folder / 'kernels.json'}")
     failed = any(report.get(part, {}).get("exit", 0) for part in ("tests", "sanitizer"))

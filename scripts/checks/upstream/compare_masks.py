@@ -52,7 +52,7 @@ def main() -> None:
         apart = "equal" if one.equal else f"theirs only {one.theirs_only}, ours only {one.ours_only}; {one.note}"
         print(f"{one.project}: {one.what}: {one.compared} {one.unit}: {apart}")
     if options.out is not None:
-        with options.out.open("w", newline="") as file:
+        with options.out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(Finding.__dataclass_fields__))
             writer.writeheader()
             writer.writerows(_printable(one) for one in found)

@@ -144,7 +144,7 @@ def run_suite(suite: Suite, folder: Path, work: Path, mode: str, minutes: float)
     for suffix in (".xml", ".pt", ".attentions"):
         report.with_suffix(suffix).unlink(missing_ok=True)
     command = [sys.executable, *launch, f"--junitxml={report}", *suite.options, *suite.tests]
-    with (work / f"{suite.name}.{mode}.log").open("w") as log:
+    with (work / f"{suite.name}.{mode}.log").open("w", encoding="utf-8") as log:
         try:
             subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, timeout=minutes * 60)
         except subprocess.TimeoutExpired:

@@ -23,7 +23,7 @@ def claimed_requirements() -> dict[str, Requirement]:
     """What pyproject.toml admits, by package: dependencies and all extras."""
     import tomllib
 
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     texts = [
         *project["dependencies"],
         *(text for extra in project["optional-dependencies"].values() for text in extra),
@@ -46,7 +46,7 @@ def layered(folder: Path, *pinned: str) -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     alone = not {text.partition("==")[0] for text in pinned} <= _WITH_DEPENDENCIES
     _pip(sys.executable, "install", "--quiet", "--no-compile", "--target", site, *["--no-deps"] * alone, *pinned)
-    (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return folder / "bin" / "python"
 
 
@@ -54,9 +54,13 @@ def whole(folder: Path, python: str) -> Path:
     """Everything as constraints.txt has it, in another Python; triton as its torch wants it."""
     _run(python, "-m", "venv", folder)
     interpreter = folder / "bin" / "python"
-    lines = [line for line in (REPO / "constraints.txt").read_text().splitlines() if not line.startswith("triton")]
+    lines = [
+        line
+        for line in (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if not line.startswith("triton")
+    ]
     constraints = folder / "constraints.txt"
-    constraints.write_text("\n".join(lines))
+    constraints.write_text("\n".join(lines), encoding="utf-8")
     (torch,) = (line for line in lines if line.startswith("torch=="))
     for what in (torch, f"{REPO}[xdit,para,dev]"):
         _pip(interpreter, "install", "--quiet", "--no-compile", "--constraint", constraints, what)

@@ -62,6 +62,6 @@ def _parameters(found: Any) -> set[str]:
 def _source(found: Any) -> str:
     origin = getattr(found, "origin", None)  # of a module that was not imported
     if isinstance(origin, str):
-        with open(origin) as file:
+        with open(origin, encoding="utf-8") as file:
             return file.read()
     return inspect.getsource(found)

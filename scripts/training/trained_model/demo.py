@@ -89,7 +89,9 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         task = progress.add_task("making a tiny Wan2.1 checkpoint (trained weights)", total=1)
         silence_libraries()
         model = make_tiny("wan-trained", work / "tiny-wan-trained")
-        (work / "dbsp.yaml").write_text(yaml.safe_dump({**settings.config(), "record": str(work / "masks")}))
+        (work / "dbsp.yaml").write_text(
+            yaml.safe_dump({**settings.config(), "record": str(work / "masks")}), encoding="utf-8"
+        )
         progress.advance(task)
 
         task = progress.add_task(f"xdit --sp-backend dbsp on {ranks} ranks", total=settings.steps)

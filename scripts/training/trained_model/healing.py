@@ -97,7 +97,7 @@ def fine_tune(options: argparse.Namespace, mask: dict[str, Any], work: Path) -> 
     """Leaves a checkpoint and the loss of every step in WORK."""
     work.mkdir(parents=True, exist_ok=True)
     config = work / "masks.yaml"
-    config.write_text(yaml.safe_dump({"mask": mask}))
+    config.write_text(yaml.safe_dump({"mask": mask}), encoding="utf-8")
     arguments = {
         "--data": f"{SYNTHETIC}:{options.clips}",
         "--config": config,

@@ -90,7 +90,7 @@ def of_other_sources(file: Path, sources: list[str]) -> list[Row]:
     if not file.is_file():
         return []
     kinds = {one.name: {"int": int, "float": float, "str": str}[str(one.type)] for one in fields(Row)}
-    with file.open(newline="") as lines:
+    with file.open(newline="", encoding="utf-8") as lines:
         rows = [Row(**{name: kinds[name](value) for name, value in line.items()}) for line in csv.DictReader(lines)]
     return [row for row in rows if row.source not in sources]
 

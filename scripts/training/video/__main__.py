@@ -60,7 +60,7 @@ def _run(training: FineTuning, settings: Settings) -> None:
 
 
 def _shift(model: Path) -> float:
-    scheduler = json.loads((model / "scheduler" / "scheduler_config.json").read_text())
+    scheduler = json.loads((model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
     return float(scheduler.get("flow_shift") or scheduler.get("shift") or OTHER_SHIFT)
 
 

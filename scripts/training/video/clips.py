@@ -78,7 +78,10 @@ def _read(source: Source, settings: Settings) -> tuple[torch.Tensor, str]:
     if isinstance(source, Scene):
         video, caption = render(source, settings.frames), source.caption
     else:
-        video, caption = _read_mp4(source, settings.frames), source.with_suffix(".txt").read_text().strip()
+        video, caption = (
+            _read_mp4(source, settings.frames),
+            source.with_suffix(".txt").read_text(encoding="utf-8").strip(),
+        )
     return _fit(video, settings.height, settings.width), caption
 
 

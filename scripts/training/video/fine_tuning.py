@@ -141,7 +141,7 @@ class FineTuning:
             with open_atomically(self._checkpoint) as file:
                 torch.save(content, file)
             rows = [f"{step},{loss:.9g}\n" for step, loss in enumerate(self.losses)]
-            (self.settings.out / "loss.csv").write_text("step,loss\n" + "".join(rows))
+            (self.settings.out / "loss.csv").write_text("step,loss\n" + "".join(rows), encoding="utf-8")
         meet()
 
     def _restore(self) -> None:

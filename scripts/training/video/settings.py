@@ -89,7 +89,7 @@ class Settings:
             bags.require_ranks(self.sequence_parallel)
         if not (self.model / "model_index.json").is_file():
             raise UserError(f"--model {self.model} is no folder of a diffusers pipeline: it has no model_index.json")
-        kind = json.loads((self.model / "model_index.json").read_text()).get("_class_name")
+        kind = json.loads((self.model / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
         if kind != "WanPipeline":
             raise UserError(f"--model {self.model} holds a {kind}; this script trains text-to-video WanPipelines")
         if self.frames % 4 != 1 or self.height % 16 or self.width % 16:

@@ -292,7 +292,15 @@ def test_a_mistake_raises_one_line(settings, complaint):
 BAD_FILES = {
     "not YAML": (b"mask: [1, 2\nplanner: }", ":2: this is not YAML: expected ',' or ']', but got ':'"),
     "a quote left open": (b"planner: 'paper\n", "this is not YAML: found unexpected end of stream"),
-    "not text": (b"\xff\xfe\x00\x01", "is not YAML"),
+    "not text": (b"\xfe\x00\x80\x01", "is not YAML"),
+    "in Latin-1": ("# für\n".encode("latin-1"), "is not YAML: 'utf-8' codec can't decode byte 0xfc"),
+    "a key given twice in a list": (
+        b"mask:\n  source: union\n  of:\n  - source: window\n    window: [1, 3, 3]\n    window: [3, 3, 3]\n",
+        "dbsp.yaml:6: 'window' is given twice, first in ",
+    ),
+    "a report without a name": (b"report: ''\n", "dbsp.yaml:1: path '' is empty; give the name of a file or folder"),
+    "a path with a NUL": (b'debug: true\nrecord: "a\\0b"\n', "dbsp.yaml:2: path 'a\\x00b' has a NUL character"),
+    "an unknown home folder": (b"cost_model: ~nobody-at-all/x\n", "names a home folder that is not known"),
     "a list": (b"- planner\n- paper\n", "must be a mapping, not a list"),
     "text": (b"U4R2", "must be a mapping, not a str"),
     "with an unknown key": (

@@ -169,6 +169,13 @@ BAD_FILES = {
     "an order index too large": ({"mask": ones(2), "orders": order_index(0, 2)}, NAMES, "tensor 'orders' must be"),
     "an order index of another size": ({"mask": ones(2), "orders": order_index(0, 1, 1)}, NAMES, "must be uint8"),
     "an order index of int64": ({"mask": ones(2), "orders": torch.tensor([0, 1])}, NAMES, "must be uint8"),
+    "an order index of float8": (
+        {"mask": ones(2), "orders": torch.zeros(2).to(torch.float8_e4m3fn)},
+        NAMES,
+        "tensor 'orders' is F8_E4M3 and must be uint8",
+    ),
+    "one order, an index of bfloat16": ({"mask": ones(2), "orders": torch.zeros(1).bfloat16()}, {}, "must be uint8"),
+    "masks of float8": ({"mask": ones(2).to(torch.float8_e5m2)}, {}, "is F8_E5M2 of shape"),
 }
 
 

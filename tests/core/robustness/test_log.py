@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dbsp_core.utils.errors import UserError, exit_on_user_error
-from dbsp_core.utils.log import log
+from dbsp_core.utils.log import log, printable
 
 
 def test_lines_go_to_standard_error_once(capsys):
@@ -41,3 +41,9 @@ def test_an_application_s_own_handlers_for_dbsp_replace_ours(own):
 
 def test_it_is_the_logger_called_dbsp():
     assert log is logging.getLogger("dbsp")
+
+
+def test_control_characters_of_files_and_names_do_not_reach_the_terminal(capsys):
+    log.warning("no report in %s", "\x1b]0;title\x07\x9b31m\u202emp4\ttail")
+    assert capsys.readouterr().err == "dbsp: no report in \\x1b]0;title\\x07\\x9b31m\\u202emp4\\ttail\n"
+    assert printable("ρ_s × 2\n– 1.0") == "ρ_s × 2\n– 1.0"

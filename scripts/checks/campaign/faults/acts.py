@@ -54,7 +54,7 @@ class Injection:
 
 def fire(act: str, folder: Path) -> None:
     sign = folder / "fired"
-    sign.with_suffix(".new").write_text(repr(time.monotonic()))
+    sign.with_suffix(".new").write_text(repr(time.monotonic()), encoding="utf-8")
     sign.with_suffix(".new").replace(sign)
     ACTS[act]()
 

@@ -46,7 +46,7 @@ def be_a_rank(ranks: Ranks, rank: int, folder: Path) -> None:
             _have_another_version_of(ranks.version)
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=TIMEOUT_S), ranks.world, rank)
     error = PROGRAMS[ranks.program](values)
-    (folder / f"result{rank}").write_text(repr(error))
+    (folder / f"result{rank}").write_text(repr(error), encoding="utf-8")
     dist.destroy_process_group()
 
 

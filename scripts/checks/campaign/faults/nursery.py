@@ -95,7 +95,7 @@ class Nursery:
             if self._process.poll() is not None or time.monotonic() > end:
                 return Ended(trouble="what watches the processes is gone")
             time.sleep(_POLL_S)
-        return Ended(**json.loads((folder / "ended.json").read_text()))
+        return Ended(**json.loads((folder / "ended.json").read_text(encoding="utf-8")))
 
     def close(self) -> None:
         self._pipe.close()
@@ -141,7 +141,7 @@ def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
         ended.left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")] if private else []
     except BaseException:
         ended.trouble = traceback.format_exc()
-    (folder / "ended.new").write_text(json.dumps(asdict(ended)))
+    (folder / "ended.new").write_text(json.dumps(asdict(ended)), encoding="utf-8")
     (folder / "ended.new").replace(folder / "ended.json")
     os._exit(0)
 
@@ -169,7 +169,7 @@ def _private_shm() -> bool:
 def _time_of_fault(folder: Path) -> float | None:
     """By the monotonic clock, or None before it has happened."""
     sign = folder / "fired"
-    return float(sign.read_text()) if sign.exists() else None
+    return float(sign.read_text(encoding="utf-8")) if sign.exists() else None
 
 
 def _watch(task: Task, folder: Path, processes: list[int], started: float) -> Ended:
@@ -206,9 +206,9 @@ def _watch(task: Task, folder: Path, processes: list[int], started: float) -> En
     result = Ended(fired is not None, codes, [round(one, 2) for one in times])
     for number in range(count):
         for name, texts in (("err", result.errors), ("out", result.outputs)):
-            texts.append((folder / f"{name}{number}").read_text(errors="replace")[-8000:])
+            texts.append((folder / f"{name}{number}").read_text(errors="replace", encoding="utf-8")[-8000:])
         file = folder / f"result{number}"
-        result.results.append(file.read_text() if file.exists() else None)
+        result.results.append(file.read_text(encoding="utf-8") if file.exists() else None)
     return result
 
 
@@ -223,11 +223,11 @@ def _end_orphans(within_s: float) -> list[str]:
         if process or time.monotonic() < end:
             time.sleep(0 if process else _POLL_S)
             continue
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
         for child in map(int, children):
-            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{child}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
             if state not in "ZX":
-                orphans.append(Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip())
+                orphans.append(Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").replace("\0", " ").strip())
             os.kill(child, signal.SIGKILL)
         time.sleep(_POLL_S)
 

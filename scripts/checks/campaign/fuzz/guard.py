@@ -43,7 +43,7 @@ class Guard:
         self._misdeeds: list[str] | None = None
         sys.addaudithook(self._audit)
         signal.signal(signal.SIGPROF, self._stop)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, used + MOST_BYTES))
 
     def try_out(self, trial: Trial) -> tuple[str | None, float]:

@@ -93,7 +93,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
     return int(kilobytes) * 1024
 

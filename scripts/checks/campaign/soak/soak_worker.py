@@ -148,4 +148,4 @@ def run_cycle(rank: int, world: int, cycle: Cycle, leak: bool = False) -> Told:
 
 def _plant() -> None:
     """Memory, an object of db-SP's, and a file descriptor."""
-    _leaked.append((torch.ones(1 << 18), PatchSet(), open(os.devnull)))  # noqa: SIM115
+    _leaked.append((torch.ones(1 << 18), PatchSet(), open(os.devnull, encoding="utf-8")))  # noqa: SIM115

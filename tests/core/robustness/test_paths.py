@@ -1,0 +1,213 @@
+"""Paths as users write them: home folders, other locales, and paths that the system will not look at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.hardware import load_hardware, save_hardware
+from dbsp_core.models.lookup import signature_of_model
+from dbsp_core.reports.mask_recorder import RecordSettings
+from dbsp_core.reports.run_report import RunReport
+from dbsp_core.sources.lowrank import LowRankProjections
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import (
+    expand_path,
+    require_apart,
+    require_file,
+    require_file_place,
+    require_folder_place,
+    user_path,
+)
+from tests.support.repository import child_environment
+
+GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder that is not the current one."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    return home
+
+
+class TestHome:
+    def test_a_tilde_is_the_home_folder_and_elsewhere_a_letter(self, home):
+        assert expand_path("~/a") == f"{home}/a"
+        assert expand_path("~") == str(home)
+        assert expand_path("a/~b") == "a/~b"
+        assert expand_path("org/repo/") == "org/repo/", "names of repositories stay as they are"
+
+    def test_every_setting_that_is_a_path_may_begin_with_one(self, home):
+        settings = {"report": "~/r", "record": "~/m", "cost_model": "~/c.yaml", "model": "~/w"}
+        config = DbspConfig.load({**settings, "video": {"image": "~/a.png", "last_image": "~/b.png"}})
+        given = config.generate
+        found = (
+            config.report,
+            config.record,
+            config.cost_model,
+            given.model,
+            given.video.image,
+            given.video.last_image,
+        )
+        assert found == tuple(f"{home}/{name}" for name in ("r", "m", "c.yaml", "w", "a.png", "b.png"))
+
+    def test_a_configuration_a_mask_and_a_machine_are_found_there(self, home):
+        save_mask("~/m.safetensors", BlockMask.dense(2, GRID))
+        save_hardware(home / "own.yaml", load_hardware("h800"))
+        (home / "c.yaml").write_text("debug: true\nmask: {source: file, path: ~/m.safetensors}\n", encoding="utf-8")
+        assert MaskFile("~/m.safetensors").heads == 2
+        assert DbspConfig.load("~/c.yaml").debug
+        assert DbspConfig.load("~/m.safetensors").mask == DbspConfig.load("file:path=~/m.safetensors").mask
+        assert load_hardware("~/own.yaml") == load_hardware("h800")
+        with pytest.raises(UserError, match=f"fitted file {home}/p does not exist"):
+            LowRankProjections.load("~/p")
+        with pytest.raises(UserError, match=f"{home}/r is not a db-SP report"):
+            RunReport.read(Path("~/r"))
+        assert list(Path().iterdir()) == []
+
+    def test_a_model_of_a_configuration_is_not_looked_for_beside_it(self, home, tmp_path):
+        (tmp_path / "c.yaml").write_text("model: ~/w\n", encoding="utf-8")
+        assert DbspConfig.load(tmp_path / "c.yaml").generate.model == f"{home}/w"
+
+    def test_a_recording_goes_there(self, home, monkeypatch):
+        monkeypatch.setenv("DBSP_RECORD", "~/masks")
+        assert RecordSettings.of(None).folder == f"{home}/masks"
+
+    @pytest.mark.parametrize(
+        ("path", "complaint"),
+        [
+            ("", "path '' is empty"),
+            ("a\0b", r"path 'a\\x00b' has a NUL character"),
+            ("~nobody-at-all/x", "path '~nobody-at-all/x' names a home folder that is not known"),
+        ],
+    )
+    def test_what_names_no_place_is_refused(self, path, complaint):
+        with pytest.raises(UserError, match=complaint):
+            expand_path(path)
+        for key in ("report", "record", "cost_model", "model"):
+            with pytest.raises(UserError, match=complaint):
+                DbspConfig.load({key: path})
+
+
+def as_another_user(code: str, *arguments: object) -> str:
+    """What a program says that the superuser has started as somebody else, whom permissions bind."""
+    become = "import os, sys; from dbsp_core.config.config import DbspConfig; os.setuid(65534)\n"
+    command = [sys.executable, "-c", become + code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, env=child_environment(), check=False)
+    return (done.stdout + done.stderr).decode()
+
+
+class TestUnreadable:
+    @pytest.mark.parametrize(
+        "config",
+        [
+            "a" * 5000,
+            "a" * 300 + ".safetensors",
+            {"mask": {"source": "file", "path": "a" * 5000}},
+            {"mask": {"source": "lowrank", "path": "a" * 5000, "cdf": 0.9}},
+        ],
+    )
+    def test_a_name_that_is_too_long_is_refused_in_a_short_line(self, config):
+        with pytest.raises(UserError, match=r"cannot be read \(File name too long\)") as raised:
+            DbspConfig.load(config)
+        assert len(str(raised.value)) < 1500
+
+    @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only the superuser can be another user")
+    def test_what_permissions_forbid_is_refused(self):
+        with tempfile.TemporaryDirectory() as made:
+            folder, locked = Path(made), Path(made, "locked")
+            locked.mkdir()
+            for file in (locked / "c.yaml", folder / "c.yaml"):
+                file.write_text("debug: true", encoding="utf-8")
+            folder.chmod(0o755)
+            for closed in (folder / "c.yaml", locked):
+                closed.chmod(0)
+            code = (
+                "for path in sys.argv[1:]:\n"
+                "    try:\n        DbspConfig.load(path)\n"
+                "    except Exception as error:\n        print(type(error).__name__, error)"
+            )
+            said = as_another_user(code, locked / "c.yaml", locked / "m.safetensors", folder / "c.yaml").splitlines()
+        assert [line.split()[0] for line in said] == ["UserError", "SettingError", "UserError"], said
+        assert all("cannot be read (Permission denied)" in line for line in said)
+
+    @pytest.mark.parametrize(
+        ("make", "complaint"),
+        [
+            (lambda path: path.mkdir(), "mask file .* is a folder, not a file; fix"),
+            (os.mkfifo, "mask file .* is a pipe, not a file; fix"),
+            (lambda path: path.symlink_to("/dev/null"), "mask file .* is a device, not a file; fix"),
+            (lambda path: path.symlink_to("gone"), "mask file .* is a link to gone, which does not exist; fix"),
+            (lambda path: None, "mask file .* does not exist; fix"),
+        ],
+    )
+    def test_what_is_no_file_is_called_what_it_is(self, tmp_path, make, complaint):
+        make(tmp_path / "m")
+        with pytest.raises(UserError, match=complaint):
+            require_file(tmp_path / "m", "mask file", "fix it so")
+
+    @pytest.mark.parametrize("require", [require_file_place, require_folder_place])
+    def test_no_result_is_promised_to_a_name_that_is_too_long(self, tmp_path, require):
+        with pytest.raises(UserError, match=r"^--out .* cannot be written to \(File name too long\)"):
+            require(tmp_path / ("a" * 300), "--out")
+
+
+class TestApart:
+    def test_two_results_need_two_places(self, tmp_path):
+        (tmp_path / "link").symlink_to("v.mp4")
+        video = {"--out": tmp_path / "v.mp4"}
+        for other in ("v.mp4", "link", "x/../v.mp4"):
+            with pytest.raises(UserError, match=r"^--out and --report are the same place, .*; give another --out"):
+                require_apart(video, {"--report": tmp_path / other})
+            with pytest.raises(UserError, match=r"^--out and the picture are the same place"):
+                require_apart(video, inputs={"the picture": tmp_path / other})
+        require_apart(video, {"--report": tmp_path}, {"IN": tmp_path / "w.mp4", "again": tmp_path / "w.mp4"})
+
+    def test_none_is_inside_a_file(self, tmp_path):
+        with pytest.raises(UserError, match=r"--report .*/v.mp4/r is inside --out, a file"):
+            require_apart({"--out": tmp_path / "v.mp4"}, {"--report": tmp_path / "v.mp4" / "r"})
+        require_apart({"--out": tmp_path / "r" / "v.mp4"}, {"--report": tmp_path / "r"})
+
+
+LOCALES = {
+    "UTF-8": {"PYTHONUTF8": "1"},
+    "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+
+
+@pytest.mark.parametrize("locale", LOCALES)
+def test_yaml_is_utf_8_in_every_locale(tmp_path, locale):
+    """Its prompt, and the file that it names, whose name has UTF-8's bytes."""
+    (tmp_path / "Brücke").mkdir()
+    mask = f"mask: {{source: file, path: {tmp_path}/ä.safetensors}}"
+    text = f"video: {{prompt: ein Bär}}\nreport: {tmp_path}/Brücke/r\n{mask}\n"
+    (tmp_path / "own.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "wide.yaml").write_text(text, encoding="utf-16")
+    save_mask(tmp_path / "ä.safetensors", BlockMask.dense(2, GRID))
+    code = (
+        "import os, sys\nfrom dbsp_core.config.config import DbspConfig\n"
+        "for name in sys.argv[1:]:\n    config = DbspConfig.load(name)\n"
+        "    os.makedirs(config.report, exist_ok=True)\n    print(ascii(config.generate.video.prompt))"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "own.yaml", tmp_path / "wide.yaml", "tiny-wan-window"]
+    done = subprocess.run(command, capture_output=True, env=child_environment() | LOCALES[locale], check=False)
+    assert done.returncode == 1, "the shipped one has no report"
+    assert done.stdout.decode().split("\n")[:2] == [ascii("ein Bär")] * 2, done.stderr.decode()
+    assert (tmp_path / "Brücke" / "r").is_dir()
+
+
+def test_a_path_stays_a_path(tmp_path):
+    assert user_path(tmp_path) == tmp_path
+    assert signature_of_model(tmp_path) is None
