@@ -30,7 +30,8 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
         tensors = [t for one in given if (t := _tensor_of(one)) is not None]
         devices = {t.device.index for t in tensors if isinstance(t, DeviceTensor)}
         if not devices:
-            return launch(executor, *args, **kwargs)
+            with _LOCK:
+                return launch(executor, *args, **kwargs)
         if len(devices) > 1:
             raise DeviceFault(f"{name}: tensors on {sorted(devices)}")
         device = devices.pop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -61,15 +60,16 @@ class GpuNode:
 
 
 def _serve(pipe: Connection) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
     library = runtime.load(DEVICES)
     import importlib
 
     import torch
 
     torch.set_num_threads(1)
-    from tests.support import interpreter  # noqa: F401  before anything else imports triton
+    from tests.support import interpreter  # before anything else imports triton
 
+    with interpreter.interpreted():
+        importlib.import_module("triton.experimental.gluon")  # which Triton imports at its first launch
     for name in _BEFORE_CUDA:
         importlib.import_module(name)
     from tests.gpu_node import cuda_api

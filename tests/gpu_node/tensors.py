@@ -334,8 +334,9 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = on_device(((scores - lse[..., None]).exp() @ v.inner.to(wide)).to(q.dtype), q.device.index)
     recorded.operator(func._schema.name.split("::")[1])
     lse_there = on_device(lse.to(torch.float32), q.device.index)
-    rest = len(func._schema.returns) - 2
-    return (out, lse_there, *[None] * rest)
+    nothing = torch.empty(0)
+    rest = [nothing if str(one.type) == "Tensor" else 0 for one in func._schema.returns[2:]]
+    return (out, lse_there, *rest)
 
 
 def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...

@@ -15,8 +15,8 @@ from dbsp_core.reports.observed_session import observed_session
 from tests.core.runtime.session_cases import HEADS, WIDTH, Session
 from tests.gpu_node.faults import recorded
 
-THW = (2, 5, 7)
-"""70 tokens: five blocks of 16, the last one short, in five heads."""
+THW = (2, 5, 6)
+"""60 tokens: four blocks of 16 queries, eight of 8 keys, the last ones short."""
 _PRODUCT = ("dbsp_", "kernels/")
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.gpu_node.node import GpuNode
 from tests.simulated.session_cases import Call, SessionCase, largest_errors, steady_step
 
-BLOCKS = {"block_q": 16, "block_k": 16}
+BLOCKS = {"block_q": 16, "block_k": 8}
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, **BLOCKS}
 WINDOW = {"source": "window", "window": [2, 3, 3], **BLOCKS}
 MASKS: dict[str, dict[str, Any]] = {
@@ -19,7 +19,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "svg": {"source": "svg", **BLOCKS},
     "sparge": SPARGE,
     "sol": {"source": "sol", "tau": 1.0, "pooled_keys": False, **BLOCKS},
-    "vsa": {"source": "vsa", "topk": 2, **BLOCKS},
+    "vsa": {"source": "vsa", "sparsity": 0.5, "tile": [1, 2, 4], "block_q": 8, "block_k": 8},
     "nabla": {"source": "nabla", **BLOCKS},
     "union": {"source": "union", "of": [WINDOW, SPARGE]},
     "callable": {"source": "callable", "function": "tests.support.user_masks:heads_apart", **BLOCKS},
@@ -50,7 +50,7 @@ def test_dense_steps_and_layers_are_exact(gpu_node: GpuNode, strategy: str) -> N
 
 CHANGES = {
     "batch": (Call(900.0), Call(800.0, batch=2), Call(700.0)),
-    "size": (Call(900.0), Call(800.0, thw=(2, 4, 6)), Call(700.0)),
+    "size": (Call(900.0), Call(800.0, thw=(1, 5, 7)), Call(700.0)),
     "text": (Call(900.0, text_tokens=5), Call(900.0, text_tokens=9), Call(800.0, text_tokens=5)),
     "guidance": (Call(900.0), Call(900.0), Call(800.0, settle=True), Call(800.0)),
     "generation": (Call(900.0), Call(800.0), Call(900.0), Call(800.0)),
