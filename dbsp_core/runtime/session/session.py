@@ -41,6 +41,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.inference import outside_inference
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
@@ -116,6 +117,7 @@ class AttentionSession:
         return f"<db-SP session: {_counted(self.layers, 'layer')} of {self.heads} heads, {use}; {done}>"
 
     @not_compiled
+    @outside_inference
     def begin(
         self,
         *videos: Video,
@@ -185,6 +187,7 @@ class AttentionSession:
         return self._now.layout
 
     @not_compiled
+    @outside_inference
     def attend(
         self,
         layer: int,
