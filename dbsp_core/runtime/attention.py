@@ -34,6 +34,7 @@ from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.inference import outside_inference
 from dbsp_core.utils.packages import version_marks
 from dbsp_kernels import KernelRequirements, require_supported
 
@@ -64,6 +65,7 @@ class DualBalancedAttention(AttentionExecutor):
 
     @classmethod
     @not_compiled
+    @outside_inference
     def prepare(
         cls,
         plan: Plan,
@@ -125,6 +127,7 @@ class DualBalancedAttention(AttentionExecutor):
         return f"<DualBalancedAttention on rank {self.group.rank} of {self.group.size}, kernel {name}, {self.plan}>"
 
     @not_compiled
+    @outside_inference
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:

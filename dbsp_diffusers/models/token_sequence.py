@@ -23,6 +23,7 @@ from dbsp_core.sources import (
     parts_of,
 )
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.inference import outside_inference
 
 __all__ = [
     "Inputs",
@@ -194,7 +195,7 @@ def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -
     version = 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
     known = None if tensor.is_inference() else _read.get(tensor)
     if known is None or known[0] != version:
-        known = version, function(tensor)
+        known = version, outside_inference(function)(tensor)
         _read[tensor] = known
     value: Value = known[1]
     return value

@@ -6,6 +6,7 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.utils.inference import outside_inference
 
 __all__ = ["PackedShards", "StreamShards"]
 
@@ -16,6 +17,7 @@ class StreamShards:
     Made from a layout that shards the stream into equal runs of places, as `SequenceLayout.from_streams` does.
     """
 
+    @outside_inference
     def __init__(
         self,
         layout: SequenceLayout,

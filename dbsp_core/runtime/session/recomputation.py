@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.utils.errors import UserError
@@ -11,46 +15,95 @@ from dbsp_core.utils.errors import UserError
 __all__ = ["MOST_PENDING", "Recomputation"]
 
 MOST_PENDING = 16
-"""Forward passes whose executors are remembered for a backward that is still to come."""
+"""Forward passes without a graph (reentrant checkpoints) that are remembered until they are recomputed."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one layer of a forward pass was computed with.
+
+    Attributes:
+        node: The attention's node in the autograd graph, which holds the executor; None inside a reentrant checkpoint,
+            whose forward has no graph.
+        executor: The executor, where there is no node.
+    """
+
+    node: weakref.ref[Any] | None
+    executor: AttentionExecutor | None
+
+    def waiting(self) -> AttentionExecutor | None:
+        """Returns the executor if backward may still come to this attention, else None."""
+        if self.node is None:
+            return self.executor
+        node = self.node()
+        return None if node is None or _freed(node) else node.prepared  # type: ignore[no-any-return]
 
 
 @dataclass
 class Recomputation:
-    """Which executor each layer had, in the forward passes under autograd that backward has not computed again yet."""
+    """The executor of each layer in the forward passes whose backward is still to come.
 
-    _pending: deque[dict[int, AttentionExecutor]] = field(default_factory=lambda: deque(maxlen=MOST_PENDING))
-    _current: dict[int, AttentionExecutor] | None = None
+    A pass whose graph is gone, or has freed what it saved for backward, is forgotten. Reentrant checkpoints have no
+    graph before backward, so the number of their passes is bounded.
+    """
+
+    _passes: deque[dict[int, _Kept]] = field(default_factory=deque)
+    _current: dict[int, _Kept] | None = None
 
     def begin(self, gradients: bool) -> None:
         """Starts a forward pass.
 
         Args:
-            gradients: Whether backward may follow.
+            gradients: True if backward may follow.
         """
+        self._passes = deque(one for one in self._passes if any(kept.waiting() for kept in one.values()))
+        while len(self._passes) >= MOST_PENDING and all(kept.node is None for kept in self._passes[0].values()):
+            self._passes.popleft()
         self._current = {} if gradients else None
         if self._current is not None:
-            self._pending.append(self._current)
+            self._passes.append(self._current)
 
-    def keep(self, layer: int, executor: AttentionExecutor) -> None:
-        """Remembers what a layer of the current pass is computed with."""
-        if self._current is not None:
-            self._current[layer] = executor
+    def keep(self, layer: int, executor: AttentionExecutor, out: torch.Tensor) -> None:
+        """Remembers what a layer of the current pass was computed with.
+
+        Args:
+            out: The executor's output, as it returned it.
+        """
+        if self._current is None:
+            return
+        if out.grad_fn is not None:
+            self._current[layer] = _Kept(weakref.ref(out.grad_fn), None)
+        elif not torch.is_grad_enabled():  # a reentrant checkpoint's forward
+            self._current[layer] = _Kept(None, executor)
 
     def take(self, layer: int) -> AttentionExecutor:
-        """What a layer was computed with, in the last pass that it was not computed again for.
+        """Returns the executor that a layer was computed with, in the one pass that waits for backward.
 
-        Raises UserError where several passes wait that had different masks or plans: nothing says which one this is.
+        Raises:
+            UserError: If no pass waits, or several that had different masks or plans.
         """
-        passes = [one for one in self._pending if layer in one]
-        if not passes:
+        found = [(one, executor) for one in self._passes if layer in one and (executor := one[layer].waiting())]
+        if not found:
             raise UserError(
-                f"attention of layer {layer} is computed again, but no forward pass with gradients waits for it; call "
-                "backward once for each forward pass"
+                f"layer {layer} is being recomputed, but no forward pass is waiting for backward; call backward() "
+                "once per forward pass, or checkpoint with use_reentrant=False to call it again on a retained graph"
             )
-        if len({id(one[layer]) for one in passes}) > 1:
+        if len({id(executor) for _, executor in found}) > 1:
             raise UserError(
-                f"{len(passes)} forward passes with different masks wait for backward, and activation checkpointing "
-                f"computes layer {layer} again without saying for which; call backward after each forward pass, and "
-                "run passes without backward under torch.no_grad()"
+                f"{len(found)} forward passes with different masks wait for backward, or have retained graphs, and "
+                f"activation checkpointing recomputes layer {layer} without saying for which; call backward() after "
+                "each forward pass, drop retained graphs, and run passes without backward under torch.no_grad()"
             )
-        return passes[-1].pop(layer)
+        last, executor = found[-1]
+        if last[layer].node is None:
+            del last[layer]
+        return executor
+
+
+def _freed(node: Any) -> bool:
+    """Returns True if a node of the graph has freed what it saved: then its backward is over."""
+    try:
+        node._raw_saved_tensors  # noqa: B018  without unpacking them, which would recompute a checkpoint
+    except RuntimeError:
+        return True
+    return False

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.inputs import needs_gradients, problem_of_inputs
+from dbsp_core.comm.inputs import problem_of_inputs
 from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import Topology
@@ -41,6 +41,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.inference import outside_inference
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
@@ -116,6 +117,7 @@ class AttentionSession:
         return f"<db-SP session: {_counted(self.layers, 'layer')} of {self.heads} heads, {use}; {done}>"
 
     @not_compiled
+    @outside_inference
     def begin(
         self,
         *videos: Video,
@@ -185,6 +187,7 @@ class AttentionSession:
         return self._now.layout
 
     @not_compiled
+    @outside_inference
     def attend(
         self,
         layer: int,
@@ -204,7 +207,7 @@ class AttentionSession:
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
                 executor = self._recomputation.take(layer)
                 self._agree(layer, q, k, v, scale, executor)
-                return self._run(executor, q, k, v, scale)
+                return self._run(executor, q, k, v, scale).view(q.shape)
             known = self._agree(layer, q, k, v, scale)
             for observer in self.observers:
                 observer.attention_begins(q.device)
@@ -214,23 +217,22 @@ class AttentionSession:
             if self.config.debug and executor is not known:
                 agree_on_executor(executor, q, k, v)
             self._reached.add(layer)
-            if needs_gradients(q, k, v) or not torch.is_grad_enabled():  # the latter within a checkpoint's forward
-                self._recomputation.keep(layer, executor)
             out = self._run(executor, q, k, v, scale)
+            self._recomputation.keep(layer, executor, out)
             self._now.plans.start()
             key, latest = self._now.plan_keys[layer], self._now.plans.latest
             ended = AttentionEnded(layer, key, executor, q, latest, self.config.effective_planning == "async")
             for observer in self.observers:
                 observer.attention_ends(ended)
-            return out
+            return out.view(q.shape)
 
     def _run(
         self, executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Runs the attention of a layer on q, k, v [B, H, shard, D].
 
-        Folds the batch into heads if each item has its own mask. Ranks check once for each kind of inputs and plan
-        that all of them have a kernel.
+        Folds the batch into heads if each item has its own mask: the result is then [1, B · H, shard, D]. Ranks check
+        once for each kind of inputs and plan that all of them have a kernel.
         """
         question = executor.kernel_question(q, k, v)
         if not self.config.debug and question not in self._kernels_agreed:  # debug compares kernels at every call
@@ -240,7 +242,7 @@ class AttentionSession:
         if executor.plan.heads == q.shape[1]:
             return executor.run(q, k, v, scale, check_gradient)
         of_heads = [t.flatten(0, 1).unsqueeze(0) for t in (q, k, v)]  # B·H of them
-        return executor.run(of_heads[0], of_heads[1], of_heads[2], scale, check_gradient).view(q.shape)
+        return executor.run(of_heads[0], of_heads[1], of_heads[2], scale, check_gradient)
 
     def flush(self) -> None:
         """Waits for pending plans, so that whatever is read covers every call."""

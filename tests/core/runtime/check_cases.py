@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 from unittest import mock
@@ -92,3 +93,30 @@ def refused_engine(rank: int, world: int, path: str) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def kept_from_inference(
+    rank: int, world: int, settings: dict[str, Any], strategy: str
+) -> tuple[int, int, float, bool]:
+    """A pass in inference mode, then training.
+
+    Returns how many tensors are left of the first pass and how many of them autograd would refuse, how far the passes
+    are apart, and whether there are gradients.
+    """
+    session = AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy.parse(strategy), HEADS, 1)
+    before = {id(one) for one in gc.get_objects() if isinstance(one, torch.Tensor)}
+    with torch.inference_mode():
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0)
+        q, k, v = torch.randn(3, 1, HEADS, layout.shard, 16, generator=torch.Generator().manual_seed(rank))
+        first = session.attend(0, q, k, v).tolist()
+    given = [t.tolist() for t in (q, k, v)]
+    del q, k, v
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and id(one) not in before]
+    session.begin(Video((4, 8, 8)), timestep=900.0)
+    q, k, v = (torch.tensor(one, requires_grad=True) for one in given)
+    out = session.attend(0, q, k, v)
+    out.square().sum().backward()
+    apart = float((out.detach() - torch.tensor(first)).abs().max())
+    refused = sum(one.is_inference() for one in kept)
+    return len(kept), refused, apart, all(t.grad is not None for t in (q, k, v))

@@ -202,7 +202,7 @@ class TestInputs:
         assert_all_raise(pool, 3, message, an_executor_that_differs, 1, when)
 
     def test_how_often_ranks_compare_numbers(self, pool):
-        """At the first one inputs, the mask and kernels; under debug once an attention, and again for a new executor."""
+        """At first inputs, the mask and kernels; under debug once an attention, and again for a new executor."""
         static = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
         predicted = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
         workers = pool(2)

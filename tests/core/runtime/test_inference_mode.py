@@ -1,0 +1,23 @@
+"""What a session keeps from a pass under torch.inference_mode() serves training, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.runtime.check_cases import WINDOW, kept_from_inference
+
+SPARGE = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
+
+
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mask": WINDOW}, {"mask": WINDOW, "keys": "needed"}, {"mask": SPARGE}, {"mask": SPARGE, "debug": True}],
+    ids=["window", "needed keys", "sparge", "debug"],
+)
+def test_nothing_kept_from_a_pass_in_inference_mode_is_refused_by_autograd(pool, settings, strategy):
+    for kept, refused, apart, gradients in pool(2).run(kept_from_inference, settings, strategy):
+        assert kept > 10
+        assert refused == 0
+        assert apart <= 1e-5
+        assert gradients
