@@ -14,7 +14,7 @@ import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.kernel_tables import DenseRows, RingStepTable
+from dbsp_core.runtime.kernel_tables import RingStepTable
 from dbsp_kernels import (
     DenseHeadLayout,
     Kernel,
@@ -98,7 +98,7 @@ def ring_attention(
                 lse=lse or several or dense is not None,
             )
         if dense is not None:
-            running = _with_dense_rows(running, q, keys, values, dense, batch, scale)
+            running = _with_dense_rows(running, q, keys, values, table, batch, scale, kernel)
             running = (running[0] if more else running[0].to(q.dtype)), running[1]
         del keys, values  # or the slot that has been handed over would be held while the next but one comes
         if coming is not None:
@@ -113,11 +113,15 @@ def _with_dense_rows(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    dense: DenseRows,
+    table: RingStepTable,
     batch: int,
     scale: float,
+    kernel: Kernel,
 ) -> PartialAttention:
-    """The running result with the dense rows' attention to this period's keys merged in. None: they are its first"""
+    """Merges the dense rows' attention to this period's keys into the running result, which is None before the first.
+
+    Rows that torch has no fused kernel for run on `kernel`.
+    """
     if running is None:
         wide = torch.promote_types(q.dtype, torch.float32)
         running = (
@@ -125,9 +129,10 @@ def _with_dense_rows(
             torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device),
         )
     q, keys, values, all_out, all_lse = (t.unflatten(0, (batch, -1)) for t in (q, keys, values, *running))
-    for part in dense.parts:
+    for part in table.dense.parts if table.dense else ():
         rows = slice(*part.rows)
-        merge_into(all_out[:, rows], all_lse[:, rows], *attend_dense_part(q, keys, values, part, scale))
+        found = attend_dense_part(q, keys, values, part, table.kv_len, scale, kernel)
+        merge_into(all_out[:, rows], all_lse[:, rows], *found)
     return running
 
 

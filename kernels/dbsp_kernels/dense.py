@@ -1,18 +1,27 @@
-"""Dense attention with log-sum-exp on torch's own kernels (cuDNN's or FlashAttention), alone or in a packed one."""
+"""Dense attention with log-sum-exp on the fused kernel that torch chooses: alone, or for some rows of a packed one."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend
 
+from dbsp_kernels.attention import block_attention
+from dbsp_kernels.kernel import HALVES, Kernel
 from dbsp_kernels.merge import PartialAttention, lse_dtype
 
 __all__ = ["DensePart", "attend_dense", "attend_dense_backward", "attend_dense_part", "dense_supported"]
 
-HOPPER = (9, 0)
 KEYS_AT_A_TIME = 4096
 """In a backward, so that scores of all keys need not be held at once."""
+
+aten = torch.ops.aten
+_log = logging.getLogger("dbsp.kernels")
+_unsupported: set[tuple[torch.device, torch.dtype, int]] = set()
+"""Device, dtype and head dim for which torch has no fused kernel, or one that raised."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,31 +39,56 @@ class DensePart:
 
 
 def dense_supported(q: torch.Tensor) -> bool:
-    """Returns whether torch has a dense kernel that returns a log-sum-exp for q [..., D]."""
+    """Returns whether torch may have a fused kernel that returns a log-sum-exp for q [..., D]."""
     if not q.is_cuda:
-        return q.device.type == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return q.device.type == "cpu" and hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu")
+    width = q.shape[-1]
+    return q.dtype in HALVES and width % 8 == 0 and width <= 256 and _kind(q) not in _unsupported
 
 
 def attend_dense_part(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DensePart, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    part: DensePart,
+    kv_len: torch.Tensor,
+    scale: float,
+    kernel: str | Kernel = "auto",
 ) -> PartialAttention:
-    """Attention of one part.
+    """Attention of one part, on torch's fused kernel or else on `kernel`.
 
     Args:
         q: [B, Rq, Bq, D].
         k, v: [B, Ck, Bk, D].
+        kv_len: int32[Ck], real tokens of each block.
+        kernel: The block kernel that runs the part if torch has no fused kernel for it.
 
     Returns:
         out [B, rows, Bq, D] in q's dtype and lse [B, rows, Bq], natural log.
     """
-    rows = q[:, slice(*part.rows)]
-    keys, values = (t[:, slice(*part.blocks)].flatten(1, 2) for t in (k, v))
-    if part.tokens is not None:
-        keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
-    queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
-    out, lse = _dense(queries, keys, values, scale)
-    return out.reshape(rows.shape), lse.reshape(rows.shape[:3])
+    rows, blocks = q[:, slice(*part.rows)], slice(*part.blocks)
+    found = None
+    if dense_supported(q):
+        keys, values = (t[:, blocks].flatten(1, 2) for t in (k, v))
+        if part.tokens is not None:
+            keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
+        found = _attend(*(t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values)), scale)
+    if found is None:
+        found = _attend_by_blocks(rows, k[:, blocks], v[:, blocks], kv_len[blocks], scale, kernel)
+    return found[0].reshape(rows.shape), found[1].reshape(rows.shape[:3])
+
+
+def _attend_by_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: torch.Tensor, scale: float, kernel: str | Kernel
+) -> PartialAttention:
+    """Runs rows [B, r, Bq, D] on a block kernel, each over all its item's blocks [B, n, Bk, D]."""
+    (batch, rows), blocks = q.shape[:2], k.shape[1]
+    every = torch.arange(batch * blocks, dtype=torch.int32, device=q.device).view(batch, blocks)
+    count = torch.full((batch * rows,), blocks, dtype=torch.int32, device=q.device)
+    packed = (t.flatten(0, 1).contiguous() for t in (q, k, v))
+    return block_attention(
+        *packed, every.repeat_interleave(rows, 0), count, kv_len.repeat(batch), scale=scale, kernel=kernel
+    )
 
 
 def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
@@ -70,9 +104,9 @@ def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     wide = lse_dtype(q.dtype)
     if k.shape[2] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    if dense_supported(q):
-        out, lse = _dense(q.contiguous(), k.contiguous(), v.contiguous(), scale)
-        return out, lse.reshape(q.shape[:3]).to(wide)
+    found = _attend(q.contiguous(), k.contiguous(), v.contiguous(), scale) if dense_supported(q) else None
+    if found is not None:
+        return found[0], found[1].to(wide)
     scores = (q.to(wide) @ k.to(wide).mT) * scale
     lse = scores.logsumexp(dim=-1)
     return ((scores - lse[..., None]).exp() @ v.to(wide)).to(q.dtype), lse
@@ -115,14 +149,66 @@ def attend_dense_backward(
     return dq, dk, dv
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
-    """Attends with q [B, H, n, D] to k and v [B, H, m, D] on torch's kernel for the device."""
-    aten = torch.ops.aten
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention | None:
+    """Attends with q [B, H, n, D] to k and v [B, H, m, D] on torch's fused kernel; None if there is none.
+
+    Ranks may differ in what they find here: results differ by rounding only.
+    """
     if not q.is_cuda:
         cpu: PartialAttention = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)[:2]
         return cpu
-    if q.shape[-1] <= 128 and torch.cuda.get_device_capability(q.device) >= HOPPER:
-        found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)
-    else:
-        found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
-    return found[0], found[1]
+    try:
+        run = _FUSED.get(torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=scale))
+        if run is not None:
+            return run(q, k, v, scale)
+        reason = "torch chooses no fused kernel that returns a log-sum-exp"
+    except _NOT_OURS:
+        raise
+    except RuntimeError as error:  # an operator that this build of torch or this GPU lacks
+        reason = " ".join(str(error).split())[:200]
+    _unsupported.add(_kind(q))
+    _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", q.dtype, q.shape[-1], reason)
+    return None
+
+
+_NOT_OURS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""Errors that another kernel cannot avoid."""
+
+
+def _kind(q: torch.Tensor) -> tuple[torch.device, torch.dtype, int]:
+    return q.device, q.dtype, q.shape[-1]
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+    return out, lse
+
+
+def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
+    return out, lse[..., : q.shape[2]]  # its log-sum-exp is padded
+
+
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
+    """Runs cuDNN, which compiles a graph per shape, with queries padded to one of few numbers."""
+    queries = q.shape[2]
+    padding = _graph_queries(queries, k.shape[2]) - queries
+    q = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)
+    return out[:, :, :queries], lse.reshape(q.shape[:3])[:, :, :queries]
+
+
+def _graph_queries(queries: int, keys: int) -> int:
+    """Returns the number of queries of the cuDNN graph: as many as keys, or one of 16 sizes per power of two."""
+    if queries == keys:  # a whole head
+        return queries
+    step = max(64, 1 << max(0, queries.bit_length() - 5))
+    return -(-queries // step) * step
+
+
+_FUSED: dict[int, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PartialAttention]] = {
+    SDPBackend.FLASH_ATTENTION.value: _flash,
+    SDPBackend.EFFICIENT_ATTENTION.value: _efficient,
+    SDPBackend.CUDNN_ATTENTION.value: _cudnn,
+}
+"""Operators by torch's choice."""

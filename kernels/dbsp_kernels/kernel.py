@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
 
 from dbsp_kernels.backward import BackwardInputs, Gradients
+from dbsp_kernels.dispatch import interpreted
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
 
-__all__ = ["FLOATS", "HALVES", "Kernel", "KernelRequirements", "arch_of", "interpreted"]
+__all__ = ["FLOATS", "HALVES", "Kernel", "KernelRequirements", "arch_of"]
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALVES | {torch.float32, torch.float64}
@@ -126,8 +126,3 @@ def arch_of(device: torch.device | str) -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def interpreted() -> bool:
-    """Returns whether Triton kernels run in Triton's interpreter, on the CPU: slow, but right, and without a GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

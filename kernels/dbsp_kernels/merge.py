@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dbsp_kernels.dispatch import uses_triton
+
 __all__ = ["PartialAttention", "lse_dtype", "merge_into", "merge_states"]
 
 PartialAttention = tuple[torch.Tensor, torch.Tensor]
@@ -41,8 +43,14 @@ def merge_states(
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
-    """`merge_states` that writes the result over `out` and `lse`: on CUDA in one pass over memory."""
-    if out.is_cuda and lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous():
+    """`merge_states` that writes the result over `out` and `lse`: on CUDA in one pass over memory.
+
+    Args:
+        out: [..., D], a view whose items (along the first dimension) are contiguous, such as some rows of each.
+        lse: [...], likewise.
+        out_part, lse_part: As for `merge_states`.
+    """
+    if uses_triton(out) and lse.dtype == torch.float32 and _contiguous_items(out) and _contiguous_items(lse):
         from dbsp_kernels.triton.merge import triton_merge_into  # here: triton need not be installed
 
         triton_merge_into(out, lse, out_part.contiguous(), lse_part.contiguous())
@@ -50,3 +58,8 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse
     merged, merged_lse = merge_states(out, lse, out_part, lse_part)
     out.copy_(merged)
     lse.copy_(merged_lse)
+
+
+def _contiguous_items(t: torch.Tensor) -> bool:
+    """Returns whether t[i] is contiguous for each i."""
+    return len(t) == 0 or t[0].is_contiguous()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from dbsp_kernels.dispatch import uses_triton
 from dbsp_kernels.packing.segment_copy import CopySegments, put_tokens, take_tokens
-from dbsp_kernels.prediction.pooling import with_triton
 
 __all__ = ["LARGEST", "TINY", "quantise_segments", "restore_rows", "row_words", "rows_of_tokens"]
 
@@ -37,7 +37,7 @@ def quantise_segments(
         segments: Without zeros.
         less: float32[B, source's heads, D], what is subtracted from every token beforehand. None: nothing.
     """
-    if with_triton(source):
+    if uses_triton(source):
         from dbsp_kernels.triton.int8_rows import triton_quantise_segments  # here: triton need not be installed
 
         triton_quantise_segments(source, destination, segments.table, segments.mean, less)
@@ -64,7 +64,7 @@ def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
 
 def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Tokens [..., D] of a floating-point dtype from contiguous rows int32[..., row_words(D)]: number · scale."""
-    if with_triton(rows):
+    if uses_triton(rows):
         from dbsp_kernels.triton.int8_rows import triton_restore_rows  # here: triton need not be installed
 
         return triton_restore_rows(rows, width, dtype)

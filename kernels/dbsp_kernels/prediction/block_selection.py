@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dbsp_kernels.dispatch import uses_triton
 from dbsp_kernels.packing.row_bits import pack_bits
-from dbsp_kernels.prediction.pooling import with_triton
 
 __all__ = ["pairs_at_once", "pooled_scores", "pooled_scores_torch", "select_blocks", "select_blocks_torch"]
 
@@ -40,7 +40,7 @@ def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) 
     Returns:
         float64[heads, nq, nk].
     """
-    if with_triton(rows):
+    if uses_triton(rows):
         from dbsp_kernels.triton.block_selection import pooled_scores_triton  # here: triton need not be installed
 
         return pooled_scores_triton(rows, nq, scale, similarity, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT)
@@ -75,7 +75,7 @@ def select_blocks(
     Returns:
         uint8[heads, nq, ceil(nk / 8)], as `pack_bits` packs them.
     """
-    if with_triton(chance):
+    if uses_triton(chance):
         from dbsp_kernels.triton.block_selection import select_blocks_triton  # here: triton need not be installed
 
         return select_blocks_triton(chance, dense, cdf, count, crossing)

@@ -7,16 +7,15 @@ taken pairwise in one fixed order, of which every step is an IEEE operation: CPU
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from dbsp_kernels.kernel import interpreted
+from dbsp_kernels.dispatch import uses_triton
 
-__all__ = ["BlockRuns", "block_runs", "pool_rows", "pool_rows_torch", "sum_tokens", "sum_tokens_torch", "with_triton"]
+__all__ = ["BlockRuns", "block_runs", "pool_rows", "pool_rows_torch", "sum_tokens", "sum_tokens_torch"]
 
 BlockRuns = tuple[tuple[int, int], ...]
 
@@ -44,7 +43,7 @@ def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor, r
         divided by the token's length), in units of DIRECTION_UNIT, each token's rounded down; and two zeros, so that
         sums of a block take the room of four rows of `pool_rows`.
     """
-    if with_triton(tokens):
+    if uses_triton(tokens):
         from dbsp_kernels.triton.pooling import sum_tokens_triton  # here: triton need not be installed
 
         return sum_tokens_triton(tokens, place, first, LIMIT, MEAN_UNIT, DIRECTION_UNIT)
@@ -69,7 +68,7 @@ def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     Returns:
         float32[H, B, blocks, D + 1]: the mean, and then the mean cosine of all pairs of the block's tokens.
     """
-    if with_triton(sums):
+    if uses_triton(sums):
         from dbsp_kernels.triton.pooling import pool_rows_triton  # here: triton need not be installed
 
         return pool_rows_triton(sums, lengths, MEAN_UNIT, DIRECTION_UNIT)
@@ -82,12 +81,6 @@ def pool_rows_torch(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     mean = values * MEAN_UNIT / lengths[:, None]
     direction = directions * DIRECTION_UNIT / lengths[:, None]
     return torch.cat([mean, halving_sum(direction * direction)[..., None]], dim=-1).to(torch.float32)
-
-
-def with_triton(tensor: torch.Tensor) -> bool:
-    """Returns whether Triton's kernels serve this tensor, on a GPU or in the interpreter."""
-    on_gpu = tensor.is_cuda and importlib.util.find_spec("triton") is not None
-    return on_gpu or interpreted()
 
 
 def sum_tokens_torch(tokens: torch.Tensor, place: torch.Tensor, runs: BlockRuns) -> torch.Tensor:

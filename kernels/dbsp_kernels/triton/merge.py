@@ -14,17 +14,26 @@ __all__ = ["merge_kernel", "triton_merge_into"]
 ELEMENTS = 4096  # of out, per program
 
 
-@triton.jit(do_not_specialize=("lse_ptr", "part_lse_ptr", "tokens"))
+@triton.jit(do_not_specialize=("lse_ptr", "part_lse_ptr", "tokens", "lse_item"))
 def merge_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens,
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens, out_item, lse_item,
     WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Merges TILE tokens a program: out and part [tokens, WIDTH] by lse and part_lse float32[tokens], natural log."""
+    """Merges TILE tokens of one item per program, by lse and part_lse float32, natural log.
+
+    out [items, tokens, WIDTH] and lse [items, tokens] are contiguous within an item, out_item and lse_item elements
+    apart; part [items, tokens, WIDTH] and part_lse [items, tokens] are contiguous.
+    """
+    item = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     width = tl.arange(0, TILE_D)
     there = token < tokens
     inside = there[:, None] & (width[None, :] < WIDTH)
     at = token[:, None] * WIDTH + width[None, :]
+    out_ptr += item * out_item
+    lse_ptr += item * lse_item
+    part_ptr += item * tokens * WIDTH
+    part_lse_ptr += item * tokens
     lse = tl.load(lse_ptr + token, mask=there, other=0.0)
     part_lse = tl.load(part_lse_ptr + token, mask=there, other=0.0)
     out = tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -41,12 +50,13 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
-    """The contract of `dbsp_kernels.merge_into`; all four contiguous."""
+    """The contract of `dbsp_kernels.merge_into`; the parts are contiguous, out and lse within each item."""
     if lse.numel() == 0:
         return
-    width = out.shape[-1]
-    tile = max(1, ELEMENTS // padded(width))
+    width, items = out.shape[-1], 1 if out.is_contiguous() and lse.is_contiguous() else len(lse)
+    tokens, tile = lse.numel() // items, max(1, ELEMENTS // padded(width))
     launch(
-        merge_kernel, (-(-lse.numel() // tile),),
-        out, lse, out_part, lse_part, lse.numel(), WIDTH=width, TILE=tile, TILE_D=padded(width), num_warps=4,
+        merge_kernel, (-(-tokens // tile), items),
+        out, lse, out_part, lse_part, tokens, out.stride(0) if items > 1 else tokens * width, lse.stride(0),
+        WIDTH=width, TILE=tile, TILE_D=padded(width), num_warps=4,
     )  # fmt: skip

@@ -243,6 +243,11 @@ _TORCH = (
         PrivateName(f"torch.ops:aten._scaled_dot_product_flash_attention_for_cpu{suffix}", "dbsp_kernels.backends.cpu")
         for suffix in ("", "_backward")
     ),
+    *(
+        PrivateName(f"torch.ops:aten._scaled_dot_product_{name}_attention", "dbsp_kernels.dense")
+        for name in ("flash", "efficient", "cudnn")
+    ),
+    PrivateName("torch:_fused_sdp_choice", "dbsp_kernels.dense"),
     PrivateName("torch.distributed.run", "dbsp_cli.generate.launch"),
 )
 PRIVATE_NAMES = {
