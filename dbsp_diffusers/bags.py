@@ -15,8 +15,9 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.bag_choice import fastest_bags
-from dbsp_core.cost.hardware import hardware_for
+from dbsp_core.cost.own_hardware import cost_basis, hardware_for
 from dbsp_core.cost.sequences import (
+    FLOP_COUNTS,
     LayerSize,
     SequenceWork,
     WorkOfSizes,
@@ -40,6 +41,8 @@ __all__ = ["BagSessions", "Sharing", "is_text"]
 _CPU = torch.device("cpu")
 MOST_KNOWN = 256
 """Sizes of sequences whose masks' rows are kept."""
+_SLACK = 0.05
+"""Share by which the slowest bag may exceed the least FLOP for the sake of smaller bags, without constants."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -192,7 +195,8 @@ class BagSessions:
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]
-        hardware = hardware_for(config.cost_model, device.type, config.kernel)
+        known = hardware_for(config.cost_model, device.type, config.kernel)
+        hardware = known or FLOP_COUNTS
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)
         loader = np.zeros(len(videos), dtype=np.int64) if loaders is None else np.array(loaders)
@@ -209,9 +213,10 @@ class BagSessions:
             with suppress(UserError):
                 return planned(self._proposed), work
         node_size = whole.topology.node_size
-        plan = fastest_bags(planned, work, loader, cost, layer, hardware, world, node_size)
+        slack = _SLACK if known is None else 0.0
+        plan = fastest_bags(planned, work, loader, cost, layer, hardware, world, node_size, slack)
         if whole.group.rank == 0:
-            log.info("bags %s, the fastest by the constants of %s", plan.topology, hardware.name)
+            log.info("bags %s, the fastest by %s", plan.topology, cost_basis(known))
         return plan, work
 
 

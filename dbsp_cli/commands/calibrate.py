@@ -15,6 +15,7 @@ import typer
 from dbsp_cli.calibrate.calibrate import Calibration, Checked, calibrate, check
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
+from dbsp_core.cost.own_hardware import measured_file
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_file_place
 from dbsp_kernels import choose_kernel
@@ -34,7 +35,9 @@ _CONSTANTS_OF = {
 
 
 def calibrate_command(
-    out: Annotated[Path | None, typer.Option(help="YAML file to write.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="YAML file to write; default: where runs on this machine look for it.")
+    ] = None,
     ranks: Annotated[int, typer.Option(max=1024, help="Ranks: one GPU each where there are any, else one core.")] = 2,
     quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute: rough.")] = False,
     kernel: Annotated[str, typer.Option(help="Attention kernel to measure.")] = "auto",
@@ -51,14 +54,15 @@ def calibrate_command(
         raise UserError("--hardware names constants to check; add --check, or leave it out to measure")
     if hardware is not None and out is not None:
         raise UserError("--hardware and --out exclude each other: nothing is measured that could be written")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if hardware is None and out is None and not checking:
-        raise UserError("name the file to write with --out FILE, or add --check")
+        out = measured_file(device)
+        _make_folder(out.parent)
     if out is not None:
         require_file_place(out, "--out")
     fitted = None
     if hardware is not None:
         known = load_hardware(hardware)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         warn_if_elsewhere(known, device, choose_kernel(kernel, device, getattr(torch, known.dtype)).name)
     else:
         other = load_hardware(communication) if communication else None
@@ -83,6 +87,13 @@ def calibrate_command(
             )
         save_hardware(out, known)
         print(f"wrote {out}", file=sys.stderr)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {folder} ({error.strerror}); name another file with --out FILE") from error
 
 
 def _fault_of(known: Hardware, checked: list[Checked]) -> str | None:

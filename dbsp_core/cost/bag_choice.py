@@ -25,8 +25,11 @@ def fastest_bags(
     hardware: Hardware,
     world: int,
     node_size: int,
+    slack: float = 0.0,
 ) -> SequencePlan:
     """Plans every topology of `BagTopology.candidates`, and returns the plan whose slowest bag takes least.
+
+    With `slack`, that is the first plan that takes at most this share more than the best. Small bags come first.
 
     Deterministic: ranks with equal arguments choose the same.
 
@@ -35,6 +38,7 @@ def fastest_bags(
         work: See `evaluate`, as for loader, cost, layer and hardware.
         world: Number of ranks.
         node_size: Of them on a node.
+        slack: What smaller bags may cost, as their exchanges are smaller, if the constants know nothing of exchanges.
 
     Raises:
         UserError: Where no topology can hold the sequences.
@@ -48,4 +52,6 @@ def fastest_bags(
             refused = error
     if refused is not None and not plans:
         raise refused
-    return min(plans, key=lambda one: evaluate(one, work, loader, cost, layer, hardware, node_size).seconds)
+    seconds = [evaluate(one, work, loader, cost, layer, hardware, node_size).seconds for one in plans]
+    most = min(seconds) * (1 + slack)
+    return next(plan for plan, one in zip(plans, seconds, strict=True) if one <= most)

@@ -24,24 +24,20 @@ from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_conf
 
 __all__ = [
     "COMMUNICATION",
-    "NEAREST",
     "SHIPPED",
     "Constants",
     "Hardware",
     "KernelConstants",
     "device_class",
-    "hardware_for",
     "load_hardware",
     "save_hardware",
     "software_versions",
     "warn_if_elsewhere",
 ]
 
-NEAREST = {True: "h200", False: "cpu-demo"}
-"""Shipped constants by whether there is a GPU, for choosing between strategies where nothing was calibrated."""
 SHIPPED = shipped_configs() / "hardware"
 LABELS = ("measured", "fitted", "published", "derived", "assumed")
-REDO = "measure again with: dbsp calibrate --out FILE"
+REDO = "measure again with: dbsp calibrate"
 
 
 @dataclass(frozen=True)
@@ -267,15 +263,6 @@ _read_shipped = functools.cache(_read)
 """Each session reads the same file, which takes tens of milliseconds."""
 
 
-def hardware_for(cost_model: str | None, device: str, kernel: str) -> Hardware:
-    """What plans on a "cuda" or "cpu" device go by: the file that a configuration names, or the nearest shipped one.
-
-    Args:
-        kernel: Its name, or "auto"; its constants are taken where the file has them.
-    """
-    return load_hardware(cost_model or NEAREST[device == "cuda"]).with_kernel(kernel)
-
-
 def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:
     """Writes a YAML file that `load_hardware` reads, whole or not at all."""
     values = {key: value for key, value in asdict(hardware).items() if value is not None}
@@ -289,6 +276,11 @@ def device_class(device: torch.device | str) -> str:
     """Returns the model of a device, or of the current GPU for "cuda": no host name, nothing of this one copy."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
+    return f"{_cpu()}, one core per rank"
+
+
+@functools.cache
+def _cpu() -> str:
     try:
         names = [
             line
@@ -297,8 +289,7 @@ def device_class(device: torch.device | str) -> str:
         ]
     except OSError:
         names = []
-    name = names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
-    return f"{name}, one core per rank"
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
 
 
 def software_versions(kernel: str) -> dict[str, str]:

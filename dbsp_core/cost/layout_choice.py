@@ -14,7 +14,7 @@ import numpy as np
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.selection import in_fastest_chunks, in_ns
+from dbsp_core.cost.selection import by_rule, in_fastest_chunks, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -88,11 +88,13 @@ def fastest_layout(
         strategies: Among which each attention's is chosen.
         named: Makes layout "local" on a grid, for a strategy.
         planner: Of the plans.
-        hardware: Whose constants predict times. None: there is one strategy, and no rings.
+        hardware: Whose constants predict times. None: the first strategy by the rule is taken.
         topology: Of the ranks.
         element_bytes: Of q, k and v, assumed.
         precision: In which these travel; see `make_plan`.
     """
+    if hardware is None:
+        strategies = by_rule(strategies, masks[0].heads, topology)[:1]
 
     def shape(plan: Plan) -> AttentionShape:
         return AttentionShape(1, plan.heads, plan.grid.tokens, HEAD_DIM, element_bytes)

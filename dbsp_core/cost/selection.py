@@ -1,6 +1,7 @@
 """Which strategy an attention is computed with (paper §4.3): the one predicted to be fastest for its mask.
 
-Every rank predicts for itself, from the mask's bits and the constants of one file: all choose alike.
+Every rank predicts for itself, from the mask's bits and the constants of one file: all choose alike. Without constants
+a rule chooses, by the numbers of heads and of ranks per node.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_fastest_chunks", "in_ns"]
+__all__ = ["AUTO", "StrategySelector", "by_rule", "candidates", "fastest_plan", "in_fastest_chunks", "in_ns"]
 
 WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""
@@ -30,6 +31,22 @@ ONE_AHEAD = tuple((1,) * chunks for chunks in (2, 4, 8, 16))
 """Numbers of further chunks, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
 """Leaves the choice of a strategy to `StrategySelector`."""
+
+
+def by_rule(strategies: Sequence[Strategy], heads: int, topology: Topology) -> list[Strategy]:
+    """Returns the strategies with the best first, by a rule that needs no constants.
+
+    As many ranks as possible share out heads, as long as each has one and they are on one node: an all-to-all sends
+    less than a ring, has one kernel launch and no merge, and crosses no network. Rings join nodes. Strategies that
+    share out heads beyond a node, or to more ranks than there are heads, come last.
+    """
+
+    def rank(strategy: Strategy) -> tuple[bool, int]:
+        nodes = topology.nodes.reshape(strategy.ring, strategy.ulysses)
+        fits = strategy.ulysses <= heads and bool((nodes == nodes[:, :1]).all())
+        return not fits, -strategy.ulysses if fits else strategy.ulysses
+
+    return sorted(strategies, key=rank)
 
 
 def candidates(world: int, grid: BlockGrid, merges: bool = True) -> tuple[Strategy, ...]:
@@ -124,6 +141,7 @@ class StrategySelector:
     """Plans every strategy, predicts each plan's time, and takes the fastest.
 
     Attributes:
+        hardware: Whose constants predict times; None: strategies are taken `by_rule`.
         layout: The one layout of the forward pass, which plans of all strategies start from.
         hysteresis: Share of the predicted time that a change of strategy must save: what a change costs is not
             predicted.
@@ -131,7 +149,7 @@ class StrategySelector:
     """
 
     strategies: tuple[Strategy, ...]
-    hardware: Hardware
+    hardware: Hardware | None
     topology: Topology
     layout: SequenceLayout
     hysteresis: float = 0.02
@@ -152,15 +170,30 @@ class StrategySelector:
             excess: Bytes by which a plan's peak is above a limit. Such plans drop out; where all do, the least is
                 taken.
         """
+        if self.hardware is None:
+            best, plan = self._first_that_fits(make, shape, excess)
+            self.chosen[best] = self.chosen.get(best, 0) + 1
+            return plan
         plans = {strategy: make(strategy) for strategy in self.strategies}
         above = {strategy: excess(plan) if excess else 0.0 for strategy, plan in plans.items()}
         fitting = [strategy for strategy in plans if above[strategy] <= 0] or [min(plans, key=above.__getitem__)]
-        seconds = {strategy: self.predict_ns(plans[strategy], shape) for strategy in fitting}
+        known, topology, layout = self.hardware, self.topology, self.layout
+        seconds = {one: in_ns(predict(plans[one], shape, known, topology, layout)) for one in fitting}
         best = min(fitting, key=seconds.__getitem__)
         if current in seconds and seconds[current] * (1 - self.hysteresis) <= seconds[best]:
             best = current
         self.chosen[best] = self.chosen.get(best, 0) + 1
         return plans[best]
 
-    def predict_ns(self, plan: Plan, shape: AttentionShape) -> int:
-        return in_ns(predict(plan, shape, self.hardware, self.topology, self.layout))
+    def _first_that_fits(
+        self, make: Callable[[Strategy], Plan], shape: AttentionShape, excess: Callable[[Plan], float] | None
+    ) -> tuple[Strategy, Plan]:
+        """Returns the first strategy by the rule whose plan is within the limit, else the one that is least above."""
+        above: list[tuple[float, Strategy, Plan]] = []
+        for strategy in by_rule(self.strategies, shape.heads, self.topology):
+            plan = make(strategy)
+            above.append((excess(plan) if excess else 0.0, strategy, plan))
+            if above[-1][0] <= 0:
+                return strategy, plan
+        _, strategy, plan = min(above, key=lambda one: one[0])
+        return strategy, plan

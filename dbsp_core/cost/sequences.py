@@ -5,14 +5,15 @@ Arithmetic on counts and on constants from a file: every rank that has both gets
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import numpy as np
 
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.cost.latency import Topology, block_s, exchange_s, require_network
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -32,6 +33,7 @@ from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, StaticMaskSo
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
+    "FLOP_COUNTS",
     "FLUX",
     "LayerSize",
     "SequencePlanMetrics",
@@ -76,6 +78,32 @@ class LayerSize:
 
 FLUX = LayerSize(layers=57, heads=24, head_dim=128, token_flops=24 * 3072**2)
 """KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
+
+
+FLOP_COUNTS = Hardware(
+    name="FLOP counts",
+    device="any",
+    dtype="bfloat16",
+    constants=Constants(
+        flops_per_s=1e15,
+        score_s=0.0,
+        row_s=0.0,
+        launch_s=0.0,
+        call_s=0.0,
+        pack_bytes_per_s=math.inf,
+        merge_bytes_per_s=math.inf,
+        exchange_latency_s=0.0,
+        exchange_bytes_per_s=math.inf,
+        p2p_latency_s=0.0,
+        p2p_bytes_per_s=math.inf,
+        overlap=1.0,
+        linear_flops_per_s=1e15,
+        network_latency_s=0.0,
+        network_bytes_per_s=math.inf,
+    ),
+    sources=dict.fromkeys((one.name for one in fields(Constants)), "assumed"),
+)
+"""Costs of sequences without a machine's constants: attention and all else by FLOP, and exchanges for nothing."""
 
 
 def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block_k: int = 64) -> SequenceCost:

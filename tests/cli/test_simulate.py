@@ -165,7 +165,6 @@ MISTAKES = [
     (["simulate", "--mask", "sparge:cdf=0.9"], "is predicted from queries and keys"),
     (["simulate", "--strategy", "U4R1", "--coarsen", "16"], "use one of U8R1"),
     (["simulate", "--hardware", "alone.yaml", "--gpus", "16", "--coarsen", "16"], "lacks; add network_latency_s"),
-    (["calibrate"], "--out FILE, or add --check"),
     (["calibrate", "--hardware", "a800"], "add --check"),
     (["calibrate", "--hardware", "a800", "--check", "--out", "x.yaml"], "exclude each other"),
     (["calibrate", "--out", "x.yaml", "--ranks", "1"], "--communication h200"),

@@ -14,8 +14,9 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.free_memory import agree_on_memory
-from dbsp_core.cost.hardware import Hardware, hardware_for, warn_if_elsewhere
+from dbsp_core.cost.hardware import Hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
+from dbsp_core.cost.own_hardware import cost_basis, hardware_for
 from dbsp_core.cost.peak_memory import (
     MemoryLimit,
     head_caps,
@@ -46,7 +47,7 @@ class Machine(NamedTuple):
     """What all ranks of a session plan by.
 
     Attributes:
-        hardware: The machine's constants. None: plans don't depend on them.
+        hardware: The machine's constants. None: none are known, or plans don't depend on them.
         memory: What no rank is to exceed. None: there is no limit.
     """
 
@@ -220,7 +221,7 @@ class ConfiguredPlanMaker:
         return held - self._limit(settings.memory)
 
     def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
-        """The user's, or what the machine's constants say."""
+        """The user's, or what the machine's constants say; without any 0: balance comes first."""
         settings = self.settings
         if settings.config.planner.exchange_cost is not None:
             return settings.config.planner.exchange_cost
@@ -236,13 +237,16 @@ def _load_constants(
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
     if strategy is not None and not _weighs_exchanges(config, group):
         return None
-    return run_consistently(
+    hardware = run_consistently(
         group,
         lambda: hardware_for(config.cost_model, device.type, config.kernel),
         device,
-        lambda hardware: hardware.fingerprint,
+        lambda hardware: 0 if hardware is None else hardware.fingerprint,
         "the hardware file",
     )
+    if group.rank == 0 and (strategy is None or hardware is not None):
+        log.info("costs are estimated by %s", cost_basis(hardware))
+    return hardware
 
 
 def _weighs_exchanges(config: DbspConfig, group: SequenceGroup) -> bool:
@@ -259,9 +263,7 @@ def _selector(
     grid: BlockGrid,
     device: torch.device,
 ) -> StrategySelector:
-    if hardware is None:
-        raise RuntimeError("strategies are chosen by a machine's constants, and none were loaded")
-    if group.rank == 0:
+    if hardware is not None and group.rank == 0:
         warn_if_elsewhere(hardware, device, _kernel_name(config.kernel, device))
     strategies = strategies_of(config, group, None, grid)
     return StrategySelector(strategies, hardware, topology, layout)

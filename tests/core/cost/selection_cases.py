@@ -16,6 +16,7 @@ from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.cost.peak_memory import peak_bytes
 from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.utils.log import log
 
 
 def choose_together(
@@ -40,6 +41,30 @@ def choose_together(
     return [str(plan.strategy) for plan in session.records.values()], chosen
 
 
+def choose_unmeasured(rank: int, world: int, cache: str) -> tuple[list[str], list[str]]:
+    """The strategies of two layers without a cost model, and what the log says of costs.
+
+    {} in the cache's name stands for the rank.
+    """
+    said: list[str] = []
+    config = DbspConfig.load(
+        {"mask": {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8}, "strategy": "auto"}
+    )
+    with (
+        mock.patch.dict("os.environ", {"XDG_CACHE_HOME": cache.format(rank)}),
+        mock.patch.object(log, "info", lambda text, *values: said.append(text % values)),
+    ):
+        session = AttentionSession(config, SequenceGroup.of(), None, heads=5, layers=2)
+        try:
+            q = torch.ones(1, 5, session.begin(Video((3, 8, 8))).shard, 16)
+            for layer in range(2):
+                session.attend(layer, q, q, q)
+        finally:
+            dist.barrier()
+    strategies = [str(plan.strategy) for plan in session.records.values()]
+    return strategies, [line for line in said if line.startswith("costs")]
+
+
 def plans_within(
     rank: int,
     world: int,
@@ -60,6 +85,7 @@ def plans_within(
     told: list[str] = []
     logger, handler = logging.getLogger("dbsp"), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
+    handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
         with mock.patch.object(free_memory, "free_memory", return_value=free.get(rank, 2**40)):

@@ -10,12 +10,14 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.hardware import Hardware, load_hardware
+from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.selection import StrategySelector, candidates
+from dbsp_core.cost.own_hardware import RULE, measured_file
+from dbsp_core.cost.selection import StrategySelector, by_rule, candidates, in_ns
 from tests.core.cost.latency_cases import machine
-from tests.core.cost.selection_cases import choose_together
+from tests.core.cost.selection_cases import choose_together, choose_unmeasured
 from tests.para.para_cases import ParaCase, run_sparge_case
+from tests.support.workers import WorkerError
 
 GRID = BlockGrid.uniform(64 * 16, 16)
 HEADS = 8
@@ -76,7 +78,8 @@ def test_dear_exchanges_and_dear_rings_change_the_choice():
 def test_a_strategy_in_use_is_kept_for_a_small_loss():
     mask = mask_of(1)
     plans = {s: planned(mask)(s) for s in Strategy.all_for(4)}
-    seconds = {s: selector().predict_ns(plan, SHAPE) for s, plan in plans.items()}
+    known = selector().hardware
+    seconds = {s: in_ns(predict(plan, SHAPE, known, Topology(4), HOME)) for s, plan in plans.items()}
     best, second = sorted(seconds, key=seconds.__getitem__)[:2]
     loss = 1 - seconds[best] / seconds[second]
     assert loss > 0
@@ -99,9 +102,6 @@ def test_ranks_choose_alike(pool, world):
 
 
 def test_ranks_with_other_constants_are_refused(pool, tmp_path):
-    from dbsp_core.cost.hardware import save_hardware
-    from tests.support.workers import WorkerError
-
     hardware: Hardware = load_hardware("a800")
     save_hardware(tmp_path / "0.yaml", hardware)
     save_hardware(tmp_path / "1.yaml", replace(hardware, constants=replace(hardware.constants, overlap=0.5)))
@@ -136,3 +136,74 @@ def test_whatever_is_chosen_is_exact(pool, model, source):
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DbspConfig.load(settings)
+
+
+NODES = Topology(16, 8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "topology", "first", "last"),
+    [
+        (40, Topology(8, 8), "U8R1", "U1R8"),
+        (12, Topology(8, 8), "U8R1", "U1R8"),
+        (5, Topology(8, 8), "U4R2", "U8R1"),
+        (40, NODES, "U8R2", "U16R1"),
+        (6, NODES, "U4R4", "U16R1"),
+        (40, Topology(4, 1), "U1R4", "U4R1"),
+        (40, Topology.of_nodes([0, 1] * 4), "U1R8", "U8R1"),
+        (40, Topology.of_nodes([0, 0, 0, 1, 1, 1]), "U3R2", "U6R1"),
+    ],
+)
+def test_without_constants_heads_are_shared_out_within_a_node_and_rings_join_nodes(heads, topology, first, last):
+    found = by_rule(Strategy.all_for(topology.world), heads, topology)
+    assert (str(found[0]), str(found[-1])) == (first, last)
+    assert by_rule(found[::-1], heads, topology) == found
+
+
+def test_without_constants_the_first_strategy_within_the_memory_limit_is_taken():
+    mask, made = mask_of(0), []
+
+    def make(strategy: Strategy):
+        made.append(str(strategy))
+        return planned(mask)(strategy)
+
+    chooser = StrategySelector(candidates(4, GRID), None, Topology(4), HOME)
+    assert str(chooser.choose(make, SHAPE, Strategy(1, 4)).strategy) == "U4R1"
+    assert made == ["U4R1"], "no other strategy is planned"
+    above = {"U4R1": 2.0, "U2R2": 0.0, "U1R4": 0.0}
+    assert str(chooser.choose(make, SHAPE, None, lambda plan: above[str(plan.strategy)]).strategy) == "U2R2"
+    above = {"U4R1": 2.0, "U2R2": 3.0, "U1R4": 1.0}
+    assert str(chooser.choose(make, SHAPE, None, lambda plan: above[str(plan.strategy)]).strategy) == "U1R4"
+    assert {str(one): count for one, count in chooser.chosen.items()} == {"U4R1": 1, "U2R2": 1, "U1R4": 1}
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (4, "U4R1")])
+def test_ranks_choose_by_the_rule_where_nothing_was_measured(pool, tmp_path, world, strategy):
+    answers = pool(world).run(choose_unmeasured, str(tmp_path))
+    for rank, (strategies, said) in enumerate(answers):
+        assert strategies == [strategy] * 2
+        assert said == ([f"costs are estimated by {RULE}"] if rank == 0 else [])
+
+
+def test_ranks_choose_by_the_constants_that_were_measured(pool, tmp_path, monkeypatch):
+    """A ring is predicted to be faster once an exchange is measured to take a second."""
+    constants = replace(load_hardware("cpu-demo").constants, exchange_latency_s=1.0)
+    measured = replace(load_hardware("cpu-demo"), name="here", constants=constants)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured_file("cpu").parent.mkdir(parents=True)
+    save_hardware(measured_file("cpu"), measured)
+    (first, said), (second, _) = pool(2).run(choose_unmeasured, str(tmp_path))
+    assert first == second == ["U1R2"] * 2
+    assert said == [f"costs are estimated by constants of here, measured on {measured.device}"]
+
+
+def test_ranks_of_which_one_has_measured_raise_together(pool, tmp_path, monkeypatch):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "1"))
+    measured_file("cpu").parent.mkdir(parents=True)
+    save_hardware(measured_file("cpu"), load_hardware("cpu-demo"))
+    with pytest.raises(WorkerError) as raised:
+        pool(2).run(choose_unmeasured, str(tmp_path / "{}"))
+    assert all("the hardware file differs on rank(s) [1]" in text for *_, text in raised.value.errors)
+    assert len(raised.value.errors) == 2

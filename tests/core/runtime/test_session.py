@@ -48,10 +48,11 @@ def test_a_plan_that_waits_is_not_used_for_another_batch(pool, strategy, batches
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_mask_that_does_not_change_is_planned_once_however_uneven(threads, mode):
     """Two ranks share out five equal heads: three and two, above P_s whatever the plan."""
-    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "reuse": {"mode": mode}}
+    dear = {"exchange_cost": 10.0}  # no head is split
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "reuse": {"mode": mode}, "planner": dear}
     for worst, calls, plans, *_ in threads(2).run(changing_masks, settings, 3):
         assert (worst <= 1e-5, calls, plans) == (True, 3 * PASSES * LAYERS, 1)
-    growing = {"mask": Growing(16, 16, most=1), "reuse": {"mode": mode}}
+    growing = {"mask": Growing(16, 16, most=1), "reuse": {"mode": mode}, "planner": dear}
     for plans in threads(2).run(recorded_masks, growing, 9):
         assert plans == LAYERS * 2, "one for each of a layer's two masks"
 

@@ -51,11 +51,14 @@ def test_what_debug_compares_costs_no_collective_without_it(pool, world, mask):
 @pytest.mark.parametrize("heads", [8, 20])
 @pytest.mark.parametrize("thw", [(4, 8, 8), (3, 6, 10)], ids=["whole blocks", "blocks cut between ranks"])
 def test_launches_are_few_for_any_heads_and_strategy(pool, heads, thw):
-    """Outside the attention kernel, what is fused on a GPU as one each; see `steady_cases.FUSED`."""
+    """Outside the attention kernel, what is fused on a GPU as one each; see `steady_cases.FUSED`.
+
+    Without a ring, queries may have an exchange of their own.
+    """
     sparge, window = ({"mask": mask, "reuse": {"threshold": 100.0}} for mask in (SPARGE, WINDOW))
     for strategy in Strategy.all_for(8):
         for seen in pool(8).run(launches_of_a_steady_step, sparge, str(strategy), heads, thw):
             assert seen["select_blocks"] == 1
-            assert sum(seen.values()) <= 30 + (heads % 8 > 0) * 2 + 2 * (strategy.ring - 1), (strategy, seen)
+            assert sum(seen.values()) <= 32 + 2 * (strategy.ring - 1), (strategy, seen)
         for seen in pool(8).run(launches_of_a_steady_step, window, str(strategy), heads, thw):
             assert sum(seen.values()) <= 7 + 2 * strategy.ring, (strategy, seen)
