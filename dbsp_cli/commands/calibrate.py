@@ -13,7 +13,7 @@ import torch
 import typer
 
 from dbsp_cli.calibrate.calibrate import Calibration, Checked, calibrate, check
-from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
+from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_file_place
@@ -34,7 +34,7 @@ _CONSTANTS_OF = {
 
 
 def calibrate_command(
-    out: Annotated[Path | None, typer.Option(help="YAML file to write.")] = None,
+    out: Annotated[Path | None, typer.Option(help="YAML file to write.", **PATH)] = None,
     ranks: Annotated[int, typer.Option(max=1024, help="Ranks: one GPU each where there are any, else one core.")] = 2,
     quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute: rough.")] = False,
     kernel: Annotated[str, typer.Option(help="Attention kernel to measure.")] = "auto",

@@ -78,6 +78,7 @@ def run_watched(
         **os.environ,
         **(environment or {}),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
         "PET_TEE": "3",
         "PET_LOG_DIR": str(ranks_folder),
         RUN: run,
