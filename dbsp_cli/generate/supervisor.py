@@ -79,6 +79,7 @@ def run_watched(
         **(environment or {}),
         "PYTHONUNBUFFERED": "1",
         "PYTHONIOENCODING": "utf-8:backslashreplace",
+        "PYTHONSAFEPATH": "1",  # for processes that ranks start
         "PET_TEE": "3",
         "PET_LOG_DIR": str(ranks_folder),
         RUN: run,
