@@ -16,7 +16,7 @@ from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.simulate import simulate_command
 from dbsp_cli.commands.tiny import tiny_command
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import ERROR, NOTICE
+from dbsp_core.utils.log import ERROR, NOTICE, printable
 
 __all__ = ["app", "main"]
 
@@ -61,7 +61,7 @@ def main() -> None:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (UserError, OSError, UsageError) as error:
         text = error.format_message() if isinstance(error, UsageError) else str(error)
-        print(f"{ERROR}{' '.join(text.split())}", file=sys.stderr)
+        print(f"{ERROR}{printable(' '.join(text.split()))}", file=sys.stderr)
         raise SystemExit(2) from error
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED

@@ -1,7 +1,12 @@
-"""The installed commands. An interrupt while libraries are being imported ends them at once."""
+"""The installed commands.
+
+Standard streams take all text, also if they are closed or not UTF-8. An interrupt while libraries are being imported
+ends a command at once.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -13,6 +18,7 @@ __all__ = ["dbsp", "dbsp_xdit"]
 
 
 def dbsp() -> None:
+    _open_streams()
     with quick_end():
         _dbsp()
 
@@ -31,10 +37,29 @@ def _dbsp() -> None:
 
 
 def dbsp_xdit() -> NoReturn:
+    _open_streams()
     _end_when_interrupted()  # until it becomes torchrun, there is nothing to clean up
     from dbsp_xdit.run import main
 
     main()
+
+
+def _open_streams() -> None:
+    """Opens closed standard streams on the null device, and has standard output replace what it cannot encode.
+
+    Without that, files that are opened later would get the numbers of closed streams, and what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115  never closed
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _end_when_interrupted() -> signal._HANDLER:

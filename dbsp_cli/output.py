@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from itertools import zip_longest
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,10 +20,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import printable
+from dbsp_core.utils.paths import user_path
 
 __all__ = [
     "LARGEST_SEED",
     "MOST_GPUS",
+    "PATH",
     "JsonFlag",
     "TextTable",
     "as_text",
@@ -37,6 +41,18 @@ MOST_GPUS = 4096
 """Most GPUs of a prediction or a plan; tables grow with the square of it."""
 LARGEST_SEED = 2**63 - 1
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def path(text: str) -> Path:
+    """Reads an option that is a path. Help shows this function's name."""
+    try:
+        return user_path(text)
+    except UserError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+PATH: dict[str, Any] = {"parser": path}
+"""Arguments of `typer.Option` and `typer.Argument` for every option that is a path; see `user_path`."""
 
 _GAP = "  "
 _NARROWEST = 8
@@ -91,8 +107,11 @@ def print_tables(tables: Iterable[TextTable]) -> None:
 
 
 def as_text(table: TextTable, width: int | None = None) -> str:
-    """Lays out a table in lines of at most `width`. Spare columns go first, then words are wrapped; nothing is cut."""
-    rows = [list(map(str, row)) for row in (table.columns, *table.rows)]
+    """Lays out a table in lines of at most `width`. Spare columns go first, then words are wrapped; nothing is cut.
+
+    Text may come from files: control characters are shown, not printed (see `printable`).
+    """
+    rows = [[printable(str(cell)) for cell in row] for row in (table.columns, *table.rows)]
     widths = {name: max(map(cell_len, cells)) for name, *cells in zip(table.columns, *rows, strict=True)}
     spare, left_out = list(table.spare), []
 
@@ -118,4 +137,4 @@ def as_text(table: TextTable, width: int | None = None) -> str:
             lines.append(_GAP.join("-" * wide for wide in widths.values()))
     if left_out:
         lines.append(f"(a wider terminal shows {', '.join(left_out)} as well)")
-    return "\n".join(lines + ([table.caption] if table.caption else []))
+    return printable("\n".join(lines + ([table.caption] if table.caption else [])))

@@ -1,7 +1,7 @@
 """Processes that end when the process that started them has ended, whatever ended it: no signal need be caught.
 
-`python -m dbsp_start.parents PARENT COMMAND…` becomes a command that starts ranks, and that ends with PARENT. It is
-sent SIGTERM then, at which torchrun ends its ranks.
+`dbsp_start.parents PARENT COMMAND…`, run as a module, becomes a command that starts ranks, and that ends with PARENT:
+it is sent SIGTERM then, at which torchrun ends its ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dbsp_start.module import module_command
+
 __all__ = ["LAUNCHER", "end_with_parent", "with_parent"]
 
 LAUNCHER = "DBSP_LAUNCHER"
@@ -26,7 +28,7 @@ _LOOK_S = 1.0
 
 def with_parent(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` for as long as the calling thread lives, which must wait for it."""
-    return [sys.executable, "-m", "dbsp_start.parents", str(os.getpid()), *command]
+    return [sys.executable, *module_command("dbsp_start.parents", str(os.getpid())), *command]
 
 
 def end_with_parent(

@@ -1,4 +1,4 @@
-"""`python -m dbsp_start.rank MODULE ARGUMENTS…` runs a module as a rank, which ends when its torchrun has ended."""
+"""`dbsp_start.rank MODULE ARGUMENTS…`, run as a module, runs another as a rank, which ends with its torchrun."""
 
 from __future__ import annotations
 

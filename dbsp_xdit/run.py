@@ -15,6 +15,7 @@ from dbsp_core.comm.rank_program import exit_on_failure
 from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_core.utils.packages import require_packages
 from dbsp_diffusers.preflight import require_checkpoint
+from dbsp_start.module import module_command
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit import NEEDS
 from dbsp_xdit.command_line import BACKEND, dbsp_requested, full_name
@@ -38,11 +39,13 @@ def main() -> NoReturn:
     torchrun, runner_args = extract_torchrun_args(argv)
     processes = torchrun.pop("--nproc_per_node") or get_nproc_from_args(runner_args)
     options = [f"{name}={value}" for name, value in torchrun.items()]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *options]
+    rank = module_command("dbsp_start.rank", "dbsp_xdit.run", *runner_args)
     os.environ[LAUNCHER] = str(os.getpid())
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, which torchrun would ignore
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    os.execv(sys.executable, [*command, "-m", "dbsp_start.rank", "dbsp_xdit.run", *runner_args])
+    os.environ["PYTHONSAFEPATH"] = "1"  # for processes that ranks start
+    command = module_command("torch.distributed.run", f"--nproc_per_node={processes}", *options, *rank)
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from dbsp_cli.calibrate.calibrate import Calibration, Checked, calibrate, check
-from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
+from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
 from dbsp_core.cost.own_hardware import measured_file
 from dbsp_core.utils.errors import UserError
@@ -36,7 +36,8 @@ _CONSTANTS_OF = {
 
 def calibrate_command(
     out: Annotated[
-        Path | None, typer.Option(help="YAML file to write; default: where runs on this machine look for it.")
+        Path | None,
+        typer.Option(help="YAML file to write; default: where runs on this machine look for it.", **PATH),
     ] = None,
     ranks: Annotated[int, typer.Option(max=1024, help="Ranks: one GPU each where there are any, else one core.")] = 2,
     quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute: rough.")] = False,

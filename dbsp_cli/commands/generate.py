@@ -21,7 +21,7 @@ from dbsp_cli.generate.pace import Pace, PaceColumn
 from dbsp_cli.generate.rank_output import LogFollower, RunFailed
 from dbsp_cli.generate.running import GenerateResult, require_runnable, run_job
 from dbsp_cli.generate.supervisor import end_cleanly_on_signals
-from dbsp_cli.output import JsonFlag, options_for, print_json
+from dbsp_cli.output import PATH, JsonFlag, options_for, print_json
 from dbsp_core.reports.summary import in_a_line
 from dbsp_core.utils.log import NOTICE
 
@@ -36,11 +36,11 @@ _NUMBERS = ("density", "rho_before", "rho", "attention_s", "attention_share", "s
 def generate_command(
     config: Annotated[str | None, typer.Option(help="YAML file, or a shipped one's name.")] = None,
     prompt: Annotated[str | None, typer.Option(help="What the video shows.")] = None,
-    image: Annotated[Path | None, typer.Option(help="The first frame, for models that take one.")] = None,
-    last_image: Annotated[Path | None, typer.Option(help="The last frame, likewise.")] = None,
+    image: Annotated[Path | None, typer.Option(help="The first frame, for models that take one.", **PATH)] = None,
+    last_image: Annotated[Path | None, typer.Option(help="The last frame, likewise.", **PATH)] = None,
     model: Annotated[str | None, typer.Option(help="Name or folder of the checkpoint; default: the file's.")] = None,
-    out: Annotated[Path, typer.Option(help="The mp4 file to write.")] = Path("video.mp4"),
-    report: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,
+    out: Annotated[Path, typer.Option(help="The mp4 file to write.", **PATH)] = Path("video.mp4"),
+    report: Annotated[Path | None, typer.Option(help="Folder for the report.", **PATH)] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the noise.")] = None,
     changes: Annotated[
         list[str] | None,

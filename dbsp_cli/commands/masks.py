@@ -20,7 +20,16 @@ from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries
-from dbsp_cli.output import MOST_GPUS, JsonFlag, TextTable, options_for, print_json, print_tables, require_pictures
+from dbsp_cli.output import (
+    MOST_GPUS,
+    PATH,
+    JsonFlag,
+    TextTable,
+    options_for,
+    print_json,
+    print_tables,
+    require_pictures,
+)
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers
@@ -28,7 +37,8 @@ from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import require_file_place, require_folder_place
+from dbsp_core.utils.log import printable
+from dbsp_core.utils.paths import require_apart, require_file_place, require_folder_place
 
 __all__ = ["masks_app"]
 
@@ -46,8 +56,10 @@ def masks(context: typer.Context) -> None:
 
 @masks_app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Masks of another project, or a recording's folder.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Mask file to write (.safetensors).")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="Masks of another project, or a recording's folder.", **PATH)
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Mask file to write (.safetensors).", **PATH)],
     key: Annotated[str | None, typer.Option(help="Name of the tensor of masks in IN.")] = None,
     thw: Thw = None,
     tokens: Annotated[int | None, typer.Option(help="Text and video tokens together; or give --thw.")] = None,
@@ -82,6 +94,7 @@ def convert(
     """Write a mask file from .safetensors, .pt, .pth, .npy or .npz (never unpickled), or from a recording."""
     given = locals()
     require_file_place(target, "OUT")
+    require_apart({"OUT": target}, inputs={"IN": source})
     if source.is_dir():
         layout = convert_recording(source, target, step, branch, packed)
     else:
@@ -92,7 +105,9 @@ def convert(
 
 @masks_app.command()
 def record(
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the recording; must be new or empty.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder for the recording; must be new or empty.", **PATH)
+    ],
     command: Annotated[list[str], typer.Argument(help="What to run, after --: xdit …, torchrun ….")],
     every: Annotated[int, typer.Option(min=1, help="Keep each n-th denoising step.")] = 1,
     layers: Annotated[str | None, typer.Option(help="Which layers: 0,5,10-12. Default: all.")] = None,
@@ -118,14 +133,15 @@ def record(
 @masks_app.command()
 def fit(
     recordings: Annotated[
-        list[Path], typer.Argument(metavar="RECORDING...", help="Folders of mask source record_qk.")
+        list[Path], typer.Argument(metavar="RECORDING...", help="Folders of mask source record_qk.", **PATH)
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write (.safetensors).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write (.safetensors).", **PATH)],
     rank: Annotated[int, typer.Option(help="Dimensions that each head's queries and keys are projected to.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
     """Fit low-rank projections of each layer's and head's queries and keys, for mask source lowrank."""
     require_file_place(out, "--out")
+    require_apart({"--out": out}, inputs={str(recording): recording for recording in recordings})
     found = fit_recording(recordings, out, rank)
     if as_json:
         print_json(**asdict(found))
@@ -138,7 +154,7 @@ def fit(
 
 @masks_app.command()
 def info(
-    file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.")],
+    file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.", **PATH)],
     gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs for ρ_s.")] = 8,
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
     threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made again.")] = 1.10,
@@ -150,12 +166,13 @@ def info(
     limit: Annotated[float, typer.Option(help="Relative L1 error above which to warn.")] = DEFAULT_LIMIT,
     thw: Thw = None,
     branch: Branch = 0,
-    picture: Annotated[Path | None, typer.Option(help="PNG to write.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG to write.", **PATH)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Say how dense masks are, how even their work is, how they change over steps, and what they cost in accuracy."""
     if picture is not None:
         require_file_place(picture, "--picture")
+        require_apart({"--picture": picture}, inputs={"the mask file": file})
         require_pictures()
     series = MaskSeries.read(file, branch)
     planners = tuple(planner.split(","))
@@ -166,10 +183,10 @@ def info(
     if as_json:
         print_json(file=str(file), gpus=gpus, **found.as_json())
         return
-    print(_headline(file, found), end="\n\n")
+    print(printable(_headline(file, found)), end="\n\n")
     print_tables(_tables(found, options))
     for warning in found.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(printable(f"warning: {warning}"), file=sys.stderr)
 
 
 def parse_thw(text: str | None) -> tuple[int, int, int] | None:

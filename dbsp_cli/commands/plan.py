@@ -15,6 +15,7 @@ from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequen
 from dbsp_cli.output import (
     LARGEST_SEED,
     MOST_GPUS,
+    PATH,
     JsonFlag,
     TextTable,
     options_for,
@@ -38,7 +39,8 @@ from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, re
 from dbsp_core.planning.wire_format import MODEL, require_wire_format
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import require_file_place
+from dbsp_core.utils.log import printable
+from dbsp_core.utils.paths import require_apart, require_file_place
 
 __all__ = ["plan_command"]
 
@@ -49,7 +51,7 @@ _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 def plan_command(
     context: typer.Context,
-    file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors).")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors).", **PATH)] = None,
     gpus: Annotated[int | None, typer.Option(max=MOST_GPUS, help="Number of GPUs.")] = None,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[
@@ -65,7 +67,8 @@ def plan_command(
     precision: Annotated[str, typer.Option(help="model or int8: how q, k and v travel.")] = MODEL.name,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     picture: Annotated[
-        Path | None, typer.Option(help="PNG to write: the owner of each row, split blindly and in the most even plan.")
+        Path | None,
+        typer.Option(help="PNG to write: the owner of each row, split blindly and in the most even plan.", **PATH),
     ] = None,
     sequences: Annotated[
         str | None,
@@ -125,6 +128,7 @@ def plan_command(
         if file is None:
             raise UserError("--picture draws the rows of a mask file; give one, without --sequences and --model")
         require_file_place(picture, "--picture")
+        require_apart({"--picture": picture}, inputs={"the mask file": file})
         require_pictures()
     if sequences is not None:
         print_sequence_plans(SequenceRequest(**options_for(SequenceRequest, given)), as_json)
@@ -147,7 +151,7 @@ def plan_command(
         print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
         return
     if source.per_layer:
-        print(f"{file}: layer {layer} of {source.layers}", file=sys.stderr)
+        print(printable(f"{file}: layer {layer} of {source.layers}"), file=sys.stderr)
     print_tables([_table(of_layer, gpus, plans)])
 
 

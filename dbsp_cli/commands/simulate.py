@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -12,7 +13,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, TextTable, print_json, print_tables
+from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables
 from dbsp_cli.simulate import SimulationResult, simulate
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware, load_hardware
@@ -29,7 +30,7 @@ from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticS
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import require_file_place
+from dbsp_core.utils.paths import require_file_place, user_path
 from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.registry import returns_lse
 
@@ -74,7 +75,7 @@ def simulate_command(
         int, typer.Option(max=4096, help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of synthetic masks.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="CSV file to write.")] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file to write.", **PATH)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Predict attention and end-to-end time per strategy and planner. All times are modelled."""
@@ -161,7 +162,7 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
     density = None
     with suppress(ValueError):
         density = float(chosen)
-    if chosen.partition(":")[0] in SOURCES and not Path(chosen).is_file():
+    if chosen.partition(":")[0] in SOURCES and not os.path.isfile(chosen):
         known = DbspConfig.load(chosen).mask
         if known.changes == "per_call":
             raise UserError(f"--mask {chosen!r} is predicted from queries and keys, which do not exist here")
@@ -170,7 +171,7 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
         )
         return [cast(StaticMaskSource, known).mask(request) for request in requests]
     if chosen not in PRESETS and density is None:
-        return _from_file(Path(chosen), model, layers)
+        return _from_file(user_path(chosen), model, layers)
     preset = chosen if chosen in PRESETS else model.preset
     sizes = {"block_q": PRESETS[preset].block_q * coarsen, "block_k": PRESETS[preset].block_k * coarsen}
     source = SyntheticSource(preset=preset, density=density, seed=seed, **sizes)
@@ -178,7 +179,7 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
 
 
 def _from_file(path: Path, model: ModelSpec, layers: int) -> list[BlockMask]:
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UserError(f"mask {str(path)!r} is neither a preset ({', '.join(PRESETS)}), nor a density, nor a file")
     file = MaskFile(path)
     if (file.heads, file.grid.tokens) != (model.heads, model.tokens):

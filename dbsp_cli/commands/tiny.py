@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dbsp_cli.output import LARGEST_SEED
+from dbsp_cli.output import LARGEST_SEED, PATH
 from dbsp_cli.tiny_models import MAKERS, make_tiny, silence_libraries
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_place
@@ -21,7 +21,7 @@ _TRAINED = "-trained"
 
 def tiny_command(
     model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(MAKERS)}.")],
-    folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.", **PATH)],
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random weights.")] = 0,
     trained: Annotated[bool, typer.Option("--trained", help="The same as MODEL-trained.")] = False,
 ) -> None:

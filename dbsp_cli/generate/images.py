@@ -5,26 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_file
 
 __all__ = ["fitted"]
+
+_ADVICE = "name a file such as a PNG or JPEG"
 
 
 def fitted(path: Path, video: VideoSettings) -> Any:
     """Reads an image in the video's size: scaled, and cut off evenly where it is too wide or too high.
 
     Raises:
-        UserError: The file is no image, or more than half of it would be cut off.
+        UserError: The file is not an image, has transparent parts or values of an unknown range, or more than half of
+            it would be cut off.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
-    if not path.exists():
-        raise UserError(f"{path} does not exist; name a file such as a PNG or JPEG")
+    require_file(path, "image", _ADVICE)
     try:
-        image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as an image; name a file such as a PNG or JPEG") from error
+        opened = Image.open(path)
+        complaint = _colour_complaint(opened)
+        image = ImageOps.exif_transpose(opened)
+        image = _in_8_bits(image) if _has_16_bits(opened) else image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} cannot be read as an image; {_ADVICE}") from error
+    if complaint is not None:
+        raise UserError(f"{path} {complaint}")
     width, height = video.width or image.width, video.height or image.height
     ratio = image.width * height / (image.height * width)
     if not 0.5 <= ratio <= 2:
@@ -33,3 +43,27 @@ def fitted(path: Path, video: VideoSettings) -> Any:
             f"{width}×{height}; set video.width and video.height, or cut it yourself"
         )
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+
+
+def _has_16_bits(image: Any) -> bool:
+    """Returns True for grey levels of 0 to 65,535, as cameras and renderers write them."""
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+
+
+def _in_8_bits(image: Any) -> Any:
+    """Returns an image of 16 bits in RGB; PIL would clip it at 255."""
+    from PIL import Image
+
+    levels = np.asarray(image).astype(np.float64) / 257
+    return Image.fromarray(levels.round().clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
+def _colour_complaint(image: Any) -> str | None:
+    """Returns what is wrong with an image's values, or None."""
+    if image.mode in ("I", "F") and not _has_16_bits(image):
+        return "has values of 32 bits, and does not say which one is white; save it with 8 or 16 bits"
+    if image.mode not in ("LA", "PA", "RGBA", "RGBa") and "transparency" not in image.info:
+        return None
+    if not _has_16_bits(image) and image.convert("RGBA").getchannel("A").getextrema()[0] == 255:
+        return None
+    return "has transparent parts, and a video has none; save it on a background, without transparency"

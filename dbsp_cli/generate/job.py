@@ -32,8 +32,8 @@ from dbsp_core.models.lookup import (
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.models.video import VideoSettings
-from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
-from dbsp_core.utils.paths import require_file_place, require_folder_place
+from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean, in_short
+from dbsp_core.utils.paths import expand_path, require_apart, require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
@@ -160,6 +160,8 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     """
     from dbsp_diffusers.preflight import require_possible  # here: it takes seconds to import
 
+    if request.model is not None:
+        request = replace(request, model=expand_path(request.model))
     settings = _settings(request)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
@@ -171,7 +173,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         with blame_setting("video"):
             require_video(identity, video)
         require_possible(config)
-    if not video.prompt:
+    if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
     launch = request.launch.on_this_node(request.nproc)
     strategy = config.strategy or _default_strategy(launch, config)
@@ -207,6 +209,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         warnings=tuple(filter(None, warnings)),
     )
     require_own_log(job.log)
+    _require_apart(job)
     for name, path in job.images.items():
         with settings.located(), blame_setting("video"), blame_setting(name):
             fitted(path, video)
@@ -230,16 +233,26 @@ def _settings(request: GenerateRequest) -> Settings:
             read_settings(path, "configuration file") if path.is_file() else Settings({}, {}, default.origin or "")
         )
     for change in request.changes:
-        key, equals, text = change.partition("=")
+        key, equals, text = _in_utf8(change, "--set").partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"--set {change} is not of the form KEY=VALUE, for example --set mask.cdf=0.9")
         settings = settings.changed(key.split("."), parse_value(text, f"--set {key}"), f"--set {key}")
     for name in ("prompt", "seed", "image", "last_image"):
         value = getattr(request, name)
         if value is not None:
+            option = f"--{name.replace('_', '-')}"
             value = str(value) if isinstance(value, Path) else value
-            settings = settings.changed(("video", name), value, f"--{name.replace('_', '-')}")
+            value = _in_utf8(value, option) if name == "prompt" else value
+            settings = settings.changed(("video", name), value, option)
     return settings
+
+
+def _in_utf8(text: str, option: str) -> str:
+    """Returns an option's text, read as UTF-8 where the locale's encoding could not read it."""
+    try:
+        return os.fsencode(text).decode() if any("\udc80" <= one <= "\udcff" for one in text) else text
+    except UnicodeError:
+        raise UserError(f"{option} {in_short(text)} is not text in UTF-8; set a locale that can read it") from None
 
 
 def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
@@ -255,6 +268,19 @@ def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, he
         with settings.located(), blame_setting("report"):
             require_folder_place(report, "report")
     return report
+
+
+def _require_apart(job: GenerateJob) -> None:
+    """Raises UserError where results would be written over one another, or over what the video is made from."""
+    folders = {"--report": job.report, "record": None if job.config.record is None else Path(job.config.record)}
+    inputs = {f"--{name.replace('_', '-')}": path for name, path in job.images.items()}
+    if os.path.isfile(job.given.origin):
+        inputs["--config"] = Path(job.given.origin)
+    require_apart(
+        {"--out": job.out, "the log of --out": job.log},
+        {name: path for name, path in folders.items() if path is not None},
+        inputs,
+    )
 
 
 def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:

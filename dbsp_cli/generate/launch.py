@@ -16,6 +16,7 @@ import torch
 
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
+from dbsp_start.module import module_command
 
 __all__ = ["JoinedRank", "Launch", "Rendezvous"]
 
@@ -252,11 +253,12 @@ class Launch:
         return Rendezvous(self.nnodes, place, seconds)
 
     def command(self, module: str, arguments: Sequence[str], rendezvous: Rendezvous | None = None) -> list[str]:
-        """The command line that runs `python -m module arguments`: in every rank, or in this one where it has joined.
+        """Returns the command line that runs a module in every rank, or in this one if it has joined others.
 
-        It runs the module through `dbsp_start.rank`, so that ranks end with their torchrun.
+        It runs the module through `dbsp_start.rank`, so that ranks end with their torchrun. What lies in the current
+        folder is not imported.
         """
-        rank = ["-m", "dbsp_start.rank", module, *arguments]
+        rank = module_command("dbsp_start.rank", module, *arguments)
         if self.joined:
             return [sys.executable, *rank]
         others = {key: value for key, value in vars(self).items() if key not in ("nproc", "joined")}
@@ -265,4 +267,4 @@ class Launch:
             options["rdzv_backend"] = self.rdzv_backend or "c10d"
         texts = [f"--{key.replace('_', '-')}={value}" for key, value in options.items() if value is not None]
         met = ["--standalone"] if self.nnodes == 1 else [rendezvous.option] if rendezvous else []
-        return [sys.executable, "-m", "torch.distributed.run", *met, *texts, *rank]
+        return [sys.executable, *module_command("torch.distributed.run", *met, *texts, *rank)]

@@ -78,6 +78,8 @@ def run_watched(
         **os.environ,
         **(environment or {}),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
+        "PYTHONSAFEPATH": "1",  # for processes that ranks start
         "PET_TEE": "3",
         "PET_LOG_DIR": str(ranks_folder),
         RUN: run,

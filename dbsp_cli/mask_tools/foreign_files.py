@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_file, user_path
 
 __all__ = ["SUFFIXES", "find_array", "read_arrays"]
 
@@ -28,9 +29,8 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     Raises:
         UserError: It is no such file, or has nothing to read in it.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give the path of a file with masks")
+    path = user_path(path)
+    require_file(path, "file", "give the path of a file with masks")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
     try:

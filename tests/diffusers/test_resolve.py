@@ -21,6 +21,7 @@ from dbsp_core.models.lookup import published_model
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.resolve import resolve_config
+from dbsp_start.module import module_command
 from dbsp_xdit.flags import config_from, parse_known
 from tests.diffusers.resolve_cases import attach_to_another_model, settings_by_rank
 from tests.support.models.transformers_for_tests import make_transformer
@@ -181,9 +182,9 @@ class TestWhatWouldRun:
         assert said["settings"]["model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         assert said["settings"]["mask"]["cdf"] == 0.92
         assert said["settings"]["strategy"] == "U8R1"
-        assert said["command"][1:4] == ["-m", "torch.distributed.run", "--standalone"]
+        assert said["command"][1:4] == [*module_command("torch.distributed.run"), "--standalone"]
         assert said["command"][-3:] == ["WORK/dbsp.yaml", "WORK/video.mp4", "600"]
-        assert said["command"][-6:-3] == ["-m", "dbsp_start.rank", "dbsp_para.generate"]
+        assert said["command"][-6:-3] == module_command("dbsp_start.rank", "dbsp_para.generate")
 
     def test_changes_go_before_the_file(self, dbsp):
         changes = ("--set", "mask.density=0.5", "--set", "strategy=auto", "--set", "dense_schedule={first_steps: 1}")

@@ -96,7 +96,7 @@ def test_a_killed_command_takes_torchrun_and_ranks_along_and_the_next_one_cleans
 def run_two_of(rank: Path, folder: Path) -> None:
     """`dbsp generate`'s torchrun with two ranks of the program `rank` instead of its own."""
     command = Launch(2).command("any", [])
-    command[command.index("-m", 2) :] = [str(rank)]
+    command[command.index("dbsp_start.rank") - 1 :] = [str(rank)]
     run_watched(command, folder / "log", folder / "ranks", LogFollower(1))
 
 
