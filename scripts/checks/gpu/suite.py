@@ -1,4 +1,9 @@
-"""See scripts/gpu_suite: starts the steps, each in processes of its own, and reports what they have found."""
+"""See scripts/gpu_suite: starts the steps, each in processes of its own, and reports what they have found.
+
+Kernels are compiled where they run, by several processes at a time that share one cache on disk; later calls find it
+in the folder of earlier results. A cache filled elsewhere would not be found: Triton's key hashes its own sources and
+libtriton.so (`triton.runtime.cache.triton_key`), which differs between releases and between versions of Python.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +110,7 @@ def parsed_arguments() -> argparse.Namespace:
 
 
 def bring(journal: Journal, out: Path, earlier: Path | None = None) -> None:
-    """Copies an earlier call's results of a step to a folder that has none of it."""
+    """Copies an earlier call's results of a step to a folder that has none of them."""
     name = f"{journal.step}.jsonl"
     if earlier is not None and (earlier / name).is_file() and not (out / name).is_file():
         shutil.copyfile(earlier / name, out / name)
@@ -145,9 +150,11 @@ class Lane:
             self.process = None
             return
         self.started += 1
+        command = [*self.command, "--seconds", str(left)]
+        cache = {"TRITON_CACHE_DIR": str(self.journal.folders[-1] / "triton")}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [*self.command, "--seconds", str(left)], cwd=REPO, stderr=log, stdout=log, start_new_session=True
+                command, cwd=REPO, stdout=log, stderr=log, env=cache | os.environ, start_new_session=True
             )
 
     def follow(self) -> None:
@@ -157,27 +164,24 @@ class Lane:
         status = self.process.poll()
         if status is None and time.monotonic() < self.until + GRACE_S:
             return
-        with_children = self.process.pid  # a session of its own
-        if status is None or status not in (0, OUT_OF_TIME, FRESH):
-            _kill_session(with_children)
+        if status not in (0, OUT_OF_TIME, FRESH):
+            _kill_session(self.process.pid)  # with the ranks that it started
             self.process.wait()
-        if status is None:
-            self.blame("Late", f"was at work {GRACE_S:g} s after the step's time was over", final=False)
-        elif status not in (0, OUT_OF_TIME, FRESH):
-            self.blame("Died", f"ended its process with status {status}", final=True)
+        if status not in (None, 0, OUT_OF_TIME, FRESH):
+            self.blame(f"ended its process with status {status}")
         self.complete = status == 0
-        if status is None or status in (0, OUT_OF_TIME):
+        if status in (None, 0, OUT_OF_TIME):
             self.process = None
         else:
             self.start()
 
-    def blame(self, kind: str, message: str, *, final: bool) -> None:
-        """Records a failure of the case that the process was at; one that was only late may be begun again."""
+    def blame(self, message: str) -> None:
+        """Records a failure of the case that the process was at when it died. One that was only late may be begun
+        again."""
         assert self.process is not None
-        tail = self.log.read_text(errors="replace")[-TAIL:]
+        error = {"type": "Died", "message": message, "traceback": self.log.read_text(errors="replace")[-TAIL:]}
         for name, outcome in self.journal.outcomes().items():
-            if outcome.state == "open" and outcome.pid == self.process.pid and final:
-                error = {"type": kind, "message": message, "traceback": tail}
+            if outcome.state == "open" and outcome.pid == self.process.pid:
                 self.journal.write("failed", name, error=error)
 
 

@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--poison", action="store_true", help="fill what torch leaves uninitialised with NaN")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
+    faulthandler.enable()
     if args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     import torch
