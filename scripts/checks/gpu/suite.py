@@ -1,144 +1,228 @@
-"""See scripts/gpu_suite."""
+"""See scripts/gpu_suite: starts the steps, each in processes of its own, and reports what they have found.
+
+Kernels are compiled where they run, by several processes at a time that share one cache on disk; later calls find it
+in the folder of earlier results. A cache filled elsewhere would not be found: Triton's key hashes its own sources and
+libtriton.so (`triton.runtime.cache.triton_key`), which differs between releases and between versions of Python.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[3]
-PARTS = ("tests", "sanitizer", "measures")
-SANITIZED = "test_every_mix_of_blocks and 128 and bfloat16 and triton or test_odd_shapes or partial or twin"
+from scripts.checks.gpu.journal import REPO, Journal
+from scripts.checks.gpu.worker import FRESH, OUT_OF_TIME, TAIL
+
+GRACE_S = 20.0
+"""How long after its time a process may still be at its last case."""
+LEAST_S = 5.0
+"""With less time left no step is begun."""
+MOST_PROCESSES = 40
+"""Of one lane of a step, one after another: each but the last ended by a case."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a module checks or measures.
+
+    Attributes:
+        minutes: Time budget.
+        lanes: Number of processes that share the cases, where nothing is timed.
+        interpret: Whether a dry run needs Triton's interpreter.
+        poison: Whether what torch leaves uninitialised is filled with NaN.
+        package: Package of the module, which has `cases(setting)`.
+    """
+
+    name: str
+    minutes: float
+    what: str
+    lanes: int = 1
+    interpret: bool = False
+    poison: bool = False
+    package: str = "scripts.checks.gpu"
+
+
+STEPS = {
+    step.name: step
+    for step in (
+        Step("transformer", 2.5, "a tiny transformer with each mask source", lanes=4, poison=True),
+        Step("ranks", 3, "threads as ranks on one device, every UxRy, forward and backward", lanes=4, poison=True),
+        Step("waits", 1.5, "host waits of steady calls", lanes=2),
+        Step("kernels", 4, "kernels at shipped shapes, against their twins", lanes=8, interpret=True, poison=True),
+        Step("rates", 5, "rates of kernels, beside dense SDPA and other libraries", interpret=True),
+        Step("planning", 2, "times of prediction, tables and plans"),
+        Step("nccl", 4, "processes on GPUs of their own"),
+        Step("video", 3, "a denoising, balanced against unbalanced"),
+    )
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Checks the kernels on the GPU at hand, then measures them.")
-    parser.add_argument("--out", default=os.environ.get("OUT", "out/gpu"), help="folder for kernels.json")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--minutes", type=float, default=8.5, help="measuring stops after so long, all parts together")
-    parser.add_argument("--commit", default="", help="what the report names, where the checkout has no git history")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on the CPU, in Triton's interpreter")
-    args = parser.parse_args()
-    start = time.monotonic()
-    if args.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
-    import torch
-
-    if not args.dry_run and not torch.cuda.is_available():
-        print("scripts/gpu_suite needs a CUDA device; try it out with --dry-run", file=sys.stderr)
-        return 2
-    report: dict[str, Any] = {"dry_run": args.dry_run, **environment(args.commit)}
-    # Tests that need a GPU skip themselves in a dry run: that they can be collected is what it checks.
-    if "tests" in args.parts:
-        report["tests"] = pytest_run([], limit=150)
-    if "sanitizer" in args.parts:
-        report["sanitizer"] = sanitizer_run()
-    try:
-        if "measures" in args.parts:
-            report |= measure(args, start + 60 * args.minutes)
-    finally:
-        folder = Path(args.out)
+    args = parsed_arguments()
+    deadline = time.monotonic() + 60 * args.minutes
+    folders = tuple(dict.fromkeys(Path(folder).resolve() for folder in (args.out, args.earlier)))
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "kernels.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print_table(report)
-    print(f"{time.monotonic() - start:.0f} s; {folder / 'kernels.json'}")
-    failed = any(report.get(part, {}).get("exit", 0) for part in ("tests", "sanitizer"))
-    return int(failed)
+    done = subprocess.run([sys.executable, "-m", "scripts.checks.gpu.machine"], cwd=REPO, stdout=subprocess.PIPE)
+    machine = json.loads(done.stdout)
+    if not args.dry_run and not machine["multiprocessors"]:
+        print("scripts/gpu_suite needs a CUDA device; try it with --dry-run", file=sys.stderr)
+        return 2
+    stamp = f"{machine['sources']} {machine['devices'][0]}{' dry run' * args.dry_run}"
+    for folder in folders:
+        (folder / "machine.json").write_text(json.dumps({"dry_run": args.dry_run, **machine}, indent=1) + "\n")
+    journals = {name: Journal(name, folders, stamp) for name in args.steps}
+    for name, journal in journals.items():
+        bring(journal, *folders)
+        if not journal.complete() and deadline - time.monotonic() > LEAST_S:
+            run_step(STEPS[name], journal, deadline, args.dry_run)
+    return report(machine, journals, args.dry_run)
 
 
-def environment(commit: str) -> dict[str, Any]:
-    import numpy
-    import torch
-    import triton
-
-    git = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12"]
-    if not commit and shutil.which("git"):
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else "CPU, Triton's interpreter",
-        "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count if cuda else 0,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "numpy": numpy.__version__,
-            "cuda": torch.version.cuda,
-        },
-        "commit": commit or "unknown",
-        "date": time.strftime("%Y-%m-%d"),
-    }
+def parsed_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_suite",
+        description="Checks and measures db-SP on the GPUs at hand. Call it again to go on where it was cut off.",
+        epilog="Steps: " + "; ".join(f"{step.name} ({step.minutes:g} min): {step.what}" for step in STEPS.values()),
+    )
+    default = REPO / "out" / "gpu"
+    parser.add_argument("--out", default=os.environ.get("OUT", default), help="folder for results (default: $OUT)")
+    parser.add_argument("--earlier", default=default, help="folder that keeps results from call to call")
+    parser.add_argument("--minutes", type=float, default=25, help="no case is begun after so long")
+    parser.add_argument("--steps", default=",".join(STEPS), help="names with a comma between")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU: times mean nothing")
+    args = parser.parse_args()
+    args.steps = [name.strip() for name in args.steps.split(",") if name.strip()]
+    unknown = [name for name in args.steps if name not in STEPS]
+    if unknown:
+        parser.error(f"unknown steps: {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    return args
 
 
-def pytest_run(wrapper: list[str], limit: float, *options: str) -> dict[str, Any]:
-    """The kernels' tests on a GPU in a process of its own, under `wrapper`. Returns exit status and last line."""
-    quiet = ["-q", "--disable-warnings", "-o", "addopts=--import-mode=importlib"]
-    files = [f"tests/kernels/gpu/test_{name}.py" for name in ("gpu", "gpu_backward")]
-    command = [*wrapper, sys.executable, "-m", "pytest", *quiet, *files, *options]
-    try:
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"exit": 124, "says": f"stopped after {limit} s"}
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    if done.returncode:
-        print("\n".join(lines[-60:]))
-    return {"exit": done.returncode, "says": lines[-1] if lines else ""}
+def bring(journal: Journal, out: Path, earlier: Path | None = None) -> None:
+    """Copies an earlier call's results of a step to a folder that has none of them."""
+    name = f"{journal.step}.jsonl"
+    if earlier is not None and (earlier / name).is_file() and not (out / name).is_file():
+        shutil.copyfile(earlier / name, out / name)
 
 
-def sanitizer_run() -> dict[str, Any]:
-    """compute-sanitizer's memory checks over small kernels, where the tool is there."""
-    if shutil.which("compute-sanitizer") is None:
-        return {"exit": 0, "says": "compute-sanitizer is not on this machine"}
-    wrapper = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99"]
-    return pytest_run(wrapper, 150, "-k", SANITIZED)
+def run_step(step: Step, journal: Journal, deadline: float, dry_run: bool) -> None:
+    """Runs a step's processes until no case is left or its time is over."""
+    print(f"{step.name}: {step.what}", file=sys.stderr, flush=True)
+    until = min(deadline, time.monotonic() + 60 * step.minutes)
+    lanes = 1 if dry_run else step.lanes
+    running = {lane: Lane(step, journal, lane, lanes, until, dry_run) for lane in range(lanes)}
+    while any(lane.process is not None for lane in running.values()):
+        time.sleep(0.05)
+        for lane in running.values():
+            lane.follow()
+    if all(lane.complete for lane in running.values()):
+        journal.write("ended", "")
 
 
-def measure(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    import torch
+class Lane:
+    """One process at a time that runs its share of a step's cases; another where a case took it along."""
 
-    from scripts.checks.gpu.clock import Sampler
-    from scripts.checks.gpu.measures import everything
-    from scripts.checks.gpu.setting import Setting
+    def __init__(self, step: Step, journal: Journal, lane: int, lanes: int, until: float, dry_run: bool) -> None:
+        self.journal, self.until, self.complete, self.started = journal, until, False, 0
+        self.log = journal.folders[0] / f"{step.name}.log"
+        folders = [str(folder) for folder in journal.folders]
+        self.command = [sys.executable, "-m", "scripts.checks.gpu.worker", step.name, "--stamp", journal.stamp]
+        self.command += ["--module", f"{step.package}.{step.name}"] + ["--poison"] * step.poison
+        self.command += ["--lane", str(lane), "--lanes", str(lanes), "--folders", *folders]
+        self.command += ["--dry-run"] * dry_run + ["--interpret"] * (dry_run and step.interpret)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
 
-    torch.manual_seed(0)
-    setting = Setting.tiny() if args.dry_run else Setting()
-    rows = []
-    complete = True
-    for row in everything(setting, Sampler(setting.device, setting.samples)):
-        rows.append({**asdict(row), "met": row.met})
-        print(f"{row.what}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
-        if time.monotonic() > deadline:
-            complete = False
-            break
-    sizes = {key: str(value) if key == "dtype" else value for key, value in asdict(setting).items()}
-    return {"setting": sizes, "complete": complete, "rows": rows}
+    def start(self) -> None:
+        left = self.until - time.monotonic()
+        if left < LEAST_S or self.started == MOST_PROCESSES:
+            self.process = None
+            return
+        self.started += 1
+        command = [*self.command, "--seconds", str(left)]
+        cache = {"TRITON_CACHE_DIR": str(self.journal.folders[-1] / "triton")}
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                command, cwd=REPO, stdout=log, stderr=log, env=cache | os.environ, start_new_session=True
+            )
+
+    def follow(self) -> None:
+        """Looks after the process: ends it when it is late, and starts another after one that died."""
+        if self.process is None:
+            return
+        status = self.process.poll()
+        if status is None and time.monotonic() < self.until + GRACE_S:
+            return
+        if status not in (0, OUT_OF_TIME, FRESH):
+            _kill_session(self.process.pid)  # with the ranks that it started
+            self.process.wait()
+        if status not in (None, 0, OUT_OF_TIME, FRESH):
+            self.blame(f"ended its process with status {status}")
+        self.complete = status == 0
+        if status in (None, 0, OUT_OF_TIME):
+            self.process = None
+        else:
+            self.start()
+
+    def blame(self, message: str) -> None:
+        """Records a failure of the case that the process was at when it died. One that was only late may be begun
+        again."""
+        assert self.process is not None
+        error = {"type": "Died", "message": message, "traceback": self.log.read_text(errors="replace")[-TAIL:]}
+        for name, outcome in self.journal.outcomes().items():
+            if outcome.state == "open" and outcome.pid == self.process.pid:
+                self.journal.write("failed", name, error=error)
 
 
-def print_table(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _kill_session(leader: int) -> None:
+    """Ends a process that leads a session, and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
-    title = f"{report['device']}, {report['commit']}" + (", a dry run: numbers mean nothing" * report["dry_run"])
-    table = Table("what", "value", "", "goal", "met", title=title)
-    for row in report.get("rows", []):
-        met = {True: "yes", False: "no", None: ""}[row["met"]]
-        table.add_row(row["what"], f"{row['value']:.4g}", row["unit"], row["goal"], met)
-    console = Console(width=120)
-    console.print(table)
-    for part in ("tests", "sanitizer"):
-        if part in report:
-            console.print(f"{part}: exit {report[part]['exit']}, {report[part]['says']}", markup=False)
-    if not report.get("complete", True):
-        console.print("stopped for lack of time: rows are missing")
+
+def report(machine: dict[str, Any], journals: dict[str, Journal], dry_run: bool) -> int:
+    """Prints a table and a verdict. Returns 1 if a case failed, else 0."""
+    print(f"\n{machine['devices'][0]}, {machine['commit']}" + ", a dry run: times mean nothing" * dry_run)
+    cases = failed = left = skipped = 0
+    unfinished = []
+    for name, journal in journals.items():
+        outcomes = journal.outcomes()
+        print(f"\n{name}: {STEPS[name].what}")
+        for case, outcome in outcomes.items():
+            if not case:
+                continue
+            cases += 1
+            failed += not outcome.correct
+            left += outcome.state == "open"
+            skipped += outcome.state == "skipped"
+            print_case(case, outcome.state, outcome.correct, outcome.rows, outcome.error)
+        if not journal.complete():
+            unfinished.append(name)
+    verdict = f"{cases - failed - left - skipped} of {cases} cases right, {failed} failed, {skipped} skipped"
+    rest = f"; call it again for what is left of {', '.join(unfinished)}" if unfinished else ""
+    print(f"\ngpu_suite: {verdict}{rest}")
+    return int(failed > 0)
+
+
+def print_case(case: str, state: str, correct: bool, rows: list[dict[str, Any]], error: dict[str, str]) -> None:
+    mark = state if state != "ended" else ("right" if correct else "WRONG")
+    print(f"  {case}: {mark}" + (f", {error['type']}: {error['message'].splitlines()[0]}" if error else ""))
+    for row in rows:
+        if row["limit"] is None or not row["correct"]:
+            bound = row["goal"] or ("" if row["limit"] is None else f"≤ {row['limit']:.3g}")
+            said = "" if row["met"] is None and row["correct"] else (" yes" if row["met"] else " NO")
+            print(f"    {row['what']:<64} {row['value']:>10.4g} {row['unit']:<8} {bound}{said}")
 
 
 if __name__ == "__main__":

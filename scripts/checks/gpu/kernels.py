@@ -1,0 +1,233 @@
+"""Step 4: every kernel at the shapes that shipped configurations ask for, against its twin in float64 or bit for bit.
+
+The cases are spread over several processes, each of which compiles for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import torch
+
+from dbsp_kernels import BackwardInputs, KernelInputs, TransposedTable, block_attention_backward, merge_into
+from dbsp_kernels.packing.int8_rows import quantise_segments, restore_rows, row_words
+from dbsp_kernels.packing.row_bits import expand_rows, pack_rows
+from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
+from dbsp_kernels.prediction import block_selection, pooling
+from scripts.checks.gpu.journal import Case, Row
+from scripts.checks.gpu.setting import MOST_ERROR, Setting, Shape
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
+
+MOST_GRADIENT_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+CPU = torch.device("cpu")
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for shape in setting.shapes:
+        yield Case(f"forward, {shape.name}", partial(forward, setting, shape))
+        yield Case(f"merging, {shape.name}", partial(merging, setting, shape))
+        yield Case(f"backward, {shape.name}", partial(backward, setting, shape))
+    for head_dim, dtype in sorted({(shape.head_dim, shape.dtype) for shape in setting.shapes}, key=str):
+        of = f"D {head_dim}, {str(dtype)[6:]}"
+        yield Case(f"prediction, {of}", partial(prediction, setting, head_dim, dtype))
+        yield Case(f"int8, {of}", partial(int8, setting, head_dim, dtype))
+        yield Case(f"segments, {of}", partial(segments, setting, head_dim, dtype))
+    yield Case("row bits", partial(row_bits, setting))
+    yield Case("range checks", partial(range_checks, setting))
+
+
+def packed_for(setting: Setting, shape: Shape, seed: int = 1) -> Packed:
+    rows, blocks = (3, 4) if setting.dry else (40, 30)
+    made = packed(rows, blocks, shape.block_q, shape.block_k, shape.head_dim, shape.dtype, seed)
+    return kinder(replace(made, kv_index=made.kv_index.clamp(min=0)))
+
+
+def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
+    """Without hints and with the number of full blocks, which takes the fast loop."""
+    p = packed_for(setting, shape)
+    expected, expected_lse = p.exact()
+    some = p.kv_count > 0
+    for name, hint in (("", None), (" with full blocks first", full_counts(p).to(setting.device))):
+        out, lse = (t.cpu() for t in p.to(setting.device).attend("triton", kv_full=hint))
+        yield Row(f"error{name}", relative_error(out, expected), "‖·‖", MOST_ERROR[shape.dtype])
+        yield Row(f"error of lse{name}", float((lse - expected_lse)[some].abs().max()), "", 2e-3)
+        empty = int(out[~some].any()) + int((~torch.isneginf(lse[~some])).any())
+        yield Row(f"empty rows that are not empty{name}", empty, "", 0.0)
+
+
+def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
+    """A partial result over half of each row's blocks takes in the other half: inside the kernel, and by our merge."""
+    p = packed_for(setting, shape)
+    half, width = p.kv_count // 2, p.kv_index.shape[1]
+    later = p.kv_index.gather(1, (torch.arange(width)[None] + half[:, None]).clamp(max=width - 1))
+    first = replace(p, kv_count=half).to(setting.device).attend("triton", out_dtype=torch.float32)
+    second = replace(p, kv_index=later, kv_count=p.kv_count - half).to(setting.device)
+    merged = tuple(one.clone() for one in first)
+    merge_into(*merged, *second.attend("triton"))
+    out, lse = second.attend("triton", partial=first, out_dtype=shape.dtype)
+    expected, _ = p.exact()
+    yield Row("error in the kernel", relative_error(out.cpu(), expected), "‖·‖", MOST_ERROR[shape.dtype])
+    yield Row("error by a merge", relative_error(merged[0].cpu(), expected), "‖·‖", MOST_ERROR[shape.dtype])
+    apart = (lse - merged[1])[torch.isfinite(lse)].abs()
+    yield Row("difference of lse", float(apart.max()), "", 1e-3)
+
+
+def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
+    """Gradients against autograd of the same attention in float64, twice: bits must repeat."""
+    p = packed_for(setting, shape)
+    leaves = [one.double().requires_grad_(True) for one in (p.q, p.k, p.v)]
+    rows, blocks = len(p.q), len(p.k)
+    allowed = torch.zeros(rows, blocks, shape.block_k, dtype=torch.bool)
+    for row, count in enumerate(p.kv_count.tolist()):
+        for block in p.kv_index[row, :count].tolist():
+            allowed[row, block, : p.kv_len[block]] = True
+    flat = allowed.flatten(1)[:, None]
+    scores = torch.einsum("rqd,ckd->rqck", *leaves[:2]).flatten(2) * shape.head_dim**-0.5
+    lse = scores.detach().masked_fill(~flat, -torch.inf).logsumexp(-1)
+    some = p.kv_count[:, None, None] > 0
+    weights = torch.softmax(scores.masked_fill(~flat & some, -torch.inf), -1).masked_fill(~some, 0.0)
+    out = weights @ leaves[2].flatten(0, 1)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(shape.dtype)
+    out.backward(dout.double())
+    reads = allowed.any(-1).T.contiguous()  # [Ck, Rq]
+    order = reads.int().argsort(dim=1, descending=True, stable=True).int()
+    on = p.to(setting.device)
+    scale, full = shape.head_dim**-0.5, full_counts(p).to(setting.device)
+    given = KernelInputs(on.q, on.k, on.v, on.kv_index, on.kv_count, on.kv_len, scale, full)
+    table = TransposedTable(order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device))
+    parts = dout, out.detach().to(shape.dtype), lse.float()
+    inputs = BackwardInputs(given, *(one.to(setting.device) for one in parts), lambda: table)
+    found, again = (block_attention_backward(inputs, "triton") for _ in range(2))
+    for name, one, other, leaf in zip("qkv", found, again, leaves, strict=True):
+        error = relative_error(one.cpu(), leaf.grad)  # type: ignore[arg-type]
+        yield Row(f"error of d{name}", error, "‖·‖", MOST_GRADIENT_ERROR[shape.dtype])
+        yield Row(f"numbers of d{name} that change when repeated", float((one != other).sum()), "", 0.0)
+
+
+def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
+    """Sums of blocks, their means, scores, and the blocks chosen, each from the twin's input."""
+    rng = np.random.default_rng(0)
+    blocks = 6 if setting.dry else 150
+    lengths = rng.integers(1, 16 if setting.dry else 130, blocks)
+    first = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+    tokens = torch.randn(2, 3, int(first[-1]), head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    place, runs = torch.from_numpy(rng.permutation(int(first[-1]))), pooling.block_runs(lengths)
+    on = setting.device
+
+    def differ(name: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
+        same = (found.cpu() == twin) | (found.cpu() != found.cpu()) & (twin != twin)
+        return Row(f"{name} that differ from the twin's", float((~same).sum()), "", 0.0)
+
+    sums = pooling.sum_tokens_torch(tokens, place, runs)
+    yield differ("sums", pooling.sum_tokens(tokens.to(on), place.to(on), first.to(on), runs), sums)
+    counts = torch.from_numpy(lengths)
+    rows = pooling.pool_rows_torch(sums, counts)
+    yield differ("means", pooling.pool_rows(sums.to(on), counts.to(on)), rows)
+    rows, nq = rows.flatten(0, 1), blocks // 3
+    scores = block_selection.pooled_scores_torch(rows, nq, head_dim**-0.5, 0.02)
+    yield differ("scores", block_selection.pooled_scores(rows.to(on), nq, head_dim**-0.5, 0.02), scores)
+    chance, dense = torch.softmax(scores * 30, dim=-1), rows[..., -1] <= 0.02
+    for cdf, count in ((0.9, 0), (None, max(1, nq // 4))):
+        chosen = block_selection.select_blocks(chance.to(on), dense.to(on), cdf, count)
+        yield differ(
+            f"blocks by {cdf or count}", chosen, block_selection.select_blocks_torch(chance, dense, cdf, count)
+        )
+
+
+def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, int]:
+    """int[n, 6] segments of `mean` tokens from 5 heads of 600 tokens, and the places that they fill."""
+    rng = np.random.default_rng(mean)
+    count = 8 if setting.dry else 500
+    length = rng.integers(1, 2 * mean + 1, count)
+    to = np.cumsum(length + zeros) - (length + zeros)
+    columns = [rng.integers(5, size=count), rng.integers(0, 400, count), 0 * to, to, length, 0 * to + zeros]
+    return np.stack(columns, axis=1), int((length + zeros).sum())
+
+
+def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
+    """Tokens rounded to int8 while they are packed, and restored."""
+    for mean in (1, 64):
+        table, places = segment_table(setting, mean, 0)
+        size = 10.0 ** torch.randint(-4, 4, (2, 600, 5, 1))
+        source = (torch.randn(2, 600, 5, head_dim) * size).to(dtype).transpose(1, 2)
+        source[0, 0, ::7], source[1, 2, 5, 3] = 0, torch.inf
+        less = torch.randn(2, 5, head_dim)
+        expected = torch.zeros(2, 1, places, row_words(head_dim), dtype=torch.int32)
+        found = torch.full_like(expected, 7, device=setting.device)
+        with _twins():
+            quantise_segments(source, expected, CopySegments.of(table, CPU), less)
+            restored = restore_rows(expected, head_dim, dtype)
+        there = CopySegments.of(table, torch.device(setting.device))
+        quantise_segments(source.to(setting.device), found, there, less.to(setting.device))
+        scales = [one.view(torch.float32)[..., -1].cpu().nan_to_num(-1.0) for one in (found, expected)]
+        yield Row(f"scales that differ, segments of {mean}", float((scales[0] != scales[1]).sum()), "", 0.0)
+        words = float((found[..., :-1].cpu() != expected[..., :-1]).sum())
+        yield Row(f"words that differ, segments of {mean}", words, "", 0.0)
+        back = restore_rows(expected.to(setting.device), head_dim, dtype).cpu().nan_to_num(-1.0)
+        yield Row(f"restored otherwise, segments of {mean}", float((back != restored.nan_to_num(-1.0)).sum()), "", 0.0)
+
+
+def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
+    """Segments of tokens copied with zeros behind them, and added."""
+    from dbsp_kernels.triton.segment_copy import triton_copy_segments
+
+    for mean in (1, 64):
+        for add in (False, True) if dtype == torch.float32 else (False,):  # gradients, which are added, are wide
+            table, places = segment_table(setting, mean, int(not add))
+            source = torch.randn(2, 600, 5, head_dim).transpose(1, 2).to(dtype)
+            expected = torch.ones(2, 1, places, head_dim, dtype=dtype)
+            found = expected.to(setting.device)
+            copy_segments(source, expected, CopySegments.of(table, CPU), add=add)
+            there = CopySegments.of(table, torch.device(setting.device))
+            triton_copy_segments((source.to(setting.device),), found, (there.table,), there.mean, add)
+            name = f"numbers {'added' if add else 'copied'} otherwise, segments of {mean}"
+            yield Row(name, float((found.cpu() != expected).sum()), "", 0.0)
+
+
+def row_bits(setting: Setting) -> Iterator[Row]:
+    """Masks' rows packed to bits, and bits expanded to tables."""
+    from dbsp_kernels.triton.row_bits import triton_expand_rows, triton_pack_rows
+
+    rng = np.random.default_rng(0)
+    rows, width = (5, 24) if setting.dry else (50, 1200)
+    mask = torch.from_numpy(rng.random((rows, width)) < 0.4)
+    length = torch.from_numpy(rng.integers(63, 65, width)).int()
+    order, spans, turn = torch.from_numpy(rng.permutation(rows)), torch.zeros(rows).long(), torch.arange(rows) * 9999
+    columns, present = torch.arange(width)[None, None], torch.ones(1, 1, width, dtype=torch.bool)
+    given = mask, order, spans, turn, columns, present, (length == 64)[None, None]
+    packed_bits = pack_rows(*given, as_masked=False)
+    found = triton_pack_rows(*(one.to(setting.device) for one in given))
+    for name, one, twin in zip(("bits", "counts", "full counts", "turns"), found, packed_bits, strict=True):
+        yield Row(f"{name} that differ", float((one.cpu() != twin).sum()), "", 0.0)
+    bits, count, full, _ = (one[0] for one in packed_bits)
+    base = torch.zeros(rows, dtype=torch.int32)
+    arguments = bits, base, length, full
+    for batch in (1, 3):
+        expected = expand_rows(*arguments, width, 64, batch)
+        index = triton_expand_rows(*(one.to(setting.device) for one in arguments), width, 64, batch).cpu()
+        used = (torch.arange(width) < count[:, None]).repeat(batch, 1)
+        yield Row(f"entries that differ, batch {batch}", float((index != expected)[used].sum()), "", 0.0)
+
+
+def range_checks(setting: Setting) -> Iterator[Row]:
+    """An index beyond the blocks is told by DBSP_DEBUG, before a kernel reads it."""
+    p = packed(block_q=64, block_k=64).to(setting.device)
+    bad = replace(p, kv_index=torch.full_like(p.kv_index, 6), kv_count=torch.ones_like(p.kv_count))
+    told = 0
+    with mock.patch.dict(os.environ, {"DBSP_DEBUG": "1"}):
+        try:
+            bad.attend("triton")
+        except ValueError:
+            told = 1
+    yield Row("indices that are not told", 1 - told, "", 0.0)
+
+
+def _twins() -> AbstractContextManager[None]:
+    """Lets torch's own operations compute on the CPU, also where Triton's interpreter is asked for."""
+    return mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"})

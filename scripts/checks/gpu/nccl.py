@@ -1,0 +1,134 @@
+"""Step 7: processes on GPUs of their own, over NCCL: rates of exchanges, sessions, a video. On the CPU over gloo."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dbsp_core import SequenceGroup
+from dbsp_core.sources import LocalQK
+from scripts.checks.gpu.journal import Case, Row, Skipped
+from scripts.checks.gpu.ranks import MASKS, MOST_GRADIENT_ERROR, inputs, on_rank
+from scripts.checks.gpu.sessions import SMALL, TINY, local, mask_of, session_of, written_out
+from scripts.checks.gpu.setting import MOST_ERROR, Setting
+from scripts.checks.gpu.video import PLANNERS, denoise, transformer_of
+from tests.kernels.packed_inputs import relative_error
+from tests.support.ports import free_port
+
+Job = Callable[..., Iterator[Row]]
+"""(rank, world, setting, *arguments) to rows, of which rank 0's count."""
+POLL_S = 0.05
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    world = 2 if setting.dry else torch.cuda.device_count()
+    strategies = [f"U{world // ring}R{ring}" for ring in (1, 2, 4, 8) if world % ring == 0]
+    yield Case("exchange", partial(together, setting, world, exchange))
+    yield Case("sessions", partial(together, setting, world, sessions, strategies))
+    yield Case("video", partial(together, setting, world, video, strategies))
+
+
+def together(setting: Setting, world: int, job: Job, *arguments: Any) -> Iterator[Row]:
+    """Runs a job on every rank, in processes, and yields rank 0's rows as they come."""
+    if world < 2:
+        raise Skipped("one GPU: nothing to exchange")
+    found = mp.get_context("spawn").SimpleQueue()
+    ranks = mp.spawn(_rank, (world, free_port(), setting, job, arguments, found), nprocs=world, join=False)
+    ended = False
+    while not ended:
+        ended = ranks.join(POLL_S)  # raises what a rank has raised
+        while not found.empty():
+            yield found.get()
+
+
+def _rank(
+    rank: int, world: int, port: int, setting: Setting, job: Job, arguments: tuple[Any, ...], found: Any
+) -> None:
+    options: dict[str, Any] = {"init_method": f"tcp://127.0.0.1:{port}", "timeout": timedelta(seconds=90)}
+    if setting.device != "cpu":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if setting.device == "cpu" else "nccl", rank=rank, world_size=world, **options)
+    torch.set_num_threads(1)
+    for row in job(rank, world, setting, *arguments):
+        if rank == 0:
+            found.put(row)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def exchange(rank: int, world: int, setting: Setting) -> Iterator[Row]:
+    """Bytes a second that a rank sends in an all-to-all, and to a neighbour."""
+    group = SequenceGroup.of()
+    for megabytes in (1,) if setting.dry else (1, 16, 128, 512):
+        sent = torch.zeros(megabytes << 19, 1, device=setting.device, dtype=torch.bfloat16)
+        even = [len(sent) // world + (r < len(sent) % world) for r in range(world)]
+        came = [even[rank]] * world
+        ways: dict[str, Callable[[], object]] = {
+            "all-to-all": lambda s=sent, c=came, e=even: group.start_all_to_all(s, c, e).wait(),  # type: ignore[misc]
+            "to a neighbour": lambda s=sent: group.shift(s, (rank - 1) % world, s.shape, (rank + 1) % world).wait(),  # type: ignore[misc]
+        }
+        for name, way in ways.items():
+            seconds = _seconds(setting, way)
+            share = (world - 1) / world if name == "all-to-all" else 1
+            yield Row(f"{name}, {megabytes} MB a rank", sent.nbytes * share / seconds / 1e9, "GB/s")
+
+
+def sessions(rank: int, world: int, setting: Setting, strategies: list[str]) -> Iterator[Row]:
+    """Forward and backward of one attention under every strategy, the largest error of any rank."""
+    sizes = TINY if setting.dry else SMALL
+    dtypes = (torch.float32,) if setting.dry else (torch.float32, torch.bfloat16)
+    for dtype, (kind, mask) in itertools.product(dtypes, MASKS.items()):
+        *qkv, dout = inputs(setting, sizes, dtype)
+        alone = session_of(sizes, SequenceGroup(0, 1), "U1R1", mask)
+        leaves = [one.double().requires_grad_(True) for one in qkv]
+        expected = written_out(*leaves, mask_of(alone, sizes.request(0, 0), LocalQK.alone(*qkv[:2])))
+        expected.backward(dout.double())
+        right = [expected.detach(), *(leaf.grad for leaf in leaves)]
+        for strategy in strategies:
+            layout, mine = on_rank(rank, world, setting, sizes, strategy, mask, qkv, dout)
+            for name, one, other in zip(("output", "dq", "dk", "dv"), mine, right, strict=True):
+                limit = (MOST_ERROR if name == "output" else MOST_GRADIENT_ERROR)[dtype]
+                error = _largest(setting, relative_error(one, local(other, layout, rank)))  # type: ignore[arg-type]
+                yield Row(f"{strategy}, {kind}, {str(dtype)[6:]}: error of {name}", error, "‖·‖", 2 * limit)
+
+
+def video(rank: int, world: int, setting: Setting, strategies: list[str]) -> Iterator[Row]:
+    """A denoising on all ranks, balanced against unbalanced: of the slowest rank."""
+    model = transformer_of(setting)
+    for strategy in strategies:
+        steps = {}
+        for planner in PLANNERS:
+            attentions, total = denoise(setting, model, SequenceGroup.of(), strategy, planner)
+            steps[planner] = _largest(setting, total) / setting.steps
+            attention = _largest(setting, sum(attentions)) / setting.steps
+            yield Row(f"{strategy}, {planner}: a step", steps[planner], "ms")
+            yield Row(f"{strategy}, {planner}: attention in a step", attention, "ms")
+        unbalanced, balanced = PLANNERS
+        yield Row(f"{strategy}: step, unbalanced / balanced", steps[unbalanced] / steps[balanced], goal="≥ 1.02")
+
+
+def _largest(setting: Setting, value: float) -> float:
+    """The largest of all ranks."""
+    found = torch.tensor(value, device=setting.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _seconds(setting: Setting, work: Callable[[], object], times: int = 10) -> float:
+    """Mean seconds of a work that all ranks do, after two to warm up."""
+    for _warm_up in range(2):
+        work()
+    _largest(setting, 0.0)
+    start = time.perf_counter()
+    for _sample in range(times):
+        work()
+    _largest(setting, 0.0)
+    return (time.perf_counter() - start) / times

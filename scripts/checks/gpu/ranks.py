@@ -1,0 +1,91 @@
+"""Step 2: ranks that are threads on one device, every UxRy, forward and backward, against attention written out.
+
+Threads share the device's default stream, so the exchange between them needs no events, and nothing of it is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from dbsp_core import SequenceGroup, SequenceLayout
+from dbsp_core.sources import LocalQK
+from scripts.checks.gpu.journal import Case, Row
+from scripts.checks.gpu.sessions import (
+    PREDICTED,
+    SMALL,
+    TINY,
+    UNEVEN,
+    Sizes,
+    local,
+    mask_of,
+    session_of,
+    whole,
+    written_out,
+)
+from scripts.checks.gpu.setting import MOST_ERROR, Setting
+from tests.kernels.packed_inputs import relative_error
+from tests.support.thread_ranks import ThreadRanks
+
+MOST_GRADIENT_ERROR = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
+MASKS = {"static": UNEVEN, "predicted": PREDICTED}
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for dtype in (torch.float32,) if setting.dry else (torch.float32, torch.bfloat16):
+        for world in (2, 4) if setting.dry else (2, 4, 8):
+            for ring in (r for r in (1, 2, 4, 8) if world % r == 0):
+                for kind in MASKS:
+                    strategy = f"U{world // ring}R{ring}"
+                    name = f"{strategy}, {kind}, {str(dtype)[6:]}"
+                    yield Case(name, partial(one_strategy, setting, strategy, MASKS[kind], dtype))
+
+
+def inputs(setting: Setting, sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output, [1, H, N, D] each, of all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4, 1, sizes.heads, sizes.video.tokens, sizes.head_dim)
+    return list(torch.randn(shape, generator=generator).to(setting.device, dtype))
+
+
+def one_strategy(setting: Setting, strategy: str, mask: dict[str, Any], dtype: torch.dtype) -> Iterator[Row]:
+    """One attention and its backward."""
+    sizes = TINY if setting.dry else SMALL
+    *qkv, dout = inputs(setting, sizes, dtype)
+    alone = session_of(sizes, SequenceGroup(0, 1), "U1R1", mask)
+    leaves = [one.double().requires_grad_(True) for one in qkv]
+    expected = written_out(*leaves, mask_of(alone, sizes.request(0, 0), LocalQK.alone(*qkv[:2])))
+    expected.backward(dout.double())
+    world = int(strategy[1 : strategy.index("R")]) * int(strategy[strategy.index("R") + 1 :])
+    found = ThreadRanks(world).run(on_rank, setting, sizes, strategy, mask, qkv, dout)
+    layout = found[0][0]
+    out, *gradients = (whole([one[1][i] for one in found], layout) for i in range(4))
+    yield Row("error", relative_error(out, expected.detach()), "‖·‖", MOST_ERROR[dtype])
+    for name, one, leaf in zip("qkv", gradients, leaves, strict=True):
+        yield Row(f"error of d{name}", relative_error(one, leaf.grad), "‖·‖", MOST_GRADIENT_ERROR[dtype])  # type: ignore[arg-type]
+
+
+def on_rank(
+    rank: int,
+    world: int,
+    setting: Setting,
+    sizes: Sizes,
+    strategy: str,
+    mask: dict[str, Any],
+    qkv: list[torch.Tensor],
+    dout: torch.Tensor,
+) -> tuple[SequenceLayout, list[torch.Tensor]]:
+    """The layout, and this rank's output and gradients."""
+    session = session_of(sizes, SequenceGroup.of(), strategy, mask)
+    layout = session.begin(sizes.video, timestep=900.0, device=setting.device)
+    mine = [local(one, layout, rank).requires_grad_(True) for one in qkv]
+    out = session.attend(0, *mine)
+    # The engine has one thread per GPU, in which a rank's exchange would wait for ranks that need the same thread.
+    with torch.autograd.set_multithreading_enabled(False):
+        out.backward(local(dout, layout, rank))
+    session.end()
+    session.flush()
+    return layout, [out.detach(), *(one.grad for one in mine)]  # type: ignore[misc]

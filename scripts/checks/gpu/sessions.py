@@ -1,0 +1,125 @@
+"""Attention of a session, on one rank or several, and the same attention written out on the same device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy, save_mask
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.masks.schedule import StepClock
+from dbsp_core.masks.video import Video
+from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, StaticMaskSource
+from tests.support.oracle import token_mask
+
+UNEVEN = {"source": "callable", "function": f"{__name__}:uneven_bits", "block_q": 16, "block_k": 32}
+PREDICTED = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 32, "block_k": 16}
+
+
+def uneven_bits(grid: BlockGrid, request: MaskRequest) -> np.ndarray:
+    """bool[heads, nq, nk]: asymmetric, uneven over heads and rows; the first head dense, some rows empty."""
+    rng = np.random.default_rng(request.layer)
+    head, row = rng.uniform(0.1, 0.9, (request.heads, 1, 1)), rng.uniform(0.4, 1.6, (1, grid.nq, 1))
+    bits = rng.random((request.heads, grid.nq, grid.nk)) < head * row
+    bits[rng.random((request.heads, grid.nq)) < 0.1] = False
+    bits[0] = True
+    return bits
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A small video and the attention over it."""
+
+    video: Video
+    heads: int
+    head_dim: int
+    layers: int = 2
+
+    def request(self, layer: int, step: int) -> MaskRequest:
+        return MaskRequest(layer, self.heads, self.video.thw, self.video.text, step, layers=self.layers)
+
+
+SMALL, TINY = Sizes(Video((4, 16, 16), 37), 8, 64), Sizes(Video((4, 8, 8), 9), 4, 16)
+"""On a GPU, and in a dry run."""
+
+
+def every_mask(sizes: Sizes, folder: Path) -> dict[str, dict[str, Any]]:
+    """Settings of every mask source by name, with the files that some of them read, written to `folder`."""
+    grid = BlockGrid(sizes.video.tokens, sizes.video.text, 64, 64, sizes.video.thw)
+    layers = [sizes.request(layer, 0) for layer in range(sizes.layers)]
+    save_mask(folder / "masks.safetensors", [BlockMask(uneven_bits(grid, one), grid) for one in layers])
+    shape = sizes.heads, sizes.head_dim, 8
+    fitted = {f"{side}.{n}": torch.randn(shape) for side in ("query", "key") for n in range(sizes.layers)}
+    save_file(fitted, folder / "fitted.safetensors")
+    near = {"source": "window", "window": [3, 7, 7]}
+    return {
+        "dense": {"source": "dense"},
+        "callable": UNEVEN,
+        "file": {"source": "file", "path": str(folder / "masks.safetensors")},
+        "paro": {"source": "paro", "path": str(folder / "masks.safetensors")},
+        "window": {**near, "tile": [2, 4, 4], "window": [1, 3, 1], "block_q": 32, "block_k": 32},
+        "radial": {"source": "radial"},
+        "svg": {"source": "svg", "frames": 3},
+        "synthetic": {"source": "synthetic", "density": 0.4, "block_q": 32, "block_k": 32},
+        "sparge": PREDICTED,
+        "sol": {"source": "sol", "pooled_keys": False},
+        "vsa": {"source": "vsa", "sparsity": 0.6},
+        "lowrank": {"source": "lowrank", "path": str(folder / "fitted.safetensors"), "topk": 0.4},
+        "nabla": {"source": "nabla", "cdf": 0.6, "window": [3, 1, 1]},
+        "union": {"source": "union", "of": [near, {"source": "sparge", "topk": 0.3}]},
+    }
+
+
+def session_of(
+    sizes: Sizes,
+    group: SequenceGroup,
+    strategy: str,
+    mask: dict[str, Any],
+    clock: StepClock | None = None,
+    **settings: Any,
+) -> AttentionSession:
+    """A session of `sizes.layers` layers. Collective."""
+    config = DbspConfig.load({"mask": mask, "strategy": strategy, **settings})
+    parts = config, group, Strategy.parse(strategy), sizes.heads, sizes.layers
+    return AttentionSession(*parts, clock=clock or StepClock())
+
+
+def local(full: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    """A rank's [B, H, shard, D] of [B, H, N, D], zero at padding."""
+    tokens, places = (torch.from_numpy(one).to(full.device) for one in layout.tokens_at(rank))
+    shard = full.new_zeros(*full.shape[:2], layout.shard, full.shape[3])
+    shard[:, :, places] = full[:, :, tokens]
+    return shard
+
+
+def whole(shards: Sequence[torch.Tensor], layout: SequenceLayout) -> torch.Tensor:
+    """[B, H, N, D] from each rank's [B, H, shard, D]."""
+    rank, place = (torch.from_numpy(one).to(shards[0].device).long() for one in (layout.rank, layout.local))
+    return torch.stack(list(shards))[rank, :, :, place].permute(1, 2, 0, 3)
+
+
+def mask_of(session: AttentionSession, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+    """The mask that a session uses for all tokens of one sample."""
+    source = session.config.mask
+    if source.changes == "per_call":
+        return cast(DynamicMaskSource, source).mask(request, tokens)
+    return cast(StaticMaskSource, source).mask(request)
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+    """Attention [1, H, N, D] in float64 by torch's own operations, differentiable; zero at empty rows."""
+    allowed = token_mask(BlockMask(mask.bits.cpu(), mask.grid)).to(q.device)
+    scores = (q.double() @ k.double().mT) * q.shape[-1] ** -0.5
+    some = allowed.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~allowed & some, -torch.inf), dim=-1)
+    out = (weights @ v.double()).masked_fill(~some, 0.0)
+    if mask.remainder is not None:
+        mask.remainder.add_to(out)  # type: ignore[union-attr]
+    return out

@@ -1,0 +1,143 @@
+"""Step 3: where a steady call makes the host wait for the device, by file and line."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dbsp_core import SequenceGroup
+from dbsp_core.masks.schedule import Progress, StepClock
+from scripts.checks.gpu.journal import REPO, Case, Row
+from scripts.checks.gpu.ranks import MASKS, inputs
+from scripts.checks.gpu.sessions import SMALL, TINY, local, session_of
+from scripts.checks.gpu.setting import Setting
+from tests.support.steady_cases import Watch
+from tests.support.thread_ranks import ThreadRanks
+
+STEADY = 2
+"""The step that is watched."""
+SCHEDULED = {"dense_schedule": {"first_steps": 1}}
+KINDS = {kind: (mask, {}) for kind, mask in MASKS.items()} | {
+    "static after a dense step": (MASKS["static"], SCHEDULED)
+}
+"""Masks, and other settings."""
+_WATCHED = threading.local()
+_BENCH = ("scripts/checks/gpu", "tests/support")
+_OF_CPU = "kernels/dbsp_kernels"
+"""Where a dry run's waits say nothing: the CPU's kernels read their tables."""
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for strategy in ("U1R1", "U2R1", "U1R2") if setting.dry else ("U1R1", "U8R1", "U2R4", "U1R8"):
+        for kind in KINDS:
+            yield Case(f"{strategy}, {kind}", partial(waits, setting, strategy, kind))
+
+
+def waits(setting: Setting, strategy: str, kind: str) -> Iterator[Row]:
+    """Waits of one layer's call in a steady step, all ranks together."""
+    world = int(strategy[1 : strategy.index("R")]) * int(strategy[strategy.index("R") + 1 :])
+    with recorded_by_cuda() if setting.device != "cpu" else nullcontext():
+        by_rank = ThreadRanks(world).run(on_rank, setting, strategy, kind)
+    seen: Counter[str] = sum(by_rank, Counter())
+    # On the CPU calls are counted that would wait if their tensors were on a GPU, which those of agreements are not.
+    yield Row("host waits", float(sum(seen.values())), "", None if setting.device == "cpu" else 0.0)
+    for where, times in seen.most_common():
+        yield Row(f"waits at {where}", float(times))
+
+
+def on_rank(rank: int, world: int, setting: Setting, strategy: str, kind: str) -> Counter[str]:
+    """Places where this rank waits in its steady step."""
+    sizes, (mask, settings) = TINY if setting.dry else SMALL, KINDS[kind]
+    dtype = torch.float32 if setting.dry else torch.bfloat16
+    seen: Counter[str] = Counter()
+    step = 0
+    clock = StepClock(lambda: Progress("a video", step))  # pipelines say the step, too
+    session = session_of(sizes, SequenceGroup.of(), strategy, mask, clock, **settings)
+    with torch.no_grad():
+        for step in range(STEADY + 1):
+            timestep = torch.tensor(900.0 - step, device=setting.device)
+            full = inputs(setting, sizes, dtype, step)[:3]
+            begin = partial(session.begin, sizes.video, timestep=timestep, device=setting.device)
+            layout = begin() if step == 0 else session.layout
+            q, k, v = (local(one, layout, rank) for one in full)
+            with watched(setting, seen) if step == STEADY else nullcontext():
+                if step:
+                    begin()
+                session.attend(0, q, k, v)
+            session.end()
+    session.flush()
+    return seen
+
+
+@contextmanager
+def watched(setting: Setting, seen: Counter[str]) -> Iterator[None]:
+    """Counts this thread's waits by place: as CUDA warns of them, or on the CPU calls that would be waits."""
+    if setting.device == "cpu":
+        with _WatchPlaces(seen):
+            yield
+        return
+    _WATCHED.seen = seen
+    try:
+        yield
+    finally:
+        del _WATCHED.seen
+
+
+@contextmanager
+def recorded_by_cuda() -> Iterator[None]:
+    """Hands CUDA's warnings of waits to the thread that waits."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        seen, where = getattr(_WATCHED, "seen", None), place()
+        if seen is not None and "synchroniz" in str(message) and where:
+            seen[where] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class _WatchPlaces(Watch):
+    """Counts by place."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self.places = seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = sum(self.seen.values())
+        result = super().__torch_function__(func, types, args, kwargs)
+        where = place() if sum(self.seen.values()) > before else ""
+        if where and not where.startswith(_OF_CPU):
+            self.places[f"{where} ({getattr(func, '__name__', '')})"] += 1
+        return result
+
+
+def place() -> str:
+    """The innermost lines of the product that run, callers last, or "" where the group of threads itself waits."""
+    lines = []
+    for frame in traceback.extract_stack():
+        path = Path(frame.filename)
+        relative = path.relative_to(REPO).as_posix() if path.is_relative_to(REPO) else ""
+        if relative.startswith("tests/support/thread_group"):
+            return ""
+        line = f"{relative}:{frame.lineno}"
+        if relative and not relative.startswith(_BENCH) and lines[-1:] != [line]:
+            lines.append(line)
+    return " < ".join(lines[:-4:-1])

@@ -1,0 +1,89 @@
+"""Runs the cases of one step in this process, for scripts.checks.gpu.suite: python -m scripts.checks.gpu.worker.
+
+Exit status: 0 if no case is left, OUT_OF_TIME, or FRESH if the device failed and a new process must go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from scripts.checks.gpu.journal import MOST_STARTS, Case, Journal, Skipped
+
+OUT_OF_TIME, FRESH = 5, 6
+TAIL = 3000
+"""Characters of a traceback that are kept."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("step")
+    parser.add_argument("--module", required=True, help="has cases(setting)")
+    parser.add_argument("--folders", nargs="+", type=Path, required=True)
+    parser.add_argument("--stamp", required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="no case is begun after so long")
+    parser.add_argument("--lane", type=int, default=0, help="of the cases, every LANES-th from this one on")
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--interpret", action="store_true", help="run Triton kernels in its interpreter")
+    parser.add_argument("--poison", action="store_true", help="fill what torch leaves uninitialised with NaN")
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.seconds
+    faulthandler.enable()
+    if args.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    import torch
+
+    from scripts.checks.gpu.setting import Setting
+
+    torch.manual_seed(0)
+    if args.poison:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    journal = Journal(args.step, tuple(args.folders), args.stamp)
+    setting = Setting.tiny() if args.dry_run else Setting()
+    step = importlib.import_module(args.module)
+    known = journal.outcomes()
+    for case in list(step.cases(setting))[args.lane :: args.lanes]:
+        before = known.get(case.name)
+        if before is not None and (before.state != "open"):
+            continue
+        if before is not None and before.starts >= MOST_STARTS:
+            message = f"begun {before.starts} times without an end: it hangs, or what started it was stopped"
+            journal.write("failed", case.name, error={"type": "CutOff", "message": message, "traceback": ""})
+            continue
+        if time.monotonic() >= deadline:
+            return OUT_OF_TIME
+        run_case(case, journal)
+        if not setting.device_works():
+            return FRESH
+    return 0
+
+
+def run_case(case: Case, journal: Journal) -> None:
+    """Runs a case, and writes what it finds as it finds it, its exception included."""
+    print(f"{journal.step}: {case.name}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback_later(case.limit_s, exit=True)
+    journal.write("begun", case.name)
+    start = time.monotonic()
+    try:
+        for row in case.run():
+            journal.row(case.name, row)
+    except Skipped as reason:
+        journal.write("skipped", case.name, error={"type": "Skipped", "message": str(reason), "traceback": ""})
+    except Exception as error:
+        told = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-TAIL:]}
+        journal.write("failed", case.name, error=told)
+    else:
+        journal.write("ended", case.name, seconds=round(time.monotonic() - start, 2))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
