@@ -229,7 +229,7 @@ def new_size(
         UserError: On all ranks, for a size that the mask source or the strategy refuses.
     """
     config, group, strategy = session.config, session.group, session.strategy
-    grid = session.masks.grid(device)  # which all ranks have alike
+    grid = session.masks.grid()  # which all ranks have alike
     if strategy is not None:
         require_slots(strategy, grid)
     if isinstance(streams, SequenceLayout):
@@ -254,7 +254,7 @@ def _layout(
     session: SessionParts, machine: Machine, grid: BlockGrid, streams: Streams, device: torch.device
 ) -> SequenceLayout:
     config, group, masks = session.config, session.group, session.masks
-    known = masks.static_masks(device) if config.effective_layout == "learned" else None
+    known = masks.static_masks() if config.effective_layout == "learned" else None
     profile = None if known is None else MaskProfile.of(known)
 
     def named(name: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
@@ -264,7 +264,7 @@ def _layout(
         # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
         return named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
     return fastest_layout(
-        masks.masks_now(device),
+        masks.masks_now(),
         strategies_of(config, group, session.strategy, grid),
         partial(named, "local"),
         config.planner,
