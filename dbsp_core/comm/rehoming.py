@@ -22,6 +22,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_kernels.packing.h2d import on_device
 
 __all__ = ["Rehoming"]
 
@@ -77,7 +78,7 @@ class _Way:
     def to(self, device: torch.device) -> _Way:
         """The same with its places on a device."""
         names = ("take", "put", "kept_from", "kept_to")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: on_device(getattr(self, name), device) for name in names})
 
     def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:
         """Takes tensors [places before, …] to [places after, …], zero at padding, in one exchange of bytes."""

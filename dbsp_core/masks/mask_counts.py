@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from dbsp_kernels.packing.h2d import to_device
+
 __all__ = ["MaskCounts"]
 
 SUM = torch.float32  # exact: sums stay below 2**24
@@ -58,7 +60,7 @@ class MaskCounts:
         if self._by_rank is not None and len(self._by_rank[1]) == world and np.array_equal(self._by_rank[0], q_owner):
             return self._by_rank[1]
         if self._parts[0].is_cuda:
-            owner = torch.from_numpy(q_owner).to(self._parts[0].device)
+            owner = to_device(q_owner, self._parts[0].device)
             by_rank = self.columns_by_rank_on_device(owner, world).cpu().numpy()
         else:
             found, row = [], 0
@@ -106,7 +108,7 @@ class MaskCounts:
     def _counted(self, missing: Sequence[np.ndarray], ring: int) -> list[np.ndarray]:
         """The cells of each of these slots, counted and remembered."""
         device, width, summed = self._parts[0].device, ring * len(missing), self._sums is not None
-        wanted = torch.from_numpy(np.concatenate([s + ring * n for n, s in enumerate(missing)], axis=1)).to(device)
+        wanted = to_device(np.concatenate([s + ring * n for n, s in enumerate(missing)], axis=1), device)
         to_slot = torch.nn.functional.one_hot(wanted, width).unflatten(1, (len(missing), -1)).sum(dim=1)
         cells, columns, first = [], [], 0
         for part in self._parts:

@@ -18,7 +18,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_kernels import DenseHeadLayout, DensePart
-from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.packing.h2d import on_device, to_device
 from dbsp_kernels.packing.row_bits import expand_rows, pack_rows
 
 __all__ = [
@@ -276,7 +276,7 @@ def build_tables(
         dense_spans: See `dense_spans_of`.
     """
     # 1. The rows' bits by period, and what rows have to do.
-    bits = mask.row_bits.to(layout.rows.device, non_blocking=True)
+    bits = on_device(mask.row_bits, layout.rows.device)
     of_mask = layout.columns, layout.present, layout.full, layout.as_masked
     packed, count, full, key = pack_rows(bits, layout.rows, layout.spans_of, layout.turn, *of_mask)
     # 2. In which order they start.

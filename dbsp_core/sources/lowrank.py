@@ -135,6 +135,19 @@ class LowRankSource(BlockSizes):
         """Groups whose ranks have compared their files."""
         return weakref.WeakSet()
 
+    @cached_property
+    def _on_devices(self) -> dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]]:
+        return {}
+
+    def _on_device(self, layer: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a layer's projections of queries and keys on a device, where they stay."""
+        found = self._on_devices.get((layer, device))
+        if found is None:
+            query, key = self._fitted.query[layer], self._fitted.key[layer]
+            found = to_device(query.numpy(), device), to_device(key.numpy(), device)
+            self._on_devices[layer, device] = found
+        return found
+
     @property
     def changes(self) -> Changes:
         return "per_call"
@@ -155,7 +168,7 @@ class LowRankSource(BlockSizes):
         """Predicts the mask. Collective."""
         grid, device = self.grid(request), tokens.q.device
         self._require_fit(request.layer, tokens)
-        query, key = (side[request.layer].to(device) for side in (self._fitted.query, self._fitted.key))
+        query, key = self._on_device(request.layer, device)
         # 1. Each rank projects its own tokens; the projections travel to the rank that predicts their head.
         projected = torch.cat([_project(tokens.q, query), _project(tokens.k, key)], dim=-1)
         heads = _gather_own_heads(projected, tokens, grid)

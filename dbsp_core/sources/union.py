@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
+import torch
+
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import Changes, DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
 from dbsp_core.utils.errors import SettingError, UserError, in_short
+from dbsp_kernels.packing.h2d import on_device
 
 __all__ = ["UnionSource", "parts_of"]
 
@@ -79,15 +82,15 @@ class UnionSource:
 
     def _kept(self, place: int, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """The mask of a part that is not predicted. Collective at first: all ranks then raise together."""
-        part, device = cast(StaticMaskSource, self.of[place]), tokens.q.device
+        part, device, control = cast(StaticMaskSource, self.of[place]), tokens.q.device, tokens.group.control()
         video = request.thw, request.text_tokens, request.heads, request.layers
         key = place, video, part.cache_key(request), tokens.group, device
         if key not in self._made:
             what = f"the mask of layer {request.layer}"
             mask = run_consistently(
-                tokens.group, lambda: part.mask(request), device, lambda mask: mask.fingerprint, what
+                control, lambda: part.mask(request), torch.device("cpu"), lambda mask: mask.fingerprint, what
             )
-            self._made[key] = replace(mask, bits=mask.bits.to(device))
+            self._made[key] = replace(mask, bits=on_device(mask.bits, device))
             if len(self._made) > _MOST_KEPT:
                 self._made.popitem(last=False)
         return self._made[key]

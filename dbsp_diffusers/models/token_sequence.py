@@ -202,9 +202,16 @@ def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -
 
 
 def timestep_of(inputs: Inputs) -> torch.Tensor | float | None:
-    """Largest timestep of an image's or a video's tokens: what is given already, such as a first frame, is at 0."""
+    """Largest timestep of an image's or a video's tokens: what is given already, such as a first frame, is at 0.
+
+    Of one that is the same for all items and tokens, a view, so that a whole schedule is read at once.
+    """
     timestep = inputs.get("timestep")
-    return timestep.amax().reshape(1) if isinstance(timestep, torch.Tensor) else timestep
+    if not isinstance(timestep, torch.Tensor):
+        return timestep
+    if all(size == 1 or stride == 0 for size, stride in zip(timestep.shape, timestep.stride(), strict=True)):
+        return timestep[(0,) * timestep.ndim].reshape(1)
+    return timestep.amax().reshape(1)
 
 
 def refuse_arguments(inputs: Inputs, *names: str) -> None:

@@ -19,12 +19,17 @@ from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, MaskSourc
 from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.host_values import first_value
 
 __all__ = ["MaskProvider"]
 
 _DENSE = "dense by schedule"
-_MOST_KEYED = 8
-"""Videos and moments whose masks' cache keys are kept: sizes of text take turns in guidance."""
+_MOST_KEYED = 1024
+"""Sizes, steps and guidance passes whose masks' cache keys are kept. Ranks compare those that are new."""
+_CPU = torch.device("cpu")
+
+_Moment = tuple[tuple[Video, ...], tuple[int, ...], DenoisingStep]
+"""Videos of a forward pass, its dense layers, and its step and guidance pass."""
 
 
 @dataclass
@@ -47,8 +52,10 @@ class MaskProvider:
     moment: DenoisingStep = field(default_factory=DenoisingStep)
     _videos: tuple[Video, ...] = ()
     """Videos of the current forward pass: several are packed, in this order, and none attends to another."""
-    _keys: OrderedDict[Hashable, dict[int, Hashable]] = field(default_factory=OrderedDict)
+    _keys: OrderedDict[_Moment, dict[int, Hashable]] = field(default_factory=OrderedDict)
     """Cache keys by layer, for the videos and moments that they were asked for last."""
+    _named: dict[int, Hashable] = field(default_factory=dict)
+    """Those of the current forward pass."""
     _numbers: dict[tuple[Video, ...], dict[Hashable, int]] = field(default_factory=dict)
     """Numbers of cache keys, in the order in which they were first given for these videos."""
 
@@ -70,30 +77,43 @@ class MaskProvider:
 
         Args:
             videos: One, or several that are packed.
-            timestep: The denoising's, read (a host synchronisation) where masks or their plans depend on it and the
-                clock's host does not say the step.
+            timestep: Timestep of the denoising. It is read if masks or their plans depend on it and the clock's host
+                does not say the step: once for all views of one schedule, see `first_value`.
             cfg_branch: Number of this pass within its step, where the host says it.
         """
-        self._videos = tuple(videos)
+        self._videos, self._named = tuple(videos), {}
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
         if timestep is not None and counts:
-            first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
-            self.moment = self.clock.advance(lambda: float(first), cfg_branch)
+            self.moment = self.clock.advance(lambda: first_value(timestep), cfg_branch)
 
-    def grid(self, device: torch.device) -> BlockGrid:
+    def grid(self) -> BlockGrid:
         """The source's grid for this pass. Collective: what the source refuses on one rank is refused on all."""
         return run_consistently(
-            self.group, lambda: self._grid(self._requests(0)), device, fingerprint_of, "the video's block grid"
+            self._control, lambda: self._grid(self._requests(0)), _CPU, fingerprint_of, "the video's block grid"
         )
 
-    def name_masks(self, device: torch.device) -> None:
+    @property
+    def _control(self) -> SequenceGroup:
+        """The ranks in a group of the host's memory, in which they compare without waiting for a device."""
+        return self.group.control()
+
+    def name_masks(self) -> None:
         """Asks the source for the cache keys of this forward pass, unless it was asked before.
 
         Collective then: what one rank raises, all raise, and also where masks that are new to one rank are known to
         another. Such ranks would wait for one another in vain.
         """
-        if self._dynamic is not None or self._now in self._keys:
+        if self._dynamic is not None:
             return
+        now = self._now
+        if now not in self._keys:
+            self._keys[now] = self._compared_keys()
+            if len(self._keys) > _MOST_KEYED:
+                self._keys.popitem(last=False)
+        self._named = self._keys[now]
+
+    def _compared_keys(self) -> dict[int, Hashable]:
+        """Returns the cache keys of the layers that are not dense now. Collective."""
 
         def ask() -> dict[int, Hashable]:
             layers = (layer for layer in range(self.layers) if not self._is_dense(layer))
@@ -104,22 +124,25 @@ class MaskProvider:
             known = self._numbers.setdefault(self._videos, {})
             return fingerprint_of([known.setdefault(key, len(known)) for key in keys.values()])
 
-        self._keys[self._now] = run_consistently(self.group, ask, device, in_numbers, "which masks are new")
-        if len(self._keys) > _MOST_KEYED:
-            self._keys.popitem(last=False)
+        return run_consistently(self._control, ask, _CPU, in_numbers, "which masks are new")
 
     def forget(self, videos: tuple[Video, ...]) -> None:
         """Drops what is known of a size, once no executor for its masks is kept."""
         self._numbers.pop(videos, None)
+        for now in [now for now in self._keys if now[0] == videos]:
+            del self._keys[now]
 
     def changes(self, layer: int) -> bool:
         """Whether this layer will have other masks, in other denoising steps."""
         return self.source.changes != "never" and not self._is_dense(layer)
 
     @property
-    def _now(self) -> Hashable:
-        """What cache keys depend on."""
-        return self._videos, self.moment if self.by_step else DenoisingStep()
+    def _now(self) -> _Moment:
+        """Everything that cache keys depend on: the videos, the dense layers, and the step if masks change by it."""
+        known = self.schedule.last_steps == 0 or self.steps() is not None  # if not, asking raises it on all ranks
+        dense = tuple(filter(self._is_dense, range(self.layers))) if known else ()
+        by_step = any(part.changes == "per_step" for part in parts_of(self.source))
+        return self._videos, dense, self.moment if by_step else DenoisingStep()
 
     @property
     def by_step(self) -> bool:
@@ -132,8 +155,7 @@ class MaskProvider:
             return _DENSE
         if self._dynamic is not None:
             return None
-        keys = self._keys.get(self._now, {})
-        return (keys[layer] if layer in keys else self._static_key(layer),)
+        return (self._named[layer] if layer in self._named else self._static_key(layer),)
 
     def mask(self, layer: int, tokens: LocalQK) -> BlockMask:
         """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""
@@ -141,23 +163,23 @@ class MaskProvider:
         if self._is_dense(layer):
             return BlockMask.dense(self.heads, self._grid(requests))
         if dynamic is None:
-            return self._agreed(layer, tokens.q.device)
+            return self._agreed(layer)
         return dynamic.mask(requests[0], tokens) if len(requests) == 1 else self._packed(requests, tokens)
 
-    def static_masks(self, device: torch.device) -> list[BlockMask] | None:
+    def static_masks(self) -> list[BlockMask] | None:
         """The source's masks of all layers; None where they are not known before they are used.
 
         Collective, like `mask`, before the first of them is used: layouts learned from them must be equal too.
         """
-        return None if self.source.changes != "never" else self.masks_now(device)
+        return None if self.source.changes != "never" else self.masks_now()
 
-    def masks_now(self, device: torch.device) -> list[BlockMask]:
+    def masks_now(self) -> list[BlockMask]:
         """The masks of all layers at this moment, from a static source. Collective, like `static_masks`."""
         keys = [self._static_key(layer) for layer in range(self.layers)]
-        masks = {key: self._agreed(keys.index(key), device) for key in dict.fromkeys(keys)}
+        masks = {key: self._agreed(keys.index(key)) for key in dict.fromkeys(keys)}
         return [masks[key] for key in keys]
 
-    def _agreed(self, layer: int, device: torch.device) -> BlockMask:
+    def _agreed(self, layer: int) -> BlockMask:
         """The mask of this layer from a static source. Collective."""
 
         def make() -> BlockMask:
@@ -167,7 +189,7 @@ class MaskProvider:
                 raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
             return mask
 
-        return run_consistently(self.group, make, device, lambda mask: mask.fingerprint, f"the mask of layer {layer}")
+        return run_consistently(self._control, make, _CPU, lambda mask: mask.fingerprint, f"the mask of layer {layer}")
 
     def _is_dense(self, layer: int) -> bool:
         steps = self.steps() if self.schedule.last_steps else None

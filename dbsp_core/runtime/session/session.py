@@ -161,7 +161,7 @@ class AttentionSession:
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
             self._sizes.move_to_end(size_key)
-            self._mask_provider.name_masks(place)
+            self._mask_provider.name_masks()
             return self.layout
 
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:

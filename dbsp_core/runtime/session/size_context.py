@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.remainder import CoarseBranch
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan, require_slots
 from dbsp_core.runtime.executor import AttentionExecutor
@@ -171,7 +172,8 @@ class SizeContext:
         self, layer: int, attention: PlanKey, key: PlanKey, plan_key: PlanKey, executor: AttentionExecutor
     ) -> None:
         """Remembers an attention's executor, and drops those that no attention has any more."""
-        self._executors[key] = executor
+        # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
+        self._executors[key] = executor if executor.coarse is None else replace(executor, coarse=None)
         self.plan_keys[layer] = plan_key
         outdated = {self._used.get(attention, key)}
         self._used[attention] = key
@@ -192,7 +194,8 @@ class SizeContext:
         maker = ConfiguredPlanMaker(self.settings, shape, _keeps_gradients(tokens.q, tokens.k))
         if plan_key == attention and earlier is not None:
             self.plans.begin_with(attention, earlier)
-        planned = self.plans.plan_for(plan_key, mask, maker, name)
+        plain = replace(mask, remainder=None) if isinstance(mask.remainder, CoarseBranch) else mask
+        planned = self.plans.plan_for(plan_key, plain, maker, name)  # a thread may hold the mask for some calls
         plan, used = planned.plan, self._used.get(attention) or (earlier and self._used.get(earlier))
         before = None if used is None else self._executors.get(used)
         if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
@@ -229,7 +232,7 @@ def new_size(
         UserError: On all ranks, for a size that the mask source or the strategy refuses.
     """
     config, group, strategy = session.config, session.group, session.strategy
-    grid = session.masks.grid(device)  # which all ranks have alike
+    grid = session.masks.grid()  # which all ranks have alike
     if strategy is not None:
         require_slots(strategy, grid)
     if isinstance(streams, SequenceLayout):
@@ -254,7 +257,7 @@ def _layout(
     session: SessionParts, machine: Machine, grid: BlockGrid, streams: Streams, device: torch.device
 ) -> SequenceLayout:
     config, group, masks = session.config, session.group, session.masks
-    known = masks.static_masks(device) if config.effective_layout == "learned" else None
+    known = masks.static_masks() if config.effective_layout == "learned" else None
     profile = None if known is None else MaskProfile.of(known)
 
     def named(name: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
@@ -264,7 +267,7 @@ def _layout(
         # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
         return named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
     return fastest_layout(
-        masks.masks_now(device),
+        masks.masks_now(),
         strategies_of(config, group, session.strategy, grid),
         partial(named, "local"),
         config.planner,

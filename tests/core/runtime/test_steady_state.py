@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core import Strategy
-from tests.support.steady_cases import collectives_of_a_steady_step, launches_of_a_steady_step, waits_of_a_steady_step
+from tests.support.steady_cases import (
+    collectives_of_a_steady_step,
+    launches_of_a_steady_step,
+    waits_of_a_steady_pass,
+    waits_of_a_steady_step,
+)
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
@@ -17,6 +22,25 @@ def test_nothing_waits_for_the_device(pool, world, mask):
     for strategy in Strategy.all_for(world):
         settings = {"mask": mask, "reuse": {"threshold": 100.0}}  # the plan stays: to adopt another is no steady state
         assert pool(world).run(waits_of_a_steady_step, settings, str(strategy)) == [{}] * world
+
+
+BY_STEP = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, "block_k": 16}
+SETTINGS = {
+    "static mask, dense steps": {"mask": WINDOW, "dense_schedule": {"first_steps": 2}},
+    "masks by step": {"mask": BY_STEP, "reuse": {"threshold": 100.0}},
+    "predicted masks, dense steps": {
+        "mask": SPARGE,
+        "dense_schedule": {"first_steps": 2},
+        "reuse": {"threshold": 100.0, "mode": "async"},
+    },
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_nothing_waits_for_the_timestep(pool, settings, batch):
+    """Steps are told from the schedule that timesteps are views of, which is read once."""
+    assert pool(2).run(waits_of_a_steady_pass, settings, "U1R2", batch) == [{}] * 2
 
 
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
