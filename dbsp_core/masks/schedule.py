@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from dbsp_core.utils.errors import UserError, require_value
 
-__all__ = ["DenoisingStep", "DenseSchedule", "Progress", "StepClock", "StepCounter"]
+__all__ = ["MOST_PASSES", "DenoisingStep", "DenseSchedule", "Progress", "StepClock", "StepCounter"]
+
+MOST_PASSES = 4
+"""Passes of one denoising step that are distinguished: guidance has two or three."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class StepCounter:
 
     Where the host gives an index, it decides. Otherwise timesteps fall from step to step and rise with a new
     denoising. Where a timestep is repeated, as some schedulers do (Heun), the next step begins with a guidance pass
-    that this one has had; if the host does not name the pass, each is taken for another one of the same step.
+    that this one has had; if the host does not name the pass, each is taken for another one of the same step, up to
+    `MOST_PASSES`. More are passes of further generations of one step, which begin with the first pass again.
     Timesteps that become equal by rounding to bfloat16 cannot be distinguished without an index.
     """
 
@@ -59,6 +63,8 @@ class StepCounter:
         else:
             step = self._by_index(index)
         if step != self.now.step:
+            self._branches = set()
+        if cfg_branch is None and len(self._branches) >= MOST_PASSES:
             self._branches = set()
         self.now = DenoisingStep(step, len(self._branches) if cfg_branch is None else cfg_branch)
         self._branches.add(self.now.cfg_branch)

@@ -21,6 +21,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.remainder import CoarseBranch
+from dbsp_core.masks.schedule import MOST_PASSES
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan, require_slots
 from dbsp_core.runtime.executor import AttentionExecutor
@@ -33,9 +34,6 @@ from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
 from dbsp_core.sources import LocalQK
 
 __all__ = ["FEW_STEPS", "PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
-
-MOST_PASSES = 4
-"""Passes of one denoising step that are distinguished for each layer: guidance has two or three."""
 
 FEW_STEPS = 8
 """Denoisings of at most as many steps keep a plan for each: the next video's masks at that step are then closer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -38,3 +40,22 @@ def test_threads_that_count_one_mask_do_not_mix_up_their_counts():
             assert sum(threads.map(wrong, range(3))) == 0
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_columns_remembered_for_other_owners_meanwhile_are_not_returned():
+    """Another thread counts for other owners between the comparison of what is remembered and its use."""
+    draws = np.random.default_rng(0)
+    bits = torch.from_numpy(draws.random((3, 40, 30)) < 0.4)
+    owner, others = (draws.integers(0, 3, (3, 40)) for _ in range(2))
+    expected, counts = MaskCounts(bits).columns_by_rank(owner, 3), MaskCounts(bits)
+    counts.columns_by_rank(owner, 3)
+
+    def compared(one: np.ndarray, other: np.ndarray, equal: Any = np.array_equal) -> bool:
+        answer = equal(one, other)
+        with mock.patch.object(np, "array_equal", equal):
+            counts.columns_by_rank(others, 3)
+        return answer
+
+    with mock.patch.object(np, "array_equal", compared):
+        found = counts.columns_by_rank(owner, 3)
+    assert np.array_equal(found, expected)

@@ -155,14 +155,14 @@ def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
     return session.inner.reuse.replans
 
 
-def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int]:
-    """Generations of one step each, at one timestep: nothing tells them apart. Returns plans and executors kept."""
-    session = Session(PREDICTED, f"U{world}R1", layers=2)
+def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int, int]:
+    """Generations of one step each, at one timestep. Returns plans made, and plans and executors kept."""
+    session = Session(PREDICTED | {"reuse": {"threshold": 9.0, "budget": None}}, f"U{world}R1", layers=2)
     for _ in range(generations):
         assert session.attend(900.0) <= 1e-5
     session.inner.flush()
     (context,) = session.inner._sizes.values()
-    return len(context.plans.latest), len(context._executors)
+    return session.inner.reuse.replans, len(context.plans.latest), len(context._executors)
 
 
 def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[int], steps: int) -> tuple[float, int]:

@@ -8,7 +8,7 @@ import torch
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, Progress, StepClock, StepCounter
+from dbsp_core.masks.schedule import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock, StepCounter
 from tests.core.runtime.mask_provider_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
 from tests.support.workers import WorkerError
 
@@ -53,6 +53,13 @@ def test_steps_and_branches_are_told_from_timesteps():
     assert moments == [
         DenoisingStep(s, b) for s, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0))
     ]
+
+
+@pytest.mark.parametrize("index", [None, 0], ids=["timesteps", "index"])
+def test_generations_of_one_step_begin_with_the_first_guidance_pass_again(index):
+    counter = StepCounter()
+    moments = [counter.advance(999.0, index=index) for _ in range(2 * MOST_PASSES)]
+    assert moments == [DenoisingStep(0, branch) for branch in range(MOST_PASSES)] * 2
 
 
 def test_where_the_host_says_the_step_no_timestep_is_read():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
+from dbsp_core.masks.schedule import MOST_PASSES
 from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.runtime.session.session import MOST_SIZES
-from dbsp_core.runtime.session.size_context import FEW_STEPS, MOST_PASSES
+from dbsp_core.runtime.session.size_context import FEW_STEPS
 from dbsp_core.sources import WindowSource
 from tests.core.runtime.session_cases import (
     PREDICTED,
@@ -111,8 +112,8 @@ def test_with_few_steps_the_next_video_has_a_plan_for_each(threads, mask, mode):
 
 
 def test_passes_that_cannot_be_told_apart_do_not_pile_up(threads):
-    for kept, executors in threads(2).run(one_step_after_another, 3 * MOST_PASSES):
-        assert kept == executors == LAYERS * MOST_PASSES
+    for made, kept, executors in threads(2).run(one_step_after_another, 3 * MOST_PASSES):
+        assert made == kept == executors == LAYERS * MOST_PASSES, "plans are kept from one generation to the next"
 
 
 class TestSizes:
