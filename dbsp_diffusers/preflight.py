@@ -8,10 +8,11 @@ import torch
 
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_kernels import choose_kernel
 
-__all__ = ["cached_checkpoint", "require_checkpoint", "require_possible"]
+__all__ = ["cached_checkpoint", "local_checkpoint", "require_checkpoint", "require_possible"]
 
 _ANSWER_S = 10.0
 
@@ -32,9 +33,14 @@ def require_possible(config: DbspConfig) -> None:
 
 
 def require_checkpoint(model: str | None) -> None:
-    """Raises UserError for a repository that is neither in the cache nor can be downloaded; None and folders pass."""
-    if model is None or Path(model).is_dir() or cached_checkpoint(model) is not None:
+    """Raises UserError for a folder that lacks files, and for a repository that can't be had whole; None passes."""
+    checkpoint = None if model is None else local_checkpoint(model)
+    if model is None or (checkpoint is not None and not checkpoint.missing):
         return
+    missing = () if checkpoint is None else checkpoint.missing
+    lacks = f"lacks {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}" if missing else "is not"
+    if Path(model).is_dir():
+        raise UserError(f"checkpoint {model} {lacks}; download it again, whole")
     from huggingface_hub import HfApi, constants
 
     try:
@@ -42,10 +48,17 @@ def require_checkpoint(model: str | None) -> None:
     except Exception as error:  # of whichever library answers for the network
         reason = (str(error).strip(" .\n").splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"checkpoint {model} is not in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} does not give it "
+            f"checkpoint {model} {lacks} in {constants.HF_HUB_CACHE}, and "
+            f"{constants.ENDPOINT} does not give it "
             f"({reason}); download it where there is a network (hf download {model}) and give its folder with "
             "--model, or name the cache that has it with HF_HUB_CACHE"
         ) from error
+
+
+def local_checkpoint(model: str) -> Checkpoint | None:
+    """Returns the checkpoint of this folder, or of this repository in Hugging Face's cache, whole or not, or None."""
+    folder = Path(model) if Path(model).is_dir() else cached_checkpoint(model)
+    return None if folder is None else Checkpoint.read(folder)
 
 
 def cached_checkpoint(repository: str, file: str = "model_index.json") -> Path | None:

@@ -20,6 +20,7 @@ from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError, exit_on_user_error
 from dbsp_diffusers.group_timeouts import limit_group_timeouts
 from dbsp_diffusers.patching import in_float64
+from dbsp_diffusers.preflight import local_checkpoint
 
 __all__ = ["check", "generate"]
 
@@ -45,7 +46,10 @@ def generate(config: DbspConfig, video: Path) -> None:
     identity = signature_of_model(config.generate.model or "")
     if wanted.image is not None and identity is not None and identity.variant == "ti2v":
         cls = diffusers.WanImageToVideoPipeline  # the checkpoint names the other one
-    pipe = cls.from_pretrained(config.generate.model, torch_dtype=config.generate.torch_dtype)
+    model = config.generate.model or ""
+    checkpoint = local_checkpoint(model)
+    variant = None if checkpoint is None else checkpoint.variant
+    pipe = cls.from_pretrained(model, torch_dtype=config.generate.torch_dtype, variant=variant)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     pipe.to(device)
     if config.generate.torch_dtype == torch.float64:

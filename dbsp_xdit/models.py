@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.models.lookup import find_model_spec, published_model, signature_of_model
 from dbsp_core.models.pipelines import PIPELINES
 from dbsp_core.models.signature import ModelSignature
@@ -55,6 +56,12 @@ def find_model(name: str) -> Model:
         fault = "that folder does not exist" if looks_local else "db-SP does not know that name"
         raise UserError(f"--model {name}: {fault}; {_KNOWN}{did_you_mean(name.casefold(), MODEL_SPECS)}")
     _require_pipeline(folder)
+    variant = Checkpoint.read(folder).variant
+    if variant is not None:
+        raise UserError(
+            f"--model {name}: its weights are of variant {variant} alone, which xDiT does not load; use dbsp generate "
+            "--host diffusers, or save it again without a variant"
+        )
     _read_json(folder / "transformer" / "config.json")
     signature = signature_of_model(folder)
     if signature is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.video import VideoSettings
@@ -19,8 +19,6 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = ["duration_notice", "memory_complaint"]
 
-_WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
-"""The files that pipelines load; others are variants of them."""
 _HOUR = 3600.0
 
 
@@ -30,10 +28,10 @@ def memory_complaint(model: str, dtype: torch.dtype, processes: int) -> str | No
     Every process holds all weights: of its GPU's memory, or of the machine's. Counted from the files where they are
     here, else known of published models.
     """
-    from dbsp_diffusers.preflight import cached_checkpoint  # here: it takes seconds to import
+    from dbsp_diffusers.preflight import local_checkpoint  # here: it takes seconds to import
 
-    folder, spec = Path(model) if Path(model).is_dir() else cached_checkpoint(model), find_model_spec(model)
-    numbers = max(sum(_numbers_in(folder)) if folder else 0, spec.parameters if spec else 0)
+    checkpoint, spec = local_checkpoint(model), find_model_spec(model)
+    numbers = max(sum(_numbers_in(checkpoint)) if checkpoint else 0, spec.parameters if spec else 0)
     if torch.cuda.is_available():
         where, processes = "the GPU", 1
         there: int | None = torch.cuda.get_device_properties(0).total_memory
@@ -67,19 +65,18 @@ def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int
     )
 
 
-def _numbers_in(folder: Path) -> Iterator[int]:
+def _numbers_in(checkpoint: Checkpoint) -> Iterator[int]:
     """How many numbers each file of weights of a pipeline holds, as its header says.
 
     Raises:
         UserError: For a file that is none of weights: cut short, or Git LFS's stand-in for one.
     """
-    for path in folder.glob("*/*.safetensors"):
-        if _WEIGHTS.fullmatch(path.name):
-            try:
-                with safe_open(path, framework="numpy") as file:
-                    yield sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} cannot be read as weights ({error}); download it again") from error
+    for path in checkpoint.weights():
+        try:
+            with safe_open(path, framework="numpy") as file:
+                yield sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read as weights ({error}); download it again") from error
 
 
 def _machine_memory() -> int | None:

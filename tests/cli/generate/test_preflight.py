@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,12 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from dbsp_cli.generate import resources
+from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.generate.resources import duration_notice, memory_complaint
+from dbsp_cli.generate.running import require_runnable
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.models.lookup import require_model
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_diffusers.preflight import require_checkpoint, require_possible
+from dbsp_xdit.models import find_model
+from tests.support.programs import run
 
 WAN = require_model("wan2.1-t2v-14b")
 ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
@@ -69,6 +76,52 @@ def test_a_checkpoint_that_is_here_needs_no_network(cache):
     (refs / "main").write_text("a1")
     for model in (WAN.hub, str(snapshot), None):
         require_checkpoint(model)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return make_tiny("wan", tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("gone", ["vae", "transformer/diffusion_pytorch_model.safetensors"])
+def test_a_folder_that_is_not_whole_is_refused(tiny, gone):
+    require_checkpoint(str(tiny))
+    path = tiny / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    named = "vae/" if gone == "vae" else gone
+    for require in (require_checkpoint, lambda model: require_runnable(job_of(tiny))):
+        with pytest.raises(UserError, match=f"^checkpoint {tiny} lacks {named}; download it again, whole$"):
+            require(str(tiny))
+
+
+def job_of(folder):
+    sizes = ("video.height=64", "video.width=96", "video.num_frames=9", "video.steps=1")
+    return resolve(GenerateRequest(model=str(folder), prompt="x", host="para", nproc=1, changes=sizes))
+
+
+def test_a_repository_of_which_the_cache_has_a_part_is_named_with_what_it_lacks(cache, tiny):
+    snapshot = cache / "models--some--wan" / "snapshots" / "a1"
+    shutil.copytree(tiny, snapshot)
+    (snapshot / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a1", encoding="utf-8")
+    said = f"^checkpoint some/wan lacks vae/diffusion_pytorch_model.safetensors in {cache}, and https://hugg"
+    with pytest.raises(UserError, match=said):
+        require_checkpoint("some/wan")
+
+
+def test_a_variant_is_loaded_by_diffusers_and_refused_for_xdit(tiny, tmp_path):
+    for file in list(tiny.rglob("*.safetensors")):
+        file.rename(file.with_name(f"{file.stem}.fp16.safetensors"))
+    require_checkpoint(str(tiny))
+    with pytest.raises(UserError, match="of variant fp16 alone, which xDiT does not load; use dbsp generate --host"):
+        find_model(str(tiny))
+    asked = ["generate", "--model", tiny, "--prompt", "x", "--nproc", "1", "--host", "diffusers"]
+    sizes = ("video.height=64", "video.width=96", "video.num_frames=9", "video.steps=1")
+    asked += [part for size in sizes for part in ("--set", size)]
+    done = run([sys.executable, "-m", "dbsp_cli", *map(str, asked), "--out", str(tmp_path / "v.mp4")])
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "v.mp4").stat().st_size > 0
 
 
 @pytest.fixture
