@@ -95,6 +95,11 @@ class Setting:
         return Sampler(self.device, self.samples)
 
     @property
+    def simulated(self) -> bool:
+        """True for a dry run on simulated GPUs, in whose interpreter everything takes seconds."""
+        return self.dry and self.device != "cpu"
+
+    @property
     def tokens(self) -> int:
         return self.thw[0] * self.thw[1] * self.thw[2]
 

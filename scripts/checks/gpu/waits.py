@@ -17,7 +17,7 @@ import torch
 
 from dbsp_core import SequenceGroup
 from dbsp_core.masks.schedule import Progress, StepClock
-from scripts.checks.gpu.journal import REPO, Case, Row
+from scripts.checks.gpu.journal import REPO, Case, Row, Skipped
 from scripts.checks.gpu.ranks import MASKS, inputs
 from scripts.checks.gpu.sessions import SMALL, TINY, local, session_of
 from scripts.checks.gpu.setting import Setting
@@ -35,8 +35,10 @@ _BENCH = ("scripts/checks/gpu", "tests/support", "tests/gpu_node")
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for strategy in ("U1R1", "U2R1", "U1R2") if setting.dry else ("U1R1", "U8R1", "U2R4", "U1R8"):
+    for strategy in ("U1R1", "U2R1") if setting.dry else ("U1R1", "U8R1", "U2R4", "U1R8"):
         for kind in KINDS:
+            if setting.dry and kind == "predicted":
+                continue  # the simulation takes what a kernel reads for written: the planning thread's stream may not
             yield Case(f"{strategy}, {kind}", partial(waits, setting, strategy, kind))
 
 
@@ -130,4 +132,4 @@ def place() -> str:
         line = f"{relative}:{frame.lineno}"
         if relative and not relative.startswith(_BENCH) and lines[-1:] != [line]:
             lines.append(line)
-    return " < ".join(lines[:-4:-1])
+    return " < ".join(lines[:-7:-1])

@@ -6,10 +6,12 @@ Exit status: 0 if no case is left, OUT_OF_TIME, or FRESH if the device failed an
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import time
 import traceback
@@ -19,6 +21,7 @@ from scripts.checks.gpu.journal import MOST_STARTS, Case, Journal, Skipped
 
 OUT_OF_TIME, FRESH = 5, 6
 DEVICES = 8
+PR_SET_PDEATHSIG = 1
 TAIL = 3000
 """Characters of a traceback that are kept."""
 
@@ -38,6 +41,7 @@ def main() -> int:
     parser.add_argument("--poison", action="store_true", help="fill what torch leaves uninitialised with NaN")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives the suite
     faulthandler.enable()
     if args.interpret or args.simulate:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
