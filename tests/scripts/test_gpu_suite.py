@@ -14,10 +14,11 @@ import torch
 
 from dbsp_core.sources import SOURCES
 from scripts.checks.gpu import suite
-from scripts.checks.gpu.journal import Case, Journal, Row
+from scripts.checks.gpu.journal import Case, Journal, Outcome, Row
 from scripts.checks.gpu.sessions import TINY, every_mask
 from scripts.checks.gpu.suite import STEPS, Step, run_step
 from scripts.checks.gpu.worker import run_case
+from tests.gpu_node.runtime import why_unavailable
 from tests.support.repository import ROOT
 
 SUITE = ROOT / "scripts" / "gpu_suite"
@@ -52,22 +53,35 @@ def test_dry_run_of_a_step_finds_every_case_right(tmp_path, step):
     pytest.importorskip("triton")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
-    done = run(
-        "--dry-run", "--steps", step, "--out", tmp_path, "--earlier", tmp_path, PYTHONPATH=str(tmp_path / "bare")
-    )
-    log = tmp_path / f"{step}.log"
-    assert done.returncode == 0, (done.stdout + done.stderr, log.read_text()[-3000:])
-    found = entries(tmp_path, step)
-    ended = [entry["case"] for entry in found if entry["kind"] == "ended"]
-    assert ended[-1] == "", "the step is complete"
-    assert len(ended) > 3
-    assert all(entry["correct"] for entry in found if entry["kind"] == "row")
-    skipped = {entry["case"] for entry in found if entry["kind"] == "skipped"}
-    assert skipped == ({"diffusers' Wan"} if step == "transformer" else set())
+    folders = "--out", tmp_path, "--earlier", tmp_path
+    done = run("--dry-run", "--steps", step, *folders, PYTHONPATH=str(tmp_path / "bare"))
+    outcomes = finished(done, tmp_path, step)
+    skipped = {case for case, outcome in outcomes.items() if outcome.state == "skipped"}
+    assert skipped == {"transformer": {"diffusers' Wan"}, "waits": set(outcomes) - {""}}.get(step, set())
     machine = json.loads((tmp_path / "machine.json").read_text())
     assert (machine["dry_run"], machine["imports"]["diffusers"]) == (True, False)
     assert machine["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+@pytest.mark.parametrize("step", ["ranks", "waits", "video"])
+def test_step_on_simulated_gpus_finds_every_case_right(tmp_path, step):
+    folders = "--out", tmp_path, "--earlier", tmp_path
+    outcomes = finished(run("--simulate", "--steps", step, *folders), tmp_path, step)
+    assert "skipped" not in {outcome.state for outcome in outcomes.values()}
+
+
+def finished(done: subprocess.CompletedProcess[str], folder: Path, step: str) -> dict[str, Outcome]:
+    """Outcomes of a step that is complete, and all of whose cases are right."""
+    assert done.returncode == 0, (done.stdout + done.stderr, (folder / f"{step}.log").read_text()[-3000:])
     assert done.stdout.splitlines()[-1].startswith("gpu_suite: ")
+    stamp = entries(folder, step)[0]["stamp"]
+    journal = Journal(step, (folder,), stamp)
+    outcomes = journal.outcomes()
+    assert journal.complete()
+    assert len(outcomes) > 2
+    assert all(outcome.correct for outcome in outcomes.values())
+    return outcomes
 
 
 def test_every_mask_source_is_checked(tmp_path):
@@ -101,7 +115,7 @@ def test_unknown_step_is_rejected():
 
 def test_cases_that_fail_take_no_other_along(tmp_path, capsys):
     journal = Journal("faulty_step", (tmp_path,), "a stamp")
-    run_step(FAULTY, journal, time.monotonic() + 300, dry_run=True)
+    run_step(FAULTY, journal, time.monotonic() + 300, ["--dry-run"])
     found = journal.outcomes()
     assert {name: outcome.state for name, outcome in found.items()} == {
         **dict.fromkeys(("right", "breaks the device", "wrong", "not a number", "right again", ""), "ended"),

@@ -5,6 +5,7 @@ Threads share the device's default stream, so the exchange between them needs no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -35,13 +36,17 @@ MASKS = {"static": UNEVEN, "predicted": PREDICTED}
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for dtype in (torch.float32,) if setting.dry else (torch.float32, torch.bfloat16):
-        for world in (2, 4) if setting.dry else (2, 4, 8):
-            for ring in (r for r in (1, 2, 4, 8) if world % r == 0):
-                for kind in MASKS:
-                    strategy = f"U{world // ring}R{ring}"
-                    name = f"{strategy}, {kind}, {str(dtype)[6:]}"
-                    yield Case(name, partial(one_strategy, setting, strategy, MASKS[kind], dtype))
+    dtypes = (torch.float32,) if setting.dry else (torch.float32, torch.bfloat16)
+    worlds = (2,) if setting.simulated else (2, 4) if setting.dry else (2, 4, 8)
+    kinds = ("static",) if setting.simulated else tuple(MASKS)
+    for dtype, world in itertools.product(dtypes, worlds):
+        for ring in (r for r in (1, 2, 4, 8) if world % r == 0):
+            strategy = f"U{world // ring}R{ring}"
+            for kind in kinds:
+                yield Case(
+                    f"{strategy}, {kind}, {str(dtype)[6:]}",
+                    partial(one_strategy, setting, strategy, MASKS[kind], dtype),
+                )
 
 
 def inputs(setting: Setting, sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

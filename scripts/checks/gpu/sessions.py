@@ -46,7 +46,7 @@ class Sizes:
         return MaskRequest(layer, self.heads, self.video.thw, self.video.text, step, layers=self.layers)
 
 
-SMALL, TINY = Sizes(Video((4, 16, 16), 37), 8, 64), Sizes(Video((4, 8, 8), 9), 4, 16)
+SMALL, TINY = Sizes(Video((4, 16, 16), 37), 8, 64), Sizes(Video((4, 4, 8), 5), 4, 16)
 """On a GPU, and in a dry run."""
 
 

@@ -84,15 +84,20 @@ class Setting:
     steps: int = 10
 
     @classmethod
-    def tiny(cls) -> Setting:
-        """For a dry run: everything once, in seconds, on the CPU."""
+    def tiny(cls, device: str) -> Setting:
+        """For a dry run: everything once, in seconds."""
         video = {"ffn": 64, "layers": 2, "steps": 2}
         small = {"thw": (1, 8, 10), "heads": 4, "head_dim": 16, "world": 2, "sets": 1, "samples": 1}
-        return cls(True, "cpu", torch.float32, densities=(0.4, 1.0), **small, **video)  # type: ignore[arg-type]
+        return cls(True, device, torch.float32, densities=(0.4, 1.0), **small, **video)  # type: ignore[arg-type]
 
     @cached_property
     def sampler(self) -> Sampler:
         return Sampler(self.device, self.samples)
+
+    @property
+    def simulated(self) -> bool:
+        """True for a dry run on simulated GPUs, in whose interpreter everything takes seconds."""
+        return self.dry and self.device != "cpu"
 
     @property
     def tokens(self) -> int:

@@ -78,14 +78,15 @@ def main() -> int:
     if not args.dry_run and not machine["multiprocessors"]:
         print("scripts/gpu_suite needs a CUDA device; try it with --dry-run", file=sys.stderr)
         return 2
-    stamp = f"{machine['sources']} {machine['devices'][0]}{' dry run' * args.dry_run}"
+    kind = "simulated" if args.simulate else "dry run" if args.dry_run else machine["devices"][0]
+    stamp = f"{machine['sources']} {kind}"
     for folder in folders:
         (folder / "machine.json").write_text(json.dumps({"dry_run": args.dry_run, **machine}, indent=1) + "\n")
     journals = {name: Journal(name, folders, stamp) for name in args.steps}
     for name, journal in journals.items():
         bring(journal, *folders)
         if not journal.complete() and deadline - time.monotonic() > LEAST_S:
-            run_step(STEPS[name], journal, deadline, args.dry_run)
+            run_step(STEPS[name], journal, deadline, options_of(args, STEPS[name]))
     return report(machine, journals, args.dry_run)
 
 
@@ -101,7 +102,9 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=25, help="no case is begun after so long")
     parser.add_argument("--steps", default=",".join(STEPS), help="names with a comma between")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU: times mean nothing")
+    parser.add_argument("--simulate", action="store_true", help="the same on simulated GPUs (tests/gpu_node)")
     args = parser.parse_args()
+    args.dry_run |= args.simulate
     args.steps = [name.strip() for name in args.steps.split(",") if name.strip()]
     unknown = [name for name in args.steps if name not in STEPS]
     if unknown:
@@ -116,31 +119,35 @@ def bring(journal: Journal, out: Path, earlier: Path | None = None) -> None:
         shutil.copyfile(earlier / name, out / name)
 
 
-def run_step(step: Step, journal: Journal, deadline: float, dry_run: bool) -> None:
+def options_of(args: argparse.Namespace, step: Step) -> list[str]:
+    """What a dry run's workers are started with."""
+    interpreted = ["--simulate"] if args.simulate else ["--interpret"] * step.interpret
+    return ["--dry-run", *interpreted] if args.dry_run else []
+
+
+def run_step(step: Step, journal: Journal, deadline: float, options: list[str]) -> None:
     """Runs a step's processes until no case is left or its time is over."""
     print(f"{step.name}: {step.what}", file=sys.stderr, flush=True)
     until = min(deadline, time.monotonic() + 60 * step.minutes)
-    lanes = 1 if dry_run else step.lanes
-    running = {lane: Lane(step, journal, lane, lanes, until, dry_run) for lane in range(lanes)}
-    while any(lane.process is not None for lane in running.values()):
+    lanes = 1 if options else step.lanes
+    running = [Lane(step, journal, until, [*options, "--lane", str(n), "--lanes", str(lanes)]) for n in range(lanes)]
+    while any(lane.process is not None for lane in running):
         time.sleep(0.05)
-        for lane in running.values():
+        for lane in running:
             lane.follow()
-    if all(lane.complete for lane in running.values()):
+    if all(lane.complete for lane in running):
         journal.write("ended", "")
 
 
 class Lane:
     """One process at a time that runs its share of a step's cases; another where a case took it along."""
 
-    def __init__(self, step: Step, journal: Journal, lane: int, lanes: int, until: float, dry_run: bool) -> None:
+    def __init__(self, step: Step, journal: Journal, until: float, options: list[str]) -> None:
         self.journal, self.until, self.complete, self.started = journal, until, False, 0
         self.log = journal.folders[0] / f"{step.name}.log"
-        folders = [str(folder) for folder in journal.folders]
         self.command = [sys.executable, "-m", "scripts.checks.gpu.worker", step.name, "--stamp", journal.stamp]
         self.command += ["--module", f"{step.package}.{step.name}"] + ["--poison"] * step.poison
-        self.command += ["--lane", str(lane), "--lanes", str(lanes), "--folders", *folders]
-        self.command += ["--dry-run"] * dry_run + ["--interpret"] * (dry_run and step.interpret)
+        self.command += [*options, "--folders", *map(str, journal.folders)]
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 

@@ -6,9 +6,12 @@ Exit status: 0 if no case is left, OUT_OF_TIME, or FRESH if the device failed an
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import importlib
+import importlib.util
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,6 +20,8 @@ from pathlib import Path
 from scripts.checks.gpu.journal import MOST_STARTS, Case, Journal, Skipped
 
 OUT_OF_TIME, FRESH = 5, 6
+DEVICES = 8
+PR_SET_PDEATHSIG = 1
 TAIL = 3000
 """Characters of a traceback that are kept."""
 
@@ -31,13 +36,17 @@ def main() -> int:
     parser.add_argument("--lane", type=int, default=0, help="of the cases, every LANES-th from this one on")
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--simulate", action="store_true", help="on tests/gpu_node's simulated GPUs")
     parser.add_argument("--interpret", action="store_true", help="run Triton kernels in its interpreter")
     parser.add_argument("--poison", action="store_true", help="fill what torch leaves uninitialised with NaN")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives the suite
     faulthandler.enable()
-    if args.interpret:
+    if args.interpret or args.simulate:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    if args.simulate:
+        simulate()
     import torch
 
     from scripts.checks.gpu.setting import Setting
@@ -46,7 +55,7 @@ def main() -> int:
     if args.poison:
         torch.use_deterministic_algorithms(True, warn_only=True)
     journal = Journal(args.step, tuple(args.folders), args.stamp)
-    setting = Setting.tiny() if args.dry_run else Setting()
+    setting = Setting.tiny("cuda" if args.simulate else "cpu") if args.dry_run else Setting()
     step = importlib.import_module(args.module)
     known = journal.outcomes()
     for case in list(step.cases(setting))[args.lane :: args.lanes]:
@@ -63,6 +72,18 @@ def main() -> int:
         if not setting.device_works():
             return FRESH
     return 0
+
+
+def simulate() -> None:
+    """Lets this process have simulated GPUs, before torch is imported."""
+    from tests.gpu_node import runtime
+
+    library = runtime.load(DEVICES)
+    from tests.gpu_node import cuda_api
+
+    if importlib.util.find_spec("diffusers") is not None:
+        importlib.import_module("diffusers.models.transformers.transformer_wan")  # names classes that are replaced
+    cuda_api.activate(library, DEVICES)
 
 
 def run_case(case: Case, journal: Journal) -> None:
