@@ -117,8 +117,8 @@ class DbspConfig:
         mask: Where masks come from, a mapping such as {source: window, window: [5, 9, 9]}. Dense where none is named,
             unless the model's checkpoint brings one of its own (NABLA).
         dense_schedule: Where attention stays dense, a mapping such as {first_steps: 10, first_layers: 1}.
-        strategy: "UxRy", "auto" for the one predicted to be fastest at each attention, or None for the host's own
-            degrees.
+        strategy: "UxRy", "auto" for the one predicted to be fastest at each attention (by a rule, if this machine was
+            not measured), or None for the host's own degrees.
         layout: How tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the planner
             is meant for.
         planner: A `PlannerConfig`, a mapping for one, or only its name.
@@ -127,8 +127,8 @@ class DbspConfig:
             docs/needed-keys.md.
         exchange: An `ExchangeConfig`, or a mapping for one.
         reuse: A `ReuseConfig`, or a mapping for one.
-        cost_model: Whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
-            shipped ones that come nearest.
+        cost_model: Constants that predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`. None:
+            those that `dbsp calibrate` measured on this machine; without these, rules that need no constants.
         kernel: "auto", or a kernel's name.
         bags: How several sequences of one call are shared out: a `BagConfig`, a mapping for one, or only its topology,
             such as "g8n4" or "auto"; None: every rank shares in each sequence (see docs/bags.md).

@@ -58,8 +58,8 @@ class PlannerConfig:
         name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous", and others.
         target_rho: ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring.
         exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
-            balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions, as the constants
-            of `DbspConfig.cost_model` say; else 0: balance comes first.
+            balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions that have
+            constants of a machine, as these say; else 0: balance comes first.
         memory_limit: Most bytes that an attention may hold on any rank at its peak, beside q, k and v: a number, or in
             words such as "8GiB"; "auto": the least that is free on a rank when the first forward pass begins. For
             sessions, which drop strategies above it and let planner "dbsp" give ranks rows of fewer heads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dbsp_cli.commands import calibrate as command
 from dbsp_core import Strategy, make_plan
 from dbsp_core.cost.hardware import Constants, load_hardware
 from dbsp_core.cost.latency import MERGE_BYTES
+from dbsp_core.cost.own_hardware import hardware_for, measured_file
 from scripts.bench import comparison as bench
 from scripts.bench.comparison import Comparison, core_seconds, replayed_seconds
 from tests.cli.calibration_cases import die_on_one, fail_on_one
@@ -157,6 +159,21 @@ class TestComparison:
 def test_a_rank_that_fails_or_dies_is_reported(function, complaint):
     with pytest.raises(RuntimeError, match=complaint):
         run_ranks(function, 2, "cpu")
+
+
+def test_without_a_file_the_command_writes_where_runs_look(dbsp, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    measured = partial(replace, load_hardware("cpu-demo"))
+    monkeypatch.setattr(command, "calibrate", lambda name, *_, **__: Calibration(measured(name=name), {}, {}))
+    assert hardware_for(None, "cpu", "auto") is None
+    code, _, err = dbsp("calibrate")
+    assert (code, err.splitlines()[-1]) == (0, f"wrote {measured_file('cpu')}")
+    assert hardware_for(None, "cpu", "auto") == measured(name=measured_file("cpu").stem)
+    assert measured_file("cpu").is_relative_to(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    code, _, err = dbsp("calibrate")
+    assert (code, "name another file with --out FILE" in err) == (2, True)
 
 
 def test_the_command_measures_writes_and_checks(dbsp, tmp_path, monkeypatch):

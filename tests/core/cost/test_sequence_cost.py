@@ -11,6 +11,7 @@ from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import block_s
 from dbsp_core.cost.sequences import (
+    FLOP_COUNTS,
     FLUX,
     LayerSize,
     SequenceWork,
@@ -23,7 +24,7 @@ from dbsp_core.cost.sequences import (
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
-from dbsp_core.planning.sequences.sequence_plan import BALANCERS, plan_sequences
+from dbsp_core.planning.sequences.sequence_plan import BALANCERS, SequencePlan, plan_sequences
 from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource, WindowSource
@@ -224,6 +225,27 @@ def test_the_fastest_bags_are_those_that_evaluate_finds_and_that_hold_everything
     assert max(fastest_bags(lambda each: planned(each, most), *parts).topology.sizes) >= 2
     with pytest.raises(UserError, match="exceeds every bag"):
         fastest_bags(lambda each: planned(each, 1), *parts)
+
+
+def test_without_constants_the_smallest_bags_with_nearly_the_least_flop_are_taken():
+    """Costs are FLOP alone, so that larger bags only ever gain; what their exchanges take is not known."""
+    layer, loader = LayerSize(2, HEADS, 64, 1e7), np.arange(8)
+    cost = sequence_cost(layer, FLOP_COUNTS)
+    assert cost.token_s / cost.block_s == pytest.approx(1e7 / (4 * 64 * 64 * 64))
+
+    def chosen(tokens: list[int], slack: float) -> str:
+        work = SequenceWork.dense([BlockGrid(one, 0, 64, 64) for one in tokens], HEADS)
+        picoseconds = cost.picoseconds(work.tokens, work.blocks)
+
+        def planned(topology: BagTopology) -> SequencePlan:
+            return plan_sequences(picoseconds, work.tokens, loader, topology)
+
+        return str(fastest_bags(planned, work, loader, cost, layer, FLOP_COUNTS, 8, 4, slack).topology)
+
+    nearly_even = [4096] * 7 + [4224]
+    assert chosen(nearly_even, 0.05) == "g1n8"
+    assert chosen(nearly_even, 0.0) != "g1n8"
+    assert chosen([4096] * 7 + [3 * 4096], 0.05) != "g1n8"
 
 
 def test_masks_that_are_known_are_made_once_a_size():
