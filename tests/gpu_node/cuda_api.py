@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.runtime.interpreter as interpreter
 
-from tests.gpu_node import launches, streams, tensors
+from tests.gpu_node import streams, tensors
 from tests.gpu_node.faults import recorded
 from tests.gpu_node.streams import Event, Stream, current_device, current_stream, on_stream, set_device
 
@@ -111,6 +111,8 @@ def activate(runtime: Any, devices: int) -> None:
     torch.version.cuda = "13.0"
     torch.__future__.set_swap_module_params_on_conversion(True)  # so that Module.to keeps the subclass
     tensors.generators.update(generators)
+    from tests.gpu_node import launches  # which asks for the architecture
+
     interpreter.GridExecutor.__call__ = launches.checked(interpreter.GridExecutor.__call__)
     threading.Thread.__init__ = _inherits_its_device(threading.Thread.__init__)  # type: ignore[method-assign]
     _kept.append(tensors.register())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.gpu_node import streams
+from tests.gpu_node import cuda_api, streams
 from tests.gpu_node.faults import DeviceFault, recorded
 from tests.gpu_node.tensors import DeviceTensor, inner
 
@@ -43,6 +43,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
                 f"{name}: tensors on cuda:{device}, but the current device is {streams.current_device()}"
             )
         _check_grid(name, executor.grid, kwargs)
+        _check_shared_bytes(name, kwargs, tensors[0].itemsize)
         recorded.launch(name, _variant(args, kwargs))
         memories = [t.memory for t in tensors if isinstance(t, DeviceTensor)]
         streams.submit(device, [], memories, name)
@@ -73,6 +74,21 @@ def _check_grid(name: str, grid: Any, kwargs: dict[str, Any]) -> None:
     for size, most in zip(sizes, _MOST_PROGRAMS, strict=False):
         if not 1 <= size <= most:
             raise DeviceFault(f"{name}: grid {tuple(sizes)}, each of which must lie between 1 and {_MOST_PROGRAMS}")
+
+
+def _check_shared_bytes(name: str, kwargs: dict[str, Any], itemsize: int) -> None:
+    """Refuses an attention kernel whose tiles may not fit: its queries, and the keys and values in flight.
+
+    A bound, not the compiler's count: Hopper's pipeline holds two stages less than it is asked for, others one less
+    (`shared_bytes` of `python -m scripts.checks.machine_code --json` lies below it for every kernel).
+    """
+    if not {"TILE_Q", "TILE_K", "TILE_D", "STAGES"} <= kwargs.keys():
+        return
+    arch = cuda_api.architecture()
+    in_flight = max(1, kwargs["STAGES"] - (2 if 90 <= arch < 120 else 1))
+    needed = (kwargs["TILE_Q"] + 2 * in_flight * kwargs["TILE_K"]) * kwargs["TILE_D"] * itemsize
+    if needed > MOST_SHARED_BYTES[arch]:
+        raise DeviceFault(f"{name}: {needed} bytes of shared memory, and sm{arch} has {MOST_SHARED_BYTES[arch]}")
 
 
 def _variant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from dbsp_core import SequenceGroup
+from dbsp_kernels import KernelInputs
+from dbsp_kernels.triton.forward import triton_attention
+from dbsp_kernels.triton.tile_config import Tiles
 from tests.gpu_node import streams
 from tests.gpu_node.faults import recorded
 from tests.gpu_node.tensors import DeviceTensor
@@ -104,6 +107,13 @@ def _grid_too_large(device: torch.device) -> None:
     double_kernel[(1, 65536)](values, values, 16, SIZE=16)
 
 
+def _too_much_shared_memory(device: torch.device) -> None:
+    """Eight stages of 128 keys and values of width 128."""
+    q, table = torch.ones(1, 128, 128, device=device), torch.ones(1, 1, dtype=torch.int32, device=device)
+    inputs = KernelInputs(q, q, q, table * 0, table[0], table[0] * 128, 1.0)
+    triton_attention(inputs, Tiles(128, 128, warps=8, stages=8))
+
+
 def _host_tensor_to_nccl(device: torch.device) -> None:
     SequenceGroup.of().all_gather(torch.ones(3))
 
@@ -152,6 +162,7 @@ PROGRAMS: dict[str, Callable[[torch.device], Any]] = {
     "a launch while another device is current": lambda device: _raw_launch(device, current=1 - device.index),
     "a launch with a host tensor": lambda device: _raw_launch(device, current=device.index, host=True),
     "a grid that is too large": _grid_too_large,
+    "too much shared memory": _too_much_shared_memory,
     "a host tensor to NCCL": _host_tensor_to_nccl,
     "a device tensor to gloo": _device_tensor_to_gloo,
     "a barrier on NCCL": _barrier_on_nccl,

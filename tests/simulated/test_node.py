@@ -19,6 +19,7 @@ REFUSED = {
     "a launch while another device is current": (0, "but the current device is 1"),
     "a launch with a host tensor": (0, "on the host"),
     "a grid that is too large": (0, "grid (1, 65536)"),
+    "too much shared memory": (0, "sm90 has 232448"),
     "a host tensor to NCCL": (0, "CPU tensor given to NCCL"),
     "a device tensor to gloo": (0, "given to gloo"),
     "a barrier on NCCL": (0, "NCCL has none"),

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+_GPU = torch.cuda.is_available()  # a real one: simulated GPUs come later
+
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
@@ -20,7 +22,7 @@ def interpreted() -> Iterator[None]:
 
     Whether a kernel is interpreted is decided when triton and the kernel are imported, so both are imported here.
     """
-    if torch.cuda.is_available():
+    if _GPU:
         yield
         return
     before = os.environ.get("TRITON_INTERPRET")
