@@ -88,6 +88,6 @@ def _interfaces() -> list[str]:
 
 def _down(name: str) -> bool:
     try:
-        return (_NETWORK / name / "operstate").read_text().strip() == "down"
+        return (_NETWORK / name / "operstate").read_text(encoding="utf-8").strip() == "down"
     except OSError:  # not Linux
         return False

@@ -51,7 +51,7 @@ def find_model(name: str) -> Model:
         hub = next(n for n in spec.names if n.casefold() == name.casefold())
         return Model(hub if "/" in hub else spec.hub, spec)
     folder = Path(name)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
         fault = "that folder does not exist" if looks_local else "db-SP does not know that name"
         raise UserError(f"--model {name}: {fault}; {_KNOWN}{did_you_mean(name.casefold(), MODEL_SPECS)}")
@@ -108,7 +108,7 @@ def _require_images(model: Model, args: Mapping[str, Any]) -> None:
         number = ("no image", "one image", "two images, of the first frame and of the last")[wanted]
         raise UserError(f"--input_images: {model.like.name} takes {number} in xDiT, got {len(images)}")
     for image in images:
-        if "://" not in image and not Path(image).is_file():
+        if "://" not in image and not os.path.isfile(image):
             raise UserError(f"--input_images {image}: there is no such file; name an image file or an address")
 
 

@@ -95,7 +95,7 @@ def convert(
     given = locals()
     require_file_place(target, "OUT")
     require_apart({"OUT": target}, inputs={"IN": source})
-    if source.is_dir():
+    if os.path.isdir(source):
         layout = convert_recording(source, target, step, branch, packed)
     else:
         options = ConvertOptions(**options_for(ConvertOptions, given | {"thw": parse_thw(thw)}))
@@ -119,7 +119,7 @@ def record(
     if layers is not None:
         parse_layers(layers)
         settings[env.RECORD_LAYERS] = layers
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
     require_folder_place(folder.absolute(), "OUT")
     try:

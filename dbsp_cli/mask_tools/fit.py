@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +89,8 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
     weights: dict[str, int] = {}
     known: set[str] = set()
     for place in recordings:
-        files = sorted(place.glob("moments-*.safetensors")) if place.is_dir() else [place]
-        if not files or not files[0].is_file():
+        files = sorted(place.glob("moments-*.safetensors")) if os.path.isdir(place) else [place]
+        if not files or not os.path.isfile(files[0]):
             raise UserError(f"{place} holds no recording of queries and keys; {RECORD}")
         for path in files:
             try:

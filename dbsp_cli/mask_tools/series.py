@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -44,7 +43,7 @@ class MaskSeries:
     @classmethod
     def read(cls, path: str | os.PathLike[str], branch: int = 0) -> MaskSeries:
         """Reads a recording (a folder) or a mask file. Raises UserError for anything else."""
-        return cls._of_recording(path, branch) if Path(path).is_dir() else cls._of_file(path)
+        return cls._of_recording(path, branch) if os.path.isdir(path) else cls._of_file(path)
 
     @classmethod
     def _of_file(cls, path: str | os.PathLike[str]) -> MaskSeries:

@@ -243,7 +243,7 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
     path = shipped.get(os.fspath(source)) or user_path(source)
     advice = f"use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
-    if path.parent == Path() and not path.exists():
+    if path.parent == Path() and not os.path.lexists(path):
         raise UserError(f"no hardware {in_short(os.fspath(source))}; {advice}")
     require_file(path, "hardware file", advice)
     return _read_shipped(path) if path in shipped.values() else _read(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def _variants(part: Path) -> set[str]:
 
 def _missing(part: Path, variant: str | None) -> list[str]:
     """Returns the names of files that are missing for one variant of a part; empty if it is whole."""
-    names = {path.name for path in part.iterdir() if path.exists()}
+    names = {path.name for path in part.iterdir() if os.path.exists(path)}
     files = [(name, found) for name in sorted(names) if (found := _FILE.fullmatch(name))]
     if any((found[1] or found[2]) == variant and not _SHARD.search(name) for name, found in files):
         return []

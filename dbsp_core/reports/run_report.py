@@ -16,7 +16,7 @@ import numpy as np
 
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import user_path
+from dbsp_core.utils.paths import require_file, user_path
 
 __all__ = ["FORMAT", "CallColumns", "Environment", "LayerReport", "RankTotals", "RunReport", "Totals"]
 
@@ -221,6 +221,8 @@ class RunReport:
         """Reads a report.json, or the one in a folder. Raises UserError when it is no report."""
         path = user_path(path)
         path = path / "report.json" if os.path.isdir(path) else path
+        advice = "a run leaves one in the folder of setting `report`, or --sp-report DIR"
+        require_file(path, "report", advice)
         try:
             values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
@@ -239,10 +241,7 @@ class RunReport:
                 raise ValueError("its totals are not finite, as of an imbalance of 0")
             return report
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise UserError(
-                f"{path} is not a db-SP report ({error}); a run leaves one in the folder of "
-                "setting `report`, or --sp-report DIR"
-            ) from error
+            raise UserError(f"{path} is not a db-SP report ({error}); {advice}") from error
 
     def to_json(self) -> str:
         """The report as `read` reads it, with `totals` for other programs."""

@@ -81,7 +81,9 @@ def main() -> int:
     kind = "simulated" if args.simulate else "dry run" if args.dry_run else machine["devices"][0]
     stamp = f"{machine['sources']} {kind}"
     for folder in folders:
-        (folder / "machine.json").write_text(json.dumps({"dry_run": args.dry_run, **machine}, indent=1) + "\n")
+        (folder / "machine.json").write_text(
+            json.dumps({"dry_run": args.dry_run, **machine}, indent=1) + "\n", encoding="utf-8"
+        )
     journals = {name: Journal(name, folders, stamp) for name in args.steps}
     for name, journal in journals.items():
         bring(journal, *folders)
@@ -186,7 +188,11 @@ class Lane:
         """Records a failure of the case that the process was at when it died. One that was only late may be begun
         again."""
         assert self.process is not None
-        error = {"type": "Died", "message": message, "traceback": self.log.read_text(errors="replace")[-TAIL:]}
+        error = {
+            "type": "Died",
+            "message": message,
+            "traceback": self.log.read_text(encoding="utf-8", errors="replace")[-TAIL:],
+        }
         for name, outcome in self.journal.outcomes().items():
             if outcome.state == "open" and outcome.pid == self.process.pid:
                 self.journal.write("failed", name, error=error)

@@ -112,7 +112,7 @@ class TestHome:
             (("masks", "info", "~/m"), "mask file HOME/m does not exist"),
             (("masks", "convert", "~/m.npy", "out", "--tokens", "64"), "file HOME/m.npy does not exist"),
             (("masks", "fit", "~/m", "--out", "x"), "HOME/m holds no recording"),
-            (("report", "~/m"), "HOME/m is not a db-SP report"),
+            (("report", "~/m"), "report HOME/m does not exist; a run leaves one in"),
             (("simulate", "--hardware", "~/m"), "hardware file HOME/m does not exist"),
             (("simulate", "--mask", "~/m.safetensors"), "mask 'HOME/m.safetensors' is neither"),
         ],
@@ -123,6 +123,42 @@ class TestHome:
         code, _, err = dbsp(*command)
         assert code == 2
         assert said.replace("HOME", str(home)) in err
+
+
+LONG = "a" * 300
+GENERATE = ("generate", "--prompt", "x", "--nproc", "1", *(part for size in SIZE for part in ("--set", size)))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", LONG, "--gpus", "2"),
+        ("masks", "info", LONG),
+        ("masks", "convert", f"{LONG}.npy", "out", "--tokens", "64"),
+        ("masks", "convert", "in.npy", LONG, "--tokens", "64"),
+        ("masks", "record", LONG, "--", "true"),
+        ("masks", "fit", LONG, "--out", "x"),
+        ("report", LONG),
+        ("simulate", "--hardware", LONG),
+        ("simulate", "--mask", f"{LONG}.safetensors"),
+        ("tiny", "wan", LONG),
+        (*GENERATE, "--config", LONG),
+        (*GENERATE, "--model", LONG),
+        (*GENERATE, "--config", "tiny-wan", "--out", f"{LONG}.mp4"),
+        (*GENERATE, "--config", "tiny-wan", "--report", LONG),
+        (*GENERATE, "--model", "tiny-wan-i2v", "--image", LONG),
+        (*GENERATE, "--model", "tiny-wan", "--set", f"mask={{source: file, path: {LONG}}}"),
+        (*GENERATE, "--model", "tiny-wan", "--set", f"cost_model={LONG}"),
+    ],
+    ids=lambda command: " ".join(command).replace(LONG, "LONG"),
+)
+def test_a_name_that_is_too_long_is_one_line(tmp_path, dbsp, monkeypatch, command):
+    """It is named, and it is no error of the system's that is shown."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = dbsp(*command)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "[Errno" not in err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,10 @@ BAD_FILES = {
     "empty": (lambda path: path.write_bytes(b""), "not a readable safetensors file"),
     "truncated": (truncate, "not a readable safetensors file"),
     "truncated in its header": (truncate_header, "not a readable safetensors file"),
-    "not safetensors": (lambda path: torch.save({"mask": torch.ones(1)}, path), "not a readable safetensors file"),
+    "not safetensors": (
+        lambda path: torch.save({"mask": torch.ones(1)}, path),
+        "another project.s masks .*dbsp masks convert IN OUT",
+    ),
     "without the tensor": (lambda path: write(path, name="bits"), r"has no tensor 'mask' \(it has \['bits'\]\)"),
     "of floats": (lambda path: write(path, torch.ones(2, GRID.nq, GRID.nk)), "is F32 of shape"),
     "of bools": (lambda path: write(path, torch.ones(2, GRID.nq, GRID.nk, dtype=torch.bool)), "is BOOL of shape"),

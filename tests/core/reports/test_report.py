@@ -398,7 +398,7 @@ def test_cli_compares_two_runs(dbsp, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is not a db-SP report"),
+        (["nowhere"], "report nowhere does not exist; a run leaves one in the folder of setting `report`"),
         (["a", "a", "a"], "takes one run or two"),
         ([], "Missing argument"),
     ],

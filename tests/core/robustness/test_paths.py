@@ -73,7 +73,7 @@ class TestHome:
         assert load_hardware("~/own.yaml") == load_hardware("h800")
         with pytest.raises(UserError, match=f"fitted file {home}/p does not exist"):
             LowRankProjections.load("~/p")
-        with pytest.raises(UserError, match=f"{home}/r is not a db-SP report"):
+        with pytest.raises(UserError, match=f"report {home}/r does not exist"):
             RunReport.read(Path("~/r"))
         assert list(Path().iterdir()) == []
 
