@@ -84,7 +84,8 @@ def attend_dense_part(
         keys, values = (t[:, blocks].flatten(1, 2) for t in (k, v))
         if part.tokens is not None:
             keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
-        found = _attend(*(t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values)), scale)
+        queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
+        found = _attend(queries, keys, values, scale)
     if found is None:
         found = _attend_by_blocks(rows, k[:, blocks], v[:, blocks], kv_len[blocks], scale, kernel)
     return found[0].reshape(rows.shape), found[1].reshape(rows.shape[:3])
@@ -97,10 +98,9 @@ def _attend_by_blocks(
     (batch, rows), blocks = q.shape[:2], k.shape[1]
     every = torch.arange(batch * blocks, dtype=torch.int32, device=q.device).view(batch, blocks)
     count = torch.full((batch * rows,), blocks, dtype=torch.int32, device=q.device)
-    packed = (t.flatten(0, 1).contiguous() for t in (q, k, v))
-    return block_attention(
-        *packed, every.repeat_interleave(rows, 0), count, kv_len.repeat(batch), scale=scale, kernel=kernel
-    )
+    q, k, v = (t.flatten(0, 1).contiguous() for t in (q, k, v))
+    index = every.repeat_interleave(rows, 0)
+    return block_attention(q, k, v, index, count, kv_len.repeat(batch), scale=scale, kernel=kernel)
 
 
 def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
