@@ -104,8 +104,9 @@ def attach_host(
             clock,
             before=sessions[0][1] if sessions else None,
         )
-        device = next(transformer.parameters()).device
-        log_config(own, identify(transformer, pipe), host.everyone, strategy, device)
+        # of the attention's weights: a model may keep others, such as embeddings, in float32
+        like = next((p for p in attentions[0].parameters() if p.is_floating_point()), next(transformer.parameters()))
+        log_config(own, identify(transformer, pipe), host.everyone, strategy, like)
         sessions.append((transformer, session))
     debug = any(session.config.debug for _, session in sessions)
     changes = patches or PatchSet()

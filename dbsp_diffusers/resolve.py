@@ -24,7 +24,7 @@ from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log
 from dbsp_core.utils.yaml_file import Settings, shown_config
 from dbsp_diffusers.models import ARCHITECTURES, architecture_of, known_architecture
-from dbsp_kernels import choose_kernel
+from dbsp_kernels import KernelRequirements, choose_kernel
 
 __all__ = ["describe_mask", "identify", "log_config", "resolve_config"]
 
@@ -87,13 +87,18 @@ def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
 
 
 def log_config(
-    config: DbspConfig, identity: ModelSignature, group: SequenceGroup, strategy: Strategy | None, device: torch.device
+    config: DbspConfig, identity: ModelSignature, group: SequenceGroup, strategy: Strategy | None, like: torch.Tensor
 ) -> None:
-    """Logs the settings in effect, in two lines, on rank 0, once for the same settings."""
+    """Logs the settings in effect, in two lines, on rank 0, once for the same settings.
+
+    Args:
+        like: A tensor of the model's device and dtype, for which the kernel is chosen.
+    """
     if group.rank != 0:
         return
     try:
-        kernel = choose_kernel(config.kernel, device.type, torch.float32).name
+        needs = KernelRequirements(width=identity.sizes[2])
+        kernel = choose_kernel(config.kernel, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"

@@ -21,6 +21,7 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.session.observer import AttentionEnded, SessionObserver
 from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_kernels import fused_kernel
 
 __all__ = ["MOST_CALLS", "BytesByStage", "ObservedCall", "RunObserver", "run_observer"]
 
@@ -130,15 +131,21 @@ class RunObserver(SessionObserver):
     seconds: float | None = None
     latents: torch.Tensor | None = None
     postponed: bool = False
-    kernel: str = ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
+    _kernels: dict[str, None] = field(default_factory=dict)
+    """Names of the kernels that ran, in order of their first run."""
     _started: Mark = 0.0
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
     _passes: list[tuple[int | None, int | None]] = field(default_factory=list)
     """Guidance pass and index of the step of each forward pass, if the host knows them."""
     _assignments: dict[Hashable, Assignment] = field(default_factory=dict)
     _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
+
+    @property
+    def kernel(self) -> str:
+        """The kernels that ran, such as "triton" or "torch flash (dense heads), triton"."""
+        return ", ".join(self._kernels)
 
     def restart(self) -> None:
         """Forgets the run so far; plans that were made in it are not counted again."""
@@ -167,7 +174,7 @@ class RunObserver(SessionObserver):
         replanned = self._assignments.get(key) is not plan.assignment
         self._assignments[key] = plan.assignment
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
-        self.kernel = self.kernel or executor.kernels.kernel_for(q).name
+        self._kernels |= dict.fromkeys(_kernels_of(executor, q))
         call = ObservedCall(
             layer=ended.layer,
             forward=max(len(self._timesteps) - 1, 0),
@@ -219,3 +226,13 @@ def _mark(device: torch.device) -> Mark:
 def run_observer(session: AttentionSession) -> RunObserver | None:
     """The session's observer, if a report is wanted."""
     return next((one for one in session.observers if isinstance(one, RunObserver)), None)
+
+
+def _kernels_of(executor: AttentionExecutor, q: torch.Tensor) -> list[str]:
+    """Returns the names of the kernels that an attention of q [B, H, n, D] ran on."""
+    fused, names = fused_kernel(q), []
+    for table in executor.tables:
+        dense = table.dense if fused else None
+        names += [] if dense is None else [f"torch {fused} (dense heads)"]
+        names += [] if dense is not None and dense.every else [executor.kernels.name]
+    return names

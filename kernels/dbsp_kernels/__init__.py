@@ -8,6 +8,7 @@ from dbsp_kernels.dense import (
     attend_dense_backward,
     attend_dense_part,
     dense_supported,
+    fused_kernel,
 )
 from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
 from dbsp_kernels.kernel import Kernel, KernelRequirements
@@ -42,6 +43,7 @@ __all__ = [
     "choose_kernel",
     "dense_supported",
     "explain_auto",
+    "fused_kernel",
     "merge_into",
     "merge_states",
     "require_supported",

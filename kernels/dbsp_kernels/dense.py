@@ -13,15 +13,22 @@ from dbsp_kernels.attention import block_attention
 from dbsp_kernels.kernel import HALVES, Kernel
 from dbsp_kernels.merge import PartialAttention, lse_dtype
 
-__all__ = ["DensePart", "attend_dense", "attend_dense_backward", "attend_dense_part", "dense_supported"]
+__all__ = [
+    "DensePart",
+    "attend_dense",
+    "attend_dense_backward",
+    "attend_dense_part",
+    "dense_supported",
+    "fused_kernel",
+]
 
 KEYS_AT_A_TIME = 4096
 """In a backward, so that scores of all keys need not be held at once."""
 
 aten = torch.ops.aten
 _log = logging.getLogger("dbsp.kernels")
-_unsupported: set[tuple[torch.device, torch.dtype, int]] = set()
-"""Device, dtype and head dim for which torch has no fused kernel, or one that raised."""
+_ran: dict[tuple[torch.device, torch.dtype, int], str | None] = {}
+"""Torch's fused kernel that ran last, by device, dtype and head dim; None: there is none, or it raised."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +50,12 @@ def dense_supported(q: torch.Tensor) -> bool:
     if not q.is_cuda:
         return q.device.type == "cpu" and hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu")
     width = q.shape[-1]
-    return q.dtype in HALVES and width % 8 == 0 and width <= 256 and _kind(q) not in _unsupported
+    return q.dtype in HALVES and width % 8 == 0 and width <= 256 and _ran.get(_kind(q), "") is not None
+
+
+def fused_kernel(q: torch.Tensor) -> str | None:
+    """Returns the name of torch's fused kernel that ran dense rows of such q on a GPU last, or None."""
+    return _ran.get(_kind(q))
 
 
 def attend_dense_part(
@@ -72,7 +84,8 @@ def attend_dense_part(
         keys, values = (t[:, blocks].flatten(1, 2) for t in (k, v))
         if part.tokens is not None:
             keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
-        found = _attend(*(t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values)), scale)
+        queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
+        found = _attend(queries, keys, values, scale)
     if found is None:
         found = _attend_by_blocks(rows, k[:, blocks], v[:, blocks], kv_len[blocks], scale, kernel)
     return found[0].reshape(rows.shape), found[1].reshape(rows.shape[:3])
@@ -85,10 +98,9 @@ def _attend_by_blocks(
     (batch, rows), blocks = q.shape[:2], k.shape[1]
     every = torch.arange(batch * blocks, dtype=torch.int32, device=q.device).view(batch, blocks)
     count = torch.full((batch * rows,), blocks, dtype=torch.int32, device=q.device)
-    packed = (t.flatten(0, 1).contiguous() for t in (q, k, v))
-    return block_attention(
-        *packed, every.repeat_interleave(rows, 0), count, kv_len.repeat(batch), scale=scale, kernel=kernel
-    )
+    q, k, v = (t.flatten(0, 1).contiguous() for t in (q, k, v))
+    index = every.repeat_interleave(rows, 0)
+    return block_attention(q, k, v, index, count, kv_len.repeat(batch), scale=scale, kernel=kernel)
 
 
 def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
@@ -158,15 +170,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
         cpu: PartialAttention = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)[:2]
         return cpu
     try:
-        run = _FUSED.get(torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=scale))
+        name, run = _FUSED.get(torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=scale), ("", None))
         if run is not None:
-            return run(q, k, v, scale)
+            found = run(q, k, v, scale)
+            _ran[_kind(q)] = name
+            return found
         reason = "torch chooses no fused kernel that returns a log-sum-exp"
     except _NOT_OURS:
         raise
     except RuntimeError as error:  # an operator that this build of torch or this GPU lacks
         reason = " ".join(str(error).split())[:200]
-    _unsupported.add(_kind(q))
+    _ran[_kind(q)] = None
     _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", q.dtype, q.shape[-1], reason)
     return None
 
@@ -206,9 +220,9 @@ def _graph_queries(queries: int, keys: int) -> int:
     return -(-queries // step) * step
 
 
-_FUSED: dict[int, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PartialAttention]] = {
-    SDPBackend.FLASH_ATTENTION.value: _flash,
-    SDPBackend.EFFICIENT_ATTENTION.value: _efficient,
-    SDPBackend.CUDNN_ATTENTION.value: _cudnn,
+_FUSED: dict[int, tuple[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PartialAttention]]] = {
+    SDPBackend.FLASH_ATTENTION.value: ("flash", _flash),
+    SDPBackend.EFFICIENT_ATTENTION.value: ("efficient", _efficient),
+    SDPBackend.CUDNN_ATTENTION.value: ("cudnn", _cudnn),
 }
-"""Operators by torch's choice."""
+"""Names and operators by torch's choice."""

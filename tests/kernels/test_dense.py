@@ -75,7 +75,7 @@ def fused(monkeypatch):
     operators = {f"_scaled_dot_product_{name}_attention": operator(name) for name in BACKENDS}
     monkeypatch.setattr(dense, "aten", SimpleNamespace(**operators))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: state.backend.value)
-    monkeypatch.setattr(dense, "_unsupported", set())
+    monkeypatch.setattr(dense, "_ran", {})
     return state
 
 

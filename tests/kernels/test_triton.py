@@ -88,12 +88,13 @@ class TestInterpreted:
         dtype=st.sampled_from(list(MOST_ERROR)),
         hint=st.booleans(),
         loop=st.sampled_from(LOOPS),
+        use_tma=st.booleans(),
         seed=SEEDS,
     )
     @examples(60)
-    def test_any_shape(self, hint, loop, **shape):
+    def test_any_shape(self, hint, loop, use_tma, **shape):
         p = kinder(packed(**shape))
-        assert_right(p, kv_full=full_counts(p) if hint else None, tiles=tiles(p, loop))
+        assert_right(p, kv_full=full_counts(p) if hint else None, tiles=tiles(p, loop), use_tma=use_tma)
 
     @given(
         counts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=4),
@@ -132,6 +133,20 @@ class TestInterpreted:
         p = kinder(packed(rows=3, blocks=3, block_q=96, block_k=64, width=16))
         for hint, use_tma in itertools.product((full_counts(p), None), (True, False)):
             assert_right(p, tiles=Tiles(32, 16, warps=4, stages=2), kv_full=hint, use_tma=use_tma)
+
+    @pytest.mark.parametrize("loop", LOOPS)
+    @pytest.mark.parametrize("use_tma", [True, False])
+    @pytest.mark.parametrize("keys", [16, 32, 64])
+    def test_blocks_that_tiles_do_not_divide_are_full_blocks_all_the_same(self, use_tma, loop, keys):
+        """Those behind a block in memory are not seen, even if they are not finite."""
+        p = packed(rows=3, blocks=5, block_q=24, block_k=40, width=32, dtype=torch.float16)
+        index, count = torch.tensor([[2, 0, 4], [0, 2, 4], [2, -7, -7]]).int(), torch.tensor([3, 2, 1]).int()
+        k, v, length = p.k.clone(), p.v.clone(), torch.tensor([40, 40, 40, 40, 17]).int()
+        k[1::2], v[1::2] = torch.nan, torch.inf
+        k[4, 17:], v[4, 17:] = torch.nan, torch.inf
+        p = replace(p, k=k, v=v, kv_index=index, kv_count=count, kv_len=length)
+        options = {"tiles": Tiles(16, keys, 4, 3, loop), "use_tma": use_tma}
+        assert_right(p, kv_full=torch.tensor([2, 2, 1]).int(), **options)
 
     @pytest.mark.parametrize("loop", LOOPS)
     @pytest.mark.parametrize("use_tma", [True, False])

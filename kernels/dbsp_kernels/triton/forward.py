@@ -27,8 +27,8 @@ def _keys_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """[TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`, columns FIRST and following; zero
     beyond WIDTH, and, where MASKED, at tokens that are not real."""
-    if USE_TMA:
-        tile = source.load([(block * BLOCK_K + start).to(tl.int32), FIRST])
+    if USE_TMA:  # zero beyond the block, too: its end is the end of the descriptor's second dimension
+        tile = tl.reshape(source.load([block.to(tl.int32), start, FIRST]), [TILE_K, TILE_D])
         if MASKED:
             tile = tl.where(real[:, None], tile, 0.0)
     else:
@@ -64,6 +64,8 @@ def _attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Online softmax over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
 
+    RAGGED blocks are no multiple of TILE_K: the last step of each masks keys by constants, also of full ones.
+
     One flat loop that reads each step's index in that step: so Triton's pipeliner sees index → tile → product and
     keeps all three in flight. An index carried over from the step before would tie each tile's copy to its own use.
 
@@ -72,6 +74,7 @@ def _attend(  # type: ignore[no-untyped-def]
     weights in registers already, and none go through shared memory.
     """
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
+    RAGGED: tl.constexpr = BLOCK_K % TILE_K != 0
     OUT_D: tl.constexpr = acc.shape[1]
     for step in tl.range(first * STEPS, last * STEPS, num_stages=STAGES):
         start = step % STEPS * TILE_K
@@ -83,14 +86,14 @@ def _attend(  # type: ignore[no-untyped-def]
         # Scores of keys that are not real are masked, whatever they are; but a NaN in a value survives a weight of 0.
         k = _keys_tile(
             k_source, block, start, k_block, k_token, inside, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, BLOCK_K % TILE_K != 0 and not USE_TMA, INTERPRET_FP32,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
         v = _keys_tile(
             v_source, block, start, v_block, v_token, real, 0,
-            BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED, INTERPRET_FP32,
+            BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED or (RAGGED and not USE_TMA), INTERPRET_FP32,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
+        if MASKED or RAGGED:
             scores = tl.where(real[None, :], scores, float("-inf"))
         # The first step of a block has a real key, so the new top is finite from the first step on.
         weights, decay, top, total = _online_softmax(scores, top, total, scale_log2)
@@ -99,7 +102,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if HALVES:
             other = _keys_tile(
                 v_source, block, start, v_block, v_token, real, OUT_D,
-                BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED, INTERPRET_FP32,
+                BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED or (RAGGED and not USE_TMA), INTERPRET_FP32,
             )  # fmt: skip
             second = tl.dot(weights, other, second * decay[:, None], input_precision="ieee")
     return top, total, acc, second
@@ -119,7 +122,8 @@ def _attend_late(  # type: ignore[no-untyped-def]
     carried in fp32: cast before they are, they would need their registers twice.
     """
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
-    inside = tl.arange(0, TILE_K) < TILE_K
+    RAGGED: tl.constexpr = BLOCK_K % TILE_K != 0
+    key = tl.arange(0, TILE_K)
     weights = tl.zeros([acc.shape[0], TILE_K], tl.float32)
     decay = tl.full([acc.shape[0]], 1.0, tl.float32)
     for step in tl.range(0, full * STEPS, num_stages=STAGES):
@@ -129,22 +133,24 @@ def _attend_late(  # type: ignore[no-untyped-def]
         v_start = before % STEPS * TILE_K
         v_at = tl.load(indices + before // STEPS).to(tl.int64)
         k = _keys_tile(
-            k_source, block, start, k_block, k_token, inside, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32,
+            k_source, block, start, k_block, k_token, start + key < BLOCK_K, 0,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
         v = _keys_tile(
-            v_source, v_at, v_start, v_block, v_token, inside, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32,
+            v_source, v_at, v_start, v_block, v_token, v_start + key < BLOCK_K, 0,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if RAGGED:
+            scores = tl.where((start + key < BLOCK_K)[None, :], scores, float("-inf"))
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         weights, decay, top, total = _online_softmax(scores, top, total, scale_log2)
     if full > 0:
         end = full * STEPS - 1
-        v_at = tl.load(indices + end // STEPS).to(tl.int64)
+        v_at, v_start = tl.load(indices + end // STEPS).to(tl.int64), end % STEPS * TILE_K
         v = _keys_tile(
-            v_source, v_at, end % STEPS * TILE_K, v_block, v_token, inside, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32,
+            v_source, v_at, v_start, v_block, v_token, v_start + key < BLOCK_K, 0,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return top, total, acc
@@ -175,10 +181,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
     Args:
         q, out, running: [rows, BLOCK_Q, WIDTH].
-        k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors
-            over [blocks · BLOCK_K, WIDTH].
+        k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors.
         LOOP: See `Tiles.loop`.
-        FULL_FIRST: The first full[row] entries are full blocks, and BLOCK_K is a multiple of TILE_K.
+        FULL_FIRST: The first full[row] entries are full blocks.
         SHORT_ONLY: Those entries are left out.
         RUNNING: The result is merged with running and running_lse, which may be out and lse themselves.
         INTERPRET_FP32: Computes in fp32 where the interpreter cannot do bf16.
@@ -290,7 +295,7 @@ def triton_attention(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         inputs.kv_index.shape[1], scale * LOG2_E,
         BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
-        USE_TMA=use_tma, FULL_FIRST=not short_only and kv_full is not None and block_k % tiles.keys == 0,
+        USE_TMA=use_tma, FULL_FIRST=not short_only and kv_full is not None,
         SHORT_ONLY=short_only,
         RUNNING=partial is not None, INTERPRET_FP32=q.dtype == torch.bfloat16 and interpreted,
         STAGES=tiles.stages, LOOP=loop, num_warps=tiles.warps, enable_fp_fusion=True,
@@ -314,11 +319,10 @@ def capability_of(device: torch.device) -> int:
 
 
 def _copyable(t: torch.Tensor) -> bool:
-    """Returns whether Hopper's copy engine can fetch tiles of blocks [C, B, D] as one matrix [C·B, D]."""
-    one_matrix = t.stride(0) == t.shape[1] * t.stride(1)
-    return one_matrix and t.numel() > 0 and t.data_ptr() % 16 == 0 and t.stride(1) * t.itemsize % 16 == 0
+    """Returns whether Hopper's copy engine can fetch tiles of blocks [C, B, D]."""
+    aligned = t.data_ptr() % 16 == 0 and all(stride * t.itemsize % 16 == 0 for stride in t.stride()[:2])
+    return t.numel() > 0 and aligned
 
 
 def _described(t: torch.Tensor, tile: int, columns: int) -> TensorDescriptor:
-    blocks, size, width = t.shape
-    return TensorDescriptor(t, [blocks * size, width], [t.stride(1), 1], [tile, columns])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, tile, columns])

@@ -21,6 +21,7 @@ from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.pooling import pool_rows_triton, sum_tokens_triton
 from dbsp_kernels.triton.row_bits import triton_expand_rows, triton_pack_rows
 from dbsp_kernels.triton.segment_copy import triton_copy_segments
+from dbsp_kernels.triton.tile_config import SHIPPED
 from scripts.checks.machine_code.compiler import Compiled
 from scripts.checks.machine_code.dense_reference import dense_attention
 from scripts.checks.machine_code.launches import compiled_launches
@@ -55,8 +56,8 @@ class Variant:
 
 
 def shipped(arch: int) -> Iterator[Variant]:
-    """Everything that models here use: blocks of 64 and 128 in any mix, heads of 64 and 128, all dtypes."""
-    for dtype, width, block_q, block_k in itertools.product(DTYPES, (128, 64), (64, 128), (64, 128)):
+    """Everything that shipped configurations use, in all dtypes."""
+    for dtype, (block_q, block_k, width) in itertools.product(DTYPES, SHIPPED):
         for name in ATTENTION:
             for case in ("", "ring") if name == "triton" else ("",):
                 yield Variant(name, arch, block_q, block_k, width, dtype, case)

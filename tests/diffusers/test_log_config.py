@@ -1,0 +1,33 @@
+"""The kernel in the log is the one that attention takes for the model's device, dtype and head size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dbsp_core import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.models.lookup import require_model
+from dbsp_diffusers import resolve
+from dbsp_kernels import KERNELS
+
+
+def test_kernel_in_the_log_is_chosen_for_the_models_dtype_and_head_size(monkeypatch):
+    said = []
+    monkeypatch.setattr(resolve, "_log_once", said.append)
+    monkeypatch.delenv("DBSP_KERNEL", raising=False)
+    narrow = replace(KERNELS["cpu"], name="narrow", dtypes=frozenset({torch.bfloat16}), widths=range(1, 65))
+    others = dict(KERNELS)
+    for name in others:
+        monkeypatch.delitem(KERNELS, name)
+    for kernel in (narrow, *others.values()):
+        monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    for model, dtype in (
+        ("cogvideox-5b", torch.bfloat16),
+        ("cogvideox-5b", torch.float32),
+        ("wan2.1-t2v-14b", torch.bfloat16),
+    ):
+        signature = require_model(model).signature
+        resolve.log_config(DbspConfig(), signature, SequenceGroup(0, 1), None, torch.empty(0, dtype=dtype))
+    assert [line.rpartition("kernel ")[2] for line in said if "kernel" in line] == ["narrow", "cpu", "cpu"]
