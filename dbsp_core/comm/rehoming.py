@@ -77,8 +77,9 @@ class _Way:
 
     def to(self, device: torch.device) -> _Way:
         """The same with its places on a device."""
-        names = ("take", "put", "kept_from", "kept_to")
-        return replace(self, **{name: on_device(getattr(self, name), device) for name in names})
+        take, put = on_device(self.take, device), on_device(self.put, device)
+        kept = on_device(self.kept_from, device), on_device(self.kept_to, device)
+        return replace(self, take=take, put=put, kept_from=kept[0], kept_to=kept[1])
 
     def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:
         """Takes tensors [places before, …] to [places after, …], zero at padding, in one exchange of bytes."""

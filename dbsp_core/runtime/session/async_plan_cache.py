@@ -198,9 +198,14 @@ class AsyncPlanCache:
         return _Evaluation(used, chosen, new, call.maker.rank_plan(chosen.plan.assignment) if moves else None)
 
     def _own_stream(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
-        """A stream of the thread's own, which waits only for the mask, not for what else the device computes."""
+        """A stream of the thread's own, which waits only for the mask, not for what else the device computes.
+
+        Makes the device the thread's current one: a new thread begins with GPU 0, and leaving a stream's context
+        returns to the current device, which opens a context there on every rank.
+        """
         if event is None:
             return nullcontext()
+        torch.cuda.set_device(device)
         if device not in self._side_streams:
             self._side_streams[device] = torch.cuda.Stream(device)
         self._side_streams[device].wait_event(event)

@@ -36,7 +36,7 @@ class _Kept:
         if self.node is None:
             return self.executor
         node = self.node()
-        return None if node is None or _freed(node) else node.prepared  # type: ignore[no-any-return]
+        return None if node is None or _freed(node) else node.prepared
 
 
 @dataclass

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
+import torch
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config.config import DbspConfig
@@ -279,3 +282,23 @@ def test_ranks_that_agree_go_on(pool):
 def test_masks_from_queries_and_keys_are_planned_one_call_behind(settings, kind):
     session = AttentionSession(DbspConfig(**settings), SequenceGroup(0, 1), Strategy(1, 1), heads=2, layers=1)
     assert type(plan_cache_of(session._parts)) is kind
+
+
+def test_planning_thread_works_on_the_device_of_the_mask():
+    """A thread that leaves a stream's context goes back to its current device, which is GPU 0 in a new thread."""
+    calls: list[tuple[str, object]] = []
+
+    def noting(name: str) -> Callable[[object], mock.MagicMock]:
+        def call(argument: object) -> mock.MagicMock:
+            calls.append((name, argument))
+            return mock.MagicMock(name=name)
+
+        return call
+
+    cache, device = AsyncPlanCache(ReplanRule(), group=SequenceGroup(0, 1)), torch.device("cuda", 3)
+    patched = {name: noting(name) for name in ("set_device", "Stream", "stream")}
+    with mock.patch.multiple(torch.cuda, **patched):
+        for _ in range(2):
+            cache._own_stream(device, mock.MagicMock())
+    assert calls[:2] == [("set_device", device), ("Stream", device)]
+    assert [name for name, _ in calls] == ["set_device", "Stream", "stream", "set_device", "stream"]
