@@ -145,7 +145,7 @@ def skip_together(original: Callable[..., bool], model: Any, **options: Any) -> 
     if not model.enable_teacache:
         return skip
     session: EngineSession = getattr(model, _SESSION)
-    return session.all_agree(skip, options["temb"].device)
+    return session.all_agree(skip)
 
 
 @not_compiled

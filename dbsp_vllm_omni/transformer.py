@@ -48,7 +48,7 @@ class DbspTransformer:
 
         @torch.compiler.disable
         def all_can(states: torch.Tensor, *args: Any, **options: Any) -> bool:
-            return self._session.all_agree(can_cache(states, *args, **options), states.device)
+            return self._session.all_agree(can_cache(states, *args, **options))
 
         return all_can
 

@@ -204,10 +204,12 @@ class EngineSession:
         shard, text = (0, 1) if last else (1, 0)
         return (q[shard], k[shard], v[shard]), (q[text], k[text], v[text])
 
-    def all_agree(self, answer: bool, device: torch.device | str) -> bool:
-        """Whether all ranks say so: step caches skip layers on all of them or on none. Collective."""
-        vote = torch.tensor([answer], dtype=torch.int32, device=device)
-        return all(bool(one) for one in self.session.group.all_gather(vote))
+    def all_agree(self, answer: bool) -> bool:
+        """Returns whether all ranks say so: step caches skip layers on all of them or on none. Collective.
+
+        Ranks vote from host to host: no device is waited for.
+        """
+        return all(bool(one) for (one,) in self.session.group.gather_integers([answer], torch.device("cpu")))
 
     def _with_share(self, shard: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """A rank's shard with its share of the text."""

@@ -129,6 +129,6 @@ def test_masks_by_step_are_refused_where_the_engine_says_no_step():
 def test_ranks_skip_where_all_would():
     def decided(rank: int, world: int) -> list[bool]:
         session = EngineSession(SequenceGroup.of(), Strategy(1, world), HEADS, LAYERS, KNOWN)
-        return [session.all_agree(answer, "cpu") for answer in (True, rank == 0, False)]
+        return [session.all_agree(answer) for answer in (True, rank == 0, False)]
 
     assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
