@@ -108,5 +108,6 @@ def gather_texts(group: SequenceGroup, text: str, device: torch.device) -> list[
     """Every rank's text, by rank. Collective."""
     mine = text.encode()
     length = max(1, *(size for (size,) in group.gather_integers([len(mine)], device)))
-    padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8).to(device)
-    return [bytes(one.tolist()).decode(errors="replace").rstrip() for one in group.all_gather(padded)]
+    padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
+    texts = group.for_host_tensors().all_gather(padded)
+    return [bytes(one.tolist()).decode(errors="replace").rstrip() for one in texts]

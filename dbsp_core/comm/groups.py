@@ -145,6 +145,14 @@ class SequenceGroup:
         """The `auxiliary` group in which the calling thread agrees on things, with CPU tensors."""
         return self.auxiliary("control")
 
+    def for_host_tensors(self) -> SequenceGroup:
+        """Returns a group of the same ranks that exchanges CPU tensors: this one, or `control` beside NCCL.
+
+        What ranks compare is on the host, whatever device q, k and v are on: it must not wait for that device, and a
+        rank that was given tensors on another device than the others must be able to say so.
+        """
+        return self.control() if self.over_nccl else self
+
     def auxiliary(self, purpose: str) -> SequenceGroup:
         """The same ranks in an auxiliary gloo group for one purpose, whose collectives are mixed with no others.
 
@@ -228,9 +236,9 @@ class SequenceGroup:
         return everyone
 
     def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Every rank's integers (below 2^63), by rank."""
-        mine = torch.tensor(values, dtype=torch.int64, device=device)
-        return [rank_values.tolist() for rank_values in self.all_gather(mine)]
+        """Every rank's integers (below 2^63), by rank, sent from host to host."""
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        return [rank_values.tolist() for rank_values in self.for_host_tensors().all_gather(mine)]
 
     def barrier(self) -> None:
         """Returns once all ranks of a gloo group have called it. Raises RuntimeError where one does not in time."""

@@ -41,7 +41,7 @@ STEPS_DIFFER = "the denoising step or guidance pass differs on rank(s) {}; give 
 LAYERS_DIFFER = "another layer's attention is reached on rank(s) {}; all ranks must run the same layers in one order"
 LAYOUTS_DIFFER = "the sequence layout differs on rank(s) {}; give all ranks one layout"
 INPUTS_DIFFER = (
-    "batch, head size or dtype of q, k and v, or whether they need gradients, differ on rank(s) {}; "
+    "batch, head size, dtype or device type of q, k and v, or whether they need gradients, differ on rank(s) {}; "
     "give all ranks the same"
 )
 SCALES_DIFFER = "the scale of the scores differs on rank(s) {}; give all ranks one"
@@ -121,7 +121,7 @@ def agree_on_attention(
         problem = None if error is None else str(error)
     scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
     marks = {
-        INPUTS_DIFFER: fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, needs_gradients(q, k, v))),
+        INPUTS_DIFFER: fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, q.device.type, needs_gradients(q, k, v))),
         SCALES_DIFFER: fingerprint_of(scale),
         **(more or {}),
         **_marks_of(executor, kernel if debug else ""),

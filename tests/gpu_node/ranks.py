@@ -47,6 +47,10 @@ def _device_group(member: Member) -> DeviceGroup:
 class DeviceGroup(ThreadGroup):
     """A thread group that takes tensors on the rank's device, as NCCL does; its auxiliary groups take host tensors."""
 
+    @property
+    def over_nccl(self) -> bool:
+        return not self._member.over_gloo
+
     def barrier(self) -> None:
         if not self._member.over_gloo:
             raise DeviceFault("monitored_barrier is gloo's; NCCL has none")

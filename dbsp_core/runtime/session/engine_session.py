@@ -207,9 +207,9 @@ class EngineSession:
     def all_agree(self, answer: bool) -> bool:
         """Returns whether all ranks say so: step caches skip layers on all of them or on none. Collective.
 
-        Ranks vote in a group of the host's memory: no device is waited for.
+        Ranks vote from host to host: no device is waited for.
         """
-        return all(one for (one,) in self.session.group.control().gather_integers([int(answer)], torch.device("cpu")))
+        return all(bool(one) for (one,) in self.session.group.gather_integers([answer], torch.device("cpu")))
 
     def _with_share(self, shard: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """A rank's shard with its share of the text."""

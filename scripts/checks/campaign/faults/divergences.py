@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.checks.campaign.faults.phases import SPARGE, WINDOW
 
-INPUTS = "batch, head size or dtype of q, k and v, or whether they need gradients, differ on rank(s) [{}]"
+INPUTS = "batch, head size, dtype or device type of q, k and v, or whether they need gradients, differ on rank(s) [{}]"
 SETTINGS = "the settings differ on rank(s) [{}]"
 
 
