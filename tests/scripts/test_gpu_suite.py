@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import time
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from dbsp_core.sources import SOURCES
-from scripts.checks.gpu import suite
+from scripts.checks.gpu import suite, waits
 from scripts.checks.gpu.journal import Case, Journal, Outcome, Row
 from scripts.checks.gpu.sessions import TINY, every_mask
 from scripts.checks.gpu.suite import STEPS, Step, run_step
@@ -105,6 +107,19 @@ def test_without_a_gpu_it_says_so(tmp_path):
     done = run("--out", tmp_path, "--earlier", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--dry-run" in done.stderr
+
+
+def test_waits_that_cuda_warns_of_are_counted_by_place(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    warn = "warnings.warn('called a synchronizing CUDA operation (Triggered internally)')"
+    places = ("dbsp_core/runtime/ring.py", "tests/support/thread_group.py", "scripts/checks/gpu/waits.py")
+    seen: Counter[str] = Counter()
+    with waits.recorded_by_cuda():
+        for place in (*places, "dbsp_core/runtime/ring.py"):
+            with waits.watched(seen):
+                exec(compile(warn, str(ROOT / place), "exec"), {"warnings": warnings})
+        exec(compile(warn, str(ROOT / places[0]), "exec"), {"warnings": warnings})  # by a thread that is not watched
+    assert [(where.split(" < ")[0], times) for where, times in seen.items()] == [("dbsp_core/runtime/ring.py:1", 2)]
 
 
 def test_unknown_step_is_rejected():
