@@ -169,6 +169,14 @@ def worker(folder: Path, stamp: str, seconds: float) -> int:
     return subprocess.run([*command, *sum(options.items(), ())], cwd=ROOT, timeout=120).returncode
 
 
+def test_a_step_that_cannot_start_is_recorded_and_not_tried_again(tmp_path):
+    journal = Journal("no_step", (tmp_path,), "a stamp")
+    run_step(Step("no_step", 5, "is missing", package="tests.scripts"), journal, time.monotonic() + 300, ["--dry-run"])
+    (outcome,) = journal.outcomes().values()
+    assert (outcome.state, journal.complete()) == ("failed", False)
+    assert "ModuleNotFoundError" in outcome.error["traceback"]
+
+
 def test_a_process_without_time_begins_no_case(tmp_path):
     assert worker(tmp_path, "a stamp", 0) == suite.OUT_OF_TIME
     assert not (tmp_path / "faulty_step.jsonl").exists()
