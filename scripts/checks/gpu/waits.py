@@ -128,7 +128,7 @@ def place() -> str:
     for frame in traceback.extract_stack():
         path = Path(frame.filename)
         relative = path.relative_to(REPO).as_posix() if path.is_relative_to(REPO) else ""
-        if relative.startswith("tests/support/thread_group"):
+        if relative.startswith("tests/support/thread_group.py"):
             return ""
         line = f"{relative}:{frame.lineno}"
         if relative.startswith(_PRODUCT) and lines[-1:] != [line]:
