@@ -108,7 +108,7 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, by_triton):
     if by_triton:
         pytest.importorskip("triton")
         if torch.cuda.is_available():
-            pytest.skip("there is a GPU, on which tests/kernels/gpu runs the kernel")
+            pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
     buffer = torch.full(shape[2:3] + shape[:1] + shape[3:], 12345, dtype=torch.int32).transpose(0, 1)[:, None]
     expected = buffer.clone()
     for head, token, _, to, length, _ in columns.tolist():
@@ -125,7 +125,7 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, by_triton):
 def test_tritons_restored_tokens_have_torchs_bits(dtype, width):
     pytest.importorskip("triton")
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/gpu runs the kernel")
+        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
     tokens = tokens_of(3, 2, 3, 41, width).clamp_(-6e4, 6e4)
     tokens[0, 0, 3, 1] = torch.inf
     rows = rows_of_tokens(tokens)

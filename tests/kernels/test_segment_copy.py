@@ -91,7 +91,7 @@ def test_the_triton_kernel_equals_its_twin(case):
     from dbsp_kernels.triton.segment_copy import triton_copy_segments
 
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/gpu runs the kernel")
+        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
     source, destination, table = case
     expected = one_by_one(source, destination, table)
     with interpreted():

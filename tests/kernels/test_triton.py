@@ -27,7 +27,7 @@ MOST_ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 def interpreter():
     """Triton's interpreter, with everything that torch leaves uninitialised filled with NaN."""
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/gpu runs the kernels")
+        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernels")
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory, too
     assert torch.empty(9).isnan().all()
     with interpreted():

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import time
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from dbsp_core.sources import SOURCES
-from scripts.checks.gpu import suite
+from scripts.checks.gpu import suite, waits
 from scripts.checks.gpu.journal import Case, Journal, Outcome, Row
 from scripts.checks.gpu.sessions import TINY, every_mask
 from scripts.checks.gpu.suite import STEPS, Step, run_step
@@ -107,6 +109,19 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert "--dry-run" in done.stderr
 
 
+def test_waits_that_cuda_warns_of_are_counted_by_place(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    warn = "warnings.warn('called a synchronizing CUDA operation (Triggered internally)')"
+    places = ("dbsp_core/runtime/ring.py", "tests/support/thread_group.py", "scripts/checks/gpu/waits.py")
+    seen: Counter[str] = Counter()
+    with waits.recorded_by_cuda():
+        for place in (*places, "dbsp_core/runtime/ring.py"):
+            with waits.watched(seen):
+                exec(compile(warn, str(ROOT / place), "exec"), {"warnings": warnings})
+        exec(compile(warn, str(ROOT / places[0]), "exec"), {"warnings": warnings})  # by a thread that is not watched
+    assert [(where.split(" < ")[0], times) for where, times in seen.items()] == [("dbsp_core/runtime/ring.py:1", 2)]
+
+
 def test_unknown_step_is_rejected():
     done = run("--steps", "rates,speed")
     assert done.returncode == 2
@@ -152,6 +167,14 @@ def worker(folder: Path, stamp: str, seconds: float) -> int:
         "--dry-run",
     ]
     return subprocess.run([*command, *sum(options.items(), ())], cwd=ROOT, timeout=120).returncode
+
+
+def test_a_step_that_cannot_start_is_recorded_and_not_tried_again(tmp_path):
+    journal = Journal("no_step", (tmp_path,), "a stamp")
+    run_step(Step("no_step", 5, "is missing", package="tests.scripts"), journal, time.monotonic() + 300, ["--dry-run"])
+    (outcome,) = journal.outcomes().values()
+    assert (outcome.state, journal.complete()) == ("failed", False)
+    assert "ModuleNotFoundError" in outcome.error["traceback"]
 
 
 def test_a_process_without_time_begins_no_case(tmp_path):

@@ -105,7 +105,7 @@ def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
     inputs = BackwardInputs(given, *(one.to(setting.device) for one in parts), lambda: table)
     found, again = (block_attention_backward(inputs, "triton") for _ in range(2))
     for name, one, other, leaf in zip("qkv", found, again, leaves, strict=True):
-        error = relative_error(one.cpu(), leaf.grad)  # type: ignore[arg-type]
+        error = relative_error(one.cpu(), leaf.grad)
         yield Row(f"error of d{name}", error, "‖·‖", MOST_GRADIENT_ERROR[shape.dtype])
         yield Row(f"numbers of d{name} that change when repeated", float((one != other).sum()), "", 0.0)
 

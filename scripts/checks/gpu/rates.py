@@ -48,7 +48,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 def largest_error(job: PackedJob, kernel: str, rows: int = 16, **options: object) -> float:
     """Relative error of the first rows of the order and the last, against float64."""
     q, k, v = job.inputs[0]
-    out, _ = block_attention(q, k, v, **vars(job.table), kernel=kernel, **options)  # type: ignore[arg-type]
+    out, _ = block_attention(q, k, v, **vars(job.table), kernel=kernel, **options)
     picked = torch.cat([job.table.row_schedule[: rows // 2], job.table.row_schedule[-(rows // 2) :]]).long()
     table = {name: getattr(job.table, name)[picked] for name in ("kv_index", "kv_count")}
     wide = (q[picked].double(), k.double(), v.double())
@@ -61,7 +61,7 @@ def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
     """Dense attention of a rank's heads by every library that does it here."""
     options = {"device": setting.device, "dtype": shape.dtype}
     size = 3, 1, setting.own_heads, setting.tokens, shape.head_dim
-    sets = [torch.randn(size, **options) for _ in range(setting.sets)]  # type: ignore[call-overload]
+    sets = [torch.randn(size, **options) for _ in range(setting.sets)]
 
     def sdpa(backend: SDPBackend) -> Work:
         def work(i: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
     for module in ("flash_attn", "flash_attn_interface"):
         if importlib.util.find_spec(module) is not None:
             attend = __import__(module).flash_attn_func
-            works[module] = lambda i, f=attend: f(*(t.transpose(1, 2) for t in sets[i % len(sets)]))  # type: ignore[misc]
+            works[module] = lambda i, f=attend: f(*(t.transpose(1, 2) for t in sets[i % len(sets)]))
     return {name: work for name, work in works.items() if _runs(work)}
 
 
@@ -89,7 +89,7 @@ def sparse_contenders(job: PackedJob) -> dict[str, Work]:
         whole = {} if KERNELS[kernel].returns_lse else {"head_layout": heads, "lse": False}
 
         def run(i: int) -> object:
-            return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel=kernel, **whole)  # type: ignore[arg-type]
+            return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel=kernel, **whole)
 
         return run
 
@@ -166,13 +166,13 @@ def packing(setting: Setting) -> Iterator[Row]:
     (exchange,) = route.dispatch_exchanges
     options = {"device": setting.device, "dtype": setting.dtype}
     heads, head_dim = setting.heads, setting.head_dim
-    sent, came = (torch.zeros(sum(splits), 1, head_dim, **options) for splits in (exchange.sent, exchange.received))  # type: ignore[arg-type]
-    rows = torch.zeros(1, 1, route.q_places, head_dim, **options)  # type: ignore[arg-type]
-    blocks = torch.zeros(1, 2, route.kv_places, head_dim, **options)  # type: ignore[arg-type]
+    sent, came = (torch.zeros(sum(splits), 1, head_dim, **options) for splits in (exchange.sent, exchange.received))
+    rows = torch.zeros(1, 1, route.q_places, head_dim, **options)
+    blocks = torch.zeros(1, 2, route.kv_places, head_dim, **options)
     wire, mean = WIRE_FORMATS["int8"], torch.zeros(1, heads, head_dim, device=setting.device)
     written = [wire.empty(rows, *buffer.shape[:2]).zero_() for buffer in (sent, came)]
     written_packed = [wire.empty(rows, *packed.shape[:3]).zero_() for packed in (rows, blocks)]
-    qkv = tuple(torch.randn(3, layout.shard, heads, head_dim, **options).transpose(1, 2)[:, None])  # type: ignore[call-overload]
+    qkv = tuple(torch.randn(3, layout.shard, heads, head_dim, **options).transpose(1, 2)[:, None])
 
     def plain(i: int) -> None:
         gather_segments(qkv, sent.transpose(0, 1)[:, None], exchange.pack)

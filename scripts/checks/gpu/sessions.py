@@ -121,5 +121,5 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMa
     weights = torch.softmax(scores.masked_fill(~allowed & some, -torch.inf), dim=-1)
     out = (weights @ v.double()).masked_fill(~some, 0.0)
     if mask.remainder is not None:
-        mask.remainder.add_to(out)  # type: ignore[union-attr]
+        mask.remainder.add_to(out)
     return out

@@ -88,7 +88,7 @@ class Setting:
         """For a dry run: everything once, in seconds."""
         video = {"ffn": 64, "layers": 2, "steps": 2}
         small = {"thw": (1, 8, 10), "heads": 4, "head_dim": 16, "world": 2, "sets": 1, "samples": 1}
-        return cls(True, device, torch.float32, densities=(0.4, 1.0), **small, **video)  # type: ignore[arg-type]
+        return cls(True, device, torch.float32, densities=(0.4, 1.0), **small, **video)
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -171,7 +171,7 @@ class PackedJob:
         grid, heads, head_dim = self.mask.grid, self.mask.heads, self.shape.head_dim
         options = {"device": self.setting.device, "dtype": self.shape.dtype}
         shapes = [(heads * grid.nq, grid.block_q, head_dim), *[(heads * grid.nk, grid.block_k, head_dim)] * 2]
-        return [tuple(torch.randn(s, **options) for s in shapes) for _ in range(self.setting.sets)]  # type: ignore[misc]
+        return [tuple(torch.randn(s, **options) for s in shapes) for _ in range(self.setting.sets)]
 
     @cached_property
     def flops(self) -> float:

@@ -27,8 +27,6 @@ GRACE_S = 20.0
 """How long after its time a process may still be at its last case."""
 LEAST_S = 5.0
 """With less time left no step is begun."""
-MOST_PROCESSES = 40
-"""Of one lane of a step, one after another: each but the last ended by a case."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def main() -> int:
         )
     journals = {name: Journal(name, folders, stamp) for name in args.steps}
     for name, journal in journals.items():
-        bring(journal, *folders)
+        bring(f"{name}.jsonl", folders[-1], folders[0])
         if not journal.complete() and deadline - time.monotonic() > LEAST_S:
             run_step(STEPS[name], journal, deadline, options_of(args, STEPS[name]))
     return report(machine, journals, args.dry_run)
@@ -114,10 +112,9 @@ def parsed_arguments() -> argparse.Namespace:
     return args
 
 
-def bring(journal: Journal, out: Path, earlier: Path | None = None) -> None:
-    """Copies an earlier call's results of a step to a folder that has none of them."""
-    name = f"{journal.step}.jsonl"
-    if earlier is not None and (earlier / name).is_file() and not (out / name).is_file():
+def bring(name: str, earlier: Path, out: Path) -> None:
+    """Copies an earlier call's results to a folder that has none."""
+    if (earlier / name).is_file() and not (out / name).is_file():
         shutil.copyfile(earlier / name, out / name)
 
 
@@ -145,7 +142,7 @@ class Lane:
     """One process at a time that runs its share of a step's cases; another where a case took it along."""
 
     def __init__(self, step: Step, journal: Journal, until: float, options: list[str]) -> None:
-        self.journal, self.until, self.complete, self.started = journal, until, False, 0
+        self.journal, self.until, self.complete = journal, until, False
         self.log = journal.folders[0] / f"{step.name}.log"
         self.command = [sys.executable, "-m", "scripts.checks.gpu.worker", step.name, "--stamp", journal.stamp]
         self.command += ["--module", f"{step.package}.{step.name}"] + ["--poison"] * step.poison
@@ -155,10 +152,8 @@ class Lane:
 
     def start(self) -> None:
         left = self.until - time.monotonic()
-        if left < LEAST_S or self.started == MOST_PROCESSES:
-            self.process = None
+        if left < LEAST_S:
             return
-        self.started += 1
         command = [*self.command, "--seconds", str(left)]
         cache = {"TRITON_CACHE_DIR": str(self.journal.folders[-1] / "triton")}
         with open(self.log, "ab") as log:
@@ -176,26 +171,24 @@ class Lane:
         if status not in (0, OUT_OF_TIME, FRESH):
             _kill_session(self.process.pid)  # with the ranks that it started
             self.process.wait()
-        if status not in (None, 0, OUT_OF_TIME, FRESH):
-            self.blame(f"ended its process with status {status}")
+        died = status not in (None, 0, OUT_OF_TIME, FRESH)
+        blamed = died and self.blame(self.process.pid, f"ended its process with status {status}")
         self.complete = status == 0
-        if status in (None, 0, OUT_OF_TIME):
-            self.process = None
-        else:
+        self.process = None
+        if blamed or status == FRESH:
             self.start()
 
-    def blame(self, message: str) -> None:
-        """Records a failure of the case that the process was at when it died. One that was only late may be begun
-        again."""
-        assert self.process is not None
-        error = {
-            "type": "Died",
-            "message": message,
-            "traceback": self.log.read_text(encoding="utf-8", errors="replace")[-TAIL:],
-        }
-        for name, outcome in self.journal.outcomes().items():
-            if outcome.state == "open" and outcome.pid == self.process.pid:
-                self.journal.write("failed", name, error=error)
+    def blame(self, pid: int, message: str) -> bool:
+        """Records a failure of the case that a process was at when it died. Returns False if it was at none.
+
+        A case that was only late is left open: a later call begins it again.
+        """
+        trace = self.log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+        error = {"type": "Died", "message": message, "traceback": trace}
+        open_here = [name for name, one in self.journal.outcomes().items() if one.state == "open" and one.pid == pid]
+        for name in open_here or ["starting"]:
+            self.journal.write("failed", name, error=error)
+        return bool(open_here)
 
 
 def _kill_session(leader: int) -> None:
@@ -230,7 +223,7 @@ def report(machine: dict[str, Any], journals: dict[str, Journal], dry_run: bool)
 
 def print_case(case: str, state: str, correct: bool, rows: list[dict[str, Any]], error: dict[str, str]) -> None:
     mark = state if state != "ended" else ("right" if correct else "WRONG")
-    print(f"  {case}: {mark}" + (f", {error['type']}: {error['message'].splitlines()[0]}" if error else ""))
+    print(f"  {case}: {mark}" + (f", {error['type']}: {error['message'].partition(chr(10))[0]}" if error else ""))
     for row in rows:
         if row["limit"] is None or not row["correct"]:
             bound = row["goal"] or ("" if row["limit"] is None else f"≤ {row['limit']:.3g}")

@@ -128,7 +128,7 @@ def tokens_and_text(setting: Setting, tokens: int) -> tuple[torch.Tensor, torch.
     """Random hidden states [1, tokens, H · D] and text [1, 512, H · D]."""
     options = {"device": setting.device, "dtype": setting.dtype}
     width = setting.heads * setting.head_dim
-    return torch.randn(1, tokens, width, **options), torch.randn(1, 512, width, **options)  # type: ignore[call-overload]
+    return torch.randn(1, tokens, width, **options), torch.randn(1, 512, width, **options)
 
 
 class Marks:
@@ -164,5 +164,5 @@ class Marks:
 
     def _elapsed(self, a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
         if isinstance(a, float) or isinstance(b, float):
-            return float(b) - float(a)  # type: ignore[arg-type]
+            return float(b) - float(a)
         return float(a.elapsed_time(b))

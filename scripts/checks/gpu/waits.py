@@ -18,20 +18,21 @@ import torch
 from dbsp_core import SequenceGroup
 from dbsp_core.masks.schedule import Progress, StepClock
 from scripts.checks.gpu.journal import REPO, Case, Row, Skipped
-from scripts.checks.gpu.ranks import MASKS, inputs
+from scripts.checks.gpu.ranks import MASKS, inputs, launches_in_turn
 from scripts.checks.gpu.sessions import SMALL, TINY, local, session_of
 from scripts.checks.gpu.setting import Setting
 from tests.support.thread_ranks import ThreadRanks
 
 STEADY = 2
 """The step that is watched."""
-SCHEDULED = {"dense_schedule": {"first_steps": 1}}
-KINDS = {kind: (mask, {}) for kind, mask in MASKS.items()} | {
-    "static after a dense step": (MASKS["static"], SCHEDULED)
+KINDS = {
+    "static": (MASKS["static"], {}),
+    "predicted": (MASKS["predicted"], {}),
+    "static after a dense step": (MASKS["static"], {"dense_schedule": {"first_steps": 1}}),
 }
 """Masks, and other settings."""
 _WATCHED = threading.local()
-_BENCH = ("scripts/checks/gpu", "tests/support", "tests/gpu_node")
+_PRODUCT = ("dbsp_", "kernels/")
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -47,7 +48,7 @@ def waits(setting: Setting, strategy: str, kind: str) -> Iterator[Row]:
     world = int(strategy[1 : strategy.index("R")]) * int(strategy[strategy.index("R") + 1 :])
     if setting.device == "cpu":
         raise Skipped("no host waits for the CPU")
-    with recorded_by_simulation() if setting.dry else recorded_by_cuda():
+    with recorded_by_simulation() if setting.dry else recorded_by_cuda(), launches_in_turn():
         by_rank = ThreadRanks(world).run(on_rank, setting, strategy, kind)
     seen: Counter[str] = sum(by_rank, Counter())
     yield Row("host waits", float(sum(seen.values())), "", 0.0)
@@ -101,7 +102,7 @@ def recorded_by_cuda() -> Iterator[None]:
     """Notes what CUDA warns of."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "synchroniz" in str(message):
+        if "called a synchronizing" in str(message):
             note()
 
     with warnings.catch_warnings():
@@ -123,13 +124,13 @@ def recorded_by_simulation() -> AbstractContextManager[Any]:
 
 def place() -> str:
     """The innermost lines of the product that run, callers last, or "" where the group of threads itself waits."""
-    lines = []
+    lines: list[str] = []
     for frame in traceback.extract_stack():
         path = Path(frame.filename)
         relative = path.relative_to(REPO).as_posix() if path.is_relative_to(REPO) else ""
-        if relative.startswith("tests/support/thread_group"):
+        if relative.startswith("tests/support/thread_group.py"):
             return ""
         line = f"{relative}:{frame.lineno}"
-        if relative and not relative.startswith(_BENCH) and lines[-1:] != [line]:
+        if relative.startswith(_PRODUCT) and lines[-1:] != [line]:
             lines.append(line)
     return " < ".join(lines[:-7:-1])

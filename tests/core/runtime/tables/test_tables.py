@@ -64,7 +64,7 @@ def test_the_triton_kernel_equals_its_twin(case, batch):
     from dbsp_kernels.triton import row_bits as triton_rows
 
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/gpu runs the kernel")
+        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
     for chunk in (16, 1024):
         whole, triton_rows.CHUNK = triton_rows.CHUNK, chunk
         try:
@@ -82,7 +82,7 @@ def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
     from dbsp_kernels.triton import row_bits as triton_rows
 
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/gpu runs whole layers")
+        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs whole layers")
     strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3"]))
     layout = table_layout(make_plan(mask, strategy).assignment, 0)
     bits = mask.row_bits
