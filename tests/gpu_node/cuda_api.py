@@ -114,6 +114,7 @@ def activate(runtime: Any, devices: int) -> None:
     from tests.gpu_node import launches  # which asks for the architecture
 
     interpreter.GridExecutor.__call__ = launches.checked(interpreter.GridExecutor.__call__)
+    interpreter.InterpretedFunction.rewrite = launches.one_at_a_time(interpreter.InterpretedFunction.rewrite)
     threading.Thread.__init__ = _inherits_its_device(threading.Thread.__init__)  # type: ignore[method-assign]
     _kept.append(tensors.register())
 

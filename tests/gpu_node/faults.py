@@ -21,7 +21,8 @@ class Record:
     """Counts of what ran on the simulated devices since the last `clear`, over all threads.
 
     Attributes:
-        host_waits: Waits of the host for a device, by "what at file:line".
+        host_waits: Waits of the host for a device, by "what at file:line"; those of threads that are no rank's own,
+            whom nobody waits for, by "what in thread NAME at file:line".
         launches: Triton launches by kernel.
         operators: Operators of torch that compute on a device, by name.
         variants: Of each kernel, the specialisations that its launches asked for.
@@ -38,7 +39,8 @@ class Record:
         self.variants: dict[str, set[object]] = {}
 
     def host_wait(self, what: str) -> None:
-        place = place_of_caller()
+        place, thread = place_of_caller(), threading.current_thread().name
+        what += f" in thread {thread}" if thread.startswith("dbsp-") else ""
         with self._lock:
             self.host_waits[f"{what} at {place}"] += 1
 

@@ -13,12 +13,22 @@ from tests.gpu_node import cuda_api, streams
 from tests.gpu_node.faults import DeviceFault, recorded
 from tests.gpu_node.tensors import DeviceTensor, inner
 
-__all__ = ["MOST_SHARED_BYTES", "checked"]
+__all__ = ["MOST_SHARED_BYTES", "checked", "one_at_a_time"]
 
 MOST_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """By architecture: shared memory that one program may have (CUDA C++ Programming Guide, technical specifications)."""
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
-_LOCK = threading.RLock()  # the interpreter keeps the place in the grid in a global
+_LOCK = threading.RLock()  # the interpreter keeps the place in the grid in a global, and Python's parser its depth
+
+
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function of the interpreter that threads must not enter together."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _LOCK:
+            return function(*args, **kwargs)
+
+    return call
 
 
 def checked(launch: Callable[..., None]) -> Callable[..., None]:
@@ -45,13 +55,16 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
         _check_grid(name, executor.grid, kwargs)
         _check_shared_bytes(name, kwargs, tensors[0].itemsize)
         recorded.launch(name, _variant(args, kwargs))
-        memories = [t.memory for t in tensors if isinstance(t, DeviceTensor)]
-        streams.submit(device, [], memories, name)
-        names = executor.arg_names
-        if "INTERPRET_FP32" in names and any(t.dtype == torch.bfloat16 for t in tensors):
+        if "INTERPRET_FP32" in executor.arg_names and any(t.dtype == torch.bfloat16 for t in tensors):
             kwargs = {**kwargs, "INTERPRET_FP32": True}  # the interpreter's products of bfloat16 are wrong
+        there = list({id(t.memory): t for t in tensors if isinstance(t, DeviceTensor)}.values())
         with _LOCK, torch.no_grad():
+            before = [_bytes(t).clone() for t in there]
             launch(executor, *map(_values, args), **{name: _values(value) for name, value in kwargs.items()})
+            written = [not torch.equal(_bytes(t), old) for t, old in zip(there, before, strict=True)]
+        reads = [t.memory for t, changed in zip(there, written, strict=True) if not changed]
+        writes = [t.memory for t, changed in zip(there, written, strict=True) if changed]
+        streams.submit(device, reads, writes, name)
         return None
 
     return run
@@ -67,6 +80,11 @@ def _values(value: Any) -> Any:
     if isinstance(value, TensorDescriptor):
         return TensorDescriptor(inner(value.base), value.shape, value.strides, value.block_shape, value.padding)
     return inner(value)
+
+
+def _bytes(tensor: DeviceTensor) -> torch.Tensor:
+    """Returns all bytes of a tensor's allocation: nothing else says what a kernel writes."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.inner.untyped_storage())
 
 
 def _check_grid(name: str, grid: Any, kwargs: dict[str, Any]) -> None:

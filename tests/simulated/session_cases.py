@@ -46,7 +46,7 @@ class Step:
     """What one rank's share of a steady forward pass was.
 
     Attributes:
-        waits: Host waits in the product's files, by place.
+        waits: Host waits of the ranks' own threads in the product's files, by place.
         launches: Triton launches and NCCL calls a rank.
         operators: Torch's operators a rank.
         variants: Compiled variants by kernel, since the session began.
@@ -97,7 +97,9 @@ def steady_step(
             session.attend(layer, q, k, v)
     group.control().barrier()
     waits = {
-        place: times for place, times in recorded.host_waits.items() if place.partition(" at ")[2].startswith(_PRODUCT)
+        place: times
+        for place, times in recorded.host_waits.items()
+        if place.partition(" at ")[2].startswith(_PRODUCT) and " in thread " not in place
     }
     found = Step(
         waits,
