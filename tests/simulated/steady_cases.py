@@ -1,0 +1,57 @@
+"""What ranks on simulated GPUs run: passes of a second generation, whose timesteps are on the device, and training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dbsp_core import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
+from dbsp_core.reports.observed_session import observed_session
+from tests.core.runtime.session_cases import HEADS, WIDTH
+from tests.gpu_node.faults import recorded
+from tests.simulated.session_cases import _PRODUCT, THW
+
+STEPS = 4
+
+
+def waits_of_a_pass(rank: int, world: int, settings: dict[str, Any], strategy: str, training: bool) -> dict[str, int]:
+    """Returns the host waits of one pass, and its backward, in the middle of the second generation, by place."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = SequenceGroup.of()
+    config = DbspConfig.load(settings)
+    session = observed_session(config, group, Strategy.parse(strategy), HEADS, 1, lambda: STEPS)
+    draws = torch.Generator().manual_seed(0)
+    waits: dict[str, int] = {}
+    for generation in range(2):
+        timesteps = torch.linspace(999.0, 0.0, STEPS).to(device)
+        for step in range(STEPS):
+            last = (generation, step) == (1, STEPS - 1)
+            shard = session.layout.shard if session._sizes else session.begin(Video(THW), device=device).shard
+            q, k, v = (torch.randn(1, HEADS, shard, WIDTH, generator=draws).to(device) for _ in range(3))
+            if training:
+                q, k, v = (t.requires_grad_() for t in (q, k, v))
+            session.flush()
+            group.control().barrier()
+            if rank == 0:
+                recorded.host_waits.clear()
+            group.control().barrier()
+            with torch.set_grad_enabled(training):
+                session.begin(Video(THW), timestep=timesteps[step].expand(2), device=device)
+                out = session.attend(0, q, k, v)
+            if training:
+                out.backward(torch.ones_like(out))
+            group.control().barrier()
+            if last:
+                waits = {
+                    place: times
+                    for place, times in recorded.host_waits.items()
+                    if place.partition(" at ")[2].startswith(_PRODUCT)
+                }
+            group.control().barrier()
+    session.flush()
+    return waits

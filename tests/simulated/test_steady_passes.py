@@ -1,0 +1,36 @@
+"""No pass of a generation that a session has seen before makes the host wait under known masks; nor does training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu_node.node import GpuNode
+from tests.simulated.steady_cases import waits_of_a_pass
+from tests.simulated.test_sessions import BLOCKS, MASKS, WINDOW
+
+KEPT = {"reuse": {"threshold": 100.0}}
+DENSE_STEPS = {"dense_schedule": {"first_steps": 2}}
+BY_STEP = {"source": "synthetic", "density": 0.4, "drift": 0.2, **BLOCKS}
+PASSES: dict[str, tuple[dict[str, Any], str]] = {
+    "static, dense steps": ({"mask": WINDOW, **DENSE_STEPS}, "U2R1"),
+    "by step": ({"mask": BY_STEP, **KEPT}, "U1R2"),
+    "callable": ({"mask": MASKS["callable"], **KEPT}, "U2R1"),
+}
+TRAINING: dict[str, tuple[dict[str, Any], str]] = {
+    "window": ({"mask": WINDOW}, "U1R2"),
+    "needed keys": ({"mask": WINDOW, "keys": "needed"}, "U1R2"),
+}
+
+
+@pytest.mark.parametrize(("settings", "strategy"), PASSES.values(), ids=PASSES)
+def test_a_pass_of_a_known_generation_waits_for_nothing(
+    gpu_node: GpuNode, settings: dict[str, Any], strategy: str
+) -> None:
+    assert gpu_node.run(2, waits_of_a_pass, settings, strategy, False)[0] == {}
+
+
+@pytest.mark.parametrize(("settings", "strategy"), TRAINING.values(), ids=TRAINING)
+def test_training_waits_for_nothing(gpu_node: GpuNode, settings: dict[str, Any], strategy: str) -> None:
+    assert gpu_node.run(2, waits_of_a_pass, settings, strategy, True)[0] == {}
