@@ -25,18 +25,23 @@ from tests.support.repository import ROOT
 
 SUITE = ROOT / "scripts" / "gpu_suite"
 FAULTY = Step("faulty_step", 5, "fails", package="tests.scripts")
-ABSENT = ("diffusers", "transformers", "xfuser", "para_attn", "jinja2", "hypothesis")
-"""Packages that a lent machine lacks."""
+THERE = (
+    *("torch", "torchgen", "functorch", "triton", "numpy", "safetensors", "yaml", "_yaml", "jinja2", "markupsafe"),
+    *("sympy", "mpmath", "networkx", "filelock", "fsspec", "typing_extensions", "setuptools", "packaging"),
+)
+"""What a lent machine has of this environment's packages: torch, what torch needs, and a few more."""
 BARE = f"""
 import sys
 from importlib.machinery import PathFinder
 
-class WithoutThem(PathFinder):
+class OnlyThese(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in {ABSENT} else PathFinder.find_spec(name, path, target)
+        found = PathFinder.find_spec(name, path, target)
+        installed = found is not None and "site-packages" in str(found.origin)
+        return None if installed and name.partition(".")[0] not in {THERE} else found
 
-sys.meta_path[:] = [*sys.meta_path[:2], WithoutThem]
+sys.meta_path[:] = [*sys.meta_path[:2], OnlyThese]
 """
 
 
@@ -81,7 +86,7 @@ def finished(done: subprocess.CompletedProcess[str], folder: Path, step: str) ->
     journal = Journal(step, (folder,), stamp)
     outcomes = journal.outcomes()
     assert journal.complete()
-    assert len(outcomes) > 2
+    assert len(outcomes) > 1
     assert all(outcome.correct for outcome in outcomes.values())
     return outcomes
 

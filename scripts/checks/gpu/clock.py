@@ -10,8 +10,8 @@ import torch
 
 __all__ = ["Sampler", "Work"]
 
-LEAD = 4_000_000
-"""Cycles that the GPU is kept busy before a measurement: two milliseconds, in which Python gets ahead of it."""
+LEAD = 10_000_000
+"""Cycles that the GPU is kept busy before a measurement: five milliseconds, in which Python gets ahead of it."""
 FLUSHED = 256 << 20
 """Bytes that are written before a measurement, several times the largest L2 cache."""
 

@@ -23,26 +23,25 @@ from scripts.checks.gpu.video import PLANNERS, denoise, transformer_of
 from tests.kernels.packed_inputs import relative_error
 from tests.support.ports import free_port
 
-Job = Callable[..., Iterator[Row]]
-"""(rank, world, setting, *arguments) to rows, of which rank 0's count."""
 POLL_S = 0.05
 LIMIT_S = 220.0
 
 
 def cases(setting: Setting) -> Iterator[Case]:
+    # A dry run starts processes once.
+    for names in (tuple(JOBS),) if setting.dry else ((name,) for name in JOBS):
+        yield Case(", ".join(names), partial(together, setting, names), LIMIT_S)
+
+
+def together(setting: Setting, names: tuple[str, ...]) -> Iterator[Row]:
+    """Runs jobs on every rank, in processes, and yields rank 0's rows as they come."""
     world = 2 if setting.dry else torch.cuda.device_count()
-    strategies = [f"U{world // ring}R{ring}" for ring in (1, 2, 4, 8) if world % ring == 0]
-    yield Case("exchange", partial(together, setting, world, exchange), LIMIT_S)
-    yield Case("sessions", partial(together, setting, world, sessions, strategies), LIMIT_S)
-    yield Case("video", partial(together, setting, world, video, strategies), LIMIT_S)
-
-
-def together(setting: Setting, world: int, job: Job, *arguments: Any) -> Iterator[Row]:
-    """Runs a job on every rank, in processes, and yields rank 0's rows as they come."""
     if world < 2:
         raise Skipped("one GPU: nothing to exchange")
+    if setting.simulated:
+        raise Skipped("simulated GPUs are those of one process")
     found = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.spawn(_rank, (world, free_port(), setting, job, arguments, found), nprocs=world, join=False)
+    ranks = mp.spawn(_rank, (world, free_port(), setting, names, found), nprocs=world, join=False)
     ended = False
     while not ended:
         ended = ranks.join(POLL_S)  # raises what a rank has raised
@@ -50,22 +49,22 @@ def together(setting: Setting, world: int, job: Job, *arguments: Any) -> Iterato
             yield found.get()
 
 
-def _rank(
-    rank: int, world: int, port: int, setting: Setting, job: Job, arguments: tuple[Any, ...], found: Any
-) -> None:
+def _rank(rank: int, world: int, port: int, setting: Setting, names: tuple[str, ...], found: Any) -> None:
     options: dict[str, Any] = {"init_method": f"tcp://127.0.0.1:{port}", "timeout": timedelta(seconds=90)}
     if setting.device != "cpu":
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo" if setting.device == "cpu" else "nccl", rank=rank, world_size=world, **options)
     torch.set_num_threads(1)
-    for row in job(rank, world, setting, *arguments):
-        if rank == 0:
-            found.put(row)
+    strategies = [f"U{world // ring}R{ring}" for ring in (1, 2, 4, 8) if world % ring == 0]
+    for name in names:
+        for row in JOBS[name](rank, world, setting, strategies):
+            if rank == 0:
+                found.put(row)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def exchange(rank: int, world: int, setting: Setting) -> Iterator[Row]:
+def exchange(rank: int, world: int, setting: Setting, strategies: list[str]) -> Iterator[Row]:
     """Bytes a second that a rank sends in an all-to-all, and to a neighbour."""
     group = SequenceGroup.of()
     for megabytes in (1,) if setting.dry else (1, 16, 128, 512):
@@ -133,3 +132,7 @@ def _seconds(setting: Setting, work: Callable[[], object], times: int = 10) -> f
         work()
     _largest(setting, 0.0)
     return (time.perf_counter() - start) / times
+
+
+JOBS = {"exchange": exchange, "sessions": sessions, "video": video}
+"""Functions of (rank, world, setting, strategies) that yield rows, of which rank 0's count."""

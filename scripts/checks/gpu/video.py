@@ -51,8 +51,8 @@ class AloneRank(SequenceGroup):
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    half = setting.world // 2
-    for strategy in (f"U{setting.world}R1", f"U{half}R2" if setting.dry else "U2R4"):
+    strategies = ("U1R2",) if setting.simulated else ("U2R1", "U1R2") if setting.dry else ("U8R1", "U2R4")
+    for strategy in strategies:
         yield Case(f"each rank alone, {strategy}", partial(each_rank_alone, setting, strategy))
     yield Case("one rank, dense by SDPA", partial(dense_on_one, setting))
 

@@ -52,6 +52,7 @@ def main() -> int:
     from scripts.checks.gpu.setting import Setting
 
     torch.manual_seed(0)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.lanes))
     if args.poison:
         torch.use_deterministic_algorithms(True, warn_only=True)
     journal = Journal(args.step, tuple(args.folders), args.stamp)
