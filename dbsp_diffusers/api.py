@@ -45,15 +45,15 @@ def enable(
     """Shards a diffusers pipeline's transformer over ranks, with dual-balanced block-sparse self-attention.
 
     Every rank is given the whole input and returns the whole output. Text, where it is in the same sequence, is
-    sharded like video. Calls of a pipeline without `generator=` draw the same noise on all ranks. Call it on all ranks
+    sharded like video. In a pipeline's calls all ranks draw the first rank's random numbers. Call it on all ranks
     together, before `torch.compile`; without torch.distributed it is one process with sparse attention.
 
     After the user's own `transformer.enable_parallelism(config=ContextParallelConfig(...))` the ranks and degrees are
     taken from there, and diffusers' own context parallelism is suspended until `disable`.
 
     Args:
-        model: A pipeline with a `transformer`, and maybe a `transformer_2` that takes turns with it (Wan2.2), or such
-            a transformer, of a class that db-SP knows.
+        model: A pipeline with a `transformer`, and maybe others that take turns with it (Wan2.2's `transformer_2`), or
+            such a transformer, of a class that db-SP knows.
         config: A `DbspConfig`, a mapping, the path of a YAML file or the name of a shipped one. None: the settings
             shipped for the transformer's checkpoint, dense attention where none are shipped.
         mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, whatever others it has: the ranks
@@ -93,7 +93,6 @@ def enable(
             shard=lambda transformer, session, patches: shard_transformer(
                 transformer, session, patches, split_batch(transformer, batch, patches)
             ),
-            shares_seeds=True,
             vae=vae,
         )
         return attach_host(model, config, whole, steps, patches)
@@ -141,8 +140,8 @@ def sessions_of(model: Any) -> dict[str, AttentionSession]:
         model: The pipeline.
 
     Returns:
-        By the pipeline's name of each transformer, "transformer" and "transformer_2", its session. Empty where db-SP
-        is not enabled.
+        By the pipeline's name of each transformer, such as "transformer" and "transformer_2", its session. Empty where
+        db-SP is not enabled.
     """
     found = {name: session_of(transformer) for name, transformer in transformers_in(model).items()}
     return {name: session for name, session in found.items() if session is not None}

@@ -22,13 +22,14 @@ from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attached import STATE, Attached, transformers_of
+from dbsp_diffusers.attached import STATE, Attached, transformers_in, transformers_of
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
 from dbsp_diffusers.packed.packing import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
+from dbsp_diffusers.sharding.coverage import Coverage
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
@@ -50,7 +51,6 @@ class Host:
         attentions: Returns a transformer's self-attention modules, one a layer.
         choose_strategy: Returns the strategy for a configuration; None for "auto".
         shard: Shards a transformer by a session; returns the value, not false, of its attribute `_is_parallelized`.
-        shares_seeds: Whether a pipeline's calls without a generator get one that all ranks seed alike.
         full_latents: Makes a rank's latents the whole video's, where each rank is given and denoises a part.
         vae: Whether videos are decoded in parallel, whatever the configuration says.
         decoders: The ranks that decode a video together, where these are more than `everyone`.
@@ -63,7 +63,6 @@ class Host:
     attentions: Callable[[Any], Sequence[nn.Module]]
     choose_strategy: Callable[[DbspConfig], Strategy | None]
     shard: Callable[[Any, AttentionSession, PatchSet], object]
-    shares_seeds: bool = False
     full_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
     vae: bool = False
     decoders: SequenceGroup | None = None
@@ -84,7 +83,7 @@ def attach_host(
     transformers = run_consistently(host.everyone.control(), lambda: _require_attachable(model, host), _CPU)
     use_model_device(transformers.values(), host.everyone)
     pipe = None if model in transformers.values() else model
-    generations = Generations(pipe, host.everyone)
+    generations = Generations(pipe, host.everyone, host.sequence)
     clock = StepClock(generations.progress, shared=len(transformers) > 1)
     sessions: list[tuple[nn.Module, AttentionSession]] = []
     gates: dict[nn.Module, nn.Linear] = {}
@@ -120,7 +119,17 @@ def attach_host(
             if packing is not None and isinstance(ranks, ForwardRanks):
                 packing.attach(transformer, changes)
             changes.set_attribute(transformer, "_is_parallelized", ranks)
-        generations.attach(changes, shares_seeds=host.shares_seeds)
+        generations.attach(
+            changes,
+            functools.partial(_exchanged, pipe, list(transformers.values())),
+            shares_state=host.full_latents is None and host.decoders is None,
+        )
+        for transformer, session in sessions:
+            ranks = transformer._is_parallelized
+            reached = ranks.sharding.reached if isinstance(ranks, ForwardRanks) else session.end
+            on_host = next(transformer.parameters()).device.type == "cpu"
+            patience = host.everyone.timeout if on_host else None
+            Coverage(transformer, host.attentions, reached, generations.board, patience).attach(changes)
         _share_decoding(model, host, sessions[0][1].config.vae, generations.agreement, changes)
         if pipe is not None:
             report_calls(pipe, [session for _, session in sessions], changes, host.name, host.full_latents)
@@ -144,6 +153,17 @@ def _share_decoding(model: Any, host: Host, shared: bool, agreement: GenerationA
     if host.refused_vae is not None:
         raise UserError(host.refused_vae)
     share_decoding(model, agreement, patches)
+
+
+def _exchanged(pipe: Any, transformers: Sequence[nn.Module]) -> UserError | None:
+    """The error for a transformer that was put into the pipeline after db-SP was enabled on it, if any."""
+    for name, part in transformers_in(pipe).items():
+        if getattr(part, "_orig_mod", part) not in transformers:
+            return UserError(
+                f"another {name} was put into the pipeline after db-SP was enabled on it; call `disable` before and "
+                "`enable` after such a change"
+            )
+    return None
 
 
 def _choose_strategy(host: Host, config: DbspConfig) -> Strategy | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch import nn
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models import known_architecture
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generations import Generations
 
 __all__ = ["STATE", "Attached", "attached_to", "transformers_in", "transformers_of"]
 
+_NAMES = ("transformer", "transformer_2")
 STATE = "_dbsp"
 """Attribute of a transformer: there, rather than in a table here, so that both are freed together."""
 
@@ -40,11 +42,15 @@ class Attached:
 def transformers_of(model: Any) -> dict[str, Any]:
     """A pipeline's transformers by its names of them, or the transformer that is given.
 
-    Raises UserError for a pipeline without any, and for a compiled transformer.
+    Raises UserError for a pipeline without any or without room for attributes, and for a compiled transformer.
     """
     found = transformers_in(model)
     if not found:
         raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
+    if not hasattr(model, "__dict__"):
+        raise UserError(
+            f"{type(model).__name__} has __slots__, and db-SP keeps attributes on a pipeline; pass its transformer"
+        )
     for transformer in found.values():
         if hasattr(transformer, "_orig_mod"):  # what torch.compile returned: its hooks would not be reached
             raise UserError("this transformer is compiled already; parallelize first, then call torch.compile")
@@ -52,12 +58,25 @@ def transformers_of(model: Any) -> dict[str, Any]:
 
 
 def transformers_in(model: Any) -> dict[str, Any]:
-    """A pipeline's transformers by its names of them; a module itself as "transformer"; empty for anything else."""
-    names = ("transformer", "transformer_2")
-    if not any(hasattr(model, name) for name in names):
+    """A pipeline's transformers by its names of them; a module itself as "transformer"; empty for anything else.
+
+    Beside `transformer` and `transformer_2` these are its other registered parts of a class that db-SP knows.
+    """
+    if not any(hasattr(model, name) for name in _NAMES):
         return {"transformer": model} if isinstance(model, nn.Module) else {}
-    parts = {name: getattr(model, name, None) for name in names}
-    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    registered = getattr(model, "config", None)
+    names = registered if isinstance(registered, Mapping) else ()
+    parts = {name: getattr(model, name, None) for name in (*_NAMES, *names)}
+    return {
+        name: part
+        for name, part in parts.items()
+        if (isinstance(part, nn.Module) if name in _NAMES else _is_known(part))
+    }
+
+
+def _is_known(part: Any) -> bool:
+    """Returns whether part of a pipeline is a transformer of a class that db-SP knows, compiled or not."""
+    return isinstance(part, nn.Module) and known_architecture(getattr(part, "_orig_mod", part)) is not None
 
 
 def attached_to(model: Any) -> Attached | None:

@@ -101,11 +101,16 @@ class PackedSample:
 
     @property
     def condition(self) -> Condition:
-        timesteps = torch.as_tensor(self.timestep, device=self.latents.device).reshape(-1)
-        guidance = None
-        if self.guidance is not None:
-            guidance = torch.as_tensor(self.guidance, device=self.latents.device).reshape(1)
+        timesteps = self._on_device(self.timestep)
+        guidance = None if self.guidance is None else self._on_device(self.guidance)
         return Condition(timesteps, self.text, self.image, self.pooled, guidance)
+
+    def _on_device(self, value: torch.Tensor | float) -> torch.Tensor:
+        """Returns a tensor [n] beside the latents; of a number without a copy from the host, which waits."""
+        device = self.latents.device
+        if isinstance(value, torch.Tensor):
+            return value.to(device).reshape(-1)
+        return torch.full((1,), value, device=device)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

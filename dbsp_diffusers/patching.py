@@ -21,6 +21,7 @@ __all__ = [
     "PatchSet",
     "around_calls",
     "guidance_branch",
+    "has_class_forward",
     "in_float64",
     "sample_of",
     "signature_of",
@@ -73,13 +74,10 @@ class PatchSet:
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Replaces a module's own forward by `forward(own forward, *args, **kwargs)`.
 
-        What diffusers' hooks wrap around it, such as attention caches, stays around it, whether they were registered
-        before or after, and also when this is undone.
+        What hooks of diffusers and accelerate wrap around it, such as attention caches and offloading, stays around
+        it, whether they were registered before or after, and also when this is undone. It stays when they are removed.
         """
-        innermost = next(iter(getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())), None)
-        place, name = (module, "forward") if innermost is None else (innermost, "original_forward")
-        if innermost is not None and innermost.original_forward is None:
-            name = "forward"
+        place, name = _innermost_forward(module)
         before, replaced = getattr(place, name), True
 
         @functools.wraps(before)
@@ -117,6 +115,22 @@ class PatchSet:
     def detach(self) -> None:
         """Leaves the host as it was."""
         self._undo.close()
+
+
+def _innermost_forward(module: nn.Module) -> tuple[Any, str]:
+    """The object and its attribute that hold a module's forward within the hooks of diffusers and accelerate."""
+    if isinstance(vars(module).get("_old_forward"), types.MethodType):  # else it is what diffusers' hooks have made
+        return module, "_old_forward"
+    innermost = next(iter(getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())), None)
+    if innermost is None:
+        return module, "forward"
+    return innermost, "forward" if innermost.original_forward is None else "original_forward"
+
+
+def has_class_forward(module: nn.Module) -> bool:
+    """Returns True if a module's forward, within such hooks, is its class's own."""
+    place, name = _innermost_forward(module)
+    return getattr(getattr(place, name), "__func__", None) is type(module).forward
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:

@@ -18,7 +18,7 @@ Model = TypeVar("Model")
 def parallelize_pipe(pipe: Model, *, mesh: Any = None, attn: str | None = "dbsp", config: ConfigLike = None) -> Model:
     """Shards a pipeline's transformer over the ranks of a mesh, and balances its self-attention.
 
-    Calls without `generator=` draw the same noise on all ranks. Call it on all ranks of the mesh together.
+    In a pipeline's calls all ranks draw the first rank's random numbers. Call it on all ranks of the mesh together.
 
     Args:
         pipe: A diffusers pipeline with one transformer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
     """
     architecture = architecture_of(transformer)
     attentions, blocks = architecture.attentions_of(transformer), architecture.blocks_of(transformer)
-    branch, layers = guidance_branch(transformer, patches), len(attentions)
+    branch = guidance_branch(transformer, patches)
     caches = StepCaches(transformer, blocks, ForwardRanks((session.group,), _Sharding(session)), shared_batch=False)
     caches.look()
     patches.on_detach(caches.release)
@@ -44,14 +44,6 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
         sequence = architecture.sequence(module, inputs)
         device = inputs["hidden_states"].device
         session.begin(sequence.video, timestep=sequence.timestep, device=device, cfg_branch=branch())
-
-    @torch.compiler.disable
-    def end(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        missed = layers - session.end()
-        if missed and not caches.skip:
-            raise RuntimeError(
-                f"{missed} of {layers} self-attentions did not reach db-SP; something replaced their processors"
-            )
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, attention in enumerate(attentions):
@@ -70,7 +62,6 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
     reorders = config.effective_layout != "contiguous" or config.searches_layout
     if reorders and (strategy is None or strategy.ring > 1):
         _permute_sequence(transformer, session, patches)  # with Ulysses only, the order does not matter
-    patches.hook(transformer.register_forward_hook, end)
 
 
 class _Sharding:
@@ -83,6 +74,9 @@ class _Sharding:
     def video(self) -> StreamShards:
         layout = self._session.layout
         return StreamShards(layout, self._session.group, 0, layout.tokens)
+
+    def reached(self) -> Collection[int]:
+        return self._session.end()
 
 
 def _attend(

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["auxiliary_group", "meet", "over_nccl", "part_of", "timeout_of"]
+__all__ = ["auxiliary_group", "meet", "over_nccl", "parent_of", "part_of", "timeout_of"]
 
 _Groups = dict[str, weakref.ref[dist.ProcessGroup]]
 _AUXILIARY: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
+_PARENT: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""The group that each auxiliary group or part was made from."""
 
 
 def auxiliary_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
@@ -49,7 +51,14 @@ def _known(group: dist.ProcessGroup, purpose: str, make: Callable[[], dist.Proce
     if known is None:
         known = make()
         groups[purpose] = weakref.ref(known)  # torch itself holds it
+        _PARENT[known] = weakref.ref(group)
     return known
+
+
+def parent_of(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Returns the group that an auxiliary group or part was made from, or None."""
+    parent = _PARENT.get(group)
+    return None if parent is None else parent()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

@@ -6,11 +6,13 @@ peers within the same group. So there is nothing to build when the strategy chan
 
 from __future__ import annotations
 
+import math
 import os
+import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.auxiliary import auxiliary_group, over_nccl, part_of, timeout_of
+from dbsp_core.comm.failures import FailureBoard, PostedFailure, board_of, wait_for_work
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 
@@ -49,9 +52,16 @@ class CommunicationError(RuntimeError):
 
 @contextmanager
 def explain_broken_connection() -> Iterator[None]:
-    """Explains a broken connection inside as a `CommunicationError`, which quotes the process group's message."""
+    """Explains a broken connection inside as a `CommunicationError`, which quotes the process group's message.
+
+    If another rank has posted why it left the forward pass, that is raised: as UserError if it was one.
+    """
     try:
         yield
+    except PostedFailure as failure:
+        if failure.by_user:
+            raise UserError(failure.text) from failure
+        raise CommunicationError(f"{BROKE_OFF}; restart all ranks ({' '.join(failure.text.split())})") from failure
     except RuntimeError as error:
         raise CommunicationError(
             f"{BROKE_OFF}: one of the other ranks may have died, or was too late; look for the first error in its "
@@ -61,16 +71,24 @@ def explain_broken_connection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PendingTransfer:
-    """A tensor in flight from other ranks, which `wait` returns. Keeps the tensor being sent alive until then."""
+    """A tensor in flight from other ranks, which `wait` returns. Keeps the tensor being sent alive until then.
+
+    Attributes:
+        board: The failures that end the wait for a collective on CPU tensors, if any.
+    """
 
     received: torch.Tensor
     sent: torch.Tensor
     works: tuple[dist.Work, ...]
+    board: FailureBoard | None = None
 
     def wait(self) -> torch.Tensor:
         with explain_broken_connection():
             for work in self.works:
-                work.wait()
+                if self.board is None:
+                    work.wait()
+                else:
+                    wait_for_work(work, self.board)
         return self.received
 
 
@@ -196,13 +214,19 @@ class SequenceGroup:
         if self.size == 1:
             return PendingTransfer(sent, sent, ())
         received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
-        splits = list(receive_splits), list(send_splits)
+        splits, board = (list(receive_splits), list(send_splits)), self._board(sent)
+        asynchronous = asynchronous or board is not None
         with explain_broken_connection():
             work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=asynchronous)
-        return PendingTransfer(received, sent, (work,) if asynchronous else ())
+        return PendingTransfer(received, sent, (work,) if asynchronous else (), board)
 
     def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingTransfer:
         """Starts to send a tensor to rank `to` and to receive one of another shape from rank `source`."""
+        if self._board(sent) is not None:  # gloo does not tell whether point-to-point transfers are complete
+            received_splits, sent_splits = [0] * self.size, [0] * self.size
+            received_splits[source], sent_splits[to] = math.prod(received_shape), sent.numel()
+            pending = self.start_all_to_all(sent.reshape(-1), received_splits, sent_splits)
+            return replace(pending, received=pending.received.view(tuple(received_shape)))
         received = sent.new_empty(tuple(received_shape))
         group = self.group
         if group is None:
@@ -222,8 +246,7 @@ class SequenceGroup:
             return [mine]
         mine = mine.contiguous()
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        with explain_broken_connection():
-            dist.all_gather(everyone, mine, group=self.group)
+        self._complete(mine, lambda **options: dist.all_gather(everyone, mine, **options))
         return everyone
 
     def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
@@ -231,14 +254,49 @@ class SequenceGroup:
         if self.size == 1:
             return mine
         everyone = mine.new_empty(self.size * len(mine), *mine.shape[1:])
-        with explain_broken_connection():
-            _all_gather_single(everyone, mine, group=self.group)
+        self._complete(mine, lambda **options: _all_gather_single(everyone, mine, **options))
         return everyone
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Writes the first rank's contiguous tensor into every rank's, of one shape and dtype."""
+        group = self.group
+        if group is None or self.size == 1:
+            return
+        source = dist.get_global_rank(group, 0)
+        self._complete(values, lambda **options: dist.broadcast(values, source, **options))
 
     def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
         """Every rank's integers (below 2^63), by rank, sent from host to host."""
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         return [rank_values.tolist() for rank_values in self.for_host_tensors().all_gather(mine)]
+
+    def failure_board(self) -> FailureBoard | None:
+        """The board where these ranks post failures, which waits in the group look at. Collective at first."""
+        group, control = self.group, self.control()
+        if group is None or self.size == 1:
+            return None
+        board = board_of(group)
+        if board is None:
+            number = control.gather_integers([secrets.randbits(62)], torch.device("cpu"))[0][0]
+            board = FailureBoard.of(group, number)
+        return board
+
+    def watch(self, board: FailureBoard) -> None:
+        """Lets waits in the group look at the board of a group that has these ranks too."""
+        if self.group is not None:
+            board.watch(self.group)
+
+    def _board(self, sent: torch.Tensor) -> FailureBoard | None:
+        """The failures that end a wait for these values; None on a device, whose waits are not the host's."""
+        return board_of(self.group) if sent.device.type == "cpu" else None
+
+    def _complete(self, sent: torch.Tensor, collective: Callable[..., Any]) -> None:
+        """Calls a function of torch.distributed, and waits for what it starts."""
+        board = self._board(sent)
+        with explain_broken_connection():
+            work = collective(group=self.group, async_op=board is not None)
+            if board is not None:
+                wait_for_work(work, board)
 
     def barrier(self) -> None:
         """Returns once all ranks of a gloo group have called it. Raises RuntimeError where one does not in time."""

@@ -29,10 +29,12 @@ class Progress(NamedTuple):
         generation: A different object for each generation.
         step_index: Grows by one from step to step, as in diffusers' schedulers; None before a generation's first step
             is over, and where the host has none.
+        first_index: The index of step 0, if the host knows it.
     """
 
     generation: object = None
     step_index: int | None = None
+    first_index: int | None = None
 
 
 @dataclass
@@ -55,13 +57,17 @@ class StepCounter:
     """Guidance passes of the current step."""
 
     def advance(
-        self, timestep: Callable[[], float] | float, cfg_branch: int | None = None, index: int | None = None
+        self,
+        timestep: Callable[[], float] | float,
+        cfg_branch: int | None = None,
+        index: int | None = None,
+        first_index: int | None = None,
     ) -> DenoisingStep:
         """Counts a forward pass and returns its step. A `timestep` that is a function is called only without index."""
         if index is None:
             step = self._by_timestep(timestep() if callable(timestep) else timestep, cfg_branch)
         else:
-            step = self._by_index(index)
+            step = self._by_index(index, first_index)
         if step != self.now.step:
             self._branches = set()
         if cfg_branch is None and len(self._branches) >= MOST_PASSES:
@@ -70,8 +76,10 @@ class StepCounter:
         self._branches.add(self.now.cfg_branch)
         return self.now
 
-    def _by_index(self, index: int) -> int:
-        if self._index is None:  # a scheduler has none until its first step is over
+    def _by_index(self, index: int, first_index: int | None) -> int:
+        if first_index is not None:
+            self._first_index = first_index
+        elif self._index is None:  # a scheduler has none until its first step is over
             self._first_index = index - (self.now.step + 1 if self._branches else 0)
         elif index < self._index:
             self._restart()
@@ -111,7 +119,7 @@ class StepClock:
         if now.generation is not self._generation:
             # The last generation may have failed at the step with which this one begins.
             self._generation, self._counter = now.generation, StepCounter()
-        return self._counter.advance(timestep, cfg_branch, now.step_index)
+        return self._counter.advance(timestep, cfg_branch, now.step_index, now.first_index)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class Architecture:
         attention_to_video: Paths of cross-attention modules whose queries every rank has whole, such as audio's, and
             whose keys are the video's tokens: each rank attends to its own, and the ranks' outputs are merged.
         skipped_by: Argument of the self-attention modules by which they may be told to attend to nothing.
+        skipped: Returns the layers that may be told so, given a pass's arguments by name.
         text: Place of text in the sequence that is attended over: "first", "last", or None, not in it.
         padded_text: Whether a mask of its self-attention says only which text is padding, which `sequence` leaves out.
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
@@ -55,6 +56,7 @@ class Architecture:
     cuts: Cuts | DerivedCuts
     attention_to_video: tuple[str, ...] = ()
     skipped_by: str = ""
+    skipped: Callable[[Mapping[str, Any]], Collection[int]] = lambda inputs: ()
     text: Streams = None
     padded_text: bool = False
     pipeline: str = ""

@@ -78,5 +78,6 @@ ARCHITECTURES = {
         ),
         attention_to_video=("transformer_blocks.*.video_to_audio_attn",),
         skipped_by="all_perturbed",
+        skipped=lambda inputs: inputs.get("spatio_temporal_guidance_blocks") or (),
     ),
 }

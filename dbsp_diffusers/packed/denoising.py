@@ -13,7 +13,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.packed.forward import packed_forward
 from dbsp_diffusers.packed_samples import PackedSample
-from dbsp_diffusers.sharding.generations import shared_generator
 
 __all__ = ["PackedRequest", "denoise_packed"]
 
@@ -58,14 +57,17 @@ def denoise_packed(pipe: Any, requests: Sequence[PackedRequest], *, output_type:
     """
     if not requests or "WanPipeline" not in (cls.__name__ for cls in type(pipe).__mro__):
         raise UserError(f"denoise_packed runs requests, at least one, of a WanPipeline, not of {type(pipe).__name__}")
+    state = attached_to(pipe)
+    if state is not None:
+        state.generations.agree_on_call(all(request.generator is not None for request in requests))
     runs = [_Run.begin(pipe, request) for request in requests]
     most = max(len(run.timesteps) for run in runs)
     pipe.scheduler.set_timesteps(most, device=pipe._execution_device)  # a new generation, for what counts its steps
     with pipe.progress_bar(total=most) as progress:
-        for index, time in enumerate(pipe.scheduler.timesteps):
+        for index, time in enumerate(pipe.scheduler.timesteps.tolist()):
             active = [run for run in runs if index < len(run.timesteps)]
             for model in filter(None, (pipe.transformer, pipe.transformer_2)):
-                _step(pipe, model, [run for run in active if run.model(pipe, index) is model], index, float(time))
+                _step(pipe, model, [run for run in active if run.model(pipe, index) is model], index, time)
             progress.update()
     results = [_decoded(pipe, run.latents, output_type) for run in runs]
     pipe.maybe_free_model_hooks()
@@ -88,10 +90,11 @@ class _Run:
     negative: torch.Tensor | None
     by_token: bool
     """True if the model takes a timestep for each token."""
+    times: list[float]
+    """The timesteps, on the host."""
 
     @classmethod
     def begin(cls, pipe: Any, request: PackedRequest) -> _Run:
-        """Collective with db-SP enabled, where a request brings neither a generator nor latents."""
         pipe.check_inputs(
             request.prompt,
             request.negative_prompt,
@@ -102,10 +105,7 @@ class _Run:
             guidance_scale_2=request.guidance_scale_2,
         )
         model = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
-        device, generator = pipe._execution_device, request.generator
-        state = attached_to(pipe)
-        if generator is None and state is not None:
-            generator = shared_generator(pipe, state.generations.agreement)
+        device = pipe._execution_device
         text, negative = pipe.encode_prompt(
             request.prompt,
             request.negative_prompt,
@@ -118,6 +118,7 @@ class _Run:
         scheduler = copy.deepcopy(pipe.scheduler)
         scheduler.set_timesteps(request.num_inference_steps, device=device)
         scheduler.set_begin_index(0)
+        times = scheduler.timesteps.tolist()
         height, width = (
             size // (pipe.vae_scale_factor_spatial * part) * (pipe.vae_scale_factor_spatial * part)
             for size, part in zip((request.height, request.width), model.config.patch_size[1:], strict=True)
@@ -125,10 +126,18 @@ class _Run:
         rate, frames = pipe.vae_scale_factor_temporal, request.num_frames
         frames = frames if frames % rate == 1 else max(1, frames // rate * rate + 1)
         latents = pipe.prepare_latents(
-            1, model.config.in_channels, height, width, frames, torch.float32, device, generator, request.latents
+            1,
+            model.config.in_channels,
+            height,
+            width,
+            frames,
+            torch.float32,
+            device,
+            request.generator,
+            request.latents,
         )
         guided = negative.to(model.dtype) if request.guidance_scale > 1 else None
-        return cls(request, scheduler, latents, text.to(model.dtype), guided, pipe.config.expand_timesteps)
+        return cls(request, scheduler, latents, text.to(model.dtype), guided, pipe.config.expand_timesteps, times)
 
     @property
     def timesteps(self) -> torch.Tensor:
@@ -138,7 +147,7 @@ class _Run:
     def _is_late(self, pipe: Any, index: int) -> bool:
         """Returns whether Wan2.2's second transformer takes this step, which has little noise."""
         boundary = pipe.config.boundary_ratio
-        return boundary is not None and self.timesteps[index] < boundary * self.scheduler.config.num_train_timesteps
+        return boundary is not None and self.times[index] < boundary * self.scheduler.config.num_train_timesteps
 
     def model(self, pipe: Any, index: int) -> Any:
         return pipe.transformer_2 if self._is_late(pipe, index) else pipe.transformer

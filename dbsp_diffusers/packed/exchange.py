@@ -16,6 +16,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.packed.placement import Placement
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
+from dbsp_kernels.packing.h2d import to_device
 
 __all__ = ["Exchange", "exchange_of"]
 
@@ -76,9 +77,9 @@ def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout
 
 def _of_all(layout: SequenceLayout, group: SequenceGroup, places: int, device: torch.device) -> tuple[Move, Move]:
     """Moves between all tokens, which every rank has, and this rank's; the latter is collective."""
-    held, at = (torch.from_numpy(each).to(device) for each in layout.tokens_at(group.rank))
+    held, at = (to_device(each, device) for each in layout.tokens_at(group.rank))
     most = int(layout.local.max()) + 1
-    place = torch.from_numpy(layout.rank * most + layout.local).to(device)
+    place = to_device(layout.rank * most + layout.local, device)
 
     def take(x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(x.shape[0], places, x.shape[2]).index_copy(1, at, x.index_select(1, held))

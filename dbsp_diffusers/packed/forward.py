@@ -144,7 +144,10 @@ def _gathered(
     try:
         check_samples(samples, spec)
         _require_no_gradients(transformer, samples, session)
-        rows = [_described(sample) for sample in samples]
+        latest = [0.0] * len(samples)
+        if timestep is None and samples:
+            latest = torch.stack([sample.condition.timesteps.amax() for sample in samples]).tolist()
+        rows = [_described(sample, one) for sample, one in zip(samples, latest, strict=True)]
         shared_by = session.config.bags if bags is None else DbspConfig.load({"bags": bags}).bags
         if shared_by is not None:
             shared_by.require_ranks(session.group.size)
@@ -197,15 +200,14 @@ def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, sessi
     return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 
 
-def _described(sample: PackedSample) -> list[int]:
-    """What other ranks must know of a sample, in 8 integers."""
+def _described(sample: PackedSample, latest: float) -> list[int]:
+    """What other ranks must know of a sample, in 8 integers; `latest` is its largest timestep."""
     given = sample.condition
     if given.text.dtype not in _TYPES:
         raise UserError(f"text must be of floating point, got {given.text.dtype}")
     image = 0 if given.image is None else len(given.image)
-    latest = struct.unpack("q", struct.pack("d", float(given.timesteps.amax())))[0]
     lengths = len(given.text), image, len(given.timesteps)
-    return [*sample.size, *lengths, _TYPES.index(given.text.dtype), latest]
+    return [*sample.size, *lengths, _TYPES.index(given.text.dtype), struct.unpack("q", struct.pack("d", latest))[0]]
 
 
 def _transformer_of(model: Any) -> tuple[Any, Packing]:

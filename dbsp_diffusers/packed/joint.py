@@ -14,6 +14,7 @@ from dbsp_diffusers.packed.modulation import modulated, scaled
 from dbsp_diffusers.packed.placement import Placement
 from dbsp_diffusers.packed.tokens import BlockForward, BlockPass, PackedCall, Packing
 from dbsp_diffusers.packed_samples import SampleSpec, Size
+from dbsp_kernels.packing.h2d import to_device
 
 __all__ = [
     "JointPass",
@@ -109,7 +110,7 @@ def joint_pass(
     else:
         streams = zip(here.runs(here.video), here.runs(here.text), strict=True)
         runs = [run(slice(*one[1:]), slice(*other[1:])) for one, other in streams]
-    ids = torch.from_numpy(np.searchsorted(here.present, here.sequence)).to(video.device)
+    ids = to_device(np.searchsorted(here.present, here.sequence), video.device)
     return x, JointPass(temb, ids, here, runs)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_diffusers.bags import Sharing
+from dbsp_kernels.packing.h2d import to_device
 
 __all__ = ["Placement"]
 
@@ -94,10 +95,10 @@ class Placement:
         for one in self.present:
             here = np.flatnonzero(sequence == one)
             whole = table(one)
-            parts.append(whole.index_select(dim, torch.from_numpy(position[here]).to(whole.device)))
+            parts.append(whole.index_select(dim, to_device(position[here], whole.device)))
             order.append(here)
         places_of_rows = np.concatenate(order)
         gathered = torch.cat(parts, dim)
         if (np.diff(places_of_rows) == 1).all():
             return gathered
-        return gathered.index_select(dim, torch.from_numpy(np.argsort(places_of_rows)).to(gathered.device))
+        return gathered.index_select(dim, to_device(np.argsort(places_of_rows), gathered.device))

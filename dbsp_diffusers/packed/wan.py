@@ -12,6 +12,7 @@ import torch
 from dbsp_diffusers.packed.modulation import modulated, scaled
 from dbsp_diffusers.packed.tokens import BlockPass, PackedCall, Packing
 from dbsp_diffusers.packed_samples import SampleSpec, Size
+from dbsp_kernels.packing.h2d import to_device
 
 __all__ = ["WAN"]
 
@@ -68,19 +69,23 @@ def _embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
 def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.Tensor, _Pass]:
     """Timesteps and prompts of the sequences that are present."""
     embedded, modulations, prompts, here = [], [], [], call.here
-    ids, first = np.empty_like(here.sequence), 0
+    ids, first = torch.empty(len(here.sequence), dtype=torch.int64, device=x.device), 0
     for sequence in here.present:
         given = call.given[sequence]
         times, row = given.timesteps, None
-        if len(times) > 1:
+        if len(times) > 1 and times.stride(0) == 0:  # one timestep, expanded to all tokens
+            times = times[:1]
+        elif len(times) > 1:
             times, row = times.unique(return_inverse=True)
         image = None if given.image is None else given.image[None]
         temb, modulation, text, image = transformer.condition_embedder(times, given.text[None], image)
         embedded.append(temb)
         modulations.append(modulation.unflatten(1, (6, -1)))
         prompts.append(text if image is None else torch.cat([image, text], 1))
-        tokens = here.sequence == sequence
-        ids[tokens] = first + (0 if row is None else row.cpu().numpy()[here.position[tokens]])
+        places = np.flatnonzero(here.sequence == sequence)
+        of_tokens = to_device(here.position[places], x.device)
+        of_tokens = torch.zeros_like(of_tokens) if row is None else row.index_select(0, of_tokens)
+        ids.index_copy_(0, to_device(places, x.device), of_tokens + first)
         first += len(times)
 
     def angles(sequence: int) -> torch.Tensor:
@@ -89,9 +94,9 @@ def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.T
         return torch.cat(transformer.rope(shaped), 2)
 
     rotary = here.by_token(angles, 1)
-    rows, index = torch.cat(modulations), torch.from_numpy(ids).to(rotary.device)
+    rows = torch.cat(modulations)
     cos, sin = rotary.split(1, 2)
-    return x, _Pass(torch.cat(embedded), rows, index, prompts, here.runs(), (cos, sin), call.joint)
+    return x, _Pass(torch.cat(embedded), rows, ids, prompts, here.runs(), (cos, sin), call.joint)
 
 
 def _output(transformer: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:

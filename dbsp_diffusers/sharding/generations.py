@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
+from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.generation import GenerationAgreement, PassInputs
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.schedule import Progress
 from dbsp_diffusers.packed_samples import PackedBatch
-from dbsp_diffusers.patching import PatchSet, around_calls, sample_of, signature_of
+from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
+from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
 
-__all__ = ["LEFT_OUT", "Generations", "shared_generator"]
+__all__ = ["LEFT_OUT", "Generations"]
 
 LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
 """Number of its scheduler's steps that a pipeline's loop leaves out at the end, by the pipeline's class."""
+_COMPARED = 2
+"""Passes at the beginning of a generation that are compared: guidance may take one with and one without the prompt."""
 
 
 class Generations:
@@ -29,51 +36,100 @@ class Generations:
     Args:
         pipe: The pipeline; None for a transformer without one.
         everyone: The ranks that make one video together.
+        sequence: The ranks that share the sequence. Default: `everyone`.
     """
 
-    def __init__(self, pipe: Any, everyone: SequenceGroup) -> None:
+    def __init__(self, pipe: Any, everyone: SequenceGroup, sequence: SequenceGroup | None = None) -> None:
         self.agreement = GenerationAgreement(everyone)
+        self._sequence = sequence or everyone
         self._pipe = pipe
         self._call: object = None
         """A new object for each call of the pipeline; None outside of calls."""
+        self._begun = self._timesteps if _is_called(pipe) else None
+        """Timesteps of the pipeline's call that db-SP was enabled in, if any."""
         self._seen: object = object()
         """The generation that the last pass was in."""
-        self._timestep: float | None = None
-        """Timestep of the last pass outside of calls."""
+        self._timestep = _Timestep()
         self._passes = 0
         """Number of this generation's passes before the current one."""
+        self._compared: set[object] = set()
+        """Places and kinds of inputs that were compared in this generation."""
+        self._constants = Constants()
 
-    def attach(self, patches: PatchSet, *, shares_seeds: bool) -> None:
-        """Follows the pipeline's calls.
+    @property
+    def board(self) -> FailureBoard | None:
+        """Where the ranks post why they have left a forward pass."""
+        return self.agreement.board
+
+    def attach(
+        self, patches: PatchSet, problem: Callable[[], Exception | None] = lambda: None, *, shares_state: bool
+    ) -> None:
+        """Follows the pipeline's calls. Collective.
 
         Args:
-            shares_seeds: Whether a call without `generator` gets one that all ranks seed with the first rank's draw.
+            problem: Returns why a call cannot be made, if so.
+            shares_state: Whether all ranks take the state of the first rank's random number generators at each call.
         """
-        self.agreement.group.control()  # making it is a collective
+        board = self.agreement.board = self.agreement.group.failure_board()
+        if board is not None:
+            self._sequence.watch(board)
         if self._pipe is not None and callable(self._pipe):
-            around_calls(self._pipe, lambda call: self._around(call, shares_seeds), patches)
+            around_calls(self._pipe, lambda call: self._around(call, problem, shares_state), patches)
 
-    def _around(self, call: Callable[..., Any], shares_seeds: bool) -> Callable[..., Any]:
+    def _around(
+        self, call: Callable[..., Any], problem: Callable[[], Exception | None], shares_state: bool
+    ) -> Callable[..., Any]:
         def followed(*args: Any, **kwargs: Any) -> Any:
-            self.agreement.begin_call()
+            self.agree_on_call(self._is_given_generator(args, kwargs), problem(), shares_state=shares_state)
             outer, self._call = self._call, object()
             vars(self._pipe).pop("_num_timesteps", None)  # the last call's, until this one knows
             try:
-                if shares_seeds and not kwargs.get("generator"):
-                    kwargs["generator"] = shared_generator(self._pipe, self.agreement)
                 return call(*args, **kwargs)
+            except Exception as error:
+                if self.board is not None:  # other ranks may wait for this one in the next pass
+                    self.board.passes += 1
+                    self.board.post(error)
+                raise
             finally:
                 self._call = outer
 
         return followed
 
+    def agree_on_call(self, generator: bool, problem: Exception | None = None, *, shares_state: bool = True) -> None:
+        """Begins a call of the pipeline on all ranks; see `GenerationAgreement.agree_on_call`."""
+        device = getattr(self._pipe, "_execution_device", None) or getattr(self._pipe, "device", None)
+        if not isinstance(device, torch.device):  # of a pipeline that is not diffusers'
+            parameters = (
+                one for part in vars(self._pipe).values() if isinstance(part, nn.Module) for one in part.parameters()
+            )
+            device = next((one.device for one in parameters), torch.device("cpu"))
+        self.agreement.agree_on_call(generator, problem, device if shares_state else None)
+
+    def _is_given_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Returns whether the pipeline's call is given a generator, by name or by position."""
+        if kwargs.get("generator") is not None:
+            return True
+        try:
+            given = inspect.signature(type(self._pipe).__call__).bind_partial(self._pipe, *args, **kwargs)
+        except TypeError:  # the call itself will raise it
+            return False
+        return given.arguments.get("generator") is not None
+
+    @property
+    def _timesteps(self) -> Any:
+        return getattr(getattr(self._pipe, "scheduler", None), "timesteps", None)
+
     def progress(self) -> Progress:
         """What the pipeline says of its denoising."""
         scheduler = getattr(self._pipe, "scheduler", None)
-        if self._call is None:
-            return Progress(getattr(scheduler, "timesteps", None))
         index = getattr(scheduler, "step_index", None)
-        return Progress(self._call, index if isinstance(index, int) else None)
+        index = index if isinstance(index, int) else None
+        if self._call is not None:
+            return Progress(self._call, index)
+        timesteps = self._timesteps
+        if self._begun is None or timesteps is not self._begun or index is None or index >= len(timesteps):
+            return Progress(timesteps)
+        return Progress(timesteps, index, getattr(scheduler, "begin_index", None) or 0)
 
     def steps(self) -> int | None:
         """How many denoising steps the current generation takes; None before that is known, and without a pipeline.
@@ -90,71 +146,120 @@ class Generations:
         return None if timesteps is None else len(timesteps) - begin - left_out
 
     def hook(self, transformer: nn.Module, patches: PatchSet, *, whole_inputs: bool, always: bool) -> None:
-        """Lets several ranks compare what the transformer is given, at the first pass of each generation.
+        """Gives the transformer the first rank's inputs on all ranks, once they have compared what each was given.
+
+        Ranks compare at the beginning of each generation, and where inputs are of new shapes. Where gradients flow
+        through the inputs, and in training, they compare at every pass, and each computes with its own.
 
         Call it before anything that cuts the inputs is hooked.
 
         Args:
-            whole_inputs: Whether every rank is given all inputs.
+            whole_inputs: Whether every rank is given all inputs; else sizes and steps are compared alone.
             always: Whether to compare at every pass.
         """
         if self.agreement.group.size == 1:
             return
 
         @torch.compiler.disable
-        def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def agree(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if args and isinstance(args[0], PackedBatch):
-                return  # of samples that each rank brings its own of: all are gathered before the pass
+                return None  # of samples that each rank brings its own of: all are gathered before the pass
             inputs = signature_of(module).bind(*args, **kwargs).arguments
-            timestep = None if module.training and torch.is_grad_enabled() else inputs.get("timestep")
-            first = self._begins(timestep)
+            training = module.training and torch.is_grad_enabled()
+            first = self._begins(None if training else inputs.get("timestep"))
             self._passes = 0 if first else self._passes + 1
-            if first or always:
-                self.agreement.compare(self._pass_inputs(inputs, timestep, whole_inputs))
+            if first:
+                self._compared.clear()
+            tensors = [named for name, value in inputs.items() for named in named_tensors(name, value)]
+            own = training or (torch.is_grad_enabled() and any(one.requires_grad for _, one in tensors))
+            kinds = tuple((name, one.shape, one.dtype) for name, one in tensors)
+            place = min(self._passes, _COMPARED - 1), kinds
+            if always or (own and whole_inputs) or place not in self._compared:
+                self.agreement.compare(self._pass_inputs(inputs, whole_inputs))
+                self._compared.add(place)
+            if own or not whole_inputs:
+                return None
+            return self._with_first_rank_values(args, kwargs, [one for _, one in tensors])
 
-        patches.hook(transformer.register_forward_pre_hook, compare, with_kwargs=True)
+        patches.hook(transformer.register_forward_pre_hook, agree, with_kwargs=True)
+
+    def _with_first_rank_values(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Arguments:
+        values = self.agreement.first_rank_values(tensors)
+        replaced = {
+            id(own): self._constants.substitute(own, one)
+            for own, one in zip(tensors, values, strict=True)
+            if one is not own
+        }
+        return with_tensors(args, replaced), with_tensors(kwargs, replaced)
 
     def _begins(self, timestep: Any) -> bool:
-        """Returns whether a pass is a generation's first. Reads the timestep outside of the pipeline's calls."""
+        """Returns whether a pass is a generation's first."""
         last, self._seen = self._seen, self.progress().generation
         if self._call is not None:
             return self._seen is not last
-        before = self._timestep
-        if timestep is not None:
-            self._timestep = _value(timestep)
-        rises = before is not None and self._timestep is not None and self._timestep > before
+        rises = self._timestep.rises(timestep)
         first = self._seen is not last or rises
         if first:
             self.agreement.begin_call()
         return first
 
-    def _pass_inputs(self, inputs: Mapping[str, Any], timestep: Any, whole: bool) -> PassInputs:
+    def _pass_inputs(self, inputs: Mapping[str, Any], whole: bool) -> PassInputs:
         guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
-        moment = None if timestep is None else f"{_value(timestep):.5g}"
-        steps = self.steps(), moment, self._passes, guidance
-        latents = list(_tensors(sample_of(inputs)))
-        others = [value for name, value in list(inputs.items())[1:] if name != "timestep"]
-        size = [(tuple(one.shape), one.dtype) for one in latents]
-        return PassInputs(size, steps, latents, list(_tensors(others))) if whole else PassInputs(size, steps)
+        steps = self.steps(), self._passes, guidance
+        sample = next(iter(inputs))
+        latents = dict(named_tensors(sample, sample_of(inputs)))
+        size = [(tuple(one.shape), one.dtype) for one in latents.values()]
+        if not whole:
+            return PassInputs(size, steps)
+        others = {name: value for name, value in inputs.items() if name not in (sample, "return_dict")}
+        conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
+        plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
+        return PassInputs(size, steps, plain, latents, conditions)
 
 
-def shared_generator(pipe: Any, agreement: GenerationAgreement) -> torch.Generator:
-    """A generator on the device that the pipeline computes on, which all ranks seed alike. Collective.
+class _Timestep:
+    """Timesteps of passes outside a pipeline's calls, read without waiting for a device."""
 
-    That device may be another than the one that holds its weights: under CPU offload.
-    """
-    seed = agreement.seed(int(torch.randint(0, 2**62, (1,), device="cpu")))
-    return torch.Generator(getattr(pipe, "_execution_device", None) or pipe.device).manual_seed(seed)
+    def __init__(self) -> None:
+        self._value: float | None = None
+        self._on_its_way: Callable[[], float] | None = None
+
+    def rises(self, timestep: Any) -> bool:
+        """Returns True if a pass's timestep is larger than the last; on a device, that is known a pass later."""
+        arrived, self._on_its_way = self._on_its_way, None
+        if timestep is None:
+            return False
+        if isinstance(timestep, torch.Tensor) and timestep.device.type != "cpu":
+            self._on_its_way = _copy_to_host(timestep.amax())
+            if arrived is None:
+                return False
+            value = arrived()
+        else:
+            value = float(timestep.amax()) if isinstance(timestep, torch.Tensor) else float(timestep)
+        last, self._value = self._value, value
+        return last is not None and value > last
 
 
-def _value(timestep: Any) -> float:
-    return float(timestep.amax()) if isinstance(timestep, torch.Tensor) else float(timestep)
+def _copy_to_host(value: torch.Tensor) -> Callable[[], float]:
+    """Starts to copy a number from a device; the function that is returned waits for the copy."""
+    copy = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+    copied = torch.get_device_module(value.device).current_stream(value.device).record_event()
+
+    def read() -> float:
+        if not copied.query():  # a pass later it has arrived, unless the device is more than a pass behind
+            copied.synchronize()
+        return float(copy)
+
+    return read
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors, not empty, in a tensor or in lists of them."""
-    if isinstance(value, torch.Tensor) and value.numel():
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+def _is_called(pipe: Any) -> bool:
+    """Returns whether a pipeline's `__call__` is running in this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and pipe is not None:
+        if frame.f_code.co_name == "__call__" and frame.f_locals.get("self") is pipe:
+            return True
+        frame = frame.f_back
+    return False

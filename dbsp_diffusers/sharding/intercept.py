@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -40,10 +41,22 @@ def _answer(
     return _attends[int(number)](q, k, v, scale=scale, **gated)
 
 
+def _outside_cuda_graphs() -> dict[str, Any]:
+    """The options of an operator that keep it out of CUDA graphs, which would replay a plan and its sizes.
+
+    Where torch does not have the tag, the operator's argument on the host keeps the whole graph that it is in out.
+    """
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    if tag is None or "tags" not in inspect.signature(torch.library.custom_op).parameters:
+        return {}
+    return {"tags": (tag,)}
+
+
 @torch.library.custom_op(
     "dbsp::attend",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor number, float? scale, Tensor? gate) -> Tensor",
+    **_outside_cuda_graphs(),
 )
 def _attend(
     q: torch.Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,6 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import BagSessions, Sharing
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
-from dbsp_diffusers.models.cuts import modules_at
 from dbsp_diffusers.models.gates import gate_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import (
@@ -31,6 +30,7 @@ from dbsp_diffusers.patching import (
 )
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
+from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
 from dbsp_diffusers.sharding.intercept import intercept_attention
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
@@ -131,6 +131,7 @@ class _SequenceSharding:
         self._attention: AttentionSession | Sharing = session
         self._bags = BagSessions(session)
         self._pass: _VideoPass | _PackedPass = _VideoPass({})
+        self._hooks = HooksByPath(transformer)
         self._made: WeakKeyDictionary[SequenceLayout, Shards] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
         self._caches = StepCaches(transformer, blocks, self.together, shared_batch=batch.size > 1)
@@ -142,29 +143,22 @@ class _SequenceSharding:
         to_video = self._architecture.attentions_to_video_of(self._transformer)
         self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)
         self._branch = guidance_branch(self._transformer, patches)
-        self._cut_own = self._arguments_cut(self._transformer, self._cuts.inputs.get("", {}))
+        self._cut_own = self._arguments_changed(self._transformer, self._cuts.inputs.get("", {}), self._cut_share)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
-        for path, arguments in self._cuts.inputs.items():
-            for module in modules_at(self._transformer, path):
-                if module is not self._transformer:  # whose own are cut once the pass has begun
-                    hook = _ignoring_module(self._arguments_cut(module, arguments))
-                    patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
-        for path, arguments in self._cuts.gathered_inputs.items():
-            for module in modules_at(self._transformer, path):
-                hook = _ignoring_module(self._arguments_changed(module, arguments, self._gather_for_all))
-                patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
-        for path, outputs in self._cuts.outputs.items():
-            for module in modules_at(self._transformer, path):
-                patches.hook(module.register_forward_hook, functools.partial(self._cut_outputs, outputs))
-        for path, cut in self._cuts.gathered.items():
-            for module in modules_at(self._transformer, path):
-                patches.hook(module.register_forward_hook, functools.partial(self._gather_output, cut))
-        for path, cuts in self._cuts.gathered_early.items():
-            for module in modules_at(self._transformer, path):
-                patches.hook(module.register_forward_hook, functools.partial(self._gather_early, cuts))
-        for path in self._cuts.whole:
-            for module in modules_at(self._transformer, path):
-                patches.hook(module.register_forward_hook, self._count_gradient_once)
+        hooks, cuts = self._hooks, self._cuts
+        patches.on_detach(hooks.remove)
+        for path, arguments in cuts.inputs.items():  # the transformer's own are cut once the pass has begun
+            hooks.before(path, functools.partial(self._changing, arguments, self._cut_share))
+        for path, arguments in cuts.gathered_inputs.items():
+            hooks.before(path, functools.partial(self._changing, arguments, self._gather_for_all))
+        for path, outputs in cuts.outputs.items():
+            hooks.after(path, functools.partial(self._cut_outputs, outputs))
+        for path, cut in cuts.gathered.items():
+            hooks.after(path, functools.partial(self._gather_output, cut))
+        for path, early in cuts.gathered_early.items():
+            hooks.after(path, functools.partial(self._gather_early, early))
+        for path in cuts.whole:
+            hooks.after(path, self._count_gradient_once)
         options: dict[str, Any] = {
             "any_mask": self._architecture.padded_text,
             "skipped_by": self._architecture.skipped_by,
@@ -180,9 +174,15 @@ class _SequenceSharding:
         """How the video of the current forward pass is sharded."""
         return self._pass.video
 
+    def reached(self) -> Collection[int]:
+        """The layers whose attention db-SP has computed in the current forward pass."""
+        session = self._attention.session if isinstance(self._attention, Sharing) else self._attention
+        return range(self._session.layers) if session is None else session.end()
+
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
         self._caches.look()
+        self._hooks.follow()
         self._backend.pin()
         if getattr(module, "_parallel_config", None) is not None:
             raise UserError(
@@ -272,12 +272,16 @@ class _SequenceSharding:
         length = sequence.packed_length or len(sequence.packed)
         return {**shards, "packed": PackedShards(text, video, sequence.packed.to(device), length)}
 
-    def _arguments_cut(self, module: nn.Module, arguments: Mapping[str, Cut]) -> Callable[[Args, Kwargs], Arguments]:
-        """Cuts arguments of a module's forward.
+    def _cut_share(self, value: Any, cut: Cut) -> Any:
+        """Cuts an argument. Not torch.compiler.disable'd: what is cut at a block is compiled with it."""
+        return self._pass.cut(value, cut)
 
-        Not torch.compiler.disable'd: what is cut at a block is compiled with it.
-        """
-        return self._arguments_changed(module, arguments, lambda value, cut: self._pass.cut(value, cut))
+    def _changing(
+        self, arguments: Mapping[str, Cut], change: Callable[[Any, Cut], Any], module: nn.Module
+    ) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
+        """A hook that changes arguments of a module's forward."""
+        changed = self._arguments_changed(module, arguments, change)
+        return lambda module, args, kwargs: changed(args, kwargs)
 
     def _arguments_changed(
         self, module: nn.Module, arguments: Mapping[str, Cut], change: Callable[[Any, Cut], Any]
@@ -329,7 +333,3 @@ class _SequenceSharding:
     @torch.compiler.disable
     def _count_gradient_once(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         return count_gradient_once(output, self._session.group)
-
-
-def _ignoring_module(cut: Callable[[Args, Kwargs], Arguments]) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
-    return lambda module, args, kwargs: cut(args, kwargs)

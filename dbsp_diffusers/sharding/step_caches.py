@@ -7,7 +7,7 @@ tests/diffusers/test_step_caches.py fails where another version has it otherwise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,12 +20,14 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
-__all__ = ["ForwardRanks", "StepCaches", "refuse_step_caches"]
+__all__ = ["ForwardRanks", "StepCaches", "may_skip", "refuse_step_caches"]
 
 
 class _Sharded(Protocol):
     @property
     def video(self) -> StreamShards: ...
+
+    def reached(self) -> Collection[int]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,7 @@ class ForwardRanks:
     Attributes:
         groups: The ranks that share the sequence, and those that share out the batch; one after the other they reach
             all.
-        sharding: How the video of the current pass is sharded.
+        sharding: How the video of the current pass is sharded, and which layers' attention db-SP has computed in it.
     """
 
     groups: tuple[SequenceGroup | BatchSplit, ...]
@@ -67,10 +69,11 @@ class ForwardRanks:
 DECIDING = "FBCHeadBlockHook"
 """diffusers' first-block cache: decides by how much the first block's residual has changed."""
 
+SKIPS_NOTHING = "PeftInputAutocastDisableHook"
 BY_STEP = {
     *("FBCBlockHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook", "PyramidAttentionBroadcastHook"),
     *("FasterCacheBlockHook", "TextKVCacheTransformerHook", "TextKVCacheBlockHook", "TransformerBlockSkipHook"),
-    *("FeedForwardSkipHook", "PeftInputAutocastDisableHook"),
+    *("FeedForwardSkipHook", SKIPS_NOTHING),
 }
 """Hooks of diffusers that skip by step, timestep or another hook's decision, or that skip nothing."""
 
@@ -96,6 +99,14 @@ def refuse_step_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> N
         )
 
 
+def may_skip(transformer: nn.Module, block: nn.Module) -> bool:
+    """Returns True if a step cache or layer skip may leave out the attention of a block."""
+    if getattr(transformer, "_is_cached", False):  # cache-dit and para-attn's first-block cache
+        return True
+    hooks = (hook for module in _places(transformer, [block]) for hook in _skipping_hooks(module))
+    return any(type(hook).__name__ != SKIPS_NOTHING for hook in hooks)
+
+
 class StepCaches:
     """Looks, before each pass, which step caches are enabled on one transformer, and lets all ranks decide together.
 
@@ -111,21 +122,13 @@ class StepCaches:
         self._together = together
         self._shared_batch = shared_batch
         self._deciding: tuple[Any, PatchSet] | None = None
-        self._found = False
-
-    @property
-    def skip(self) -> bool:
-        """True if the last look found a cache that may skip layers."""
-        return self._found
 
     def look(self) -> None:
         """Raises UserError for a cache that cannot be made to decide alike on all ranks."""
         deciding = self._cache_dit()
-        self._found = deciding is not None
         for module in _places(self._transformer, self._blocks):
             for hook in _skipping_hooks(module):
                 self._require_known(hook)
-                self._found = True
                 if type(hook).__name__ == DECIDING:
                     deciding = hook
         if deciding is not (self._deciding and self._deciding[0]):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.diffusers.compile_cases import run_blocks_compiled_before, run_compiled, run_compiled_blocks
 
@@ -56,3 +59,15 @@ def test_blocks_may_be_compiled_before_db_sp(pool, model, mask):
     ):
         assert with_db_sp <= 1e-5
         assert without <= 1e-5
+
+
+def test_attention_is_kept_out_of_cuda_graphs():
+    """A graph would replay the plan and the split sizes of the call in which it was captured."""
+
+    def attend(q, number):
+        return torch.ops.dbsp.attend.default(q * 2, q, q, number, None, None) + 1
+
+    graph = make_fx(attend, tracing_mode="fake")(torch.randn(1, 2, 8, 4), torch.tensor(0))
+    node = get_first_incompatible_cudagraph_node(graph)
+    assert node is not None
+    assert node.target is torch.ops.dbsp.attend.default

@@ -167,18 +167,18 @@ class _Offloaded:
     device = torch.device("cuda")
     _execution_device = torch.device("cpu")
 
-    def __call__(self, *, generator: torch.Generator) -> tuple[torch.Tensor, torch.device]:
-        return torch.randn(3, generator=generator), generator.device
+    def __call__(self) -> torch.Tensor:
+        return torch.randn(3, device=self._execution_device)
 
 
-def unseeded_noise(rank: int, world: int) -> tuple[list[float], str]:
-    """(noise, device of its generator) of a call without a generator, under model offload."""
+def unseeded_noise(rank: int, world: int) -> list[float]:
+    """Noise of a call without a generator, under model offload."""
     pipe, attachment = _Offloaded(), PatchSet()
-    Generations(pipe, SequenceGroup.of()).attach(attachment, shares_seeds=True)
+    Generations(pipe, SequenceGroup.of()).attach(attachment, shares_state=True)
     torch.manual_seed(rank)  # ranks would draw different noise
-    noise, device = pipe()
+    noise = pipe()
     attachment.detach()
-    return noise.tolist(), str(device)
+    return noise.tolist()
 
 
 def run_with_grad_enabled(rank: int, world: int, model: str) -> tuple[float, bool]:

@@ -122,7 +122,6 @@ def test_noise_is_shared_and_drawn_where_the_pipeline_computes(pool):
     """Also where its weights wait on another device, on which this group of ranks could not meet."""
     results = pool(2).run(unseeded_noise)
     assert results[0] == results[1]
-    assert results[0][1] == "cpu"
 
 
 @pytest.mark.parametrize("model", ["wan", "cogvideox"])

@@ -232,6 +232,13 @@ class ThreadGroup(SequenceGroup):
             return mine
         return torch.cat(self._gather(f"all-gather along dim 0 of {tuple(mine.shape)}", _contiguous(mine)))
 
+    def broadcast(self, values: torch.Tensor) -> None:
+        if self.size > 1:
+            values.copy_(self._gather(f"broadcast of {tuple(values.shape)}", values)[0])
+
+    def failure_board(self) -> None:
+        """None: a rank that fails releases those that wait for it."""
+
     def barrier(self) -> None:
         with explain_broken_connection():
             self._gather("barrier", torch.zeros(1))

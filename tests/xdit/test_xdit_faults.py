@@ -9,7 +9,13 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.mask_writer import save_mask
 from tests.xdit.xdit_cases import PipelineCase, start_xfuser
-from tests.xdit.xdit_fault_cases import attach_error, fail_then_generate, run_until_error, strip_errors
+from tests.xdit.xdit_fault_cases import (
+    attach_error,
+    fail_then_generate,
+    replaced_after_attach,
+    run_until_error,
+    strip_errors,
+)
 
 TOLERANCE = 1e-5
 BY_STEP = {
@@ -71,6 +77,12 @@ def test_a_size_that_the_mask_refuses(pool, tmp_path, model):
     workers.run(start_xfuser)
     config = {"mask": {"source": "file", "path": str(tmp_path / "masks.safetensors")}, "strategy": "U1R2"}
     assert_alike(workers.run(run_until_error, model, config), "64")
+
+
+def test_processor_replaced_after_attach_raises_on_all_ranks(pool):
+    workers = pool(2)
+    workers.run(start_xfuser)
+    assert_alike(workers.run(replaced_after_attach), "1 of 2 self-attentions did not reach db-SP, blocks.1.attn1")
 
 
 def test_xfusers_own_cogvideox_says_what_it_cannot_do(pool, tiny):

@@ -124,6 +124,23 @@ def run_until_error(rank: int, world: int, model: str, config: dict[str, Any]) -
     return message
 
 
+def replaced_after_attach(rank: int, world: int) -> str:
+    """The message of a pass of xfuser's Wan in which a layer's processor is no longer db-SP's."""
+    from dbsp_xdit import attach, detach
+
+    pipe, message = _pipe(hosted_transformer("wan")), ""
+    with torch.no_grad():
+        attach(pipe, {})
+        attention = pipe.transformer.blocks[1].attn1
+        attention.processor = make_transformer("wan").blocks[1].attn1.processor
+        try:
+            pipe.transformer(**Inputs.random("wan", (3, 5, 7), 1, 7).arguments)
+        except ValueError as error:
+            message = str(error)
+        detach(pipe)
+    return message
+
+
 def strip_errors(rank: int, world: int, case: PipelineCase) -> tuple[str, str]:
     """What xfuser's own CogVideoX pipeline is told for a height it cannot shard, and for a layout of its own."""
     from xfuser import xFuserCogVideoXPipeline

@@ -172,9 +172,9 @@ class AttentionSession:
         parts = self.config, group, strategy, self.heads, self.layers, self.steps, self.clock
         return AttentionSession(*parts, _counters=self._counters)
 
-    def end(self) -> int:
-        """Ends a forward pass. Returns how many layers' attentions it reached."""
-        return len(self._reached)
+    def end(self) -> frozenset[int]:
+        """Returns the layers whose attention the forward pass has reached."""
+        return frozenset(self._reached)
 
     @property
     def topology(self) -> Topology:

@@ -62,7 +62,7 @@ def run_pipeline(rank: int, world: int, strategy: str) -> tuple[float, float, in
     single.detach()
     session = dbsp_diffusers.enable(pipe, config)
     out = latents(pipe)
-    reached = session.end()
+    reached = len(session.end())
     dbsp_diffusers.disable(pipe)
     return float((out - expected).abs().max()), float((out - dense).abs().max()), reached
 

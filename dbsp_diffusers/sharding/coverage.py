@@ -1,0 +1,146 @@
+"""Checks that db-SP computes every self-attention of a transformer in every forward pass.
+
+An attention that db-SP does not compute attends to the tokens of one rank, and nothing else would say so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbsp_core.comm.failures import FailureBoard
+from dbsp_core.comm.groups import explain_broken_connection
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models import known_architecture
+from dbsp_diffusers.models.cuts import modules_at
+from dbsp_diffusers.packed_samples import PackedBatch
+from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
+from dbsp_diffusers.sharding.step_caches import may_skip
+
+__all__ = ["Coverage"]
+
+_CAUSE = (
+    "an offload hook or device map that was removed, a LoRA, a quantiser or a library may have put another forward, "
+    "processor or layer in its place; make such changes before `enable`, or between `disable` and `enable`"
+)
+_MOST_NAMED = 3
+
+
+class Coverage:
+    """Compares the self-attentions that db-SP computes in a forward pass with those that the transformer has then.
+
+    Args:
+        attentions: Returns a transformer's self-attention modules, one per layer, which db-SP has intercepted.
+        reached: Returns the layers whose attention db-SP has computed in the current pass.
+        board: Where the ranks that wait for this one read why it has left a forward pass.
+        patience: How long this rank waits, after a failed pass, for the others to read it; None: they don't.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        attentions: Callable[[Any], Sequence[nn.Module]],
+        reached: Callable[[], Collection[int]],
+        board: FailureBoard | None,
+        patience: timedelta | None,
+    ) -> None:
+        self._transformer = transformer
+        self._attentions = attentions
+        self._reached = reached
+        self._board = board
+        self._patience = patience
+        self._layers = {attention: layer for layer, attention in enumerate(attentions(transformer))}
+        self._replaced = {attention for attention in self._layers if not has_class_forward(attention)}
+        """Attention modules whose forward db-SP has replaced."""
+        self._expected: dict[int, nn.Module] = {}
+        """Attention modules that the current pass must reach, by layer."""
+        self._handled: BaseException | None = None
+        """What the caller of the current pass is handling, if it is called from an `except` block."""
+
+    def attach(self, patches: PatchSet) -> None:
+        """Checks every forward pass from now on."""
+        transformer = self._transformer
+        patches.hook(transformer.register_forward_pre_hook, self._begin, with_kwargs=True, prepend=True)
+        architecture = known_architecture(transformer)
+        if architecture is not None:  # where outputs are exchanged, a rank must not come before its last attention
+            cuts = architecture.cuts.of(transformer)
+            for path in (*cuts.gathered, *cuts.gathered_early):
+                for module in modules_at(transformer, path):
+                    patches.hook(module.register_forward_hook, self._require_all, prepend=True)
+        patches.hook(transformer.register_forward_hook, self._end, always_call=True)
+
+    @torch.compiler.disable
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._handled = sys.exc_info()[1]
+        if self._board is not None:
+            with explain_broken_connection():
+                self._board.begin_pass(self._patience)
+        present = self._present()
+        unknown = [attention for attention in present if attention not in self._layers]
+        if unknown:
+            raise UserError(
+                f"{self._named(unknown)} was put into the {type(module).__name__} after db-SP was enabled on it, and "
+                "would attend to one rank's tokens; make such changes before `enable`, or between `disable` and "
+                "`enable`"
+            )
+        lost = [attention for attention in present if attention in self._replaced and has_class_forward(attention)]
+        if lost:
+            raise UserError(f"db-SP no longer computes the attention of {self._named(lost)}: {_CAUSE}")
+        self._expected = {self._layers[attention]: attention for attention in present}
+        architecture = known_architecture(module)
+        if architecture is not None and architecture.skipped_by and not (args and isinstance(args[0], PackedBatch)):
+            for layer in architecture.skipped(signature_of(module).bind(*args, **kwargs).arguments):
+                self._expected.pop(layer, None)
+
+    def _present(self) -> list[nn.Module]:
+        """The transformer's self-attention modules now; torch.compile may have wrapped them."""
+        try:
+            return [getattr(attention, "_orig_mod", attention) for attention in self._attentions(self._transformer)]
+        except AttributeError as error:
+            raise UserError(f"a layer was put into the transformer after db-SP was enabled on it: {error}") from error
+
+    @torch.compiler.disable
+    def _require_all(self, *_: Any) -> None:
+        """Raises UserError unless db-SP has computed every attention that no cache leaves out."""
+        reached = self._reached()
+        missed = [attention for layer, attention in self._expected.items() if layer not in reached]
+        missed = [attention for attention in missed if not may_skip(self._transformer, self._parent(attention))]
+        if missed:
+            raise UserError(
+                f"{len(missed)} of {len(self._expected)} self-attentions did not reach db-SP, {self._named(missed)}: "
+                f"{_CAUSE}"
+            )
+
+    @torch.compiler.disable
+    def _end(self, *_: Any) -> None:
+        """Checks the pass, and posts why it has failed, if so: other ranks may wait in an attention."""
+        failure = sys.exc_info()[1]
+        if failure is self._handled:
+            failure = None
+        self._handled = None
+        try:
+            if failure is None:
+                self._require_all()
+        except UserError as error:
+            failure = error
+            raise
+        finally:
+            if failure is not None and self._board is not None:
+                self._board.post(failure)
+
+    def _parent(self, attention: nn.Module) -> nn.Module:
+        """The block that an attention module is in."""
+        return self._transformer.get_submodule(self._name(attention).rpartition(".")[0])
+
+    def _named(self, attentions: Iterable[nn.Module]) -> str:
+        names = [self._name(attention) for attention in attentions]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return ", ".join(names[:_MOST_NAMED]) + more
+
+    def _name(self, attention: nn.Module) -> str:
+        return next(name for name, module in self._transformer.named_modules() if module is attention)

@@ -1,0 +1,78 @@
+"""The arguments of a forward pass as ranks compare and replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Constants", "named_tensors", "plain_values", "with_tensors"]
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each tensor that is not empty in an argument, within lists and mappings too, with its name."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() and value.layout == torch.strided and not hasattr(value, "device_mesh"):
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from named_tensors(f"{name}[{key!r}]", one)
+    elif isinstance(value, (list, tuple)):
+        for place, one in enumerate(value):
+            yield from named_tensors(f"{name}[{place}]", one)
+
+
+def plain_values(value: Any) -> Any:
+    """Returns what ranks compare of an argument that is not a tensor: numbers, texts, and types of other objects."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return [(str(key), plain_values(one)) for key, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [plain_values(one) for one in value]
+    return type(value).__name__
+
+
+def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
+    """Returns an argument with tensors replaced, by their `id`; what holds none of them is returned itself."""
+    if isinstance(value, torch.Tensor):
+        return replaced.get(id(value), value)
+    if isinstance(value, dict):
+        changed = {key: with_tensors(one, replaced) for key, one in value.items()}
+        return changed if any(changed[key] is not one for key, one in value.items()) else value
+    if isinstance(value, (list, tuple)):
+        items = [with_tensors(one, replaced) for one in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+class Constants:
+    """Tensors that stand for those that a pipeline passes in every step, such as text embeddings.
+
+    What is read from a tensor once, as long as the tensor is not written to, is then read once of its substitute too.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """By the pipeline's tensor its version, and its substitute from the second pass on."""
+
+    def substitute(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of these values, the same one as long as `tensor` is not written to."""
+        if tensor.is_inference():  # inference tensors keep no version
+            return values
+        known = self._known.get(tensor)
+        if known is None or known[0] != tensor._version:
+            self._known[tensor] = tensor._version, None
+            return values
+        if known[1] is None:
+            known = self._known[tensor] = tensor._version, values.clone()
+        else:
+            known[1].data.copy_(values)  # which is no new version: the values are as before
+        substitute: torch.Tensor = known[1]
+        return substitute

@@ -1,0 +1,229 @@
+"""What the workers run: transformers on which something takes attention away from db-SP after `enable`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dbsp_diffusers
+from dbsp_diffusers.reference import attach_single_process
+from tests.support.models.tiny_pipelines import difference, load
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
+
+CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _inputs() -> dict[str, Any]:
+    return Inputs.random("wan", (3, 5, 7), 1, 7).arguments
+
+
+def _other_attention(transformer: Any) -> None:
+    transformer.blocks[1].attn1 = copy.deepcopy(make_transformer("wan").blocks[1].attn1)
+
+
+def _other_block(transformer: Any) -> None:
+    transformer.blocks[0] = make_transformer("wan").blocks[0]
+
+
+def _appended_block(transformer: Any) -> None:
+    transformer.blocks.append(make_transformer("wan").blocks[0])
+
+
+def _forward_reset(transformer: Any) -> None:
+    del transformer.blocks[1].attn1.forward
+
+
+def _forward_replaced(transformer: Any) -> None:
+    attention = transformer.blocks[1].attn1
+    attention.forward = type(attention).forward.__get__(attention).__call__
+
+
+def _block_skipped(transformer: Any) -> None:
+    transformer.blocks[1].forward = lambda hidden, *_, **__: hidden
+
+
+CHANGES = {
+    "other attention": _other_attention,
+    "other block": _other_block,
+    "appended block": _appended_block,
+    "forward reset": _forward_reset,
+    "forward replaced": _forward_replaced,
+    "block skipped": _block_skipped,
+}
+
+
+def changed(rank: int, world: int, change: str) -> tuple[str, float]:
+    """(what a transformer says that was changed after `enable`, its difference from one process once enabled anew)"""
+    transformer, inputs = make_transformer("wan"), _inputs()
+    with torch.no_grad():
+        dbsp_diffusers.enable(transformer, CONFIG)
+        transformer(**inputs)
+        CHANGES[change](transformer)
+        text = said(lambda: transformer(**inputs))
+        dbsp_diffusers.disable(transformer)
+        single = attach_single_process(transformer, CONFIG)
+        try:
+            expected = transformer(**inputs)[0]
+        except ValueError:  # as stock diffusers would not be reached either
+            return text, 0.0
+        finally:
+            single.detach()
+        if change not in ("other attention", "other block", "appended block"):
+            return text, 0.0
+        dbsp_diffusers.enable(transformer, CONFIG)
+        found = transformer(**inputs)[0]
+        dbsp_diffusers.disable(transformer)
+    return text, difference(found, expected)
+
+
+def hooks_removed(rank: int, world: int) -> list[float]:
+    """Differences from one process with accelerate's hooks, once they are removed, and after `disable` from dense."""
+    from accelerate import dispatch_model
+    from accelerate.hooks import remove_hook_from_module
+
+    transformer, inputs, found = make_transformer("wan"), _inputs(), []
+    with torch.no_grad():
+        dense = transformer(**inputs)[0]
+        single = attach_single_process(transformer, CONFIG)
+        expected = transformer(**inputs)[0]
+        single.detach()
+        parts = {name: "cpu" for name, part in transformer.named_modules() if name and not list(part.children())}
+        dispatch_model(transformer, {"": "cpu"} | parts, main_device="cpu", force_hooks=True)
+        for attention in (block.attn1 for block in transformer.blocks):
+            assert hasattr(attention, "_old_forward")
+        dbsp_diffusers.enable(transformer, CONFIG)
+        found.append(difference(transformer(**inputs)[0], expected))
+        remove_hook_from_module(transformer, recurse=True)
+        found.append(difference(transformer(**inputs)[0], expected))
+        dbsp_diffusers.disable(transformer)
+        found.append(difference(transformer(**inputs)[0], dense))
+    return found
+
+
+def skipped_on_one(rank: int, world: int, strategy: str, where: str) -> list[str]:
+    """One rank leaves a pass that the others wait in: what it and the next pass say.
+
+    where: "block" if it skips a block; "raises" if it fails in one
+    """
+    group = dist.new_group(list(range(world)))
+    transformer, inputs = make_transformer("wan"), _inputs()
+    dbsp_diffusers.enable(transformer, CONFIG, group=group, strategy=strategy)
+    heard: list[str] = []
+
+    def leave(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if where == "raises":
+            raise RuntimeError("out of memory on one rank")
+        return hidden
+
+    with torch.no_grad():
+        transformer(**inputs)
+        if rank == 0:
+            transformer.blocks[1].forward = leave
+        for _ in range(2):
+            try:
+                transformer(**inputs)
+            except Exception as error:
+                heard.append(f"{type(error).__name__}: {error}")
+    dbsp_diffusers.disable(transformer)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return heard
+
+
+def callback_fails_on_one(rank: int, world: int, folder: str) -> list[str]:
+    """The callback of one rank's pipeline raises after the first step: what the ranks say."""
+    group = dist.new_group(list(range(world)))
+    pipe, heard = load("wan", folder), []
+    dbsp_diffusers.enable(pipe, CONFIG, group=group)
+
+    def callback(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        if rank == 0:
+            raise ValueError("no room for a preview")
+        return kept
+
+    size = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2, "max_sequence_length": 16}
+    try:
+        pipe("a", output_type="latent", guidance_scale=1.0, callback_on_step_end=callback, **size)
+    except Exception as error:
+        heard.append(f"{type(error).__name__}: {error}")
+    dbsp_diffusers.disable(pipe)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return heard
+
+
+def exchanged(rank: int, world: int, folder: str, everywhere: bool) -> tuple[str, str]:
+    """(what a pipeline says whose transformer was exchanged, on all ranks or on the last, and once it is back)"""
+    pipe = load("wan", folder)
+    dbsp_diffusers.enable(pipe, CONFIG)
+    own = pipe.transformer
+    size = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 1, "max_sequence_length": 16}
+    if everywhere or rank == world - 1:
+        pipe.transformer = load("wan", folder).transformer
+    first = said(lambda: pipe("a", output_type="latent", **size))
+    pipe.transformer = own
+    second = said(lambda: pipe("a", output_type="latent", **size))
+    dbsp_diffusers.disable(pipe)
+    return first, second
+
+
+LORA_TARGETS = {
+    "attention": ["to_q", "to_v"],
+    "output": ["proj_out"],
+    "embedding": ["patch_embedding"],
+    "all": ["to_q", "to_out.0", "proj_out", "patch_embedding", "ffn.net.2", "time_embedder.linear_1"],
+}
+
+
+def lora_after_enable(rank: int, world: int, targets: str) -> list[float]:
+    """Differences from one process with a LoRA, without it again, and after `disable` from it with none."""
+    from peft import LoraConfig
+
+    def adapted(enabled: bool) -> list[torch.Tensor]:
+        transformer, inputs, found = make_transformer("wan"), _inputs(), []
+        single = None if enabled else attach_single_process(transformer, CONFIG)
+        if enabled:
+            dbsp_diffusers.enable(transformer, CONFIG)
+        torch.manual_seed(1)
+        transformer.add_adapter(LoraConfig(r=2, target_modules=LORA_TARGETS[targets], init_lora_weights=False))
+        found.append(transformer(**inputs)[0])
+        transformer.unload_lora() if hasattr(transformer, "unload_lora") else transformer.disable_adapters()
+        found.append(transformer(**inputs)[0])
+        if single is not None:
+            single.detach()
+        dbsp_diffusers.disable(transformer)
+        found.append(transformer(**inputs)[0])
+        return found
+
+    with torch.no_grad():
+        return [difference(one, other) for one, other in zip(adapted(True), adapted(False), strict=True)]
+
+
+def layer_skip(rank: int, world: int) -> tuple[float, float]:
+    """(difference from one process of a transformer whose first block diffusers skips, from one with both blocks)"""
+    from diffusers import LayerSkipConfig
+    from diffusers.hooks import apply_layer_skip
+
+    transformer, inputs = make_transformer("wan"), _inputs()
+    with torch.no_grad():
+        whole = transformer(**inputs)[0]
+        apply_layer_skip(transformer, LayerSkipConfig(indices=[0], fqn="blocks"))
+        single = attach_single_process(transformer, CONFIG)
+        expected = transformer(**inputs)[0]
+        single.detach()
+        dbsp_diffusers.enable(transformer, CONFIG)
+        found = transformer(**inputs)[0]
+        dbsp_diffusers.disable(transformer)
+    return difference(found, expected), difference(found, whole)
