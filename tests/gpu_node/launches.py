@@ -44,7 +44,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
             )
         _check_grid(name, executor.grid, kwargs)
         _check_shared_bytes(name, kwargs, tensors[0].itemsize)
-        recorded.launch(name, _variant(args, kwargs))
+        recorded.launch(name, _variant(executor, args, kwargs))
         memories = [t.memory for t in tensors if isinstance(t, DeviceTensor)]
         streams.submit(device, [], memories, name)
         names = executor.arg_names
@@ -91,11 +91,16 @@ def _check_shared_bytes(name: str, kwargs: dict[str, Any], itemsize: int) -> Non
         raise DeviceFault(f"{name}: {needed} bytes of shared memory, and sm{arch} has {MOST_SHARED_BYTES[arch]}")
 
 
-def _variant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+def _variant(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
     """Returns what Triton would compile a variant for, as far as the values of arguments decide it."""
-    return tuple(map(_specialised, args)) + tuple(
-        (name, _specialised(value)) for name, value in sorted(kwargs.items())
-    )
+    kernel = executor.fn.__globals__.get(executor.fn.__name__)
+    free = getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
+    given = [*zip(executor.arg_names, args, strict=False), *sorted(kwargs.items())]
+    return tuple((name, _type_of(value) if name in free else _specialised(value)) for name, value in given)
+
+
+def _type_of(value: Any) -> object:
+    return value.dtype if isinstance(value, torch.Tensor) else ("int", value >= 2**31)
 
 
 def _specialised(value: Any) -> object:
