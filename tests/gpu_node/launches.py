@@ -54,7 +54,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
             )
         _check_grid(name, executor.grid, kwargs)
         _check_shared_bytes(name, kwargs, tensors[0].itemsize)
-        recorded.launch(name, _variant(args, kwargs))
+        recorded.launch(name, _variant(executor, args, kwargs))
         if "INTERPRET_FP32" in executor.arg_names and any(t.dtype == torch.bfloat16 for t in tensors):
             kwargs = {**kwargs, "INTERPRET_FP32": True}  # the interpreter's products of bfloat16 are wrong
         there = list({id(t.memory): t for t in tensors if isinstance(t, DeviceTensor)}.values())
@@ -109,11 +109,16 @@ def _check_shared_bytes(name: str, kwargs: dict[str, Any], itemsize: int) -> Non
         raise DeviceFault(f"{name}: {needed} bytes of shared memory, and sm{arch} has {MOST_SHARED_BYTES[arch]}")
 
 
-def _variant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+def _variant(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
     """Returns what Triton would compile a variant for, as far as the values of arguments decide it."""
-    return tuple(map(_specialised, args)) + tuple(
-        (name, _specialised(value)) for name, value in sorted(kwargs.items())
-    )
+    kernel = executor.fn.__globals__.get(executor.fn.__name__)
+    free = getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
+    given = [*zip(executor.arg_names, args, strict=False), *sorted(kwargs.items())]
+    return tuple((name, _type_of(value) if name in free else _specialised(value)) for name, value in given)
+
+
+def _type_of(value: Any) -> object:
+    return value.dtype if isinstance(value, torch.Tensor) else ("int", value >= 2**31)
 
 
 def _specialised(value: Any) -> object:

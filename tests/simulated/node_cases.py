@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_kernels import KernelInputs
+from dbsp_kernels import KernelInputs, merge_into
 from dbsp_kernels.triton.forward import triton_attention
 from dbsp_kernels.triton.tile_config import Tiles
 from tests.gpu_node import streams
@@ -237,3 +237,17 @@ def peaks(rank: int, world: int) -> tuple[int, int]:
     del one
     most, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     return most - before, now - before + 0 * view.numel()
+
+
+def variants(rank: int, world: int) -> tuple[int, int]:
+    """Variants of the merge kernel: for several numbers of tokens, and for an output that is not aligned as well."""
+    device = torch.device("cuda", rank)
+    recorded.clear()
+    for tokens in (1, 5, 16):
+        out, lse = torch.zeros(tokens, 32, device=device), torch.zeros(tokens, device=device)
+        merge_into(out, lse, torch.zeros_like(out), torch.zeros_like(lse))
+    alike = len(recorded.variants["merge_kernel"])
+    out = torch.zeros(5 * 32 + 1, device=device)[1:].view(5, 32)
+    lse = torch.zeros(5, device=device)
+    merge_into(out, lse, torch.zeros(5, 32, device=device), torch.zeros_like(lse))
+    return alike, len(recorded.variants["merge_kernel"])

@@ -53,6 +53,11 @@ def test_host_waits_are_counted_at_their_lines(gpu_node: GpuNode) -> None:
     }
 
 
+def test_variants_are_counted_as_triton_specialises(gpu_node: GpuNode) -> None:
+    """Not by numbers and addresses that a kernel leaves unspecialised."""
+    assert gpu_node.run(1, node_cases.variants) == [(1, 2)]
+
+
 def test_asynchronous_copy_is_not_there_before_the_host_waits(gpu_node: GpuNode) -> None:
     ((before, after),) = gpu_node.run(1, node_cases.late_copy)
     assert before != [0, 1, 2] == after
