@@ -6,8 +6,8 @@ They are destroyed when the group or all of torch's groups are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -81,18 +81,34 @@ def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) ->
     make: Any = distributed_c10d._new_process_group_helper
     numbers = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
-    made, _ = make(
-        len(ranks),
-        ranks.index(group.rank()),
-        [numbers[rank] for rank in ranks],
-        backend,
-        distributed_c10d._get_default_store(),
-        group_name=f"{group.group_name}/dbsp-{purpose}",
-        timeout=timeout_of(group) or default_pg_timeout,
-    )
+    with _unbound_default_group():
+        made, _ = make(
+            len(ranks),
+            ranks.index(group.rank()),
+            [numbers[rank] for rank in ranks],
+            backend,
+            distributed_c10d._get_default_store(),
+            group_name=f"{group.group_name}/dbsp-{purpose}",
+            timeout=timeout_of(group) or default_pg_timeout,
+        )
     distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: place for place, rank in enumerate(ranks)}
     meet(made)  # a rank that destroyed it at once would cut off others that are still connecting
     return made
+
+
+@contextmanager
+def _unbound_default_group() -> Iterator[None]:
+    """Keeps torch from splitting a new communicator off the default group's, for which all of its ranks must call.
+
+    torch does so if `init_process_group` was given `device_id`. The ranks of a part alone would wait for ever.
+    """
+    default = distributed_c10d._get_default_group()
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
@@ -113,7 +129,10 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
 
 def over_nccl(group: dist.ProcessGroup | None = None) -> bool:
     """Returns whether NCCL carries a group's tensors on GPUs. None: the default group."""
-    return "nccl" in dist.get_backend_config(group)
+    try:
+        return "nccl" in dist.get_backend_config(group)
+    except (TypeError, ValueError):  # destroyed meanwhile, as the first use of the group will say
+        return False
 
 
 def _destroy(groups: _Groups) -> None:

@@ -59,7 +59,7 @@ def check_consistent(
         group: The ranks.
         problem: This rank's, if any.
         marks: Numbers below 2^63, by the complaint about ranks whose number differs, with {} for the ranks.
-        device: The device for exchanging numbers.
+        device: Unused: numbers are exchanged from host to host.
         error: Raised where marks differ. A problem is raised as UserError where it is one, else as ValueError; if
             `error` is no UserError, every problem is raised as `error`.
     """

@@ -230,6 +230,8 @@ _TORCH = (
         *(("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "timeout"),),
     ),
     PrivateName("torch.distributed.distributed_c10d:_get_default_store", "dbsp_core.comm.auxiliary"),
+    PrivateName("torch.distributed.distributed_c10d:_get_default_group", "dbsp_core.comm.auxiliary"),
+    PrivateName("torch.distributed:ProcessGroup.bound_device_id", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed.distributed_c10d:_world.pg_group_ranks", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed.distributed_c10d:_abort_process_group", "dbsp_core.comm.rank_program"),
     PrivateName("torch.distributed.device_mesh:new_group", "dbsp_diffusers.group_timeouts"),

@@ -72,6 +72,26 @@ def model_device(
         return seen[-1], "", said
 
 
+def splits_of_the_default_group(rank: int, world: int) -> tuple[bool, str, list[int]]:
+    """Groups made beside a default group that is bound to a GPU, as by `init_process_group(device_id=…)`.
+
+    Returns whether torch would split one off it, the default group's device afterwards, and a part's ranks.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    own = dist.new_group(list(range(world)))
+    default.bound_device_id = torch.device("cuda", rank)
+    try:
+        with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=None) as split:
+            group = SequenceGroup.of(own)
+            part = group.part(rank // 2 * 2, 2)
+            ranks = [other for (other,) in part.gather_integers([rank], torch.device("cpu"))]
+            group.control()
+        return split.called, str(default.bound_device_id), ranks
+    finally:
+        default.bound_device_id = None
+        dist.destroy_process_group(own)
+
+
 def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
     """(group, device) of each collective while groups are made and found again: a part on `backend`, an auxiliary."""
     uses: list[tuple[str, str]] = []

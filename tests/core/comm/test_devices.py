@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core.utils.errors import UserError
-from tests.core.comm.device_cases import first_uses, local_device, model_device
+from tests.core.comm.device_cases import first_uses, local_device, model_device, splits_of_the_default_group
 
 NCCL, GLOO = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
 FRESH = (0, 0)
@@ -62,6 +62,12 @@ class TestSharedGPU:
         (_, *first), (_, *second) = pool(2).run(model_device, devices, GLOO, FRESH)
         assert (first[0], second) == ("", ["", []])
         assert [line[:20] for line in first[1]] == ["ranks [0, 1] run the"]
+
+
+def test_groups_are_not_split_off_a_default_group_that_is_bound_to_a_gpu(pool):
+    """All ranks of the default group would have to take part, and a part is made by its own ranks alone."""
+    for rank, found in enumerate(pool(4).run(splits_of_the_default_group)):
+        assert found == (False, f"cuda:{rank}", [rank // 2 * 2, rank // 2 * 2 + 1])
 
 
 @pytest.mark.parametrize(
