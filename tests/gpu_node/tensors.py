@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.gpu_node import streams
@@ -339,6 +340,14 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (out, lse_there, *rest)
 
 
+def _attention_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """What torch chooses: cuDNN from Hopper on, FlashAttention before, and no fused kernel for other dtypes."""
+    if args[0].dtype not in (torch.float16, torch.bfloat16):
+        return SDPBackend.MATH.value
+    fused = SDPBackend.CUDNN_ATTENTION if torch.cuda.get_device_capability() >= (9, 0) else SDPBackend.FLASH_ATTENTION
+    return int(fused.value)
+
+
 def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
 
@@ -346,6 +355,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "copy_": _copy,
     "_to_copy": _to_copy,
     "record_stream": _record_stream,
+    "_fused_sdp_choice": _attention_choice,
     "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_cudnn_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention,

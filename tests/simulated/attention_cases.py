@@ -9,6 +9,7 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, dual_balanced_attention
 from dbsp_core.planning.planners import PlannerConfig
+from tests.gpu_node.faults import recorded
 from tests.support.oracle import dense_attention
 from tests.support.thread_ranks import once
 
@@ -65,6 +66,12 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
             apart = one.grad.cpu()[:, :, places].double() - right[:, :, mine]
             errors.append(float(apart.abs().max() / right.abs().max()))
     return errors
+
+
+def fused_operators(rank: int, world: int, case: AttentionCase) -> tuple[float, set[str]]:
+    """Returns the largest error, and torch's fused attentions that ran."""
+    worst = max(largest_errors(rank, world, case))
+    return worst, {name for name in recorded.operators if name.startswith("_scaled_dot_product")}
 
 
 def _whole(case: AttentionCase) -> tuple[BlockMask, list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:

@@ -9,7 +9,7 @@ import torch
 
 from dbsp_core import Strategy
 from tests.gpu_node.node import GpuNode
-from tests.simulated.attention_cases import AttentionCase, largest_errors
+from tests.simulated.attention_cases import AttentionCase, fused_operators, largest_errors
 
 STRATEGIES = ["U2R1", "U1R2", "U4R1", "U2R2", "U1R4", "U8R1", "U4R2", "U2R4", "U1R8"]
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -31,6 +31,17 @@ def test_every_strategy_is_exact(gpu_node: GpuNode, strategy: str, dense_heads: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_is_close(gpu_node: GpuNode, strategy: str) -> None:
     check(gpu_node, AttentionCase(strategy, dtype=torch.bfloat16, dense_heads=1, heads=5))
+
+
+@pytest.mark.parametrize(("arch", "name"), [(80, "flash"), (90, "cudnn")])
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+def test_dense_heads_run_on_the_kernel_that_torch_chooses(
+    gpu_node: GpuNode, strategy: str, arch: int, name: str
+) -> None:
+    case = AttentionCase(strategy, dtype=torch.bfloat16, dense_heads=2, batch=2)
+    for worst, names in gpu_node.run(2, fused_operators, case, arch=arch):
+        assert worst <= BOUND[torch.bfloat16]
+        assert names == {f"_scaled_dot_product_{name}_attention"}
 
 
 @pytest.mark.parametrize("dense_heads", [0, 1])
