@@ -23,8 +23,8 @@ class Record:
     Attributes:
         host_waits: Waits of the host for a device, by "what at file:line"; those of threads that are no rank's own,
             whom nobody waits for, by "what in thread NAME at file:line".
-        launches: Triton launches by kernel.
-        operators: Operators of torch that compute on a device, by name.
+        launches: Triton launches by kernel, and NCCL's collectives.
+        operators: Operators of torch that compute on a device, by name; of ranks' own threads, as launches.
         variants: Of each kernel, the specialisations that its launches asked for.
     """
 
@@ -39,22 +39,28 @@ class Record:
         self.variants: dict[str, set[object]] = {}
 
     def host_wait(self, what: str) -> None:
-        place, thread = place_of_caller(), threading.current_thread().name
-        what += f" in thread {thread}" if thread.startswith("dbsp-") else ""
+        place, thread = place_of_caller(), _worker_thread()
+        what += f" in thread {thread}" if thread else ""
         with self._lock:
             self.host_waits[f"{what} at {place}"] += 1
 
     def launch(self, kernel: str, variant: object) -> None:
         with self._lock:
-            self.launches[kernel] += 1
+            self.launches[kernel] += not _worker_thread()
             self.variants.setdefault(kernel, set()).add(variant)
 
     def operator(self, name: str) -> None:
         with self._lock:
-            self.operators[name] += 1
+            self.operators[name] += not _worker_thread()
 
 
 recorded = Record()
+
+
+def _worker_thread() -> str:
+    """Returns the name of the current thread if the product has made it, else an empty one."""
+    name = threading.current_thread().name
+    return name if name.startswith("dbsp-") else ""
 
 
 def place_of_caller() -> str:
