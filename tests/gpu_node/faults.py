@@ -13,6 +13,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 _NOT_PLACES = (str(_ROOT / "tests" / "gpu_node"), str(_ROOT / "tests" / "support"))
 
 
+_PRODUCT = ("dbsp_", "kernels/")
+
+
 class DeviceFault(RuntimeError):
     """Something that a CUDA device would refuse, or get wrong."""
 
@@ -37,6 +40,15 @@ class Record:
         self.launches: Counter[str] = Counter()
         self.operators: Counter[str] = Counter()
         self.variants: dict[str, set[object]] = {}
+
+    def waits_of_product(self) -> dict[str, int]:
+        """Returns the host waits of ranks' own threads in the product's files, by place."""
+        waits = self.host_waits.items()
+        return {
+            at: times
+            for at, times in waits
+            if at.partition(" at ")[2].startswith(_PRODUCT) and " in thread " not in at
+        }
 
     def host_wait(self, what: str) -> None:
         place, thread = place_of_caller(), _worker_thread()

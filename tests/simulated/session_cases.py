@@ -17,7 +17,6 @@ from tests.gpu_node.faults import recorded
 
 THW = (2, 5, 6)
 """60 tokens: four blocks of 16 queries, eight of 8 keys, the last ones short."""
-_PRODUCT = ("dbsp_", "kernels/")
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,8 @@ def steady_step(
         for layer in range(layers):
             session.attend(layer, q, k, v)
     group.control().barrier()
-    waits = {
-        place: times
-        for place, times in recorded.host_waits.items()
-        if place.partition(" at ")[2].startswith(_PRODUCT) and " in thread " not in place
-    }
     found = Step(
-        waits,
+        recorded.waits_of_product(),
         sum(recorded.launches.values()) / world,
         sum(recorded.operators.values()) / world,
         {kernel: len(variants) for kernel, variants in recorded.variants.items()},

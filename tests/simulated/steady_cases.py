@@ -13,7 +13,7 @@ from dbsp_core.masks.video import Video
 from dbsp_core.reports.observed_session import observed_session
 from tests.core.runtime.session_cases import HEADS, WIDTH
 from tests.gpu_node.faults import recorded
-from tests.simulated.session_cases import _PRODUCT, THW
+from tests.simulated.session_cases import THW
 
 STEPS = 4
 
@@ -47,11 +47,7 @@ def waits_of_a_pass(rank: int, world: int, settings: dict[str, Any], strategy: s
                 out.backward(torch.ones_like(out))
             group.control().barrier()
             if last:
-                waits = {
-                    place: times
-                    for place, times in recorded.host_waits.items()
-                    if place.partition(" at ")[2].startswith(_PRODUCT)
-                }
+                waits = recorded.waits_of_product()
             group.control().barrier()
     session.flush()
     return waits

@@ -1,4 +1,4 @@
-"""No pass of a generation that a session has seen before makes the host wait under known masks; nor does training."""
+"""No pass of a generation that a session has seen before makes the host wait for its GPU; nor does training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ PASSES: dict[str, tuple[dict[str, Any], str]] = {
     "static, dense steps": ({"mask": WINDOW, **DENSE_STEPS}, "U2R1"),
     "by step": ({"mask": BY_STEP, **KEPT}, "U1R2"),
     "callable": ({"mask": MASKS["callable"], **KEPT}, "U2R1"),
+    "nabla": ({"mask": MASKS["nabla"], **KEPT}, "U1R2"),
+    "union": ({"mask": MASKS["union"], **KEPT}, "U2R1"),
+    "sol": ({"mask": MASKS["sol"], **KEPT}, "U1R2"),
+    "vsa": ({"mask": MASKS["vsa"], **KEPT}, "U2R1"),
+    "sparge, dense steps": ({"mask": MASKS["sparge"], **DENSE_STEPS, **KEPT}, "U2R1"),
 }
 TRAINING: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"mask": WINDOW}, "U1R2"),
     "needed keys": ({"mask": WINDOW, "keys": "needed"}, "U1R2"),
+    "sparge": ({"mask": MASKS["sparge"], **KEPT}, "U2R1"),
 }
 
 

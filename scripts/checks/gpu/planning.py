@@ -32,8 +32,6 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield Case(f"prediction, {source}", partial(prediction, setting, source, options))
     for strategy in (f"U{setting.world}R1", f"U1R{setting.world}"):
         for mask in ({"source": "synthetic", "density": 0.4}, {"source": "sparge"}):
-            if setting.simulated and mask["source"] == "sparge":
-                continue  # see waits.py
             name = f"a steady call, {mask['source']}, {strategy}"
             yield Case(name, partial(steady_call, setting, strategy, mask | blocks))
         for planner in ("dbsp", "contiguous"):
