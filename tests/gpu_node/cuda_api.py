@@ -63,7 +63,6 @@ def activate(runtime: Any, devices: int) -> None:
     """Lets this process have `devices` simulated devices, for good."""
     streams.use_runtime(runtime)
     cuda = torch.cuda
-    properties = SimpleNamespace(total_memory=MEMORY_BYTES, multi_processor_count=132, name=NAMES[90], uuid="0")
     generators = {index: torch.Generator() for index in range(devices)}
     functions: dict[str, Any] = {
         "is_available": lambda: True,
@@ -76,9 +75,7 @@ def activate(runtime: Any, devices: int) -> None:
         "device": Device,
         "get_device_capability": lambda device=None: divmod(_arch, 10),
         "get_device_name": lambda device=None: NAMES.get(_arch, f"simulated sm{_arch}"),
-        "get_device_properties": lambda device=None: SimpleNamespace(
-            **vars(properties), major=_arch // 10, minor=_arch % 10
-        ),
+        "get_device_properties": lambda device=None: _properties(),
         "get_arch_list": lambda: [f"sm_{_arch}"],
         "mem_get_info": lambda device=None: (MEMORY_BYTES - _allocated(device), MEMORY_BYTES),
         "memory_allocated": lambda device=None: _allocated(device),
@@ -117,6 +114,15 @@ def activate(runtime: Any, devices: int) -> None:
     interpreter.InterpretedFunction.rewrite = launches.one_at_a_time(interpreter.InterpretedFunction.rewrite)
     threading.Thread.__init__ = _inherits_its_device(threading.Thread.__init__)  # type: ignore[method-assign]
     _kept.append(tensors.register())
+
+
+def _properties() -> SimpleNamespace:
+    major, minor = divmod(_arch, 10)
+    return SimpleNamespace(
+        name=NAMES.get(_arch, f"simulated sm{_arch}"), major=major, minor=minor, uuid="0", gcnArchName="",
+        total_memory=MEMORY_BYTES, multi_processor_count=132, warp_size=32, L2_cache_size=50 << 20,
+        max_threads_per_multi_processor=2048, shared_memory_per_block=48 << 10,
+    )  # fmt: skip
 
 
 def _index(device: Any) -> int:

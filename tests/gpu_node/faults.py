@@ -76,11 +76,18 @@ def _worker_thread() -> str:
 
 
 def place_of_caller() -> str:
-    """Returns file:line of the innermost frame in this repository, without those of the simulation and its ranks."""
+    """Returns file:line of the innermost frame that is neither the simulation's nor torch's.
+
+    It is in this repository, or in a library that the repository calls and that waits by itself, such as diffusers.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(str(_ROOT)) and ".venv" not in name and not name.startswith(_NOT_PLACES):
-            return f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno}"
+        _, _, library = name.rpartition("/site-packages/")
+        if library == name:
+            if name.startswith(str(_ROOT)) and not name.startswith(_NOT_PLACES):
+                return f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno}"
+        elif not library.startswith(("torch/", "triton/")):
+            return f"{library}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.gpu_node import runtime
 
-__all__ = ["GpuNode", "NodeError"]
+__all__ = ["GpuNode", "NodeError", "start_devices"]
 
 DEVICES = 8
 _SAFETY_NET_S = 300
@@ -59,7 +59,8 @@ class GpuNode:
         self._process.join()
 
 
-def _serve(pipe: Connection) -> None:
+def start_devices() -> None:
+    """Gives this process `DEVICES` simulated devices, for good. torch must not be imported yet."""
     library = runtime.load(DEVICES)
     import importlib
 
@@ -73,10 +74,16 @@ def _serve(pipe: Connection) -> None:
     for name in _BEFORE_CUDA:
         importlib.import_module(name)
     from tests.gpu_node import cuda_api
+
+    cuda_api.activate(library, DEVICES)
+
+
+def _serve(pipe: Connection) -> None:
+    start_devices()
+    from tests.gpu_node import cuda_api
     from tests.gpu_node.faults import recorded
     from tests.gpu_node.ranks import DeviceRanks
 
-    cuda_api.activate(library, DEVICES)
     while True:
         try:
             world, arch, function, args = pipe.recv()

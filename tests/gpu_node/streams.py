@@ -54,14 +54,20 @@ def set_device(device: torch.device | int | str) -> None:
         _runtime.set_device(index)
 
 
+def own(device: int | None) -> None:
+    """From now on, this thread and those that it starts may touch no other device. None: any."""
+    _HERE.own = device
+
+
 @contextmanager
 def owning(device: int | None) -> Iterator[None]:
     """Within it, this thread and those that it starts may touch no other device."""
-    before, _HERE.own = own_device(), device
+    before = own_device()
+    own(device)
     try:
         yield
     finally:
-        _HERE.own = before
+        own(before)
 
 
 def own_device() -> int | None:
@@ -71,9 +77,9 @@ def own_device() -> int | None:
 
 def require_own(index: int, what: str) -> None:
     """Raises DeviceFault if a context would be created on another rank's device."""
-    own = own_device()
-    if own is not None and index != own:
-        raise DeviceFault(f"{what}: a context on cuda:{index}, in a thread of the rank on cuda:{own}")
+    mine = own_device()
+    if mine is not None and index != mine:
+        raise DeviceFault(f"{what}: a context on cuda:{index}, in a thread of the rank on cuda:{mine}")
 
 
 class Stream:

@@ -27,6 +27,8 @@ class Meeting:
     size: int
     patience_s: float
     turns: Turns = field(default_factory=Turns)
+    first: int = 0
+    """Of a part of another meeting's ranks: the number that its rank 0 has there."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     waiting: dict[threading.Condition, Callable[[], bool]] = field(default_factory=dict)
     """Of each thread that waits: what wakes it, and whether there is what it waits for."""
@@ -99,15 +101,21 @@ class Meeting:
             if failed:
                 self.failed.add(rank)
                 for meeting in self.auxiliary.values():
-                    meeting.leave(rank, why, failed=True)
+                    meeting.leave_from_outside(rank, why)
 
-    def beside(self, purpose: str) -> Meeting:
-        """The meeting of the auxiliary group for a purpose."""
+    def leave_from_outside(self, rank: int, why: str) -> None:
+        """`leave` of a rank that has failed, by its number in the meeting that this one is made from."""
+        if 0 <= rank - self.first < self.size:
+            self.leave(rank - self.first, why, failed=True)
+
+    def beside(self, purpose: str, ranks: range | None = None) -> Meeting:
+        """The meeting of the auxiliary group for a purpose, of all ranks or of some."""
         with self.lock:
             if purpose not in self.auxiliary:
-                self.auxiliary[purpose] = Meeting(self.size, self.patience_s, self.turns)
+                ranks = range(self.size) if ranks is None else ranks
+                self.auxiliary[purpose] = Meeting(len(ranks), self.patience_s, self.turns, ranks.start)
                 for rank in self.failed:
-                    self.auxiliary[purpose].leave(rank, self.gone[rank], failed=True)
+                    self.auxiliary[purpose].leave_from_outside(rank, self.gone[rank])
             return self.auxiliary[purpose]
 
     def _wake(self) -> None:
@@ -193,10 +201,23 @@ class ThreadGroup(SequenceGroup):
         return False
 
     def auxiliary(self, purpose: str) -> ThreadGroup:
+        return self._made(purpose, range(self.size), over_gloo=True)
+
+    def part(self, first: int, size: int) -> SequenceGroup:
+        if size == self.size:
+            return self
+        if size == 1:
+            return SequenceGroup(0, 1)
+        ranks = range(first, first + size)
+        return self._made(f"ranks {ranks.start} to {ranks.stop - 1}", ranks, self._member.over_gloo)
+
+    def _made(self, purpose: str, ranks: range, over_gloo: bool) -> ThreadGroup:
+        """The group of some ranks, this one among them, which come together when it is made."""
         known = self._member.auxiliary
         if purpose not in known:
-            made = Member(self.rank, self._member.meeting.beside(purpose), over_gloo=True)
-            made.group().barrier()
+            meeting = self._member.meeting.beside(purpose, ranks)
+            made = Member(self.rank - ranks.start, meeting, over_gloo)
+            made.group()._gather("barrier", torch.zeros(1))
             known[purpose] = made
         return known[purpose].group()
 

@@ -128,7 +128,7 @@ def loss_of(predictions: list[torch.Tensor], numbers: list[int]) -> torch.Tensor
     for number, prediction in zip(numbers, predictions, strict=True):
         draws = torch.Generator().manual_seed(number)
         weights = torch.randn(prediction.shape, generator=draws, dtype=torch.float64)
-        parts.append((prediction * weights.to(prediction.dtype)).mean())
+        parts.append((prediction * weights.to(prediction)).mean())
     return sum(parts, torch.zeros((), dtype=torch.float64))
 
 

@@ -1,0 +1,43 @@
+"""Whole tiny pipelines on simulated GPUs: values, and host waits of steady steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_cli.tiny_models import make_tiny
+from tests.gpu_node.node import GpuNode
+from tests.simulated.pipeline_cases import Generation, generated_on_gpus
+
+CASES = {
+    "from prompt to frames": (2, Generation(output="pt")),
+    "predicted masks": (2, Generation("predicted", "U1R2")),
+    "four ranks": (4, Generation(strategy="U2R2")),
+    "two transformers": (2, Generation("predicted", second=True)),
+    "tiled decode": (2, Generation(steps=1, guidance=1.0, tiled=True, output="pt")),
+    "tiled decode on four ranks": (4, Generation(steps=1, guidance=1.0, strategy="U4R1", tiled=True, output="pt")),
+    "parts that are on the GPU while they run": (2, Generation(steps=1, offload=True, output="pt")),
+}
+STEADY = {
+    "static masks": (2, Generation(steps=4)),
+    "predicted masks": (2, Generation("predicted", steps=4)),
+    "two transformers": (2, Generation(steps=6, settled=4, second=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pipeline_on_gpus_equals_one_process(gpu_node: GpuNode, folder: str, name: str) -> None:
+    world, generation = CASES[name]
+    for difference, _ in gpu_node.run(world, generated_on_gpus, generation, folder):
+        assert difference <= 1e-5
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_steady_steps_make_no_host_wait(gpu_node: GpuNode, folder: str, name: str) -> None:
+    world, generation = STEADY[name]
+    for _, waits in gpu_node.run(world, generated_on_gpus, generation, folder):
+        assert waits == {}, waits

@@ -1,0 +1,103 @@
+"""Programs of several processes on simulated GPUs: the ranks of `dbsp generate`, xDiT and ParaAttention."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dbsp_cli.tiny_models import make_tiny
+from tests.gpu_node.processes import GpuProcesses
+from tests.gpu_node.runtime import why_unavailable
+from tests.simulated import program_cases
+from tests.simulated.model_cases import MASKS
+from tests.support.models.tiny_transformers import LATENTS, make_tiny_transformer
+from tests.support.repository import child_environment
+
+TOLERANCE = 1e-5
+REFUSED = {
+    "right": "",
+    "host tensor to NCCL": "CPU tensor given to NCCL",
+    "device tensor to gloo": "given to gloo",
+    "another rank's device": "in a thread of the rank on",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[GpuProcesses]:
+    """Two processes, each with a simulated GPU of its own."""
+    reason = why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    processes = GpuProcesses(2)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan")
+    make_tiny_transformer("wan", num_layers=1, num_attention_heads=3, **LATENTS).save_pretrained(
+        folder / "transformer"
+    )
+    return str(folder)
+
+
+@pytest.fixture
+def config_file(folder: str, tmp_path: Path) -> str:
+    video = program_cases.VIDEO | {"prompt": "a red ball", "steps": 2, "seed": 3}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"model": folder, "dtype": "float32", "video": video, "mask": MASKS["static"]}))
+    return str(file)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_processes_refuse_what_nccl_and_gloo_refuse(ranks: GpuProcesses, what: str) -> None:
+    for said in ranks.run(program_cases.said_of_transfer, what):
+        assert REFUSED[what] in said
+        assert bool(said) == bool(REFUSED[what])
+
+
+def test_gradients_are_summed_over_nccl(ranks: GpuProcesses) -> None:
+    assert max(ranks.run(program_cases.summed_gradients, "wan", "static")) <= TOLERANCE
+
+
+@pytest.mark.skipif(find_spec("para_attn") is None, reason="para-attn is not installed")
+@pytest.mark.parametrize(("mask", "ring"), [("static", 1), ("predicted", 2)])
+def test_para_attn_s_function_and_mesh_equal_one_process(ranks: GpuProcesses, mask: str, ring: int) -> None:
+    assert max(ranks.run(program_cases.through_para_attn, mask, ring)) <= TOLERANCE
+
+
+def test_parallelized_pipe_equals_one_process(ranks: GpuProcesses, folder: str) -> None:
+    assert max(ranks.run(program_cases.parallelized_pipe, folder)) <= TOLERANCE
+
+
+def test_rank_program_of_generate_makes_the_video_of_one_process(
+    ranks: GpuProcesses, folder: str, config_file: str, tmp_path: Path
+) -> None:
+    (difference, size), _ = ranks.run(program_cases.generated, folder, config_file, str(tmp_path / "ball.mp4"))
+    assert difference <= TOLERANCE
+    assert size > 1000
+
+
+@pytest.mark.skipif(find_spec("xfuser") is None, reason="xfuser is not installed")
+@pytest.mark.parametrize("mask", ["static", "predicted"])
+def test_xfusers_transformer_equals_one_process(ranks: GpuProcesses, mask: str) -> None:
+    assert max(ranks.run(program_cases.attached_to_xfuser, mask)) <= TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["dbsp_para.generate", "dbsp_xdit.generate"])
+def test_torchrun_starts_rank_programs_on_gpus(config_file: str, tmp_path: Path, module: str) -> None:
+    """In the working folder of the test, as xfuser writes beside the video."""
+    video = tmp_path / "ball.mp4"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command += ["tests.gpu_node.program", module, config_file, str(video), "120"]
+    done = subprocess.run(command, env=child_environment(), cwd=tmp_path, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert video.stat().st_size > 1000
