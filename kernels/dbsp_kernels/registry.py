@@ -28,6 +28,9 @@ KERNELS: dict[str, Kernel] = {
 REMOVED = dict.fromkeys(("flex", "cudnn", "fastvideo"), "triton")
 """Names of kernels that older versions had, with the kernel to use instead."""
 
+LONGEST_SHOWN = 80
+"""Characters of an unknown name that a message shows."""
+
 
 def available(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
@@ -41,7 +44,8 @@ def require_kernel_name(name: str, source: str = "kernel") -> None:
     if name in REMOVED:
         raise UserError(f"{source} {name!r} has been removed from db-SP; use {REMOVED[name]}")
     if name != "auto" and name not in KERNELS:
-        raise UserError(f"unknown {source} {name!r}; use one of auto, {', '.join(KERNELS)}")
+        shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}…"
+        raise UserError(f"unknown {source} {shown!r}; use one of auto, {', '.join(KERNELS)}")
 
 
 def _wanted(name: str) -> str:

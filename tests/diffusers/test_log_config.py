@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -18,16 +19,12 @@ def test_kernel_in_the_log_is_chosen_for_the_models_dtype_and_head_size(monkeypa
     monkeypatch.setattr(resolve, "_log_once", said.append)
     monkeypatch.delenv("DBSP_KERNEL", raising=False)
     narrow = replace(KERNELS["cpu"], name="narrow", dtypes=frozenset({torch.bfloat16}), widths=range(1, 65))
-    others = dict(KERNELS)
-    for name in others:
-        monkeypatch.delitem(KERNELS, name)
-    for kernel in (narrow, *others.values()):
-        monkeypatch.setitem(KERNELS, kernel.name, kernel)
-    for model, dtype in (
-        ("cogvideox-5b", torch.bfloat16),
-        ("cogvideox-5b", torch.float32),
-        ("wan2.1-t2v-14b", torch.bfloat16),
-    ):
-        signature = require_model(model).signature
-        resolve.log_config(DbspConfig(), signature, SequenceGroup(0, 1), None, torch.empty(0, dtype=dtype))
+    with mock.patch.dict(KERNELS, {"narrow": narrow, **KERNELS}, clear=True):  # restores their order, which counts
+        for model, dtype in (
+            ("cogvideox-5b", torch.bfloat16),
+            ("cogvideox-5b", torch.float32),
+            ("wan2.1-t2v-14b", torch.bfloat16),
+        ):
+            signature = require_model(model).signature
+            resolve.log_config(DbspConfig(), signature, SequenceGroup(0, 1), None, torch.empty(0, dtype=dtype))
     assert [line.rpartition("kernel ")[2] for line in said if "kernel" in line] == ["narrow", "cpu", "cpu"]

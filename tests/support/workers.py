@@ -12,8 +12,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
-
 SAFETY_NET_S = 300  # ends a hang; no test is timed by it
 PRELOADED = (
     "tests.support.interpreter",  # before anything else imports triton
@@ -147,6 +145,8 @@ def assert_all_raise(
     pool: Callable[[int], WorkerPool], world: int, message: str, function: Callable[..., Any], *args: Any
 ) -> None:
     """All ranks raise a UserError with this message."""
+    import pytest  # here: programs that are no tests use thread ranks
+
     with pytest.raises(WorkerError) as caught:
         pool(world).run(function, *args)
     assert [rank for rank, *_ in caught.value.errors] == list(range(world))

@@ -17,7 +17,7 @@ def assert_refused(answers, where, reason):
 @pytest.mark.parametrize("strategy", [{}, {"strategy": "U1R2"}, {"strategy": "auto"}], ids=str)
 def test_unknown_kernel_on_one_rank_is_refused_when_the_session_is_made(pool, strategy):
     answers = pool(2).run(refused_session, strategy, "nonsense")
-    assert_refused(answers, "making", "rank(s) [1]: unknown kernel 'nonsense'")
+    assert_refused(answers, "making", "rank(s) [1]: unknown DBSP_KERNEL 'nonsense'")
 
 
 @pytest.mark.parametrize("strategy", [{}, {"strategy": "U1R2"}, {"strategy": "auto"}], ids=str)

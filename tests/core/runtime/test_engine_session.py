@@ -3,9 +3,6 @@ padding anywhere at the end; against torch's own attention in one process."""
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,22 +132,3 @@ def test_ranks_skip_where_all_would():
         return [session.all_agree(answer) for answer in (True, rank == 0, False)]
 
     assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
-
-
-def groups_of_a_vote(rank: int, world: int) -> list[str]:
-    """The purposes of the auxiliary groups in which ranks gather their votes; "" for the group of the attentions."""
-    session, seen = EngineSession(SequenceGroup.of(), Strategy(1, world), HEADS, 1, {"mask": {"source": "dense"}}), []
-    control = session.session.group.control()
-
-    def gather(self: SequenceGroup, *args: Any, gather: Any = SequenceGroup.all_gather) -> Any:
-        seen.append("control" if self.group is control.group else "")
-        return gather(self, *args)
-
-    with mock.patch.object(SequenceGroup, "all_gather", gather):
-        session.all_agree(True)
-    return seen
-
-
-def test_a_vote_is_held_in_the_hosts_memory(pool):
-    """A gather on the device would have the host wait for all that is queued there."""
-    assert pool(2).run(groups_of_a_vote) == [["control"]] * 2
