@@ -22,8 +22,7 @@ class GpuProcesses:
 
     def __init__(self, world: int) -> None:
         context = multiprocessing.get_context("spawn")  # torch must not be there yet
-        launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-        launcher["LOCAL_WORLD_SIZE"] = str(world)
+        launcher = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
@@ -40,8 +39,9 @@ class GpuProcesses:
 
         Raises NodeError if a rank raises, ends, or does not answer.
         """
+        port = str(free_port())  # each run's own: a rank could meet the store of the run before
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((port, function, args))
         answers = [self._answer(pipe) for pipe in self._pipes]
         for fine, answer in answers:
             if not fine:
@@ -74,7 +74,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     while True:
         try:
-            function, args = pipe.recv()
+            os.environ["MASTER_PORT"], function, args = pipe.recv()
         except EOFError:
             return
         recorded.clear()
