@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import types
 from typing import Any
@@ -84,8 +85,8 @@ def through_para_attn(rank: int, world: int, mask: str, ring: int) -> float:
     return apart([found], expected)
 
 
-def parallelized_pipe(rank: int, world: int, folder: str) -> float:
-    """Returns how far latents of `dbsp_para.parallelize_pipe` are from one process's."""
+def parallelized_pipe(rank: int, world: int, folder: str, module: str) -> float:
+    """Returns how far latents are from one process's after a module's `parallelize_pipe(pipe, attn="dbsp")`."""
     import dbsp_para
 
     config, call = {"mask": MASKS["static"]}, VIDEO | {"num_inference_steps": 1, "max_sequence_length": 16}
@@ -100,7 +101,8 @@ def parallelized_pipe(rank: int, world: int, folder: str) -> float:
     attach_single_process(alone.transformer, config)
     expected, device = made(alone), use_local_device()
     with process_group(device):
-        pipe = dbsp_para.parallelize_pipe(load("wan", folder).to(device), attn="dbsp", config=config)
+        parallelize_pipe = importlib.import_module(module).parallelize_pipe
+        pipe = parallelize_pipe(load("wan", folder).to(device), attn="dbsp", config=config)
         found = made(pipe)
         dbsp_para.unparallelize(pipe)
     return apart([found], [expected])

@@ -9,15 +9,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
+from dbsp_diffusers.reference import attach_single_process
 from tests.gpu_node.processes import GpuProcesses
 from tests.gpu_node.runtime import why_unavailable
 from tests.simulated import program_cases
 from tests.simulated.model_cases import MASKS
 from tests.support.models.tiny_transformers import LATENTS, make_tiny_transformer
 from tests.support.repository import child_environment
+from tests.xdit.xdit_cases import load_cogvideox
 
 TOLERANCE = 1e-5
 REFUSED = {
@@ -73,8 +77,10 @@ def test_para_attn_s_function_and_mesh_equal_one_process(ranks: GpuProcesses, ma
     assert max(ranks.run(program_cases.through_para_attn, mask, ring)) <= TOLERANCE
 
 
-def test_parallelized_pipe_equals_one_process(ranks: GpuProcesses, folder: str) -> None:
-    assert max(ranks.run(program_cases.parallelized_pipe, folder)) <= TOLERANCE
+@pytest.mark.skipif(find_spec("para_attn") is None, reason="para-attn is not installed")
+@pytest.mark.parametrize("module", ["dbsp_para", "para_attn.context_parallel.diffusers_adapters"])
+def test_parallelized_pipe_equals_one_process(ranks: GpuProcesses, folder: str, module: str) -> None:
+    assert max(ranks.run(program_cases.parallelized_pipe, folder, module)) <= TOLERANCE
 
 
 def test_rank_program_of_generate_makes_the_video_of_one_process(
@@ -101,3 +107,29 @@ def test_torchrun_starts_rank_programs_on_gpus(config_file: str, tmp_path: Path,
     done = subprocess.run(command, env=child_environment(), cwd=tmp_path, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert video.stat().st_size > 1000
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("xfuser") is None, reason="xfuser is not installed")
+def test_ranks_of_the_unmodified_xdit_command_equal_one_process(tmp_path: Path) -> None:
+    """What `xdit --sp-backend dbsp` starts on each GPU: xfuser's own runner."""
+    tiny = str(make_tiny("cogvideox", tmp_path / "cogvideox"))
+    mask = {"source": "window", "window": [2, 3, 3], "block_q": 16, "block_k": 16}
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump({"mask": mask, "dtype": "float32"}))
+    size = {"height": 80, "width": 112, "num_frames": 9, "num_inference_steps": 1, "guidance_scale": 2.0}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command += ["tests.gpu_node.program", "xfuser.runner", "--model", tiny, "--prompt", "the sea at dusk"]
+    command += [word for name, value in size.items() for word in (f"--{name}", str(value))]
+    command += ["--sp-backend", "dbsp", "--ring_degree", "2", "--sp-report", str(tmp_path / "report")]
+    command += ["--sp-config", str(settings), "--output_directory", str(tmp_path)]
+    environment = child_environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "kernel triton" in done.stdout + done.stderr, "the ranks must have found their GPUs"
+    pipe = load_cogvideox(tiny)
+    attach_single_process(pipe.transformer, {"mask": mask})
+    generator = torch.Generator().manual_seed(42)
+    expected = pipe(prompt="the sea at dusk", generator=generator, output_type="latent", **size).frames
+    latents = load_file(tmp_path / "report" / "latents.safetensors")["latents"]
+    assert float((latents - expected).abs().max()) <= TOLERANCE
