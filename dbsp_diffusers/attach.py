@@ -36,7 +36,6 @@ from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
 __all__ = ["Host", "attach_host"]
 
-_CPU = torch.device("cpu")
 VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
 
 
@@ -80,7 +79,7 @@ def attach_host(
 
     `patches` are changes made already, which are undone with the others.
     """
-    transformers = run_consistently(host.everyone.control(), lambda: _require_attachable(model, host), _CPU)
+    transformers = run_consistently(host.everyone.control(), lambda: _require_attachable(model, host))
     use_model_device(transformers.values(), host.everyone)
     pipe = None if model in transformers.values() else model
     generations = Generations(pipe, host.everyone, host.sequence)
@@ -91,7 +90,7 @@ def attach_host(
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
         gates |= gates_in_checkpoint(transformer, own.mask, host.everyone.control(), None if pipe is None else name)
         choose = functools.partial(_choose_strategy, host, own)
-        strategy = run_consistently(host.everyone.control(), choose, _CPU)
+        strategy = run_consistently(host.everyone.control(), choose)
         attentions = host.attentions(transformer)
         session = observed_session(
             own,
@@ -139,7 +138,7 @@ def attach_host(
             changes.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
 
     with changes:
-        run_consistently(host.everyone.control(), change, _CPU)
+        run_consistently(host.everyone.control(), change)
     return sessions[0][1]
 
 
@@ -147,7 +146,7 @@ def _share_decoding(model: Any, host: Host, shared: bool, agreement: GenerationA
     """Lets a host's ranks decode together where that is `shared`. Raises UserError where they cannot."""
     if host.decoders is not None:  # more ranks than those that have compared their settings
         agreement = GenerationAgreement(host.decoders)
-        check_consistent(host.decoders.control(), None, {VAE_DIFFERS: int(shared)}, _CPU)
+        check_consistent(host.decoders.control(), None, {VAE_DIFFERS: int(shared)})
     if not shared:
         return
     if host.refused_vae is not None:

@@ -38,7 +38,6 @@ from dbsp_core.utils.log import log
 
 __all__ = ["BagSessions", "Sharing", "is_text"]
 
-_CPU = torch.device("cpu")
 MOST_KNOWN = 256
 """Sizes of sequences whose masks' rows are kept."""
 _SLACK = 0.05
@@ -129,7 +128,6 @@ class BagSessions:
         plan, work = run_consistently(
             control,
             lambda: self._planned(bags, layer, videos, loaders, density, device),
-            _CPU,
             lambda found: fingerprint_of((found[0].topology.ranks.tolist(), found[0].bag.tolist())),
             "the bag of a sequence",
         )
@@ -139,7 +137,7 @@ class BagSessions:
         own = np.flatnonzero(plan.bag == bag)
         # 2. This rank's session, and its pass. Bags raise together, as each of them would wait for the others later.
         if ranks not in self._sessions:
-            self._sessions[ranks] = run_consistently(control, lambda: self._made(topology, bag), _CPU)
+            self._sessions[ranks] = run_consistently(control, lambda: self._made(topology, bag))
         session = self._sessions[ranks]
 
         def begun() -> SequenceLayout | None:
@@ -149,7 +147,7 @@ class BagSessions:
             layout = _with_streams(bag_layout(plan, work.tokens, bag), is_text(here), streams)
             return session.begin(*here, device=device, streams=layout, **step)
 
-        layout = run_consistently(control, begun, _CPU)
+        layout = run_consistently(control, begun)
         blocks = self.whole.heads * sum(work.grids[one].nq * work.grids[one].nk for one in own.tolist())
         self._last = session, blocks
         text = is_text(videos)
@@ -175,7 +173,7 @@ class BagSessions:
             session, blocks = self._last
             plans = session.records.values()
             mine = [sum(int(plan.metrics.work.sum()) for plan in plans), blocks * len(plans)]
-        dense, every = (sum(of_ranks) for of_ranks in zip(*control.gather_integers(mine, _CPU), strict=True))
+        dense, every = (sum(of_ranks) for of_ranks in zip(*control.gather_integers(mine), strict=True))
         return dense / every if every else 1.0
 
     def _planned(

@@ -67,9 +67,7 @@ def resolve_config(
             require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
         return _with_own_mask(loaded.with_overrides(vae=vae or None).for_transformer(name), transformer)
 
-    return run_consistently(
-        group.control(), load, torch.device("cpu"), lambda loaded: loaded.fingerprint, "the configuration"
-    )
+    return run_consistently(group.control(), load, lambda loaded: loaded.fingerprint, "the configuration")
 
 
 def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:

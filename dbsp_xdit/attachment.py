@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
@@ -60,7 +58,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     def look() -> dict[int, str | None]:
         return {id(transformer): _kind_of(transformer) for transformer in transformers_of(pipe).values()}
 
-    kinds = run_consistently(sequence.control(), look, torch.device("cpu"))
+    kinds = run_consistently(sequence.control(), look)
 
     def attentions_of(transformer: Any) -> list[Any]:
         if kinds[id(transformer)] != _COGVIDEOX:

@@ -22,7 +22,6 @@ DEBUG_DIFFERS = "debug differs on rank(s) {}; set it on all ranks or on none"
 def run_consistently(
     group: SequenceGroup,
     function: Callable[[], Result],
-    device: torch.device,
     fingerprint: Callable[[Result], int] = lambda _: 0,
     what: str = "the result",
 ) -> Result:
@@ -42,7 +41,7 @@ def run_consistently(
     except Exception as error:  # any error: this rank must not stop alone
         problem = error
     complaint = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
-    check_consistent(group, problem, {complaint: mark}, device)
+    check_consistent(group, problem, {complaint: mark})
     return result  # type: ignore[return-value]  # there is one, or check_consistent has raised
 
 
@@ -50,7 +49,6 @@ def check_consistent(
     group: SequenceGroup,
     problem: Exception | None,
     marks: Mapping[str, int],
-    device: torch.device,
     error: type[Exception] = UserError,
 ) -> None:
     """Raises on all ranks when any of them has a problem, or a mark that most ranks don't have. Collective.
@@ -59,18 +57,17 @@ def check_consistent(
         group: The ranks.
         problem: This rank's, if any.
         marks: Numbers below 2^63, by the complaint about ranks whose number differs, with {} for the ranks.
-        device: Unused: numbers are exchanged from host to host.
         error: Raised where marks differ. A problem is raised as UserError where it is one, else as ValueError; if
             `error` is no UserError, every problem is raised as `error`.
     """
     with outside_transforms():
         states = [(_kind(problem), *marks.values())]
         if not group.alone:  # without a process group one rank of several may be examined
-            states = [tuple(state) for state in group.gather_integers(states[0], device)]
+            states = [tuple(state) for state in group.gather_integers(states[0])]
         failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
         if failed:
             first = failed[0]
-            texts = [_in_words(problem)] if group.alone else gather_texts(group, _in_words(problem), device)
+            texts = [_in_words(problem)] if group.alone else gather_texts(group, _in_words(problem))
             where = "" if len(failed) == len(states) else f"rank(s) {failed}: "
             raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
             if not issubclass(error, UserError):
@@ -104,10 +101,10 @@ def _in_words(problem: Exception | None) -> str:
     return str(problem) if plain else f"{type(problem).__name__}: {problem}"
 
 
-def gather_texts(group: SequenceGroup, text: str, device: torch.device) -> list[str]:
+def gather_texts(group: SequenceGroup, text: str) -> list[str]:
     """Every rank's text, by rank. Collective."""
     mine = text.encode()
-    length = max(1, *(size for (size,) in group.gather_integers([len(mine)], device)))
+    length = max(1, *(size for (size,) in group.gather_integers([len(mine)])))
     padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
     texts = group.for_host_tensors().all_gather(padded)
     return [bytes(one.tolist()).decode(errors="replace").rstrip() for one in texts]

@@ -69,7 +69,7 @@ def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> None:
     if current is not None:
         torch.cuda.set_device(current)
     marks = [-1 if device is None else _mark_of(device), int(group.over_nccl)]
-    rows = group.gather_integers(marks, torch.device("cpu"))
+    rows = group.gather_integers(marks)
     places = [place for place, _ in rows]
     shared = [place for place in places if place >= 0 and places.count(place) > 1]
     if not shared:

@@ -116,7 +116,7 @@ class GenerationAgreement:
             return
         rows = self._exchange(_CALL, [int(generator)])
         require_equal(GENERATORS_DIFFER, [row[0] for row in rows])
-        check_consistent(self.group.control(), problem, {}, _CPU)
+        check_consistent(self.group.control(), problem, {})
         if device is None:
             return
         self._share_state(torch.get_rng_state, torch.set_rng_state)
@@ -175,7 +175,7 @@ class GenerationAgreement:
         if not tensors:
             return
         bits = _sketches([one for _, one in tensors]).view(torch.int64).flatten().tolist()
-        gathered = self.group.control().gather_integers(bits, _CPU)
+        gathered = self.group.control().gather_integers(bits)
         values = torch.tensor(gathered, device=_CPU).view(torch.float64).unflatten(1, (-1, 1 + _BUCKETS))
         for (complaint, one), of_ranks in zip(tensors, values.unbind(1), strict=True):
             close = _are_close(of_ranks, exact=not (one.is_floating_point() or one.is_complex()))
@@ -190,7 +190,7 @@ class GenerationAgreement:
         """
         passes = 0 if self.board is None else self.board.passes
         row = [kind, self.calls, passes, *marks, *[0] * (_MARKS - len(marks))]
-        rows = self.group.control().gather_integers(row, _CPU)
+        rows = self.group.control().gather_integers(row)
         calls = [row[1] for row in rows]
         self.calls = max(calls)
         if self.board is not None:

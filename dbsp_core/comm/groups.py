@@ -265,7 +265,7 @@ class SequenceGroup:
         source = dist.get_global_rank(group, 0)
         self._complete(values, lambda **options: dist.broadcast(values, source, **options))
 
-    def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers (below 2^63), by rank, sent from host to host."""
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         return [rank_values.tolist() for rank_values in self.for_host_tensors().all_gather(mine)]
@@ -277,7 +277,7 @@ class SequenceGroup:
             return None
         board = board_of(group)
         if board is None:
-            number = control.gather_integers([secrets.randbits(62)], torch.device("cpu"))[0][0]
+            number = control.gather_integers([secrets.randbits(62)])[0][0]
             board = FailureBoard.of(group, number)
         return board
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from dbsp_core.comm.groups import SequenceGroup
@@ -25,7 +24,7 @@ def gather_nodes(group: SequenceGroup) -> tuple[int, ...]:
     if process_group is None:
         return (0,) * group.size
     mine = [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
-    agents, sizes, hosts = zip(*group.control().gather_integers(mine, torch.device("cpu")), strict=True)
+    agents, sizes, hosts = zip(*group.control().gather_integers(mine), strict=True)
     names: Sequence[int] = hosts
     if min(agents) >= 0:
         names = agents

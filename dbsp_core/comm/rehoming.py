@@ -215,8 +215,7 @@ class Rehoming:
             layouts = fingerprint_of((self.source.fingerprint, self.target.fingerprint))
             of_tensors = 0 if error else _fingerprint(tensors, dims)
             marks = {DEBUG_DIFFERS: int(self.debug), LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: of_tensors}
-            device = tensors[0].device if tensors else torch.device("cpu")
-            check_consistent(self.group, error, marks, device)
+            check_consistent(self.group, error, marks)
             self._agreed.add(back)
         if error is not None:
             raise error

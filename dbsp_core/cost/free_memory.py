@@ -53,7 +53,7 @@ def agree_on_memory(limit: int | str | None, group: SequenceGroup, device: torch
     mine = free_memory(device)
     if mine is not None and device.type != "cuda":
         mine //= ranks_on_this_node() or group.size
-    least = min(free for (free,) in group.gather_integers([-1 if mine is None else mine], device))
+    least = min(free for (free,) in group.gather_integers([-1 if mine is None else mine]))
     if least < 0:
         raise UserError(
             "planner.memory_limit: auto cannot tell how much memory is free here; write an amount, as 8GiB"

@@ -53,15 +53,13 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     calls, group = list(observer.calls), report_group(session.group)
     group.barrier()
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
-    check_consistent(
-        group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, torch.device("cpu"), RuntimeError
-    )
+    check_consistent(group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, RuntimeError)
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
     measured = [(c.seconds, c.sent.dispatch, c.sent.ring, c.sent.combine) for c in calls]
     own = torch.tensor(measured, device="cpu").double()
     by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
-    hardware = gather_texts(group, device_class(observer.device), torch.device("cpu"))
+    hardware = gather_texts(group, device_class(observer.device))
     columns = _columns(calls, observer, by_rank)
     return RunReport(
         model=model,

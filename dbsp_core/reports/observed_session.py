@@ -39,7 +39,7 @@ def observed_session(
     observers: list[SessionObserver] = [MaskRecorder.of(config.record, group, layers)]
     folder, control = config.report, group.control()
     if not control.alone:
-        folder = next(filter(None, gather_texts(control, folder or "", torch.device("cpu"))), None)
+        folder = next(filter(None, gather_texts(control, folder or "")), None)
     first = None if before is None else run_observer(before)
     if before is not None and first is not None:
         observers.append(_LayersAfter(first, before.layers))

@@ -74,15 +74,15 @@ def agree_on_settings(
         marks = {SETTINGS_DIFFER: fingerprint_of(settings()), KERNELS_DIFFER: int(returns_lse(kernel))}
     except Exception as error:  # any error: this rank must not stop alone
         problem = error
-    check_consistent(group.control(), problem, {**marks, **version_marks(debug)}, torch.device("cpu"))
+    check_consistent(group.control(), problem, {**marks, **version_marks(debug)})
 
 
-def agree_on_pass(group: SequenceGroup, size: object, step: object, device: torch.device) -> None:
+def agree_on_pass(group: SequenceGroup, size: object, step: object) -> None:
     """Raises UserError, on all ranks, where forward passes over different videos, or of different steps, begin.
 
     Collective. Sizes and steps are compared by how they are written.
     """
-    check_consistent(group, None, {SIZES_DIFFER: fingerprint_of(size), STEPS_DIFFER: fingerprint_of(step)}, device)
+    check_consistent(group, None, {SIZES_DIFFER: fingerprint_of(size), STEPS_DIFFER: fingerprint_of(step)})
 
 
 def agree_on_attention(
@@ -126,7 +126,7 @@ def agree_on_attention(
         **(more or {}),
         **_marks_of(executor, kernel if debug else ""),
     }
-    check_consistent(group, None if problem is None else UserError(problem), marks, q.device)
+    check_consistent(group, None if problem is None else UserError(problem), marks)
 
 
 def agree_on_executor(executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -135,18 +135,18 @@ def agree_on_executor(executor: AttentionExecutor, q: torch.Tensor, k: torch.Ten
     Collective. Raises UserError, on all ranks, where they differ, or no kernel serves on one.
     """
     kernel, problem = _kernel_for(executor, q, k, v)
-    check_consistent(executor.group, problem, _marks_of(executor, kernel), q.device)
+    check_consistent(executor.group, problem, _marks_of(executor, kernel))
 
 
 def agree_on_kernel(executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises UserError, on all ranks, where no kernel supports q, k and v on one rank. Collective."""
-    check_consistent(executor.group, _kernel_for(executor, q, k, v)[1], {}, q.device)
+    check_consistent(executor.group, _kernel_for(executor, q, k, v)[1], {})
 
 
 def agree_on_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
     """Raises UserError, on all ranks together, where one's gradient has values that are not finite. Collective."""
     problem = None if bool(dout.isfinite().all()) else UserError(GRADIENTS_NOT_FINITE)
-    check_consistent(group, problem, {}, dout.device)
+    check_consistent(group, problem, {})
 
 
 def _kernel_for(

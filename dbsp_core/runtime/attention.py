@@ -116,7 +116,7 @@ class DualBalancedAttention(AttentionExecutor):
             MASKS_DIFFER: mask.fingerprint if debug else 0,
             PLANS_DIFFER: plan.assignment.fingerprint,
         }
-        check_consistent(group, problem, marks, device)
+        check_consistent(group, problem, marks)
         part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
         executor = cls.of_part(part, plan, mask, group, kernel, mark=debug)
         executor.debug = debug
@@ -221,7 +221,7 @@ def dual_balanced_attention(
 
     with outside_transforms():  # planning is no part of what is differentiated
         plan, layout = run_consistently(
-            group, made, q.device, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
+            group, made, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
         )
         attend = DualBalancedAttention.prepare(
             plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug

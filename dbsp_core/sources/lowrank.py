@@ -204,7 +204,7 @@ class LowRankSource(BlockSizes):
         if group is None or group in self._agreed:
             check()
             return
-        run_consistently(tokens.group, check, tokens.q.device, lambda one: one.fingerprint, "the fitted file")
+        run_consistently(tokens.group, check, lambda one: one.fingerprint, "the fitted file")
         self._agreed.add(group)
 
 

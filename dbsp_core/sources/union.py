@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
-import torch
-
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
@@ -87,9 +85,7 @@ class UnionSource:
         key = place, video, part.cache_key(request), tokens.group, device
         if key not in self._made:
             what = f"the mask of layer {request.layer}"
-            mask = run_consistently(
-                control, lambda: part.mask(request), torch.device("cpu"), lambda mask: mask.fingerprint, what
-            )
+            mask = run_consistently(control, lambda: part.mask(request), lambda mask: mask.fingerprint, what)
             self._made[key] = replace(mask, bits=on_device(mask.bits, device))
             if len(self._made) > _MOST_KEPT:
                 self._made.popitem(last=False)

@@ -86,7 +86,7 @@ class VllmSelectorSource(BlockSizes):
         pieces = [part.view(own, batch, count, 2 * width) for part, count in zip(parts, counts, strict=True)]
         order = to_device(np.argsort(np.concatenate([numbers for numbers, _ in held])), device)
         whole = torch.cat(pieces, dim=2).index_select(2, order)
-        bits = run_consistently(group, lambda: self._bits(request.layer, whole, width, tokens.scale, grid), device)
+        bits = run_consistently(group, lambda: self._bits(request.layer, whole, width, tokens.scale, grid))
         # 3. All ranks get the bits of all heads.
         mine = pack_bits(bits)
         return BlockMask(gather_bits(mine, heads, batch, grid.nk, group), grid)

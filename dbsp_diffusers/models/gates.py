@@ -25,7 +25,6 @@ __all__ = ["GATE", "gate_by_head", "gate_of", "gates_in_checkpoint"]
 
 GATE = "to_gate_compress"
 """The layer's name in a self-attention module."""
-_CPU = torch.device("cpu")
 _DO_WITHOUT = "or set coarse: false of mask source vsa, for the mask alone"
 _DIFFERS = (
     f"gates ({GATE}) that the transformer or its checkpoint has differ on rank(s) {{}}; load the same on every rank, "
@@ -75,11 +74,11 @@ def gates_in_checkpoint(
     """
     if not _reads_gate(source):
         return {}
-    gates = run_consistently(group, lambda: _read(transformer, name), _CPU)
+    gates = run_consistently(group, lambda: _read(transformer, name))
     known = known_architecture(transformer)
     attentions = [] if known is None else known.attentions_of(transformer)
     gated = [attention in gates or hasattr(attention, GATE) for attention in attentions]
-    check_consistent(group, None, {_DIFFERS: fingerprint_of(gated)}, _CPU)
+    check_consistent(group, None, {_DIFFERS: fingerprint_of(gated)})
     if gates and group.rank == 0:
         log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, len(gates))
     return gates

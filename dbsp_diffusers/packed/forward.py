@@ -27,7 +27,6 @@ from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
 __all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]
 
-_CPU = torch.device("cpu")
 _BAGS_DIFFER = "bags differ on rank(s) {}; give all ranks the same"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -153,13 +152,13 @@ def _gathered(
             shared_by.require_ranks(session.group.size)
     except UserError as error:
         problem = error
-    check_consistent(control, problem, {_BAGS_DIFFER: fingerprint_of(shared_by)}, _CPU)
-    counts = [count for (count,) in control.gather_integers([len(samples)], _CPU)]
+    check_consistent(control, problem, {_BAGS_DIFFER: fingerprint_of(shared_by)})
+    counts = [count for (count,) in control.gather_integers([len(samples)])]
     if not sum(counts):
         raise UserError("no rank was given a sample; give at least one rank at least one")
     most, width = max(counts), 8
     numbers = [number for row in rows for number in row]
-    padded = control.gather_integers([*numbers, *[0] * (width * most - len(numbers))], _CPU)
+    padded = control.gather_integers([*numbers, *[0] * (width * most - len(numbers))])
     everyone = [
         one[width * n : width * (n + 1)] for one, count in zip(padded, counts, strict=True) for n in range(count)
     ]

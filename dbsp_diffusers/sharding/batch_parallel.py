@@ -18,7 +18,6 @@ __all__ = ["BatchSplit", "split_batch"]
 
 LISTS = {"cap_feats", "img_shapes", "x"}
 """Arguments, of any transformer, that are lists with an entry for each sample of the batch."""
-_CPU = torch.device("cpu")
 
 
 def split_batch(
@@ -111,7 +110,7 @@ class BatchSplit:
 
     def _check(self, problem: Exception | None) -> None:
         try:
-            check_consistent(self._control, problem, {}, _CPU, RuntimeError)
+            check_consistent(self._control, problem, {}, RuntimeError)
         except RuntimeError:
             self._aborted = True
             raise

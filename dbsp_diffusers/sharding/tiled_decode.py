@@ -144,7 +144,7 @@ class _Decoding:
             sizes = _sizes_of(tiles)
         except Exception as error:  # any error, such as lack of memory: the others wait for these tiles
             problem = error
-        check_consistent(self.group.control(), problem, {}, _CPU, RuntimeError)
+        check_consistent(self.group.control(), problem, {}, RuntimeError)
         # 3. Exchange them, and blend all.
         self._exchange(tiles, owners, sizes, z.device)
         with self._decoder_replaced(_Returning(tiles, self.carries == "conv_cache")):
@@ -190,7 +190,7 @@ class _Decoding:
         """
         calls = [(call, owner) for tile, owner in zip(tiles, owners, strict=True) for call in tile]
         mine = [call.out for call, owner in calls if owner == self.group.rank and call.out is not None]
-        table = torch.tensor(self.group.control().gather_integers(known, _CPU), device=_CPU).amax(dim=0).tolist()
+        table = torch.tensor(self.group.control().gather_integers(known), device=_CPU).amax(dim=0).tolist()
         dtype, shapes = _DTYPES[table[0] - 1], [table[1 + 5 * n : 6 + 5 * n] for n in range(len(calls))]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         longest = max(

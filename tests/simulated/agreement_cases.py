@@ -24,9 +24,9 @@ def host_waits_of_comparisons(rank: int, world: int) -> tuple[list[bool], list[s
         recorded.host_waits.clear()
     group.control().barrier()
     agree_on_attention(group, q, q, q, None, None, executor=None, debug=False)
-    check_consistent(group, None, {"numbers differ on rank(s) {}": 1}, device)
+    check_consistent(group, None, {"numbers differ on rank(s) {}": 1})
     votes = [session.all_agree(answer) for answer in (True, rank == 0)]
-    texts = gather_texts(group, f"rank {rank}", device)
+    texts = gather_texts(group, f"rank {rank}")
     group.control().barrier()
     return votes, texts, dict(recorded.host_waits)
 

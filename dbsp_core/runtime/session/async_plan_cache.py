@@ -186,7 +186,7 @@ class AsyncPlanCache:
             fingerprint = evaluation.next.plan.assignment.fingerprint
         except Exception:
             problem = RuntimeError(f"planning failed:\n{traceback.format_exc()}")
-        check_consistent(self._thread_group, problem, {PLANS_DIFFER: fingerprint}, torch.device("cpu"), RuntimeError)
+        check_consistent(self._thread_group, problem, {PLANS_DIFFER: fingerprint}, RuntimeError)
         if evaluation is None:
             raise RuntimeError("planning failed") from problem
         return evaluation

@@ -128,7 +128,7 @@ class EngineSession:
         config: ConfigLike = None,
         clock: StepClock | None = None,
     ) -> None:
-        loaded = run_consistently(group.control(), partial(_load, config), torch.device("cpu"))
+        loaded = run_consistently(group.control(), partial(_load, config))
         clock = clock or StepClock()
         self.session = AttentionSession(loaded, group, loaded.strategy_or(strategy), heads, layers, clock=clock)
         self._layout = EngineLayout((0, 0, 0))
@@ -209,7 +209,7 @@ class EngineSession:
 
         Ranks vote from host to host: no device is waited for.
         """
-        return all(bool(one) for (one,) in self.session.group.gather_integers([answer], torch.device("cpu")))
+        return all(bool(one) for (one,) in self.session.group.gather_integers([answer]))
 
     def _with_share(self, shard: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """A rank's shard with its share of the text."""

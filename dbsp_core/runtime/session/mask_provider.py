@@ -26,7 +26,6 @@ __all__ = ["MaskProvider"]
 _DENSE = "dense by schedule"
 _MOST_KEYED = 1024
 """Sizes, steps and guidance passes whose masks' cache keys are kept. Ranks compare those that are new."""
-_CPU = torch.device("cpu")
 
 _Moment = tuple[tuple[Video, ...], tuple[int, ...], DenoisingStep]
 """Videos of a forward pass, its dense layers, and its step and guidance pass."""
@@ -89,7 +88,7 @@ class MaskProvider:
     def grid(self) -> BlockGrid:
         """The source's grid for this pass. Collective: what the source refuses on one rank is refused on all."""
         return run_consistently(
-            self._control, lambda: self._grid(self._requests(0)), _CPU, fingerprint_of, "the video's block grid"
+            self._control, lambda: self._grid(self._requests(0)), fingerprint_of, "the video's block grid"
         )
 
     @property
@@ -124,7 +123,7 @@ class MaskProvider:
             known = self._numbers.setdefault(self._videos, {})
             return fingerprint_of([known.setdefault(key, len(known)) for key in keys.values()])
 
-        return run_consistently(self._control, ask, _CPU, in_numbers, "which masks are new")
+        return run_consistently(self._control, ask, in_numbers, "which masks are new")
 
     def forget(self, videos: tuple[Video, ...]) -> None:
         """Drops what is known of a size, once no executor for its masks is kept."""
@@ -189,7 +188,7 @@ class MaskProvider:
                 raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
             return mask
 
-        return run_consistently(self._control, make, _CPU, lambda mask: mask.fingerprint, f"the mask of layer {layer}")
+        return run_consistently(self._control, make, lambda mask: mask.fingerprint, f"the mask of layer {layer}")
 
     def _is_dense(self, layer: int) -> bool:
         steps = self.steps() if self.schedule.last_steps else None

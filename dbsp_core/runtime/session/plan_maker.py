@@ -109,7 +109,7 @@ class PlanSettings:
         selector, hardware = None, machine.hardware
         if strategy is None:
             make = partial(_selector, config, group, topology, layout, hardware, grid, device)
-            selector = run_consistently(group, make, device)
+            selector = run_consistently(group, make)
         predicted_on = device.type if config.mask.changes == "per_call" else None
         return cls(
             config, group, topology, strategy, layout, hardware, selector, compare, machine.memory, predicted_on
@@ -240,7 +240,6 @@ def _load_constants(
     hardware = run_consistently(
         group,
         lambda: hardware_for(config.cost_model, device.type, config.kernel),
-        device,
         lambda hardware: 0 if hardware is None else hardware.fingerprint,
         "the hardware file",
     )

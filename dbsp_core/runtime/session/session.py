@@ -152,7 +152,7 @@ class AttentionSession:
             if self.config.debug:
                 of_streams = streams if isinstance(streams, (str, type(None))) else None
                 size, step = (videos, of_streams), (self._mask_provider.moment, cfg_branch)
-                agree_on_pass(self.group, size, step, place)
+                agree_on_pass(self.group, size, step)
             size_key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
             if size_key not in self._sizes:
                 if self._machine is None:

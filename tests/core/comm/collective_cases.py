@@ -64,14 +64,14 @@ def gathers(rank: int, world: int) -> list[Any]:
         mine = numbers(rank, 2, 3, dtype=dtype)
         found += [group.all_gather(mine.T), group.all_gather_along(mine)]
     found += [group.all_gather(torch.zeros(0, 2)), group.all_gather(torch.tensor(float(rank)))]
-    return [*found, group.gather_integers([rank, 2**62 + rank], torch.device("cpu"))]
+    return [*found, group.gather_integers([rank, 2**62 + rank])]
 
 
 def auxiliary_groups(rank: int, world: int) -> list[Any]:
     """Calls in one do not count in another."""
     group = SequenceGroup.of()
     pending = group.start_all_to_all(numbers(rank, world), [1] * world, [1] * world)
-    control = group.control().gather_integers([rank], torch.device("cpu"))
+    control = group.control().gather_integers([rank])
     report_group(group).barrier()
     other = group.auxiliary("other").auxiliary("inner").all_gather(numbers(rank, 2))
     again = group.control().all_gather_along(numbers(rank, 3))

@@ -84,7 +84,7 @@ def splits_of_the_default_group(rank: int, world: int) -> tuple[bool, str, list[
         with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=None) as split:
             group = SequenceGroup.of(own)
             part = group.part(rank // 2 * 2, 2)
-            ranks = [other for (other,) in part.gather_integers([rank], torch.device("cpu"))]
+            ranks = [other for (other,) in part.gather_integers([rank])]
             group.control()
         return split.called, str(default.bound_device_id), ranks
     finally:

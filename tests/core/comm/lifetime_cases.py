@@ -133,9 +133,9 @@ def unequal_numbers_of_groups(rank: int, world: int) -> list[list[int]]:
     group = dist.new_group(list(range(world)), timeout=timedelta(seconds=60))
     passing = dist.new_group(list(range(world)))
     ranks = SequenceGroup.of(group)
-    found = ranks.control().gather_integers([rank], torch.device("cpu"))
+    found = ranks.control().gather_integers([rank])
     dist.destroy_process_group(passing)
-    found += ranks.auxiliary("another").gather_integers([rank], torch.device("cpu"))
+    found += ranks.auxiliary("another").gather_integers([rank])
     dist.destroy_process_group(group)
     if own is not None:
         dist.destroy_process_group(own)
@@ -169,8 +169,8 @@ def parts(rank: int, world: int, first: int, size: int) -> tuple[list[int], list
     group = dist.new_group(timeout=timedelta(seconds=77))
     whole = SequenceGroup.of(group)
     part = whole.part(first, size) if first <= rank < first + size else whole.part(rank, 1)
-    gathered = [rank for (rank,) in part.gather_integers([rank], torch.device("cpu"))]
-    inner = part.control().gather_integers([rank], torch.device("cpu"))
+    gathered = [rank for (rank,) in part.gather_integers([rank])]
+    inner = part.control().gather_integers([rank])
     assert whole.part(0, world) is whole
     dist.barrier()
     dist.destroy_process_group(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import run_consistently
@@ -44,7 +43,7 @@ def test_alone_a_problem_is_told_as_it_is():
         raise ValueError("ρ_s is not a number")
 
     with pytest.raises(ValueError, match=r"^ρ_s is not a number$"):
-        run_consistently(SequenceGroup(0, 1), fail, torch.device("cpu"))
+        run_consistently(SequenceGroup(0, 1), fail)
 
 
 def test_steps_and_branches_are_told_from_timesteps():
