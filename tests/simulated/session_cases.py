@@ -38,6 +38,7 @@ class SessionCase:
     strategy: str
     calls: tuple[Call, ...] = (Call(900.0), Call(800.0))
     layers: int = 1
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def largest_errors(rank: int, world: int, case: SessionCase) -> list[float]:
     """Returns how far this rank's output is from one process's, by forward pass."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    session = Session(case.settings, case.strategy, case.layers, device=device)
+    session = Session(case.settings, case.strategy, case.layers, device=device, dtype=case.dtype)
     return [session.attend(call.timestep, call.batch, call.thw, call.text_tokens, call.settle) for call in case.calls]
 
 

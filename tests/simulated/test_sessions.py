@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from dbsp_cli.mask_tools.fit import fit_recording
+from dbsp_core import BlockGrid, BlockMask, save_mask
+from dbsp_core.sources import LocalQK, MaskRequest, RecordQKSource
 from tests.gpu_node.node import GpuNode
-from tests.simulated.session_cases import Call, SessionCase, largest_errors, steady_step
+from tests.simulated.session_cases import HEADS, THW, WIDTH, Call, SessionCase, largest_errors, steady_step
 
 BLOCKS = {"block_q": 16, "block_k": 8}
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, **BLOCKS}
@@ -26,6 +32,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "synthetic": {"source": "synthetic", "preset": "wan2.1-t2v-14b", "density": 0.4, **BLOCKS},
 }
 STRATEGIES = ("U2R1", "U1R2", "U4R1", "U2R2", "U1R4", "U8R1", "U4R2", "U2R4", "U1R8")
+BFLOAT16 = 5e-2
 BY_SOURCE = tuple(zip(MASKS, (STRATEGIES * 2), strict=False))
 """Each source once, on strategies in turn; two sources cover the strategies that are left."""
 
@@ -33,6 +40,22 @@ BY_SOURCE = tuple(zip(MASKS, (STRATEGIES * 2), strict=False))
 @pytest.mark.parametrize(("name", "strategy"), BY_SOURCE)
 def test_every_source_is_exact(gpu_node: GpuNode, name: str, strategy: str) -> None:
     check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_source_is_close_in_bfloat16(gpu_node: GpuNode, name: str) -> None:
+    """On a ring and on two heads' ranks in turn, with a dense step before."""
+    strategy = ("U2R1", "U1R2")[list(MASKS).index(name) % 2]
+    settings = {"mask": MASKS[name], "dense_schedule": {"first_steps": 1}}
+    for errors in gpu_node.run(2, largest_errors, SessionCase(settings, strategy, dtype=torch.bfloat16)):
+        assert max(errors) <= BFLOAT16, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("file", "U2R2"), ("paro", "U1R2"), ("lowrank", "U2R1"), ("record_qk", "U1R2")]
+)
+def test_sources_with_files_are_exact(gpu_node: GpuNode, tmp_path: Path, name: str, strategy: str) -> None:
+    check(gpu_node, SessionCase({"mask": source_with_file(name, tmp_path)}, strategy))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -113,3 +136,25 @@ def check(node: GpuNode, case: SessionCase, arch: int = 90) -> None:
     world = Strategy.parse(case.strategy).world
     for errors in node.run(world, largest_errors, case, arch=arch):
         assert max(errors) <= 1e-5, errors
+
+
+def source_with_file(name: str, folder: Path) -> dict[str, Any]:
+    """Returns a mask source's settings, with the file that it reads; `record_qk` writes its own."""
+    tokens, path = THW[0] * THW[1] * THW[2], folder / "masks.safetensors"
+    bits = np.random.default_rng(0).random((2, HEADS, 4, 8)) < np.linspace(0.3, 0.7, HEADS)[:, None, None]
+    if name == "file":
+        save_mask(path, BlockMask(bits[0], BlockGrid(tokens, 0, 16, 8, THW)))
+    if name == "paro":
+        grid = BlockGrid(tokens, 0, 16, 8, THW, ("thw", "wht", "hwt", "twh", "htw"))
+        save_mask(path, [[BlockMask(one, grid)] for one in bits], groups="0-0,1-1", packed=True)
+    if name == "lowrank":
+        draws = torch.Generator().manual_seed(1)
+        q, k = torch.randn(2, 1, HEADS, tokens, WIDTH, generator=draws)
+        recorder = RecordQKSource(16, 8, path=str(folder))
+        recorder.mask(MaskRequest(0, HEADS, THW, layers=1), LocalQK.alone(q, k))
+        recorder.write()
+        fit_recording([folder], path, 6)
+        return {"source": "lowrank", "path": str(path), "topk": 0.4, **BLOCKS}
+    if name == "record_qk":
+        return {"source": "record_qk", "path": str(folder), **BLOCKS}
+    return {"source": name, "path": str(path)}

@@ -60,13 +60,14 @@ class Drifting(BlockSizes):
 
 @dataclass
 class Session:
-    """One rank of a session that attends and compares. device: where its q, k and v are"""
+    """One rank of a session that attends and compares. device, dtype: of its q, k and v"""
 
     settings: dict[str, Any]
     strategy: str
     layers: int = 1
     steps: int = 50
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
     inner: AttentionSession = field(init=False)
     feed: MaskProvider = field(init=False)
 
@@ -75,10 +76,12 @@ class Session:
         self.inner = observed_session(
             config, SequenceGroup.of(), Strategy.parse(self.strategy), HEADS, self.layers, lambda: self.steps
         )
-        alone = SequenceGroup(0, 1)
-        self.feed = once(
-            lambda: MaskProvider(config.mask, config.dense_schedule, HEADS, self.layers, alone, lambda: self.steps)
-        )
+        self.feed = once(self._feed_alone)
+
+    def _feed_alone(self) -> MaskProvider:
+        """The masks of one process, from a source of its own."""
+        config, alone = DbspConfig(**self.settings), SequenceGroup(0, 1)
+        return MaskProvider(config.mask, config.dense_schedule, HEADS, self.layers, alone, lambda: self.steps)
 
     def attend(
         self,
@@ -100,7 +103,7 @@ class Session:
             local = [torch.zeros(batch, HEADS, layout.shard, WIDTH) for _ in full]
             for shard, whole in zip(local, full, strict=True):
                 shard[:, :, place] = whole[:, :, token]
-            out = self.inner.attend(layer, *(shard.to(self.device) for shard in local)).cpu()
+            out = self.inner.attend(layer, *(shard.to(self.device, self.dtype) for shard in local)).cpu()
             worst = max(worst, float((out[:, :, place] - expected[:, :, token]).abs().max()))
         return worst
 
@@ -109,7 +112,7 @@ class Session:
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """q, k and v of all tokens, and attention to them in one process."""
         generator = torch.Generator().manual_seed(seed)
-        full = [torch.randn(shape, generator=generator) * 2 for _ in range(3)]
+        full = [(torch.randn(shape, generator=generator) * 2).to(self.dtype).float() for _ in range(3)]
         return full, masked_attention(*full, self.feed.mask(layer, LocalQK.alone(full[0], full[1])))
 
 
