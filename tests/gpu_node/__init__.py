@@ -1,6 +1,7 @@
 """A simulated GPU node: several CUDA devices in one process on a machine without any, for tests.
 
-- `tensors.py`: tensors say cuda:N and hold CPU values; devices that are mixed, or host and device, are an error.
+- `tensors.py`, `factories.py`: tensors say cuda:N and hold CPU values; devices that are mixed, or host and device, are
+  an error.
 - `launches.py`: Triton launches run in the interpreter, and are refused where CUDA would refuse them.
 - `streams.py`: streams and events; what one stream uses of another without a wait between them is an error.
 - `faults.py`: counts of host waits (with file and line), launches, operators and compiled variants.

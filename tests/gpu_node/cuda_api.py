@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.runtime.interpreter as interpreter
 
-from tests.gpu_node import streams, tensors
+from tests.gpu_node import factories, streams, tensors
 from tests.gpu_node.faults import recorded
 from tests.gpu_node.streams import Event, Stream, current_device, current_stream, on_stream, set_device
 
@@ -113,7 +113,7 @@ def activate(runtime: Any, devices: int) -> None:
     interpreter.GridExecutor.__call__ = launches.checked(interpreter.GridExecutor.__call__)
     interpreter.InterpretedFunction.rewrite = launches.one_at_a_time(interpreter.InterpretedFunction.rewrite)
     threading.Thread.__init__ = _inherits_its_device(threading.Thread.__init__)  # type: ignore[method-assign]
-    _kept.append(tensors.register())
+    _kept.append(factories.register())
 
 
 def _properties() -> SimpleNamespace:

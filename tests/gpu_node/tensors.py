@@ -15,7 +15,7 @@ from tests.gpu_node import streams
 from tests.gpu_node.faults import DeviceFault, recorded
 from tests.gpu_node.streams import Memory
 
-__all__ = ["DeviceTensor", "PeakBytes", "inner", "on_device", "peak_bytes"]
+__all__ = ["DeviceTensor", "PeakBytes", "copy", "index_of", "inner", "on_device", "on_host", "peak_bytes"]
 
 aten = torch.ops.aten
 _WAITS = {
@@ -23,6 +23,7 @@ _WAITS = {
     *("unique_consecutive", "bincount", "item", "allclose", "histogramdd"),
 }
 """Operators whose result's value or size the host needs."""
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _COMPUTES_NOTHING = {
     *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "is_pinned", "lift_fresh"),
     *("new_empty", "new_empty_strided", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t"),
@@ -138,12 +139,12 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device = _device_of(name, func, args, kwargs, leaves, tensors)
     asked = kwargs.get("device")
     to_host = asked is not None and torch.device(asked).type != "cuda"
-    out_device = device if asked is None or to_host else _index(torch.device(asked))
+    out_device = device if asked is None or to_host else index_of(torch.device(asked))
     if name in _WAITS or _reads_booleans(name, args) or (name == "repeat_interleave" and _sizes_unknown(args, kwargs)):
         _host_wait(name, device)
     if name in _RANDOM and kwargs.get("generator") is None and "generator" in _names(func):
         kwargs = {**kwargs, "generator": generators[device]}
-    result = func(*tree_map(inner, args), **tree_map(inner, _on_host(kwargs, device)))
+    result = func(*tree_map(inner, args), **tree_map(inner, on_host(kwargs)))
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     written = _written(func, args, kwargs)
     for tensor in written:
@@ -196,15 +197,11 @@ def _device_of(name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], 
         raise DeviceFault(f"Expected all tensors to be on the same device, but {name} got {sorted(devices)}")
     if not devices:
         return streams.current_device()
-    on_host = [t for t in leaves if isinstance(t, torch.Tensor) and not isinstance(t, DeviceTensor) and t.dim()]
-    if (
-        on_host
-        and name in ("index", "index_put", "index_put_", "_index_put_impl_")
-        and isinstance(args[0], DeviceTensor)
-    ):
+    from_host = [t for t in leaves if isinstance(t, torch.Tensor) and not isinstance(t, DeviceTensor) and t.dim()]
+    if from_host and name in _INDEXING and isinstance(args[0], DeviceTensor):
         _host_wait(f"{name} with host indices", next(iter(devices)))
-    elif on_host:
-        shapes = [tuple(tensor.shape) for tensor in on_host]
+    elif from_host:
+        shapes = [tuple(tensor.shape) for tensor in from_host]
         raise DeviceFault(
             f"Expected all tensors to be on the same device, but {name} got cuda:{devices.pop()} and host tensors of "
             f"shapes {shapes}"
@@ -216,12 +213,13 @@ def _names(func: Any) -> set[str]:
     return {argument.name for argument in func._schema.arguments}
 
 
-def _index(device: torch.device) -> int:
+def index_of(device: torch.device) -> int:
+    """Returns a device's index, or the current device's."""
     return streams.current_device() if device.index is None else device.index
 
 
-def _on_host(kwargs: dict[str, Any], device: int) -> dict[str, Any]:
-    """The keyword arguments for the operator on values."""
+def on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments for the operator on values."""
     given = dict(kwargs)
     if given.get("device") is not None:
         given["device"] = torch.device("cpu")
@@ -232,7 +230,7 @@ def _on_host(kwargs: dict[str, Any], device: int) -> dict[str, Any]:
 
 def _reads_booleans(name: str, args: tuple[Any, ...]) -> bool:
     """True if an index is a mask, whose number of entries the host needs."""
-    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+    if name not in _INDEXING:
         return False
     return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
@@ -253,7 +251,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[D
     return written
 
 
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """copy_: within a device, between devices, and between device and host."""
     to, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -280,7 +278,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     options = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
     non_blocking = bool(kwargs.get("non_blocking", False))
     if device.type == "cuda":
-        index = _index(device)
+        index = index_of(device)
         if not isinstance(source, DeviceTensor):
             _from_host(source, index, non_blocking)
             return on_device(aten._to_copy(source, **options), index)
@@ -352,7 +350,7 @@ def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
-    "copy_": _copy,
+    "copy_": copy,
     "_to_copy": _to_copy,
     "record_stream": _record_stream,
     "_fused_sdp_choice": _attention_choice,
@@ -360,54 +358,3 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_cudnn_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention,
 }
-
-
-def _empty(
-    size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    memory_format: Any = None,
-) -> DeviceTensor:  # fmt: skip
-    values = torch.empty(size, dtype=dtype or torch.get_default_dtype(), device="cpu")
-    if memory_format is not None and memory_format is not torch.preserve_format:
-        values = values.contiguous(memory_format=memory_format)
-    return DeviceTensor(_unset(values), _index(torch.device(device)))
-
-
-def _empty_strided(
-    size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> DeviceTensor:
-    values = torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype(), device="cpu")
-    return DeviceTensor(_unset(values), _index(torch.device(device)))
-
-
-_FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm", "tril_indices")
-"""Operators that would make an empty tensor on a device and resize it."""
-
-
-def _factory(name: str) -> Callable[..., DeviceTensor]:
-    packet, _, overload = name.partition(".")
-    function = getattr(getattr(aten, packet), overload or "default")
-
-    def make(*args: Any, **kwargs: Any) -> DeviceTensor:
-        device = _index(torch.device(kwargs["device"]))
-        recorded.operator(packet)
-        return on_device(function(*args, **_on_host(kwargs, device)), device)
-
-    return make
-
-
-def _unset(values: torch.Tensor) -> torch.Tensor:
-    """Fills new memory with what shows that nobody wrote it."""
-    if values.dtype.is_floating_point and values.itemsize > 1:
-        return values.fill_(float("nan"))
-    return values
-
-
-def register() -> torch.library.Library:
-    """Registers what makes tensors on devices. It holds for all threads as long as the returned object lives."""
-    library = torch.library.Library("aten", "IMPL", "CUDA")
-    library.impl("empty.memory_format", _empty)
-    library.impl("empty_strided", _empty_strided)
-    for name in _FACTORIES:
-        library.impl(name, _factory(name))
-    library.impl("copy_", lambda to, source, non_blocking=False: _copy(None, (to, source, non_blocking), {}))
-    return library
