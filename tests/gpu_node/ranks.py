@@ -13,7 +13,7 @@ from dbsp_core.comm.groups import PendingTransfer, explain_broken_connection
 from tests.gpu_node import streams
 from tests.gpu_node.faults import DeviceFault, recorded
 from tests.gpu_node.tensors import DeviceTensor, inner, on_device
-from tests.support.thread_group import Member, ThreadGroup
+from tests.support.thread_group import Member, ThreadGroup, Transfer
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.workers import SAFETY_NET_S
 
@@ -70,7 +70,8 @@ class DeviceGroup(ThreadGroup):
         parcels = dict(zip(receivers, copy.split(list(send_splits)), strict=True))
         with explain_broken_connection():
             number = self._member.meeting.post(self.rank, kind, parcels)
-        work: Any = _Transfer(self._member, number, received, receive_splits, sources, sent, copy)
+        values = inner(received), receive_splits, sources, inner(sent).detach(), copy
+        work: Any = _DeviceTransfer(self._member, number, *values, into=received)
         return PendingTransfer(received, sent, (work,))
 
     def _gather(self, kind: str, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -99,32 +100,13 @@ class DeviceGroup(ThreadGroup):
 
 
 @dataclass(eq=False)
-class _Transfer:
-    """A transfer in flight. Its tensors are the current stream's again after `wait`, which is no host wait."""
+class _DeviceTransfer(Transfer):
+    """A transfer of device tensors' values. They are the current stream's after `wait`, which is no host wait."""
 
-    member: Member
-    number: int
-    received: torch.Tensor
-    lengths: Sequence[int]
-    sources: Sequence[int]
-    sent: torch.Tensor
-    copy: torch.Tensor
-    done: bool = False
+    into: DeviceTensor | None = None
 
     def wait(self) -> None:
-        if self.done:
+        if self.done or self.into is None:
             return
-        if not torch.equal(_bytes(inner(self.sent).detach()), _bytes(self.copy)):
-            raise DeviceFault("what a rank sends was changed before it waited")
-        parcels = self.member.meeting.read(self.member.rank, self.number, self.sources)
-        received: Any = self.received
-        for place, parcel in zip(received.inner.split(list(self.lengths)), parcels, strict=True):
-            if place.shape != parcel.shape:
-                raise DeviceFault(f"{tuple(parcel.shape)} was sent where {tuple(place.shape)} is received")
-            place.copy_(parcel)
-        streams.submit(received.device.index, [], [received.memory], "a transfer")
-        self.done = True
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+        super().wait()
+        streams.submit(self.into.device.index, [], [self.into.memory], "a transfer")

@@ -159,7 +159,7 @@ class Member:
 
 
 @dataclass(eq=False)
-class _Work:
+class Transfer:
     """A transfer in flight, in place of `dist.Work`: `wait` fills `received` from its `sources` in turn."""
 
     member: Member
@@ -278,7 +278,7 @@ class ThreadGroup(SequenceGroup):
         parcels = dict(zip(receivers, copy.split(list(send_splits)), strict=True))
         with explain_broken_connection():
             number = self._member.meeting.post(self.rank, kind, parcels)
-        work: Any = _Work(self._member, number, received, receive_splits, sources, sent.detach(), copy)
+        work: Any = Transfer(self._member, number, received, receive_splits, sources, sent.detach(), copy)
         return PendingTransfer(received, sent, (work,))
 
     def _gather(self, kind: str, mine: torch.Tensor) -> list[torch.Tensor]:

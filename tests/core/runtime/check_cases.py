@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -43,17 +44,21 @@ def refused_session(rank: int, world: int, settings: dict[str, Any], kernel: str
     return "nowhere", ""
 
 
+def _broken_beyond_float32(rank: int) -> AbstractContextManager[Any]:
+    """Within it, rank 1's kernels serve float32 alone."""
+
+    def why_unsupported(self: Any, device: Any, given: torch.dtype, needs: Any = None) -> str | None:
+        return "it is broken here" if rank == 1 and given != torch.float32 else None
+
+    return mock.patch.object(type(KERNELS["cpu"]), "why_unsupported", why_unsupported)
+
+
 def refused_later(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
     """A kernel that rank 1 has for float32 alone is refused at the first attention of another dtype."""
     config = DbspConfig.load({"mask": WINDOW, "kernel": "cpu"})
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), HEADS, 1)
-    cpu = KERNELS["cpu"]
     where = "making"
-
-    def only_float32(self: Any, device: Any, given: torch.dtype, needs: Any = None) -> str | None:
-        return "it is broken here" if rank == 1 and given != torch.float32 else None
-
-    with mock.patch.object(type(cpu), "why_unsupported", only_float32):
+    with _broken_beyond_float32(rank):
         try:
             for of_pass in (torch.float32, torch.float32, dtype):
                 where = str(of_pass)
@@ -70,13 +75,8 @@ def refused_attention(rank: int, world: int, dtype: torch.dtype) -> tuple[str, s
     mask, layout = BlockMask.dense(HEADS, BlockGrid.uniform(128, 16)), SequenceLayout.contiguous(128, world)
     plan = make_plan(mask, Strategy(1, world), layout=layout)
     attend = DualBalancedAttention.prepare(plan, mask, layout, None, kernel="cpu")
-    cpu = KERNELS["cpu"]
     where = "making"
-
-    def only_float32(self: Any, device: Any, given: torch.dtype, needs: Any = None) -> str | None:
-        return "it is broken here" if rank == 1 and given != torch.float32 else None
-
-    with mock.patch.object(type(cpu), "why_unsupported", only_float32):
+    with _broken_beyond_float32(rank):
         try:
             for of_pass in (torch.float32, torch.float32, dtype):
                 where = str(of_pass)
