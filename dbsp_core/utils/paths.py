@@ -35,7 +35,7 @@ def expand_path(given: str | os.PathLike[str]) -> str:
     A path that the locale's encoding lacks names the file that has this name in UTF-8.
 
     Raises:
-        UserError: The path is empty or has a NUL character, or no such home folder is known.
+        UserError: The path is empty or has a character that no file's name can have, or no such home folder is known.
     """
     text = os.fspath(given)
     if not text or "\0" in text:
@@ -47,8 +47,15 @@ def expand_path(given: str | os.PathLike[str]) -> str:
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
-        path = os.fsdecode(path.encode("utf-8", "surrogateescape"))
+        return _named_in_utf8(path)
     return path
+
+
+def _named_in_utf8(path: str) -> str:
+    try:
+        return os.fsdecode(path.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError as error:
+        raise UserError(f"path {in_short(path)} has half a character; no file can have that name") from error
 
 
 def user_path(given: str | os.PathLike[str]) -> Path:

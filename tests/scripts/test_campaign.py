@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pkgutil
 import sys
 import time
 
 import pytest
 
-from scripts.checks.campaign.faults import nursery
+from scripts.checks.campaign.faults import generating, nursery
 from scripts.checks.campaign.faults.acts import fire
 from scripts.checks.campaign.faults.fault_grid import case_of, grid
 from scripts.checks.campaign.faults.judging import Expected, complaint_about
 from scripts.checks.campaign.faults.nursery import Nursery, Task
+from scripts.checks.campaign.faults.phases import PHASES
 from scripts.checks.campaign.frame import Outcome, Progress, State, run_part
 from scripts.checks.campaign.oracle.attention_case import draw_case
 from scripts.checks.campaign.oracle.oracle_part import BOUNDS
@@ -189,6 +191,13 @@ def test_a_fault_that_is_the_last_act_of_all_processes_is_seen(tmp_path, monkeyp
     monkeypatch.setattr(os, "waitpid", let_it_end_first)
     ended = nursery._watch(Task(misbehave, "nothing", 1, 3.0), tmp_path, [process], time.monotonic())
     assert (ended.fired, ended.codes) == (True, [1])
+
+
+def test_the_functions_that_stand_for_phases_are_there():
+    targets = [phase.target for phase in PHASES.values()]
+    for target in targets + [target for _, target, _ in generating.PHASES.values()]:
+        owner, _, name = target.rpartition(".")
+        assert name in vars(pkgutil.resolve_name(owner)), target
 
 
 def test_the_grid_of_faults_is_large_and_the_same_for_every_seed():

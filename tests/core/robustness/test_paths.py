@@ -49,6 +49,11 @@ class TestHome:
         assert expand_path("a/~b") == "a/~b"
         assert expand_path("org/repo/") == "org/repo/", "names of repositories stay as they are"
 
+    def test_half_a_character_names_no_file(self):
+        for load in (expand_path, DbspConfig.load):
+            with pytest.raises(UserError, match="half a character"):
+                load("a/\ud800")
+
     def test_every_setting_that_is_a_path_may_begin_with_one(self, home):
         settings = {"report": "~/r", "record": "~/m", "cost_model": "~/c.yaml", "model": "~/w"}
         config = DbspConfig.load({**settings, "video": {"image": "~/a.png", "last_image": "~/b.png"}})

@@ -81,7 +81,7 @@ PHASES: dict[str, Phase] = {
     "attaching: session": _transformer("dbsp_diffusers.attach.observed_session"),
     "sharding": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.take", 2),
     "gathering the output": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.gather"),
-    "report: meeting": _report(f"{REPORTS}.collect.barrier"),
+    "report: meeting": _report(f"{COMM}.groups.SequenceGroup.barrier"),
     "report: gathering": _report(f"{REPORTS}.collect.gather_texts"),
     "report: writing": _report(f"{REPORTS}.collect.report_page"),
     "recording": Phase(
