@@ -22,6 +22,7 @@ from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
 from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short
+from dbsp_core.utils.removed import why_removed
 
 __all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "require_planner"]
 
@@ -187,5 +188,6 @@ PLANNERS = {
 def require_planner(name: str) -> Planner:
     """The planner of that name. Raises UserError when there is none."""
     if name not in PLANNERS:
-        raise UserError(f"unknown planner {in_short(name)}; use one of {', '.join(PLANNERS)}")
+        unknown = f"unknown planner {in_short(name)}; use one of {', '.join(PLANNERS)}"
+        raise UserError(why_removed("planner", name) or unknown)
     return PLANNERS[name]

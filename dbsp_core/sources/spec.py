@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from dbsp_core.sources import SOURCES, MaskSource, UnionSource
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
+from dbsp_core.utils.removed import why_removed
 from dbsp_core.utils.schema import build, plain_value
 from dbsp_core.utils.yaml_file import parse_value
 
@@ -83,7 +84,8 @@ def read_mask(value: Any, name: str) -> MaskSource:
                 ]
         return cast(MaskSource, build(SOURCES[source], values, f"mask source {source!r}"))
     known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)
-    raise SettingError(f"unknown mask source {in_short(source)}; set mask.source to one of {known}", ("source",))
+    unknown = f"unknown mask source {in_short(source)}; set mask.source to one of {known}"
+    raise SettingError(why_removed("source", source) or unknown, ("source",))
 
 
 def mask_values(source: MaskSource) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, in_short
 from dbsp_core.utils.paths import expand_path
+from dbsp_core.utils.removed import why_removed
 from dbsp_core.utils.yaml_file import require_known
 
 __all__ = ["build", "checked", "convert", "keys_within", "plain_value", "read_path", "require_choice", "setting_names"]
@@ -149,4 +150,5 @@ def _in_words(option: Any) -> str:
 def require_choice(key: str, value: object, choices: tuple[str, ...], section: str = "") -> None:
     """Raises SettingError for a value that is none of the choices; `section` precedes the key in the message."""
     if value not in choices:
-        raise SettingError(f"unknown {section}{key} {in_short(value)}; use one of {', '.join(choices)}", (key,))
+        unknown = f"unknown {section}{key} {in_short(value)}; use one of {', '.join(choices)}"
+        raise SettingError(why_removed(key, value) or unknown, (key,))

@@ -14,6 +14,7 @@ import yaml
 
 from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of
 from dbsp_core.utils.paths import require_file, user_path
+from dbsp_core.utils.removed import why_removed
 
 __all__ = [
     "Settings",
@@ -190,7 +191,8 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
     hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
     if str(key) in (elsewhere or {}):
         hint = f"; it belongs under {(elsewhere or {})[str(key)]!r}"
-    raise SettingError(f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}", (str(key),))
+    unknown = f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}"
+    raise SettingError(why_removed(key) or unknown, (str(key),))
 
 
 def shipped_configs() -> Path:

@@ -1,0 +1,20 @@
+"""Settings that earlier versions had, and what to write instead."""
+
+from __future__ import annotations
+
+__all__ = ["REMOVED_KEYS", "REMOVED_VALUES", "why_removed"]
+
+REMOVED_KEYS: dict[str, str] = {}
+"""Keys that no longer exist, and what to do instead."""
+REMOVED_VALUES: dict[tuple[str, str], str] = {
+    ("keys", "kept"): "for masks predicted at every call write keys: all or ring, for others needed",
+    ("keys", "auto"): "name the way: keys: ring, all, or needed for masks that are known beforehand",
+}
+"""Values that a key no longer takes, and what to write instead."""
+
+
+def why_removed(key: object, value: object = None) -> str | None:
+    """Returns what to say of a removed key, or of a key's removed value; None for one that was never there."""
+    advice = REMOVED_KEYS.get(str(key)) if value is None else REMOVED_VALUES.get((str(key), str(value)))
+    shown = key if value is None else f"{key}: {value}"
+    return f"{shown} was removed; {advice}" if advice else None

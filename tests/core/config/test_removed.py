@@ -1,0 +1,35 @@
+"""A configuration that names something removed is told what to write instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.utils.errors import SettingError, UserError
+from dbsp_core.utils.removed import REMOVED_KEYS, REMOVED_VALUES
+
+SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {}
+"""Settings that have each removed key, where it used to be."""
+SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
+    ("keys", "kept"): {"keys": "kept"},
+    ("keys", "auto"): {"keys": "auto"},
+}
+"""Settings that have each removed value, where it used to be."""
+
+
+def test_every_removed_setting_is_refused_with_advice():
+    assert SETTINGS_OF_REMOVED_KEYS.keys() == REMOVED_KEYS.keys()
+    assert SETTINGS_OF_REMOVED_VALUES.keys() == REMOVED_VALUES.keys()
+    for key, settings in SETTINGS_OF_REMOVED_KEYS.items():
+        _require_refusal(settings, key, REMOVED_KEYS[key])
+    for (key, value), settings in SETTINGS_OF_REMOVED_VALUES.items():
+        _require_refusal(settings, f"{key}: {value}", REMOVED_VALUES[key, value])
+
+
+def _require_refusal(settings: dict[str, Any], shown: str, advice: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(f"{shown} was removed; {advice}")) as refused:
+        DbspConfig.load(settings)
+    assert isinstance(refused.value, UserError)
