@@ -14,7 +14,6 @@ import numpy as np
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
-from dbsp_core.cost.peak_memory import within_limit
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -27,8 +26,6 @@ WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""
 SHARES = ((1,), (1, 1), (2, 1), (1, 1, 1), (3, 2, 1), (1, 1, 1, 1))
 """Further chunks that are tried, all fetched at once: see `KeysInChunks.shares`."""
-ONE_AHEAD = tuple((1,) * chunks for chunks in (2, 4, 8, 16))
-"""Numbers of further chunks, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
 """Leaves the choice of a strategy to `StrategySelector`."""
 
@@ -65,7 +62,6 @@ def fastest_plan(
     hardware: Hardware,
     topology: Topology,
     layout: SequenceLayout,
-    fits: Callable[[Plan], bool] = lambda _: True,
 ) -> Plan:
     """Planner "dbsp"'s plan, or a simpler planner's for the same mask, strategy and layout that is predicted faster.
 
@@ -74,7 +70,6 @@ def fastest_plan(
 
     Args:
         make: By planner, and whether Ulysses ranks must have equal numbers of heads.
-        fits: Whether a simpler planner's plan may be taken at all.
     """
 
     plan = make("dbsp", False)
@@ -89,7 +84,7 @@ def fastest_plan(
     if gain_s <= WORTH_A_LOOK * predicted.total_s:
         return plan
     others = [make("paper", True), *(make(planner, False) for planner in ("paper", "snake", "contiguous"))]
-    return min([plan, *filter(fits, others)], key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
+    return min([plan, *others], key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
 
 
 def in_fastest_chunks(
@@ -99,23 +94,18 @@ def in_fastest_chunks(
     hardware: Hardware | None,
     topology: Topology,
     layout: SequenceLayout,
-    excess: Callable[[Plan], float] = lambda _: 0.0,
 ) -> Plan:
-    """A plan with its keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
+    """A plan with its keys in those chunks of `SHARES` that are predicted to be fastest.
 
     A plan whose keys do not come in chunks stays as it is.
 
-    Of `SHARES`, all fetched at once, the fastest within the limit. Where none is, each is fetched beside the kernel on
-    the one before it, in as few as fit, or where none does, in that number that is least above it.
-
     Args:
-        hardware: Whose constants predict times; None: the fewest chunks that fit.
-        excess: Bytes by which a plan's peak is above a limit.
+        hardware: Whose constants predict times; None: one chunk.
     """
     keys = plan.assignment.keys
     if not keys.chunked:
         return plan
-    at_once: Sequence[tuple[int, ...]] = SHARES
+    shares = SHARES[0]
     if hardware is not None and (topology.one_node or hardware.constants.network_bytes_per_s is not None):
         traffic = traffic_of(plan.assignment, layout)
 
@@ -123,9 +113,8 @@ def in_fastest_chunks(
             about = _about(plan, shares)
             return in_ns(predict(about, shape, hardware, topology, layout, traffic.in_chunks(shares)))
 
-        at_once = sorted(SHARES, key=about_ns)
-    ways = [*((shares, False) for shares in at_once), *((shares, True) for shares in ONE_AHEAD)]
-    return within_limit((plan.with_keys(keys.in_chunks(*way), mask) for way in ways), excess)
+        shares = min(SHARES, key=about_ns)
+    return plan.with_keys(keys.in_chunks(shares), mask)
 
 
 def _about(plan: Plan, shares: tuple[int, ...]) -> Plan:
@@ -160,40 +149,22 @@ class StrategySelector:
         make: Callable[[Strategy], Plan],
         shape: AttentionShape,
         current: Strategy | None,
-        excess: Callable[[Plan], float] | None = None,
     ) -> Plan:
         """The plan to use from now on.
 
         Args:
             make: Plans one strategy.
             current: The strategy in use, None at first.
-            excess: Bytes by which a plan's peak is above a limit. Such plans drop out; where all do, the least is
-                taken.
         """
         if self.hardware is None:
-            best, plan = self._first_that_fits(make, shape, excess)
+            best = by_rule(self.strategies, shape.heads, self.topology)[0]
             self.chosen[best] = self.chosen.get(best, 0) + 1
-            return plan
+            return make(best)
         plans = {strategy: make(strategy) for strategy in self.strategies}
-        above = {strategy: excess(plan) if excess else 0.0 for strategy, plan in plans.items()}
-        fitting = [strategy for strategy in plans if above[strategy] <= 0] or [min(plans, key=above.__getitem__)]
         known, topology, layout = self.hardware, self.topology, self.layout
-        seconds = {one: in_ns(predict(plans[one], shape, known, topology, layout)) for one in fitting}
-        best = min(fitting, key=seconds.__getitem__)
+        seconds = {one: in_ns(predict(plan, shape, known, topology, layout)) for one, plan in plans.items()}
+        best = min(seconds, key=seconds.__getitem__)
         if current in seconds and seconds[current] * (1 - self.hysteresis) <= seconds[best]:
             best = current
         self.chosen[best] = self.chosen.get(best, 0) + 1
         return plans[best]
-
-    def _first_that_fits(
-        self, make: Callable[[Strategy], Plan], shape: AttentionShape, excess: Callable[[Plan], float] | None
-    ) -> tuple[Strategy, Plan]:
-        """Returns the first strategy by the rule whose plan is within the limit, else the one that is least above."""
-        above: list[tuple[float, Strategy, Plan]] = []
-        for strategy in by_rule(self.strategies, shape.heads, self.topology):
-            plan = make(strategy)
-            above.append((excess(plan) if excess else 0.0, strategy, plan))
-            if above[-1][0] <= 0:
-                return strategy, plan
-        _, strategy, plan = min(above, key=lambda one: one[0])
-        return strategy, plan

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.free_memory import agree_on_memory
 from dbsp_core.cost.hardware import Hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
 from dbsp_core.cost.own_hardware import cost_basis, hardware_for
-from dbsp_core.cost.peak_memory import (
-    MemoryLimit,
-    head_caps,
-    mask_bytes,
-    peak_bytes,
-    prediction_bytes,
-    within_limit,
-)
 from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan, in_fastest_chunks
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -34,35 +23,12 @@ from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["ConfiguredPlanMaker", "Machine", "PlanSettings", "strategies_of"]
-
-
-class Machine(NamedTuple):
-    """What all ranks of a session plan by.
-
-    Attributes:
-        hardware: The machine's constants. None: none are known, or plans don't depend on them.
-        memory: What no rank is to exceed. None: there is no limit.
-    """
-
-    hardware: Hardware | None
-    memory: MemoryLimit | None
-
-    @classmethod
-    def agreed(
-        cls, config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
-    ) -> Machine:
-        """What ranks agree on. Collective where plans depend on constants, or the limit on what is free."""
-        return cls(
-            _load_constants(config, group, strategy, device),
-            agree_on_memory(config.planner.memory_limit, group, device),
-        )
+__all__ = ["ConfiguredPlanMaker", "PlanSettings", "agree_on_constants", "strategies_of"]
 
 
 @dataclass
@@ -76,8 +42,6 @@ class PlanSettings:
         hardware: The machine's constants, which weigh exchanges where the configuration leaves that to them.
         selector: Chooses strategies, where there is none.
         compare: Whether plans tell what the contiguous plan would do, as reports show it.
-        memory: What no rank is to exceed.
-        predicted_on: The type of the device where masks are predicted from queries and keys. None: they are not.
     """
 
     config: DbspConfig
@@ -88,9 +52,6 @@ class PlanSettings:
     hardware: Hardware | None
     selector: StrategySelector | None
     compare: bool
-    memory: MemoryLimit | None
-    predicted_on: str | None
-    _warned: bool = field(default=False, init=False)
 
     @classmethod
     def of(
@@ -100,63 +61,35 @@ class PlanSettings:
         topology: Topology,
         strategy: Strategy | None,
         layout: SequenceLayout,
-        machine: Machine,
+        hardware: Hardware | None,
         grid: BlockGrid,
         device: torch.device,
         compare: bool,
     ) -> PlanSettings:
         """The settings for masks on `grid`, used on `device`."""
-        selector, hardware = None, machine.hardware
+        selector = None
         if strategy is None:
             make = partial(_selector, config, group, topology, layout, hardware, grid, device)
             selector = run_consistently(group, make)
-        predicted_on = device.type if config.mask.changes == "per_call" else None
-        return cls(
-            config, group, topology, strategy, layout, hardware, selector, compare, machine.memory, predicted_on
-        )
-
-    def warn_once(self, limit: float, above: float, plan: Plan) -> None:
-        """Says on rank 0 that a plan exceeds the `limit` of memory by `above`, both in bytes."""
-        if self.group.rank != 0 or self._warned:
-            return
-        self._warned = True
-        log.warning(
-            "at its peak an attention holds %s on a rank beside q, k and v, more than planner.memory_limit leaves, "
-            "%s: %s, so %s is used; take more GPUs, a smaller video or batch, or raise the limit",
-            in_bytes(limit + above),
-            in_bytes(max(0.0, limit)),
-            "all strategies exceed it" if self.strategy is None else "no plan of this strategy fits",
-            plan.strategy,
-        )
+        return cls(config, group, topology, strategy, layout, hardware, selector, compare)
 
 
 @dataclass(frozen=True)
 class ConfiguredPlanMaker:
-    """Makes plans for attentions of one shape, by a session's settings.
-
-    Attributes:
-        gradients: Whether such an attention keeps what backward needs.
-    """
+    """Makes plans for attentions of one shape, by a session's settings."""
 
     settings: PlanSettings
     shape: AttentionShape
-    gradients: bool
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
         """See `plan_cache.PlanMaker`."""
         settings = self.settings
         if settings.strategy is not None:
-            plan = self._plan(settings.strategy, mask)
-        elif settings.selector is None:
+            return self._plan(settings.strategy, mask)
+        if settings.selector is None:
             raise RuntimeError("a strategy is to be chosen, but nothing says among which")
-        else:
-            in_use, excess = None if current is None else current.strategy, self._excess if settings.memory else None
-            plan = settings.selector.choose(lambda one: self._plan(one, mask), self.shape, in_use, excess)
-        if settings.memory is not None:
-            above = max(self._excess(plan), self._prediction_excess(mask))
-            if above > 0:
-                settings.warn_once(self._limit(settings.memory), above, plan)
-        return plan
+        in_use = None if current is None else current.strategy
+        return settings.selector.choose(lambda one: self._plan(one, mask), self.shape, in_use)
 
     def rank_plan(self, assignment: Assignment) -> RankPlan:
         """See `plan_cache.PlanMaker`."""
@@ -176,49 +109,18 @@ class ConfiguredPlanMaker:
             plan = self._balanced_plan(make_by, planner)
         else:
             plan = make_by(planner)
-        return in_fastest_chunks(
-            plan, mask, self.shape, settings.hardware, settings.topology, settings.layout, self._excess
-        )
+        return in_fastest_chunks(plan, mask, self.shape, settings.hardware, settings.topology, settings.layout)
 
     def _balanced_plan(self, make_by: Callable[[PlannerConfig], Plan], planner: PlannerConfig) -> Plan:
-        """Planner "dbsp"'s plan, or a simpler planner's that is predicted faster, within the limit if one is."""
+        """Planner "dbsp"'s plan, or a simpler planner's that is predicted faster."""
         settings = self.settings
 
         def make(name: str, equal_heads: bool) -> Plan:
             return make_by(replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads)))
 
         if settings.hardware is None or not _weighs_exchanges(settings.config, settings.group):
-            plan = make_by(planner)
-        else:
-            plan = fastest_plan(make, self.shape, settings.hardware, settings.topology, settings.layout, self._fits)
-        if self._fits(plan):
-            return plan
-        capped = (make_by(replace(planner, most_heads=heads)) for heads in head_caps(plan))
-        return within_limit(itertools.chain([plan], capped), self._excess)
-
-    def _limit(self, memory: MemoryLimit) -> float:
-        """Bytes that an attention may hold on a rank beside its inputs."""
-        return memory.beside_inputs(self.shape, self.settings.layout)
-
-    def _fits(self, plan: Plan) -> bool:
-        return self.settings.memory is None or self._excess(plan) <= 0
-
-    def _excess(self, plan: Plan) -> float:
-        """Bytes by which the rank that holds most at its peak is above the limit."""
-        settings = self.settings
-        if settings.memory is None:
-            return 0.0
-        peaks = peak_bytes(plan.assignment, self.shape, settings.layout, gradients=self.gradients)
-        bits = 0.0 if settings.predicted_on is None else mask_bytes(plan.grid, plan.heads)
-        return float(peaks.max()) + bits - self._limit(settings.memory)
-
-    def _prediction_excess(self, mask: BlockMask) -> float:
-        """The same while a mask is predicted, whatever the plan is then."""
-        settings = self.settings
-        if settings.memory is None or settings.predicted_on is None:
-            return 0.0
-        held = prediction_bytes(mask.grid, self.shape, settings.group.size, settings.predicted_on == "cuda")
-        return held - self._limit(settings.memory)
+            return make_by(planner)
+        return fastest_plan(make, self.shape, settings.hardware, settings.topology, settings.layout)
 
     def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
         """The user's, or what the machine's constants say; without any 0: balance comes first."""
@@ -231,10 +133,10 @@ class ConfiguredPlanMaker:
         return exchange_cost_of(mask, strategy, self.shape, settings.hardware, settings.topology, wire)
 
 
-def _load_constants(
+def agree_on_constants(
     config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> Hardware | None:
-    """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
+    """Returns the machine's constants where plans depend on them, else None. Collective then: all ranks plan alike."""
     if strategy is not None and not _weighs_exchanges(config, group):
         return None
     hardware = run_consistently(

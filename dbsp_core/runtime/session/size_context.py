@@ -13,6 +13,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import InputsAgreed
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology
 from dbsp_core.cost.layout_choice import fastest_layout
 from dbsp_core.layout.learned import MaskProfile
@@ -29,7 +30,7 @@ from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.runtime.session.observer import SessionObserver
 from dbsp_core.runtime.session.plan_cache import PlanCache, SyncPlanCache
-from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings, strategies_of
+from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, PlanSettings, strategies_of
 from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
 from dbsp_core.sources import LocalQK
 
@@ -45,8 +46,6 @@ class PlanKey(NamedTuple):
 
     Attributes:
         size: The videos of the forward pass.
-        batch: Items of the batch, where plans depend on it, under a memory limit; else 0.
-        gradients: Whether what backward needs is kept, where plans depend on it, under a memory limit; else False.
         layer: The attention's layer.
         cfg_branch: The attention's pass, of a denoising step.
         step: Step of a denoising of few, so that a plan is kept for the same step of the next video. None: any step.
@@ -55,8 +54,6 @@ class PlanKey(NamedTuple):
     """
 
     size: tuple[Video, ...]
-    batch: int = 0
-    gradients: bool = False
     layer: int | None = None
     cfg_branch: int | None = None
     step: int | None = None
@@ -65,7 +62,7 @@ class PlanKey(NamedTuple):
 
     def with_mask(self, name: Hashable, device: torch.device) -> PlanKey:
         """The key of a mask that this attention has, and others may have too."""
-        return PlanKey(self.size, self.batch, self.gradients, mask=name, device=device)
+        return PlanKey(self.size, mask=name, device=device)
 
     @property
     def a_step_earlier(self) -> PlanKey | None:
@@ -139,7 +136,7 @@ class SizeContext:
     def executor(self, layer: int, tokens: LocalQK, observers: Sequence[SessionObserver]) -> AttentionExecutor:
         """The executor for a layer's mask now: made before, for this layer or another, or now. Collective."""
         masks = self.session.masks
-        attention, name = self._attention(layer, tokens.q, tokens.k), masks.cache_key(layer)
+        attention, name = self._attention(layer), masks.cache_key(layer)
         key = attention if name is None else attention.with_mask(name, tokens.q.device)
         plan_key = attention if masks.changes(layer) else key
         executor = None if name is None else self._executors.get(key)
@@ -153,18 +150,16 @@ class SizeContext:
             observer.mask_used(layer, key)
         return executor
 
-    def known_executor(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> AttentionExecutor | None:
+    def known_executor(self, layer: int, q: torch.Tensor) -> AttentionExecutor | None:
         """The executor that was made for a layer's mask now. None: none was, or the mask is predicted from q and k."""
         name = self.session.masks.cache_key(layer)
-        return None if name is None else self._executors.get(self._attention(layer, q, k).with_mask(name, q.device))
+        return None if name is None else self._executors.get(self._attention(layer).with_mask(name, q.device))
 
-    def _attention(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> PlanKey:
+    def _attention(self, layer: int) -> PlanKey:
         """The key of a layer's attention now."""
         moment = self.session.masks.moment
         step = moment.step if self.session.few_steps else None
-        if self.settings.memory is None:
-            return PlanKey(self.size, layer=layer, cfg_branch=moment.cfg_branch, step=step)
-        return PlanKey(self.size, len(q), _keeps_gradients(q, k), layer, moment.cfg_branch, step)
+        return PlanKey(self.size, layer, moment.cfg_branch, step)
 
     def _keep(
         self, layer: int, attention: PlanKey, key: PlanKey, plan_key: PlanKey, executor: AttentionExecutor
@@ -189,7 +184,7 @@ class SizeContext:
     ) -> AttentionExecutor:
         config, device, earlier = self.session.config, tokens.q.device, attention.a_step_earlier
         shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
-        maker = ConfiguredPlanMaker(self.settings, shape, _keeps_gradients(tokens.q, tokens.k))
+        maker = ConfiguredPlanMaker(self.settings, shape)
         if plan_key == attention and earlier is not None:
             self.plans.begin_with(attention, earlier)
         plain = replace(mask, remainder=None) if isinstance(mask.remainder, CoarseBranch) else mask
@@ -202,13 +197,9 @@ class SizeContext:
         return AttentionExecutor.of_part(part, plan, mask, self.session.group, config.kernel, mark=config.debug)
 
 
-def _keeps_gradients(q: torch.Tensor, k: torch.Tensor) -> bool:
-    return q.requires_grad or k.requires_grad
-
-
 def new_size(
     session: SessionParts,
-    machine: Machine,
+    hardware: Hardware | None,
     size: tuple[Video, ...],
     device: torch.device,
     streams: Streams | HostLayout | SequenceLayout,
@@ -217,7 +208,7 @@ def new_size(
 
     Args:
         session: Its masks are begun for this size.
-        machine: What ranks have agreed on.
+        hardware: The constants that ranks have agreed on.
         size: The videos of a forward pass.
         device: Where the group's collectives run.
         streams: How a rank's text and video follow one another in the layout that is chosen here, or what gives the
@@ -236,9 +227,9 @@ def new_size(
     if isinstance(streams, SequenceLayout):
         layout = streams
     else:
-        layout = streams() if callable(streams) else _layout(session, machine, grid, streams, device)
+        layout = streams() if callable(streams) else _layout(session, hardware, grid, streams, device)
     settings = PlanSettings.of(
-        config, group, session.topology, strategy, layout, machine, grid, device, session.compare
+        config, group, session.topology, strategy, layout, hardware, grid, device, session.compare
     )
     return SizeContext(session, size, settings, plan_cache_of(session))
 
@@ -252,7 +243,7 @@ def plan_cache_of(session: SessionParts) -> PlanCache:
 
 
 def _layout(
-    session: SessionParts, machine: Machine, grid: BlockGrid, streams: Streams, device: torch.device
+    session: SessionParts, hardware: Hardware | None, grid: BlockGrid, streams: Streams, device: torch.device
 ) -> SequenceLayout:
     config, group, masks = session.config, session.group, session.masks
     known = masks.static_masks() if config.effective_layout == "learned" else None
@@ -269,7 +260,7 @@ def _layout(
         strategies_of(config, group, session.strategy, grid),
         partial(named, "local"),
         config.planner,
-        machine.hardware,
+        hardware,
         session.topology,
         element_bytes=2 if device.type == "cuda" else 4,
         precision=config.exchange.precision,

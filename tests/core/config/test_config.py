@@ -263,20 +263,14 @@ MISTAKES = {
     "text for a switch": ({"debug": "yes"}, "must be bool, got 'yes'"),
     "a number for a switch": ({"debug": 1}, "must be bool, got 1"),
     "a switch for a number": ({"planner": {"exchange_cost": True}}, "must be float, got True"),
-    "memory of an unknown unit": (
-        {"planner": {"memory_limit": "8GB/s"}},
-        "planner.memory_limit: size '8GB/s' is not of the form '2GiB'; units are B, KiB, MiB, GiB, TiB, KB, MB, GB",
-    ),
     "bags that are none": ({"bags": "8x4"}, "bags '8x4' are not of the form gGnN"),
     "bags of nothing": ({"bags": {"topology": "g0n2"}}, "bags 'g0n2' are not of the form gGnN"),
     "an unknown balancer": ({"bags": {"balancer": "best"}}, "unknown balancer 'best'; use dbsp or knapsack"),
     "bags that hold nothing": ({"bags": {"max_tokens": 0}}, "bags.max_tokens=0 must be at least 1"),
     "a report of bags": ({"bags": "g2n2", "report": "out"}, "leave out report, or bags"),
-    "no memory": ({"planner": {"memory_limit": 0}}, "planner.memory_limit=0 must be positive"),
-    "a list for memory": ({"planner": {"memory_limit": [8]}}, "must be int or str, got [8]"),
     "null where there must be a value": (
         {"planner": None},
-        "must be a mapping of name, target_rho, exchange_cost, memory_limit, paper or str, got None",
+        "must be a mapping of name, target_rho, exchange_cost, paper or str, got None",
     ),
 }
 
