@@ -7,25 +7,17 @@ a rule chooses, by the numbers of heads and of ranks per node.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["AUTO", "StrategySelector", "by_rule", "candidates", "fastest_plan", "in_fastest_chunks", "in_ns"]
+__all__ = ["AUTO", "StrategySelector", "by_rule", "candidates", "in_ns"]
 
-WORTH_A_LOOK = 0.005
-"""Share of the predicted time that other plans must be able to save before they are made."""
-SHARES = ((1,), (1, 1), (2, 1), (1, 1, 1), (3, 2, 1), (1, 1, 1, 1))
-"""Further chunks that are tried, all fetched at once: see `KeysInChunks.shares`."""
 AUTO = "auto"
 """Leaves the choice of a strategy to `StrategySelector`."""
 
@@ -54,75 +46,6 @@ def candidates(world: int, grid: BlockGrid, merges: bool = True) -> tuple[Strate
 def in_ns(prediction: Prediction) -> int:
     """Whole nanoseconds: a last bit that differed between ranks could not make them choose differently."""
     return round(prediction.total_s * 1e9)
-
-
-def fastest_plan(
-    make: Callable[[str, bool], Plan],
-    shape: AttentionShape,
-    hardware: Hardware,
-    topology: Topology,
-    layout: SequenceLayout,
-) -> Plan:
-    """Planner "dbsp"'s plan, or a simpler planner's for the same mask, strategy and layout that is predicted faster.
-
-    "dbsp" weighs an exchange by its bytes on average; the latency model knows which rank has most of them. Others are
-    made only where they could save more than `WORTH_A_LOOK`: by even work, hidden P2P and an exchange without excess.
-
-    Args:
-        make: By planner, and whether Ulysses ranks must have equal numbers of heads.
-    """
-
-    plan = make("dbsp", False)
-    if not topology.one_node and hardware.constants.network_bytes_per_s is None:  # nothing can be predicted
-        return plan
-    predicted, known, x = predict(plan, shape, hardware, topology, layout), hardware.constants, plan.strategy.ulysses
-    share_s = shape.heads * shape.tokens / topology.world / known.exchange_bytes_per_s  # for each byte of a token
-    sent = 3 * shape.sent_bytes(plan.assignment.wire) + shape.token_bytes
-    least_exchange_s = 2 * known.exchange_latency_s + sent * share_s * (x - 1) / x  # nothing between ring ranks
-    times = predicted.times
-    gain_s = times.attention_s - times.even_compute_s + predicted.exchange_s - least_exchange_s
-    if gain_s <= WORTH_A_LOOK * predicted.total_s:
-        return plan
-    others = [make("paper", True), *(make(planner, False) for planner in ("paper", "snake", "contiguous"))]
-    return min([plan, *others], key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
-
-
-def in_fastest_chunks(
-    plan: Plan,
-    mask: BlockMask,
-    shape: AttentionShape,
-    hardware: Hardware | None,
-    topology: Topology,
-    layout: SequenceLayout,
-) -> Plan:
-    """A plan with its keys in those chunks of `SHARES` that are predicted to be fastest.
-
-    A plan whose keys do not come in chunks stays as it is.
-
-    Args:
-        hardware: Whose constants predict times; None: one chunk.
-    """
-    keys = plan.assignment.keys
-    if not keys.chunked:
-        return plan
-    shares = SHARES[0]
-    if hardware is not None and (topology.one_node or hardware.constants.network_bytes_per_s is not None):
-        traffic = traffic_of(plan.assignment, layout)
-
-        def about_ns(shares: tuple[int, ...]) -> int:
-            about = _about(plan, shares)
-            return in_ns(predict(about, shape, hardware, topology, layout, traffic.in_chunks(shares)))
-
-        shares = min(SHARES, key=about_ns)
-    return plan.with_keys(keys.in_chunks(shares), mask)
-
-
-def _about(plan: Plan, shares: tuple[int, ...]) -> Plan:
-    """Nearly the plan in other chunks, in microseconds: as if the work with all keys of other ring rows were alike."""
-    work = plan.metrics.work
-    part = np.array(shares)[:, None] / sum(shares)
-    metrics = replace(plan.metrics, work=np.concatenate([work[:1], part * work[1:].sum(axis=0)]))
-    return replace(plan, metrics=metrics)
 
 
 @dataclass

@@ -56,14 +56,10 @@ class PlannerConfig:
     Attributes:
         name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous", and others.
         target_rho: ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring.
-        exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
-            balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions that have
-            constants of a machine, as these say; else 0: balance comes first.
     """
 
     name: str = "dbsp"
     target_rho: float | None = None
-    exchange_cost: float | None = None
     paper: PaperConfig = field(default_factory=PaperConfig)
 
     def __post_init__(self) -> None:
@@ -71,8 +67,6 @@ class PlannerConfig:
             require_planner(self.name)
         if self.target_rho is not None and not self.target_rho >= 1:
             raise bad_value(self, "target_rho", "must be at least 1, the least ρ_s there is", "planner.")
-        if self.exchange_cost is not None and not self.exchange_cost >= 0:
-            raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first", "planner.")
 
 
 @dataclass(frozen=True)
@@ -138,12 +132,8 @@ def _of_most_heads(home: np.ndarray) -> np.ndarray:
 
 def dbsp(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`."""
-    return plan_rows(
-        inputs,
-        target_rho=config.target_rho or RING_TOLERANCE,
-        head_target_rho=config.target_rho or HEAD_TOLERANCE,
-        exchange_cost=config.exchange_cost or 0.0,
-    )
+    ring, heads = config.target_rho or RING_TOLERANCE, config.target_rho or HEAD_TOLERANCE
+    return plan_rows(inputs, target_rho=ring, head_target_rho=heads)
 
 
 def local(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:

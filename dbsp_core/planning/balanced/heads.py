@@ -128,9 +128,6 @@ def _best_trade(
     return int(after[row, ulysses_rank]), int(give[row]), int(take[ulysses_rank]) if ulysses_rank < len(take) else -1
 
 
-LOOSER = (1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5)  # tolerances to weigh against each other when a cut has a price
-
-
 @dataclass(frozen=True)
 class HeadSplit:
     """Rows go from Ulysses rank `source` to Ulysses rank `target`, until the load of `source` is `level`."""
@@ -144,7 +141,6 @@ def balance_heads(
     row_work: np.ndarray,
     ulysses_degree: int,
     target_rho: float = 1.002,
-    split_cost: float = 0.0,
     row_order: np.ndarray | None = None,
 ) -> np.ndarray:
     """Assigns rows to Ulysses ranks: heads whole where that is balanced, a few of them split otherwise.
@@ -152,8 +148,6 @@ def balance_heads(
     Args:
         row_work: int[H, nq], dense blocks per (head, query block).
         target_rho: Fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough.
-        split_cost: What one more Ulysses rank for a head's K and V costs, in units of ρ_s; 0 splits until `target_rho`
-            is met.
         row_order: int[nq], order of the query blocks in which a head is cut; by number when None.
 
     Returns:
@@ -169,42 +163,35 @@ def balance_heads(
     head_work_by_rank[np.arange(len(work)), ulysses_rank] = work
     # 2. Where a rank stays too full, runs of rows are cut off its largest head.
     load = head_work_by_rank.sum(axis=0).tolist()
-    splits = _choose_splits(load, limit, split_cost * total / ulysses_degree)
+    splits = _choose_splits(load, limit)
     owner = np.repeat(ulysses_rank, row_work.shape[1]).reshape(row_work.shape)
     row_order = np.arange(row_work.shape[1]) if row_order is None else row_order
     for split in splits:
         _apply_split(row_work, owner, head_work_by_rank, split, row_order)
     # 3. Single rows of heads that are split anyway level what whole rows at the cuts left over.
-    if split_cost <= 0:
-        trade_single_rows(row_work, owner, head_work_by_rank, limit)
+    trade_single_rows(row_work, owner, head_work_by_rank, limit)
     if splits:  # a row without work must not be what keeps a head in a Ulysses rank
         idle = (row_work == 0) & (work > 0)[:, None]
         owner = np.where(idle, head_work_by_rank.argmax(axis=1)[:, None], owner)
     return owner
 
 
-def _choose_splits(load: list[int], limit: int, price: float) -> list[HeadSplit]:
-    """Returns the fewest cuts that bring every Ulysses rank down to `limit`; with a price per cut, the cheapest trade.
+def _choose_splits(load: list[int], limit: int) -> list[HeadSplit]:
+    """Returns the fewest cuts that bring every Ulysses rank down to `limit`.
 
     Args:
         load: Work per Ulysses rank, with whole heads.
-        price: Work in the fullest Ulysses rank that costs as much as one cut.
     """
     if max(load) <= limit:
         return []
-    total, ulysses_degree = sum(load), len(load)
-    mean = -(-total // ulysses_degree)
+    mean = -(-sum(load) // len(load))
     slack = (limit - mean) // 4  # for whole rows
     tight, loose = _plan_splits(load, mean), _plan_splits(load, limit - slack)
-    choices = [loose if len(loose[0]) < len(tight[0]) else tight]  # down to the mean, if that needs no more cuts
-    if price > 0:
-        choices += [_plan_splits(load, max(mean, int(total * looser) // ulysses_degree)) for looser in LOOSER]
-        choices.append(([], max(load)))
-    return min(choices, key=lambda choice: max(choice[1], limit) + (price * len(choice[0]) if price > 0 else 0))[0]
+    return loose if len(loose) < len(tight) else tight  # down to the mean, if that needs no more cuts
 
 
-def _plan_splits(load: list[int], limit: int) -> tuple[list[HeadSplit], int]:
-    """Returns cuts that leave no Ulysses rank above `limit`, and the load of the fullest one after them.
+def _plan_splits(load: list[int], limit: int) -> list[HeadSplit]:
+    """Returns cuts that leave no Ulysses rank above `limit`.
 
     The fullest Ulysses rank goes first, to the least room that takes all its surplus, else to the most room. Each cut
     either settles the rank it leaves or fills the rank it reaches, and the last does both: at most x − 1 cuts.
@@ -226,7 +213,7 @@ def _plan_splits(load: list[int], limit: int) -> tuple[list[HeadSplit], int]:
         load[full] -= amount
         load[target] += amount
         splits.append(HeadSplit(full, target, load[full]))
-    return splits, max(load)
+    return splits
 
 
 def _apply_split(

@@ -24,7 +24,6 @@ def plan_rows(
     *,
     target_rho: float = 1.005,
     head_target_rho: float = 1.002,
-    exchange_cost: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Plans heads, then slots, then single rows.
 
@@ -33,24 +32,21 @@ def plan_rows(
 
     Args:
         target_rho: ρ_s that is good enough for a ring or hybrid; `head_target_rho` for Ulysses alone.
-        exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s: its time over that of perfectly
-            balanced attention. 0 puts balance first, and moves only what that needs.
 
     Returns:
         int64[H, nq], owner of each row, and int64[H, nk], slot of each KV block.
     """
     row_work, q_home, strategy = inputs.row_work, inputs.q_home, inputs.strategy
     ulysses, ring = strategy.ulysses, strategy.ring
-    split_cost = exchange_cost * 2 / (3 * inputs.heads)  # one more Ulysses rank for a head: its K and V once more
     # 1. Heads to Ulysses ranks; without a ring that is all.
     if ring == 1:
         slots = np.zeros(inputs.kv_block_work.shape, dtype=np.int64)
-        owner = balance_heads(row_work, ulysses, head_target_rho, split_cost)
+        owner = balance_heads(row_work, ulysses, head_target_rho)
         rho = imbalance_ratio(owned_work(owner, row_work[:, :, None], ulysses))
         return _unless_staying_is_better(inputs, owner, slots, rho, head_target_rho)
     # moved rows are much cheaper than split heads, but cannot level Ulysses ranks: leave them a part of the tolerance
     unsplit_target = 1 + HEAD_SHARE * (target_rho - 1)
-    ulysses_rank = balance_heads(row_work, ulysses, unsplit_target, split_cost, _interleaved(q_home, ring))
+    ulysses_rank = balance_heads(row_work, ulysses, unsplit_target, _interleaved(q_home, ring))
     # 2. KV blocks to ring slots of equal work.
     slots = balance_slots(inputs.kv_block_work, inputs.k_home, _main_ulysses_rank(ulysses_rank, ulysses), ring)
     work_by_slot = inputs.count_work_by_slot(slots)
@@ -68,7 +64,7 @@ def plan_rows(
         if imbalance_ratio(work) <= target_rho:
             break
     # 4. Single rows moved to other ring ranks, as few as bring ρ_s to the tolerance.
-    owner, work = move_rows(work_by_slot, ulysses_rank, q_home, work, schedule, target_rho, exchange_cost)
+    owner, work = move_rows(work_by_slot, ulysses_rank, q_home, work, schedule, target_rho)
     return _unless_staying_is_better(inputs, owner, slots, imbalance_ratio(work), target_rho)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,16 +11,15 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware, warn_if_elsewhere
-from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
+from dbsp_core.cost.latency import AttentionShape, Topology
 from dbsp_core.cost.own_hardware import cost_basis, hardware_for
-from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan, in_fastest_chunks
+from dbsp_core.cost.selection import StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
@@ -39,7 +37,6 @@ class PlanSettings:
         topology: Of the group's ranks.
         strategy: How the ranks are used. None: the selector chooses at each plan.
         layout: In which the sequence is sharded.
-        hardware: The machine's constants, which weigh exchanges where the configuration leaves that to them.
         selector: Chooses strategies, where there is none.
         compare: Whether plans tell what the contiguous plan would do, as reports show it.
     """
@@ -49,7 +46,6 @@ class PlanSettings:
     topology: Topology
     strategy: Strategy | None
     layout: SequenceLayout
-    hardware: Hardware | None
     selector: StrategySelector | None
     compare: bool
 
@@ -71,7 +67,7 @@ class PlanSettings:
         if strategy is None:
             make = partial(_selector, config, group, topology, layout, hardware, grid, device)
             selector = run_consistently(group, make)
-        return cls(config, group, topology, strategy, layout, hardware, selector, compare)
+        return cls(config, group, topology, strategy, layout, selector, compare)
 
 
 @dataclass(frozen=True)
@@ -98,46 +94,15 @@ class ConfiguredPlanMaker:
     def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
         """The plan with one strategy, and keys that travel as configured."""
         settings = self.settings
-        planner, way = settings.config.planner, settings.config.key_way
-
-        def make_by(config: PlannerConfig) -> Plan:
-            how = partial(make_plan, layout=settings.layout, compare=settings.compare, keys=way.name)
-            return how(mask, strategy, config, precision=settings.config.exchange.precision)
-
-        if way.planner_for(planner.name) == "dbsp":
-            planner = replace(planner, exchange_cost=self._exchange_cost(strategy, mask))
-            plan = self._balanced_plan(make_by, planner)
-        else:
-            plan = make_by(planner)
-        return in_fastest_chunks(plan, mask, self.shape, settings.hardware, settings.topology, settings.layout)
-
-    def _balanced_plan(self, make_by: Callable[[PlannerConfig], Plan], planner: PlannerConfig) -> Plan:
-        """Planner "dbsp"'s plan, or a simpler planner's that is predicted faster."""
-        settings = self.settings
-
-        def make(name: str, equal_heads: bool) -> Plan:
-            return make_by(replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads)))
-
-        if settings.hardware is None or not _weighs_exchanges(settings.config, settings.group):
-            return make_by(planner)
-        return fastest_plan(make, self.shape, settings.hardware, settings.topology, settings.layout)
-
-    def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
-        """The user's, or what the machine's constants say; without any 0: balance comes first."""
-        settings = self.settings
-        if settings.config.planner.exchange_cost is not None:
-            return settings.config.planner.exchange_cost
-        if settings.hardware is None:
-            return 0.0
-        wire = settings.config.exchange.wire
-        return exchange_cost_of(mask, strategy, self.shape, settings.hardware, settings.topology, wire)
+        config, how = settings.config, partial(make_plan, layout=settings.layout, compare=settings.compare)
+        return how(mask, strategy, config.planner, keys=config.keys, precision=config.exchange.precision)
 
 
 def agree_on_constants(
     config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> Hardware | None:
-    """Returns the machine's constants where plans depend on them, else None. Collective then: all ranks plan alike."""
-    if strategy is not None and not _weighs_exchanges(config, group):
+    """Returns the machine's constants where strategies are chosen by them, else None. Collective then."""
+    if strategy is not None:
         return None
     hardware = run_consistently(
         group,
@@ -145,14 +110,9 @@ def agree_on_constants(
         lambda hardware: 0 if hardware is None else hardware.fingerprint,
         "the hardware file",
     )
-    if group.rank == 0 and (strategy is None or hardware is not None):
+    if group.rank == 0:
         log.info("costs are estimated by %s", cost_basis(hardware))
     return hardware
-
-
-def _weighs_exchanges(config: DbspConfig, group: SequenceGroup) -> bool:
-    """Whether plans depend on what the machine's constants say of exchanges."""
-    return config.planner.name == "dbsp" and config.planner.exchange_cost is None and group.size > 1
 
 
 def _selector(

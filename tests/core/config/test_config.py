@@ -262,7 +262,7 @@ MISTAKES = {
     "a threshold below 1": ({"reuse": {"threshold": 0.9}}, "reuse.threshold=0.9 must be at least 1"),
     "text for a switch": ({"debug": "yes"}, "must be bool, got 'yes'"),
     "a number for a switch": ({"debug": 1}, "must be bool, got 1"),
-    "a switch for a number": ({"planner": {"exchange_cost": True}}, "must be float, got True"),
+    "a switch for a number": ({"planner": {"target_rho": True}}, "must be float, got True"),
     "bags that are none": ({"bags": "8x4"}, "bags '8x4' are not of the form gGnN"),
     "bags of nothing": ({"bags": {"topology": "g0n2"}}, "bags 'g0n2' are not of the form gGnN"),
     "an unknown balancer": ({"bags": {"balancer": "best"}}, "unknown balancer 'best'; use dbsp or knapsack"),
@@ -270,7 +270,7 @@ MISTAKES = {
     "a report of bags": ({"bags": "g2n2", "report": "out"}, "leave out report, or bags"),
     "null where there must be a value": (
         {"planner": None},
-        "must be a mapping of name, target_rho, exchange_cost, paper or str, got None",
+        "must be a mapping of name, target_rho, paper or str, got None",
     ),
 }
 

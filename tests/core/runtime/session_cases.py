@@ -121,7 +121,7 @@ PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block
 
 def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) -> list[float]:
     """A new plan is waiting at every call, as every mask asks for one; then the batch changes. Returns errors."""
-    settings = PREDICTED | {"reuse": {"threshold": 1.0, "budget": None}, "planner": {"exchange_cost": 0.0}}
+    settings = PREDICTED | {"reuse": {"threshold": 1.0, "budget": None}}
     session = Session(settings, strategy)
     errors = [session.attend(900.0 - step, batch, settle=True) for step, batch in enumerate(batches)]
     assert session.inner.reuse.replans > len(set(batches)), "plans must have been waiting"
