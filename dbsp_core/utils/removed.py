@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["REMOVED_KEYS", "REMOVED_VALUES", "why_removed"]
 
 REMOVED_KEYS: dict[str, str] = {
+    "budget": "plans are kept by reuse.threshold alone; a lower one asks for more plans",
     "exchange_cost": "leave it out: planner dbsp puts balance first; planner contiguous moves nothing",
     "memory_limit": "leave it out: use more GPUs, or a smaller video or batch, where memory is short",
 }

@@ -128,7 +128,7 @@ class AsyncPlanCache:
 
     def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
         self._adopt(key)
-        kept = self._kept.setdefault(key, KeptPlan(plan, plan.rho))
+        kept = self._kept.setdefault(key, KeptPlan(plan))
         used = kept.used_with(plan)
         if not kept.plan.assignment.equals(plan.assignment) or self.rule.expired(used, name):
             return False
@@ -136,15 +136,6 @@ class AsyncPlanCache:
         self.counters.add(plan)
         self._kept[key], self.latest[key] = used, plan
         return True
-
-    def begin_with(self, key: Hashable, other: Hashable) -> None:
-        """See `PlanCache`; with the plan that the other's next call would have."""
-        if key in self._kept or other not in self._kept:
-            return
-        self._adopt(other)
-        self._kept[key] = self._kept[other].unspent()
-        if other in self.latest:
-            self.latest[key] = self.latest[other]
 
     def forget(self, key: Hashable) -> None:
         """See `PlanCache`; waits for what is pending for the attention."""

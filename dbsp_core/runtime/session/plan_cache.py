@@ -82,10 +82,6 @@ class PlanCache(Protocol):
         """
         ...
 
-    def begin_with(self, key: Hashable, other: Hashable) -> None:
-        """Lets an attention that has no plan begin with another's, if that has one."""
-        ...
-
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention."""
         ...
@@ -126,16 +122,12 @@ class SyncPlanCache:
         return Planned(chosen.plan)
 
     def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
-        kept = self._kept.get(key, KeptPlan(plan, plan.rho)).used_with(plan)
+        kept = self._kept.get(key, KeptPlan(plan)).used_with(plan)
         if self.rule.expired(kept, name):
             return False
         self.counters.calls += 1
         self._keep(key, kept)
         return True
-
-    def begin_with(self, key: Hashable, other: Hashable) -> None:
-        if key not in self._kept and other in self._kept:
-            self._kept[key], self.latest[key] = self._kept[other].unspent(), self.latest[other]
 
     def forget(self, key: Hashable) -> None:
         self._kept.pop(key, None)

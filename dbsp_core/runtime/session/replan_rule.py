@@ -13,34 +13,26 @@ __all__ = ["KeptPlan", "ReplanRule", "ReuseCounters"]
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The plan of one attention, and what it has wasted since it was made.
+    """The plan of one attention.
 
     Attributes:
-        plan: It, with the numbers of the mask that it was last used for.
-        best_rho: ρ_s of the best plan that was known when it was made.
-        excess: Σ over its calls of ρ_s less `best_rho`: what it has wasted, in times of a balanced attention.
+        plan: The plan, with its numbers for the mask that it was last used for.
         made_for: The name of the mask that a plan was last made for, None where it has none.
         made: What was made for that mask.
     """
 
     plan: Plan
-    best_rho: float
-    excess: float = 0.0
     made_for: Hashable | None = None
     made: Assignment | None = None
 
     @classmethod
     def new(cls, plan: Plan, name: Hashable | None) -> KeptPlan:
         """A plan that was just made for the mask of this name."""
-        return cls(plan, plan.rho, made_for=name, made=plan.assignment)
+        return cls(plan, name, plan.assignment)
 
     def used_with(self, plan: Plan) -> KeptPlan:
-        """What is kept after one more call, whose mask `plan` has the numbers of."""
-        return replace(self, plan=plan, excess=self.excess + max(0.0, plan.rho - self.best_rho))
-
-    def unspent(self) -> KeptPlan:
-        """The same plan for an attention that begins with it."""
-        return replace(self, excess=0.0)
+        """Returns what is kept after one more call, for whose mask `plan` has its numbers."""
+        return replace(self, plan=plan)
 
     def was_made_for(self, name: Hashable | None) -> bool:
         """Whether the plan was made for the mask of this name; False where it has none."""
@@ -54,12 +46,10 @@ class ReplanRule:
     """When a plan has expired.
 
     Attributes:
-        threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this, and
-        budget: while its `KeptPlan.excess` stays at or below this. None: only the threshold counts.
+        threshold: P_s of the paper: a plan is kept while ρ_s of the current mask under it stays at or below this.
     """
 
     threshold: float = 1.10
-    budget: float | None = None
 
     def expired(self, used: KeptPlan, name: Hashable | None = None) -> bool:
         """Whether the call that was counted last is the plan's last.
@@ -67,8 +57,7 @@ class ReplanRule:
         A plan that was made for the mask of that call, which has this name, does not expire: another one made for it
         would be the same.
         """
-        uneven = used.plan.rho > self.threshold or (self.budget is not None and used.excess > self.budget)
-        return uneven and not used.was_made_for(name)
+        return used.plan.rho > self.threshold and not used.was_made_for(name)
 
 
 @dataclass

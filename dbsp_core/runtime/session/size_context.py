@@ -34,11 +34,7 @@ from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, PlanSettin
 from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
 from dbsp_core.sources import LocalQK
 
-__all__ = ["FEW_STEPS", "PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
-
-FEW_STEPS = 8
-"""Denoisings of at most as many steps keep a plan for each: the next video's masks at that step are then closer
-than the last step's."""
+__all__ = ["PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
 
 
 class PlanKey(NamedTuple):
@@ -48,26 +44,19 @@ class PlanKey(NamedTuple):
         size: The videos of the forward pass.
         layer: The attention's layer.
         cfg_branch: The attention's pass, of a denoising step.
-        step: Step of a denoising of few, so that a plan is kept for the same step of the next video. None: any step.
-        mask: The name of the mask, whichever attention has it: layer, cfg_branch and step are then None.
+        mask: The name of the mask, whichever attention has it: layer and cfg_branch are then None.
         device: Where the executor of such a mask has its tables.
     """
 
     size: tuple[Video, ...]
     layer: int | None = None
     cfg_branch: int | None = None
-    step: int | None = None
     mask: Hashable | None = None
     device: torch.device | None = None
 
     def with_mask(self, name: Hashable, device: torch.device) -> PlanKey:
         """The key of a mask that this attention has, and others may have too."""
         return PlanKey(self.size, mask=name, device=device)
-
-    @property
-    def a_step_earlier(self) -> PlanKey | None:
-        """The same attention a step earlier, where steps are distinguished."""
-        return self._replace(step=self.step - 1) if self.step else None
 
 
 @dataclass(frozen=True)
@@ -89,12 +78,6 @@ class SessionParts:
     counters: ReuseCounters
     compare: bool
 
-    @property
-    def few_steps(self) -> bool:
-        """Whether each step keeps plans of its own, for the next video."""
-        steps = None if self.config.mask.changes == "never" else self.masks.steps()
-        return steps is not None and steps <= FEW_STEPS
-
 
 @dataclass
 class SizeContext:
@@ -102,7 +85,7 @@ class SizeContext:
 
     Plans are kept by attention where masks change, and by mask where they don't; executors by mask where it has a
     name, else by attention. Both are bounded: an attention has one executor, and a layer at most `MOST_PASSES`
-    attentions, times `FEW_STEPS` where steps are distinguished.
+    attentions.
     """
 
     session: SessionParts
@@ -157,9 +140,7 @@ class SizeContext:
 
     def _attention(self, layer: int) -> PlanKey:
         """The key of a layer's attention now."""
-        moment = self.session.masks.moment
-        step = moment.step if self.session.few_steps else None
-        return PlanKey(self.size, layer, moment.cfg_branch, step)
+        return PlanKey(self.size, layer, self.session.masks.moment.cfg_branch)
 
     def _keep(
         self, layer: int, attention: PlanKey, key: PlanKey, plan_key: PlanKey, executor: AttentionExecutor
@@ -171,7 +152,7 @@ class SizeContext:
         outdated = {self._used.get(attention, key)}
         self._used[attention] = key
         self._used.move_to_end(attention)
-        most = self.session.masks.layers * MOST_PASSES * (1 if attention.step is None else FEW_STEPS)
+        most = self.session.masks.layers * MOST_PASSES
         while len(self._used) > most:
             oldest, its_key = self._used.popitem(last=False)
             self.plans.forget(oldest)
@@ -182,14 +163,12 @@ class SizeContext:
     def _make(
         self, attention: PlanKey, plan_key: PlanKey, name: Hashable | None, mask: BlockMask, tokens: LocalQK
     ) -> AttentionExecutor:
-        config, device, earlier = self.session.config, tokens.q.device, attention.a_step_earlier
+        config, device = self.session.config, tokens.q.device
         shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
         maker = ConfiguredPlanMaker(self.settings, shape)
-        if plan_key == attention and earlier is not None:
-            self.plans.begin_with(attention, earlier)
         plain = replace(mask, remainder=None) if isinstance(mask.remainder, CoarseBranch) else mask
         planned = self.plans.plan_for(plan_key, plain, maker, name)  # a thread may hold the mask for some calls
-        plan, used = planned.plan, self._used.get(attention) or (earlier and self._used.get(earlier))
+        plan, used = planned.plan, self._used.get(attention)
         before = None if used is None else self._executors.get(used)
         if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
             return before.for_mask(plan, mask, mark=config.debug)
@@ -236,7 +215,7 @@ def new_size(
 
 def plan_cache_of(session: SessionParts) -> PlanCache:
     """An empty one, as the configuration asks for."""
-    rule = ReplanRule(session.config.reuse.threshold, session.config.reuse.budget)
+    rule = ReplanRule(session.config.reuse.threshold)
     if session.config.effective_planning == "async":
         return AsyncPlanCache(rule, session.counters, session.compare, group=session.group)
     return SyncPlanCache(rule, session.counters, session.compare)

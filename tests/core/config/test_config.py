@@ -316,7 +316,7 @@ BAD_FILES = {
         ":2: unknown key 'reward'; it belongs under 'planner.paper'",
     ),
     "with a wrong type": (b"planner: paper\ndebug: 3", ":2: 'debug' must be bool, got 3"),
-    "with a value out of range": (b"planner: paper\nreuse: {budget: -1}", ":2: "),
+    "with a value out of range": (b"planner: paper\nreuse: {threshold: -1}", ":2: "),
     "with an unknown name": (b"kernel: cpu\nplanner: greedy\nlayout: striped", ":2: unknown planner 'greedy'"),
     "with a strategy of another form": (b"\nstrategy: 4x2", ":2: strategy '4x2' is not of the form UxRy"),
     "with a key at the wrong level": (
@@ -373,8 +373,8 @@ BAD_FILES = {
         ":3: 'tile' in mask source 'window' has a number of 67 bits",
     ),
     "with a number that no float holds": (
-        b"reuse:\n  budget: 1" + b"0" * 400,
-        ":2: 'budget' in 'reuse' has a number of 1329 bits",
+        b"reuse:\n  threshold: 1" + b"0" * 400,
+        ":2: 'threshold' in 'reuse' has a number of 1329 bits",
     ),
     "with more steps than anybody waits for": (
         b"video:\n  steps: 100000000000",
@@ -424,7 +424,6 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
         (lambda: FileSource(), "path"),
         (lambda: DenseSchedule(last_layers=-1), "last_layers"),
         (lambda: VideoSettings(height=720, width=1), "width"),
-        (lambda: ReuseConfig(budget=-1.0), "budget"),
         (lambda: PlannerConfig(target_rho=0.5), "target_rho"),
         (lambda: GenerateSettings(dtype="int8"), "dtype"),
     ],

@@ -12,6 +12,7 @@ from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_core.utils.removed import REMOVED_KEYS, REMOVED_VALUES
 
 SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
+    "budget": {"reuse": {"budget": 0.3}},
     "exchange_cost": {"planner": {"exchange_cost": 0.1}},
     "memory_limit": {"planner": {"memory_limit": "8GiB"}},
 }

@@ -91,11 +91,10 @@ MIRRORED = mask_of(1, 1, 1, 9)
 
 
 class TestAMaskWhoseBestPlanIsAboveTheThreshold:
-    @pytest.mark.parametrize("budget", [None, 0.3])
     @pytest.mark.parametrize("kind", [SyncPlanCache, AsyncPlanCache])
-    def test_is_planned_once(self, kind, budget):
+    def test_is_planned_once(self, kind):
         group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
-        cache = kind(ReplanRule(1.25, budget), **group)
+        cache = kind(ReplanRule(1.25), **group)
         plan = cache.plan_for(0, UNEVEN, PlansBy(plan_u2), "uneven").plan
         assert plan.rho == 1.5
         for _ in range(8):
@@ -130,13 +129,6 @@ class TestAMaskWhoseBestPlanIsAboveTheThreshold:
         assert not rule.expired(kept.used_with(plan_u2(UNEVEN)), "uneven")
         assert rule.expired(kept.used_with(plan_u2(MIRRORED).evaluate(UNEVEN)), "uneven")
         assert rule.expired(kept.used_with(plan_u2(UNEVEN).evaluate(MIRRORED)), "mirrored")
-
-    def test_an_attention_that_begins_with_its_plan_goes_on_with_it(self):
-        cache = SyncPlanCache(ReplanRule(1.25))
-        cache.plan_for("one step", UNEVEN, PlansBy(plan_u2), "uneven")
-        cache.begin_with("the next", "one step")
-        cache.plan_for("the next", UNEVEN, PlansBy(plan_u2), "uneven")
-        assert cache.counters.replans == 1
 
 
 class TestPlannedAsync:
