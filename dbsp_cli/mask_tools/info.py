@@ -12,7 +12,6 @@ from dbsp_cli.mask_tools.quality import HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
@@ -98,8 +97,7 @@ def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
     densities = densities_of(series, series.layers)
     balance = balance_of(series, sampled, options.gpus, options.planners)
     strategy, planner = str(Strategy(options.gpus, 1)), options.planners[0]
-    rule = ReplanRule(options.threshold)
-    drift = [drift_of(series, layer, strategy, planner, rule) for layer in sampled]
+    drift = [drift_of(series, layer, strategy, planner, options.threshold) for layer in sampled]
     drift = [each for each in drift if each.iou]
     errors = _errors(series, sampled, options) if options.quality else None
     warnings = [*([series.notice] if series.notice else []), *_warnings(series, densities, sampled, errors, options)]

@@ -34,10 +34,10 @@ from dbsp_core.runtime.executor import AttentionExecutor, KernelQuestion
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.runtime.session.observer import AttentionEnded, SessionObserver
 from dbsp_core.runtime.session.one_thread import OneThread
-from dbsp_core.runtime.session.plan_maker import agree_on_constants
+from dbsp_core.runtime.session.plan_cache import ReuseCounters
 from dbsp_core.runtime.session.recomputation import Recomputation
-from dbsp_core.runtime.session.replan_rule import ReuseCounters
 from dbsp_core.runtime.session.size_context import SessionParts, SizeContext, new_size
+from dbsp_core.runtime.session.strategy_choice import agree_on_constants
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.compiling import not_compiled
@@ -259,7 +259,7 @@ class AttentionSession:
     def chosen(self) -> dict[Strategy, int]:
         """How often each strategy was, where it was left to be chosen; for this size of video."""
         self.flush()
-        selector = self._now.settings.selector if self._sizes else None
+        selector = self._now.selector if self._sizes else None
         return {} if selector is None else dict(selector.chosen)
 
     @property

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import InputsAgreed
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology
 from dbsp_core.cost.layout_choice import fastest_layout
+from dbsp_core.cost.selection import StrategySelector
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
@@ -24,14 +26,15 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.remainder import CoarseBranch
 from dbsp_core.masks.schedule import MOST_PASSES
 from dbsp_core.masks.video import Video
-from dbsp_core.planning.plan import Plan, require_slots
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.plan import Plan, make_plan, require_slots
 from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.runtime.session.observer import SessionObserver
-from dbsp_core.runtime.session.plan_cache import PlanCache, SyncPlanCache
-from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, PlanSettings, strategies_of
-from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
+from dbsp_core.runtime.session.plan_cache import PlanCache, ReuseCounters
+from dbsp_core.runtime.session.strategy_choice import selector_of, strategies_of
 from dbsp_core.sources import LocalQK
 
 __all__ = ["PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
@@ -90,7 +93,9 @@ class SizeContext:
 
     session: SessionParts
     size: tuple[Video, ...]
-    settings: PlanSettings
+    layout: SequenceLayout
+    selector: StrategySelector | None
+    """Chooses the strategy of each plan. None: the session has one strategy."""
     plans: PlanCache
     plan_keys: dict[int, PlanKey] = field(default_factory=dict)
     """What the plan of each layer's last attention is kept for."""
@@ -99,10 +104,6 @@ class SizeContext:
     _executors: dict[PlanKey, AttentionExecutor] = field(default_factory=dict)
     _used: OrderedDict[PlanKey, PlanKey] = field(default_factory=OrderedDict)
     """What each attention's executor is kept for, the one used last at the end."""
-
-    @property
-    def layout(self) -> SequenceLayout:
-        return self.settings.layout
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -164,16 +165,30 @@ class SizeContext:
         self, attention: PlanKey, plan_key: PlanKey, name: Hashable | None, mask: BlockMask, tokens: LocalQK
     ) -> AttentionExecutor:
         config, device = self.session.config, tokens.q.device
-        shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
-        maker = ConfiguredPlanMaker(self.settings, shape)
+        make = partial(self._new_plan, AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens))
         plain = replace(mask, remainder=None) if isinstance(mask.remainder, CoarseBranch) else mask
-        planned = self.plans.plan_for(plan_key, plain, maker, name)  # a thread may hold the mask for some calls
+        planned = self.plans.plan_for(plan_key, plain, make, name, self._part)  # a thread may hold the mask
         plan, used = planned.plan, self._used.get(attention)
         before = None if used is None else self._executors.get(used)
         if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
             return before.for_mask(plan, mask, mark=config.debug)
-        part = (planned.part or maker.rank_plan(plan.assignment)).to(device)
+        part = (planned.part or self._part(plan.assignment)).to(device)
         return AttentionExecutor.of_part(part, plan, mask, self.session.group, config.kernel, mark=config.debug)
+
+    def _new_plan(self, shape: AttentionShape, mask: BlockMask, current: Plan | None) -> Plan:
+        """Makes a plan for a mask, where `current` is in use. See `plan_cache.MakePlan`."""
+        config, strategy = self.session.config, self.session.strategy
+        how = partial(make_plan, mask, layout=self.layout, compare=self.session.compare)
+        make = partial(how, planner=config.planner, keys=config.keys, precision=config.exchange.precision)
+        if strategy is not None:
+            return make(strategy)
+        if self.selector is None:
+            raise RuntimeError("a strategy is to be chosen, but nothing says among which")
+        return self.selector.choose(make, shape, None if current is None else current.strategy)
+
+    def _part(self, assignment: Assignment) -> RankPlan:
+        """This rank's part in an assignment, on the host."""
+        return RankPlan.of(assignment, self.layout, self.session.group.rank)
 
 
 def new_size(
@@ -207,18 +222,20 @@ def new_size(
         layout = streams
     else:
         layout = streams() if callable(streams) else _layout(session, hardware, grid, streams, device)
-    settings = PlanSettings.of(
-        config, group, session.topology, strategy, layout, hardware, grid, device, session.compare
-    )
-    return SizeContext(session, size, settings, plan_cache_of(session))
+    selector = None
+    if strategy is None:
+        topology = session.topology
+        make = partial(selector_of, config, group, topology, layout, hardware, grid, device)
+        selector = run_consistently(group, make)
+    return SizeContext(session, size, layout, selector, plan_cache_of(session))
 
 
 def plan_cache_of(session: SessionParts) -> PlanCache:
     """An empty one, as the configuration asks for."""
-    rule = ReplanRule(session.config.reuse.threshold)
+    common = session.config.reuse.threshold, session.counters, session.compare
     if session.config.effective_planning == "async":
-        return AsyncPlanCache(rule, session.counters, session.compare, group=session.group)
-    return SyncPlanCache(rule, session.counters, session.compare)
+        return AsyncPlanCache(*common, group=session.group)
+    return PlanCache(*common)
 
 
 def _layout(

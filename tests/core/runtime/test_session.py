@@ -6,7 +6,6 @@ import pytest
 
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core.masks.schedule import MOST_PASSES
-from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.runtime.session.session import MOST_SIZES
 from dbsp_core.sources import WindowSource
 from tests.core.runtime.session_cases import (
@@ -79,8 +78,8 @@ class TestMasksThatChangeByStep:
     def test_the_command_tells_of_reuse_what_the_runtime_did(self, threads, tmp_path):
         settings = {"mask": Drifting(16, 16, slope=0.02), "record": str(tmp_path)}
         made, same = threads(2).run(recorded_masks, settings, 12)
-        series, rule = MaskSeries.read(tmp_path), ReplanRule(1.10)
-        told = [drift_of(series, layer, "U2R1", "dbsp", rule).replans for layer in range(LAYERS)]
+        series = MaskSeries.read(tmp_path)
+        told = [drift_of(series, layer, "U2R1", "dbsp", 1.10).replans for layer in range(LAYERS)]
         assert sum(told) == made == same
         assert LAYERS < made < 12 * LAYERS, "some plans are kept and some are not"
 
