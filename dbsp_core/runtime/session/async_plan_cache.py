@@ -183,9 +183,10 @@ class AsyncPlanCache(PlanCache):
     def _found_out(self, call: _Call) -> _Evaluation:
         with self._own_stream(call.mask.bits.device, call.event):
             used, chosen, new = self._evaluate(call.kept, call.mask, call.make, call.name)
-        assignment = chosen.plan.assignment
-        moves = call.part_of is not None and new and not assignment.equals(used.plan.assignment)
-        return _Evaluation(used, chosen, new, call.part_of(assignment) if moves else None)
+        assignment, part = chosen.plan.assignment, None
+        if call.part_of is not None and new and not assignment.equals(used.plan.assignment):
+            part = call.part_of(assignment)
+        return _Evaluation(used, chosen, new, part)
 
     def _own_stream(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """A stream of the thread's own, which waits only for the mask, not for what else the device computes.

@@ -21,9 +21,9 @@ def nodes(rank: int, world: int, told: Sequence[Mapping[str, str]], hosts: Seque
         return gather_nodes(SequenceGroup.of())
 
 
-def attention(rank: int, world: int, told: Sequence[Mapping[str, str]], strategy: str) -> tuple[float, int]:
+def attention(rank: int, world: int, told: Sequence[Mapping[str, str]]) -> tuple[float, int]:
     """(largest difference from one process, fingerprint of the plan) of a session's first attention"""
     with mock.patch.dict("os.environ", told[rank]):
-        session = Session({"mask": MASK, "cost_model": "cpu-demo"}, strategy)
+        session = Session({"mask": MASK}, "auto")  # chosen by the nodes
         worst = session.attend(900.0, thw=THW)
     return worst, session.inner.records[0].assignment.fingerprint

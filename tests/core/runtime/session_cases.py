@@ -60,7 +60,7 @@ class Drifting(BlockSizes):
 
 @dataclass
 class Session:
-    """One rank of a session that attends and compares. device, dtype: of its q, k and v"""
+    """One rank of a session that attends and compares. strategy: UxRy or auto; device, dtype: of its q, k and v"""
 
     settings: dict[str, Any]
     strategy: str
@@ -72,10 +72,11 @@ class Session:
     feed: MaskProvider = field(init=False)
 
     def __post_init__(self) -> None:
-        config = DbspConfig(**self.settings)
-        self.inner = observed_session(
-            config, SequenceGroup.of(), Strategy.parse(self.strategy), HEADS, self.layers, lambda: self.steps
+        config, strategy = (
+            DbspConfig(**self.settings),
+            None if self.strategy == "auto" else Strategy.parse(self.strategy),
         )
+        self.inner = observed_session(config, SequenceGroup.of(), strategy, HEADS, self.layers, lambda: self.steps)
         self.feed = once(self._feed_alone)
 
     def _feed_alone(self) -> MaskProvider:
@@ -382,11 +383,10 @@ def needed_keys_of_growing_masks(
     return worst, session.inner.reuse.replans, [plan.assignment.keys.name == "needed" for plan in plans]
 
 
-def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str, machine: str) -> tuple[float, set[str]]:
-    """Masks of every call, of other batches and sizes too, on two nodes. Returns the worst error, how keys travel."""
-    settings = PREDICTED | {"keys": keys, "cost_model": machine, "reuse": {"threshold": 1.0}}
-    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"}):
-        session, names = Session(settings, strategy), set()
+def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str) -> tuple[float, set[str]]:
+    """Masks of every call, of other batches and sizes too. Returns the worst error, and how keys travel."""
+    settings = PREDICTED | {"keys": keys, "reuse": {"threshold": 1.0}}
+    session, names = Session(settings, strategy), set()
     for step, (batch, text) in enumerate(((1, 0), (1, 0), (2, 0), (1, 7), (2, 7), (1, 0))):
         worst = session.attend(900.0 - step, batch, text_tokens=text, settle=True)
         names |= {plan.assignment.keys.name for plan in session.inner.records.values()}
