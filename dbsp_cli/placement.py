@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from dbsp_cli.simulate import ELEMENT_BYTES, LayerTime, RunConfig, simulate_layer, summarize
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, require_network
-from dbsp_core.cost.peak_memory import peak_bytes
 from dbsp_core.cost.selection import candidates
 from dbsp_core.cost.video_decode import decode_bytes, decode_s
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -23,6 +22,8 @@ __all__ = ["Placement", "PlacementTime", "placements_for", "predict_placements"]
 
 HIDDEN_TENSORS = 6
 """Tensors [tokens, width] that a transformer block holds beside q, k, v and the MLP's two. Assumed."""
+ATTENTION_TENSORS = 9
+"""Tensors of q's size that an attention holds at its peak with equal shares: q, k and v, and six beside them."""
 _BATCHED_GUIDANCE = ("CogVideoXPipeline",)
 """Pipelines that run both guidance passes as one batch."""
 
@@ -194,8 +195,7 @@ def _memory(
         grid = one.plan.grid
         shape = AttentionShape(passes, one.plan.heads, grid.tokens, model.head_dim, element_bytes)
         layout = SequenceLayout.named(require_planner(run.planner).layout, grid, run.strategy)
-        inputs = 3.0 * shape.heads * layout.shard * shape.token_bytes
-        attention = max(attention, inputs + float(peak_bytes(one.plan.assignment, shape, layout).max()))
+        attention = max(attention, ATTENTION_TENSORS * shape.heads * layout.shard * float(shape.token_bytes))
     tokens = -(-model.tokens // placement.strategy.world) * passes * element_bytes
     hidden = HIDDEN_TENSORS * model.width * tokens
     in_pass = hidden + max(attention, 2.0 * model.ffn * tokens)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dbsp_core.cost.hardware import Hardware
-from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict
+from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
 from dbsp_core.cost.layout_choice import least_keys_layout
-from dbsp_core.cost.selection import candidates, fastest_plan, in_fastest_chunks, in_ns
+from dbsp_core.cost.selection import candidates, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PaperConfig, PlannerConfig, require_planner
-from dbsp_core.planning.wire_format import MODEL, require_wire_format
+from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.wire_format import MODEL
 
 __all__ = [
     "MODELLED",
@@ -95,17 +95,7 @@ def simulate_layer(
     """Plans one layer's mask and predicts one call of it, of one batch item."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     layout = run.layout(mask, lambda plan, on: in_ns(predict(plan, shape, hardware, topology, on)))
-    cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology, require_wire_format(run.precision))
-
-    def make(planner: str, equal_heads: bool) -> Plan:
-        config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
-        return make_plan(mask, run.strategy, config, layout=layout, keys=run.keys, precision=run.precision)
-
-    if run.planner == "dbsp":
-        plan = fastest_plan(make, shape, hardware, topology, layout)
-    else:
-        plan = make(run.planner, False)
-    plan = in_fastest_chunks(plan, mask, shape, hardware, topology, layout)
+    plan = make_plan(mask, run.strategy, run.planner, layout=layout, keys=run.keys, precision=run.precision)
     return LayerTime(plan, predict(plan, shape, hardware, topology, layout))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.selection import by_rule, in_fastest_chunks, in_ns
+from dbsp_core.cost.selection import by_rule, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -107,7 +107,7 @@ def fastest_layout(
     def mask_ns(mask: BlockMask, layout: SequenceLayout, strategy: Strategy) -> int:
         how = partial(make_plan, layout=layout, compare=False, keys="needed", precision=precision)
         plan = how(mask, strategy, planner)
-        return predicted_ns(in_fastest_chunks(plan, mask, shape(plan), hardware, topology, layout), layout)
+        return predicted_ns(plan, layout)
 
     def local(strategy: Strategy) -> SequenceLayout:
         cost = None if hardware is None else predicted_ns

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 __all__ = ["REMOVED_KEYS", "REMOVED_VALUES", "why_removed"]
 
-REMOVED_KEYS: dict[str, str] = {}
+REMOVED_KEYS: dict[str, str] = {
+    "budget": "plans are kept by reuse.threshold alone; a lower one asks for more plans",
+    "exchange_cost": "leave it out: planner dbsp puts balance first; planner contiguous moves nothing",
+    "memory_limit": "leave it out: use more GPUs, or a smaller video or batch, where memory is short",
+}
 """Keys that no longer exist, and what to do instead."""
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("keys", "kept"): "for masks predicted at every call write keys: all or ring, for others needed",

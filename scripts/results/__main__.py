@@ -19,7 +19,7 @@ MODULES = (
     *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "clusters", "fig3", "fig8", "fig9", "fig10")),
     *(f"scripts.reproduce.{name}" for name in ("fig11", "fig12")),
     *(f"scripts.reproduce.knapformer.{name}" for name in ("wir", "throughput", "gamma", "streams")),
-    *(f"scripts.training.trained_model.{name}" for name in ("learned_masks", "quality", "few_steps", "healing")),
+    *(f"scripts.training.trained_model.{name}" for name in ("learned_masks", "quality", "healing")),
     *(f"scripts.training.trained_model.{name}" for name in ("rounding", "observations", "over_training")),
     *(f"scripts.training.trained_model.{name}" for name in ("window_arms", "prediction")),
     "scripts.bench.sequences.mixed_training",

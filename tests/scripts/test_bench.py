@@ -8,7 +8,6 @@ import json
 import pytest
 
 from tests.support.programs import run_module
-from tests.support.repository import ROOT
 
 SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
 
@@ -57,14 +56,3 @@ def test_planning_of_sequences():
     rows = json.loads(done.stdout)["rows"]
     assert [row["sequences"] for row in rows if row["gpus"] == 32] == [128] * 12 + [1024] * 6
     assert all(row["worst_wir"] <= 1.005 for row in rows if row["bags"].startswith("g8") and row["balancer"] == "dbsp")
-
-
-def test_reuse_of_plans_on_recorded_masks():
-    masks = ROOT / "tests" / "data" / "learned-masks.safetensors"
-    done = run_module("scripts.bench.reuse", "--masks", masks, "--layers", 1, "--strategies", "U4R1", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["label"], report["masks"]) == ("measured on recorded masks", masks.name)
-    used = {row["rule"]: (row["plans"], row["rho_used"]) for row in report["rows"]}
-    assert used["budget, sync"][0] >= used["threshold, sync"][0]
-    assert used["threshold, sync"][1] <= 1.10

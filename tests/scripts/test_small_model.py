@@ -67,22 +67,3 @@ def test_what_fine_tuning_did_is_drawn_and_written(tmp_path):
         assert [row["psnr"] for row in csv.DictReader(file)] == ["inf", "17.0", "19.0"]
     assert (tmp_path / "healing.png").stat().st_size > 10_000
     assert HEALING.read(tmp_path) == rows, "a picture is drawn from the CSV alone"
-
-
-def test_plans_of_few_steps_are_told_by_what_they_were_made_for():
-    """Two videos of two steps with masks of one dense head each: a plan is even only for its own."""
-    from dbsp_core import BlockGrid, BlockMask
-    from scripts.training.trained_model.few_steps import measure
-
-    grid = BlockGrid.uniform(64, 8)
-    masks = []
-    for head in range(4):
-        bits = torch.zeros(4, 8, 8, dtype=torch.bool)
-        bits[head], bits[:, :, 0] = True, True
-        masks.append(BlockMask(bits, grid))
-    same = [{(0, 0): masks[0], (1, 0): masks[1]}] * 2
-    row = measure(same, 2, "U4R1")
-    assert row.last_video == row.own_plan < row.latest < row.latest_max + 1e-9
-    swapped = [same[0], {(0, 0): masks[1], (1, 0): masks[0]}]
-    row = measure(swapped, 2, "U4R1")
-    assert row.own_plan < row.last_video == row.last_video_max

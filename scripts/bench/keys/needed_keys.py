@@ -23,14 +23,12 @@ import torch
 from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, load_hardware
-from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
+from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.layout_choice import least_keys_layout
-from dbsp_core.cost.selection import fastest_plan, in_fastest_chunks
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.sources import MaskRequest, StaticMaskSource, SvgSource, SyntheticSource, WindowSource
 
 WAN = MaskRequest(0, 40, (21, 45, 80), layers=40)
@@ -120,15 +118,7 @@ def _rings(mask: BlockMask, hardware: Hardware, topology: Topology) -> Iterator[
     for strategy in _strategies(topology):
         for name in ("striped", "contiguous", "local"):
             layout = SequenceLayout.named(name, mask.grid, strategy)
-            cost = exchange_cost_of(mask, strategy, _shape(mask), hardware, topology)
-
-            def make(planner: str, equal_heads: bool, layout: SequenceLayout = layout, cost: float = cost) -> Plan:
-                config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
-                return make_plan(mask, strategy, config, layout=layout, compare=False)  # noqa: B023
-
-            yield _timed(
-                fastest_plan(make, _shape(mask), hardware, topology, layout), name, layout, hardware, topology
-            )
+            yield _timed(make_plan(mask, strategy, layout=layout, compare=False), name, layout, hardware, topology)
 
 
 def _needed(mask: BlockMask, hardware: Hardware, topology: Topology) -> Iterator[Timed]:
@@ -136,7 +126,6 @@ def _needed(mask: BlockMask, hardware: Hardware, topology: Topology) -> Iterator
         chosen = SequenceLayout.named("striped", mask.grid, strategy)
         for name, layout in (("local", least_keys_layout([mask], strategy)), ("striped", chosen)):
             plan = make_plan(mask, strategy, "local", layout=layout, compare=False, keys="needed")
-            plan = in_fastest_chunks(plan, mask, _shape(mask), hardware, topology, layout)
             yield _timed(plan, name, layout, hardware, topology)
 
 

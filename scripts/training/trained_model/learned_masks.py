@@ -23,7 +23,6 @@ from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.reports.style import INK, layer_colour
 from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.reports.style import STRATEGIES as OF_STRATEGY
-from dbsp_core.runtime.session.replan_rule import ReplanRule
 from scripts.reproduce.common import STRATEGIES
 from scripts.results.figures import grouped_bars, imbalance_axis, legend_below, panels
 from scripts.results.result import FOLDER, Result
@@ -134,7 +133,7 @@ def reuse(series: MaskSeries) -> list[Reuse]:
     rows = []
     for planner in ("paper", "dbsp"):
         for threshold in THRESHOLDS:
-            drifts = [drift_of(series, layer, "U8R1", planner, ReplanRule(threshold)) for layer in series.layers]
+            drifts = [drift_of(series, layer, "U8R1", planner, threshold) for layer in series.layers]
             replans = float(np.mean([drift.replans for drift in drifts]))
             overlap = float(np.mean([value for drift in drifts for value in drift.iou]))
             rows.append(Reuse(planner, threshold, replans, len(series.steps), overlap))

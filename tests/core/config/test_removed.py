@@ -11,7 +11,11 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_core.utils.removed import REMOVED_KEYS, REMOVED_VALUES
 
-SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {}
+SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
+    "budget": {"reuse": {"budget": 0.3}},
+    "exchange_cost": {"planner": {"exchange_cost": 0.1}},
+    "memory_limit": {"planner": {"memory_limit": "8GiB"}},
+}
 """Settings that have each removed key, where it used to be."""
 SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("keys", "kept"): {"keys": "kept"},
