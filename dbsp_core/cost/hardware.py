@@ -23,7 +23,6 @@ from dbsp_core.utils.schema import build, convert
 from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
 
 __all__ = [
-    "COMMUNICATION",
     "SHIPPED",
     "Constants",
     "Hardware",
@@ -37,7 +36,7 @@ __all__ = [
 
 SHIPPED = shipped_configs() / "hardware"
 LABELS = ("measured", "fitted", "published", "derived", "assumed")
-REDO = "measure again with: dbsp calibrate"
+REDO = "measure again, in a checkout of db-SP, with: python -m scripts.calibrate"
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,6 @@ def _bad_constant(constants: Constants, name: str, complaint: str) -> SettingErr
     return bad_value(constants, name, complaint, "hardware constant ")
 
 
-COMMUNICATION = (
-    "exchange_latency_s",
-    "exchange_bytes_per_s",
-    "p2p_latency_s",
-    "p2p_bytes_per_s",
-    "network_latency_s",
-    "network_bytes_per_s",
-)
-"""The constants that one device alone cannot measure."""
 NODES = "gpus_per_node"
 MEMORY = "memory_bytes"
 
@@ -212,11 +202,6 @@ class Hardware:
         digest = hashlib.blake2b(repr(self.constants).encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "big") >> 1
 
-    def labels_in_words(self) -> str:
-        """The constants by where they come from, in a line."""
-        groups = {label: [n for n, own in self.sources.items() if own == label] for label in LABELS}
-        return "; ".join(f"{label}: {', '.join(names)}" for label, names in groups.items() if names)
-
     def with_kernel(self, name: str) -> Hardware:
         """This machine with that kernel's constants, or as it is where none are known of it."""
         if name not in self.kernels:
@@ -225,18 +210,9 @@ class Hardware:
         labels = dict.fromkeys(kernel.given, kernel.source)
         return replace(self, constants=replace(self.constants, **kernel.given), sources={**self.sources, **labels})
 
-    def with_communication_of(self, other: Hardware) -> Hardware:
-        """This machine's compute with another's communication, labelled as it is there."""
-        constants = replace(self.constants, **{name: getattr(other.constants, name) for name in COMMUNICATION})
-        kept = {name: label for name, label in self.sources.items() if name not in (*COMMUNICATION, NODES)}
-        taken = {name: label for name, label in other.sources.items() if name in (*COMMUNICATION, NODES)}
-        notes = " ".join(filter(None, (self.notes, f"Communication from {other.name!r}.", other.notes)))
-        nodes = other.gpus_per_node
-        return replace(self, constants=constants, sources=kept | taken, gpus_per_node=nodes, notes=notes)
-
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:
-    """A shipped machine by its name, for example "h800", or the path of a YAML file that `dbsp calibrate` wrote.
+    """A shipped machine by its name, for example "h800", or the path of a YAML file that `scripts.calibrate` wrote.
 
     Raises UserError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
     """

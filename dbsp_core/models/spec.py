@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dbsp_core.models.decoders import COGVIDEOX, WAN, WAN_2_2, VideoDecoder
 from dbsp_core.models.pipelines import PIPELINES, token_grid
 from dbsp_core.models.signature import ModelSignature, Variant
 from dbsp_core.models.video import TOKEN_PIXELS, VideoSettings
@@ -89,19 +88,6 @@ class ModelSpec:
         """Whether it runs under classifier-free guidance: with a scale over 1, which distilled models are not."""
         scales = (self.video.guidance_scale, self.video.guidance_scale_2)
         return any(scale is not None and scale > 1 for scale in scales)
-
-    @property
-    def decoder(self) -> VideoDecoder:
-        if self.variant == "ti2v":
-            return WAN_2_2
-        return COGVIDEOX if self.pipeline.startswith("CogVideoX") else WAN
-
-    @property
-    def latents(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of the latents that are decoded."""
-        frames, rows, columns = self.thw
-        scale = self.token_pixels // self.decoder.pixels
-        return frames * self.patch_frames, rows * scale, columns * scale
 
     @property
     def calls(self) -> int:
