@@ -101,7 +101,6 @@ def _bad_constant(constants: Constants, name: str, complaint: str) -> SettingErr
 
 
 NODES = "gpus_per_node"
-MEMORY = "memory_bytes"
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,6 @@ class Hardware:
         dtype: Type of q, k and v for which the constants hold.
         sources: One of `LABELS` for each constant; derived: from another machine's by published ratios.
         gpus_per_node: Ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known.
-        memory_bytes: Memory of one GPU; None: not known.
         kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what it has in place of `constants`, which are
             the block-sparse kernels' in `dtype`.
         versions: Version of each software measured with; empty where nothing was measured.
@@ -167,7 +165,6 @@ class Hardware:
     constants: Constants
     sources: Mapping[str, str]
     gpus_per_node: int | None = None
-    memory_bytes: int | None = None
     kernels: Mapping[str, KernelConstants] = field(default_factory=dict, metadata={"read": _read_kernels})
     versions: Mapping[str, str] = field(default_factory=dict)
     residuals: Mapping[str, float] = field(default_factory=dict)
@@ -175,9 +172,7 @@ class Hardware:
     notes: str = ""
 
     def __post_init__(self) -> None:
-        names = [f.name for f in fields(Constants)] + [NODES, MEMORY]
-        if self.memory_bytes is not None and (type(self.memory_bytes) is not int or self.memory_bytes < 1):
-            raise bad_value(self, MEMORY, "must be a number of bytes, at least 1")
+        names = [f.name for f in fields(Constants)] + [NODES]
         if self.gpus_per_node is not None and (type(self.gpus_per_node) is not int or self.gpus_per_node < 1):
             raise bad_value(self, NODES, "must be a number of GPUs, at least 1")
         with blame_setting("sources"):
@@ -185,7 +180,7 @@ class Hardware:
                 require_known(key, names, f"sources of hardware {self.name!r}")
                 with blame_setting(key):
                     _require_label(label, key)
-        given = {**asdict(self.constants), NODES: self.gpus_per_node, MEMORY: self.memory_bytes}
+        given = {**asdict(self.constants), NODES: self.gpus_per_node}
         unlabelled = [name for name in names if given[name] is not None and name not in self.sources]
         if unlabelled:
             message = f"hardware {self.name!r} does not say where {', '.join(unlabelled)} come from; add sources"

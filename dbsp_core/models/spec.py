@@ -104,8 +104,3 @@ class ModelSpec:
         if self.cross_text:
             projections += 2 * self.width**2 + 2 * self.width * self.cross_text
         return 2.0 * self.layers * self.tokens * projections
-
-    @property
-    def dense_attention_flops(self) -> float:
-        """FLOP of the scores and values of self-attention in one forward pass, all of them."""
-        return 4.0 * self.layers * self.tokens**2 * self.width

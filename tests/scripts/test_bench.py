@@ -21,7 +21,7 @@ def test_attention_is_timed_under_both_plans():
 
 
 def test_rounding_errors_on_the_wire():
-    done = run_module("scripts.bench.wire.rounding_error", "--tokens", 512, "--heads", 1, "--json")
+    done = run_module("scripts.bench.rounding_error", "--tokens", 512, "--heads", 1, "--json")
     assert done.returncode == 0, done.stderr
     for errors in json.loads(done.stdout)["relative_errors"].values():
         assert errors["fp8 e4m3"] > 3 * errors["int8, k less its mean"] > 5e-3

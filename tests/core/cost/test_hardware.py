@@ -33,7 +33,6 @@ def test_a_shipped_file_says_where_each_constant_comes_from(name):
     hardware = load_hardware(name)
     assert hardware.name == name
     given = {f.name for f in fields(Constants) if getattr(hardware.constants, f.name) is not None}
-    given |= {"memory_bytes"} if hardware.memory_bytes is not None else set()
     assert set(hardware.sources) == given | {"gpus_per_node"}
     assert {"network_latency_s", "network_bytes_per_s"} <= given
     assert Topology.on(hardware, 16).nodes.tolist() == [0] * 8 + [1] * 8

@@ -16,7 +16,6 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.models.lookup import signature_of_model
 from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.streams import parse_streams
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.sources.spec import mask_settings
@@ -31,6 +30,7 @@ from scripts.checks.campaign.fuzz.mutations import (
     mutated_words,
 )
 from scripts.checks.campaign.fuzz.originals import Originals
+from scripts.reproduce.knapformer.drawing import parse_streams
 
 SIZES = "--thw 3,4,8 --block-q 16 --block-k 16"
 
