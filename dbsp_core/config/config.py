@@ -123,7 +123,7 @@ class DbspConfig:
         exchange: An `ExchangeConfig`, or a mapping for one.
         reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Constants that predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`. None:
-            those that `dbsp calibrate` measured on this machine; without these, rules that need no constants.
+            those that `python -m scripts.calibrate` measured here; without these, rules that need no constants.
         kernel: "auto", or a kernel's name.
         bags: How several sequences of one call are shared out: a `BagConfig`, a mapping for one, or only its topology,
             such as "g8n4" or "auto"; None: every rank shares in each sequence (see docs/bags.md).

@@ -72,7 +72,7 @@ def _patch_language_once() -> None:
 
 
 def _work_out_types_once() -> None:
-    """Keeps what the interpreter finds of types, and drops its check of integers for overflow, for sizes that are tiny.
+    """Keeps what the interpreter finds of types, and drops its check of integers for overflow: sizes are tiny.
 
     It would take a third of the time.
     """

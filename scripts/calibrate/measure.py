@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from dbsp_cli.calibrate.cases import Case, Sizes
-from dbsp_cli.calibrate.timing import Samples, Timer
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -18,6 +16,8 @@ from dbsp_core.planning.planners import require_planner
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import block_attention, merge_states
+from scripts.calibrate.cases import Case, Sizes
+from scripts.calibrate.timing import Samples, Timer
 
 __all__ = ["Setting", "measure_attentions", "measure_parts"]
 

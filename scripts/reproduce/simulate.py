@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
-from dbsp_core.cost.layout_choice import least_keys_layout
-from dbsp_core.cost.selection import candidates, in_ns
+from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.spec import ModelSpec
-from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.planning.wire_format import MODEL
 
 __all__ = [
     "MODELLED",
@@ -25,7 +22,6 @@ __all__ = [
     "SimulationResult",
     "simulate",
     "simulate_layer",
-    "strategies_for",
     "summarize",
 ]
 
@@ -35,17 +31,13 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, order=True)
 class RunConfig:
-    """A way to run one attention. Its layout is the one that its planner is meant for."""
+    """A strategy and a planner. The layout is the one that the planner is meant for."""
 
     strategy: Strategy
     planner: str
-    keys: str = "ring"
-    precision: str = MODEL.name
 
-    def layout(self, mask: BlockMask, cost: Callable[[Plan, SequenceLayout], float] | None = None) -> SequenceLayout:
-        """Returns the layout for this mask; `cost` chooses the token order in which needed keys are laid out."""
-        if KEYS[self.keys].known_masks:
-            return least_keys_layout([mask], self.strategy, cost=cost, precision=self.precision)
+    def layout(self, mask: BlockMask) -> SequenceLayout:
+        """Returns the planner's layout for a mask."""
         return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
 
 
@@ -72,8 +64,6 @@ class SimulationResult:
     other_s: float
     attention_speedup: float = 1.0
     speedup: float = 1.0
-    keys: str = "ring"
-    precision: str = MODEL.name
     label: str = MODELLED
 
     @property
@@ -94,8 +84,8 @@ def simulate_layer(
 ) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
-    layout = run.layout(mask, lambda plan, on: in_ns(predict(plan, shape, hardware, topology, on)))
-    plan = make_plan(mask, run.strategy, run.planner, layout=layout, keys=run.keys, precision=run.precision)
+    layout = run.layout(mask)
+    plan = make_plan(mask, run.strategy, run.planner, layout=layout)
     return LayerTime(plan, predict(plan, shape, hardware, topology, layout))
 
 
@@ -113,8 +103,6 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         exchange_s=calls * sum(t.prediction.exchange_s for t in times),
         exposed_p2p_s=calls * sum(t.prediction.times.exposed_s for t in times),
         pack_s=calls * sum(t.prediction.pack_s for t in times),
-        keys=run.keys,
-        precision=run.precision,
         other_s=model.calls * model.linear_flops / known.linear_flops_per_s / world + known.serial_s,
     )
 
@@ -126,54 +114,27 @@ def simulate(
     gpus: Iterable[int],
     planners: Sequence[str],
     *,
-    strategy: str = "all",
+    strategy: str | None = None,
     node_size: int | None = None,
-    merges: bool = True,
-    keys: Sequence[str] = ("ring",),
-    precisions: Sequence[str] = (MODEL.name,),
 ) -> list[SimulationResult]:
     """Models every strategy and planner for every number of GPUs.
 
     Args:
         masks: Masks of some of the model's layers.
-        strategy: "all", or one UxRy that fits every number of GPUs.
-        node_size: GPUs per node; None for the hardware's.
-        merges: Whether the kernel can merge partial attentions; "all" leaves out rings where it cannot.
-        keys: Names in `KEYS`; "needed" is planned by "local" alone.
-        precisions: Names in `WIRE_FORMATS`: how q, k and v are written on their way.
+        strategy: One UxRy that fits every number of GPUs, or None for all.
+        node_size: GPUs per node, or None for the hardware's.
     """
     results = []
-    for one, topology in strategies_for(masks[0], hardware, gpus, strategy, node_size, merges):
-        found = {}
-        runs = []
-        for way in (way for way in KEYS.values() if way.name in keys):
-            by_planner = (way.planner,) if way.known_masks else planners
-            runs += [RunConfig(one, by, way.name, precision) for by in by_planner for precision in precisions]
-        contiguous = RunConfig(one, "contiguous")
-        for run in dict.fromkeys([contiguous, *runs]):
-            times = [simulate_layer(run, mask, model, hardware, topology) for mask in masks]
-            found[run] = summarize(run, times, model, hardware)
-        results += [_relative_to(found[run], found[contiguous]) for run in runs]
-    return results
-
-
-def strategies_for(
-    mask: BlockMask,
-    hardware: Hardware,
-    gpus: Iterable[int],
-    strategy: str,
-    node_size: int | None,
-    merges: bool,
-) -> Iterator[tuple[Strategy, Topology]]:
-    """Yields every strategy for every number of GPUs, with its nodes. Arguments are those of `simulate`."""
     for world in gpus:
-        if strategy == "all":
-            chosen = candidates(world, mask.grid, merges)
-        else:
-            chosen = (Strategy.parse(strategy),)
-            chosen[0].require_world(world)
-        for one in chosen:
-            yield one, Topology(world, node_size) if node_size else Topology.on(hardware, world)
+        topology = Topology(world, node_size) if node_size else Topology.on(hardware, world)
+        for one in candidates(world, masks[0].grid) if strategy is None else [Strategy.parse(strategy)]:
+            found = {}
+            for planner in dict.fromkeys(["contiguous", *planners]):
+                run = RunConfig(one, planner)
+                times = [simulate_layer(run, mask, model, hardware, topology) for mask in masks]
+                found[planner] = summarize(run, times, model, hardware)
+            results += [_relative_to(found[planner], found["contiguous"]) for planner in planners]
+    return results
 
 
 def _relative_to(one: SimulationResult, base: SimulationResult) -> SimulationResult:

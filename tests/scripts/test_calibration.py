@@ -8,21 +8,25 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
-from dbsp_cli.calibrate.calibrate import Calibration, Checked, constants_from, predict_case
-from dbsp_cli.calibrate.cases import Case, held_out, sizes_for
-from dbsp_cli.calibrate.fit import fit
-from dbsp_cli.calibrate.measure import Setting
-from dbsp_cli.calibrate.timing import Timer, median_time, run_ranks, undisturbed_samples
-from dbsp_cli.commands import calibrate as command
-from dbsp_core import Strategy, make_plan
+from dbsp_core import Strategy
 from dbsp_core.cost.hardware import Constants, load_hardware
 from dbsp_core.cost.latency import MERGE_BYTES
 from dbsp_core.cost.own_hardware import hardware_for, measured_file
-from scripts.bench import comparison as bench
-from scripts.bench.comparison import Comparison, core_seconds, replayed_seconds
-from tests.cli.calibration_cases import die_on_one, fail_on_one
+from scripts.bench.attention import Comparison, core_seconds
+from scripts.calibrate import __main__ as command
+from scripts.calibrate.calibrate import (
+    COMMUNICATION,
+    Calibration,
+    Checked,
+    constants_from,
+    predict_case,
+    with_communication_of,
+)
+from scripts.calibrate.cases import Case, held_out, sizes_for
+from scripts.calibrate.fit import fit
+from scripts.calibrate.timing import Timer, median_time, run_ranks, undisturbed_samples
+from tests.scripts.calibration_cases import die_on_one, fail_on_one
 
 
 class TestFit:
@@ -101,6 +105,16 @@ def test_calibration_recovers_the_constants_that_made_the_times():
     assert all(one.residual < 1e-6 for one in fits.values())
 
 
+def test_communication_of_another_machine_keeps_its_labels():
+    both = with_communication_of(load_hardware("cpu-demo"), load_hardware("h200"))
+    for name in COMMUNICATION:
+        assert getattr(both.constants, name) == getattr(load_hardware("h200").constants, name)
+        assert both.sources[name] == load_hardware("h200").sources[name]
+    assert both.constants.flops_per_s == load_hardware("cpu-demo").constants.flops_per_s
+    assert both.sources["flops_per_s"] == "measured"
+    assert "Communication from 'h200'" in both.notes
+
+
 def test_shapes_held_out_are_no_samples():
     sizes = sizes_for("cpu", quick=False)
     shapes = [{(c.tokens, c.head_dim, c.density) for c in group} for group in (sizes.compute, held_out("cpu", False))]
@@ -132,25 +146,12 @@ class TestClock:
 
 class TestComparison:
     def test_the_speed_up_is_set_against_the_ratio_of_imbalances(self):
-        one = Comparison("U2R1", rho_before=1.5, rho=1.2, seconds_before=3.0, seconds=2.0)
+        one = Comparison(
+            "U2R1", rho_before=1.5, rho=1.2, seconds_before=3.0, seconds=2.0, core_seconds_before=3.0, core_seconds=1.5
+        )
         assert (one.speedup, one.expected, one.reached) == (1.5, 1.25, 1.2)
         record = one.record()
         assert {"strategy", "rho_before", "rho", "seconds_before", "seconds", "speedup"} <= set(record)
-
-    def test_a_replay_adds_up_each_periods_slowest_rank(self, monkeypatch):
-        case = Case(2, 128, 16, 0.5, block=16)
-        mask = case.mask()
-        plans = [make_plan(mask, "U2R2", planner) for planner in ("contiguous", "dbsp")]
-        work = {id(plan): plan.metrics.work for plan in plans}
-        monkeypatch.setattr(
-            bench, "_rank_period", lambda plan, mask, rank, period, *_: lambda: work[id(plan)][period, rank]
-        )
-        monkeypatch.setattr(
-            bench.Timer, "samples_alone", lambda self, action, repeats, warm_up: [(float(action()), 0.0, 0.0)]
-        )
-        seconds = replayed_seconds(plans, mask, 16, Setting("cpu", torch.float32, "auto", 3))
-        assert seconds == [plan.metrics.work.max(axis=1).sum() for plan in plans]
-        assert seconds[0] / seconds[1] == pytest.approx(plans[1].rho_before / plans[1].rho)
 
 
 @pytest.mark.parametrize(
@@ -161,25 +162,65 @@ def test_a_rank_that_fails_or_dies_is_reported(function, complaint):
         run_ranks(function, 2, "cpu")
 
 
-def test_without_a_file_the_command_writes_where_runs_look(dbsp, tmp_path, monkeypatch):
+@pytest.fixture
+def calibration(capsys):
+    """calibration(*args) runs the program. Returns exit code, standard output, standard error."""
+
+    def run(*args):
+        capsys.readouterr()
+        try:
+            command.main([str(arg) for arg in args])
+        except SystemExit as stopped:
+            return stopped.code, *capsys.readouterr()
+        return 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["--ranks", "1"], "--communication h200"),
+        (["--ranks", "0"], "--ranks must be at least 1"),
+        (["--kernel", "flash9"], "unknown kernel 'flash9'"),
+        (["--communication", "a900"], "no hardware 'a900'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(calibration, tmp_path, args, complaint):
+    out = tmp_path / "x.yaml"
+    code, said, err = calibration("--out", out, *args, "--json")
+    assert (code, said, err.count("\n")) == (2, "", 1)
+    assert complaint in err
+    assert not out.exists()
+
+
+def test_a_place_that_takes_nothing_is_refused_before_anything_is_measured(calibration, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "calibrate", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    code, _, err = calibration("--out", tmp_path / "file" / "x.yaml")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'file'} is a file, not a folder" in err
+
+
+def test_without_a_file_the_program_writes_where_runs_look(calibration, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     measured = partial(replace, load_hardware("cpu-demo"))
     monkeypatch.setattr(command, "calibrate", lambda name, *_, **__: Calibration(measured(name=name), {}, {}))
     assert hardware_for(None, "cpu", "auto") is None
-    code, _, err = dbsp("calibrate")
+    code, _, err = calibration()
     assert (code, err.splitlines()[-1]) == (0, f"wrote {measured_file('cpu')}")
     assert hardware_for(None, "cpu", "auto") == measured(name=measured_file("cpu").stem)
     assert measured_file("cpu").is_relative_to(tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    code, _, err = dbsp("calibrate")
+    code, _, err = calibration()
     assert (code, "name another file with --out FILE" in err) == (2, True)
 
 
-def test_the_command_measures_writes_and_checks(dbsp, tmp_path, monkeypatch):
+def test_the_program_measures_writes_and_checks(calibration, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_fault_of", lambda *_: None)  # how busy this machine is, is not tested here
     out = tmp_path / "here.yaml"
-    code, text, _ = dbsp("calibrate", "--quick", "--out", out, "--check", "--json")
+    code, text, _ = calibration("--quick", "--out", out, "--check", "--json")
     report = json.loads(text)
     assert code == 0
     hardware = load_hardware(out)
@@ -200,7 +241,7 @@ def test_the_command_measures_writes_and_checks(dbsp, tmp_path, monkeypatch):
     ],
 )
 def test_constants_that_fail_their_own_check_are_not_written(
-    dbsp, tmp_path, monkeypatch, measured_s, bytes_per_s, fault
+    calibration, tmp_path, monkeypatch, measured_s, bytes_per_s, fault
 ):
     """Nothing is measured: a machine that was busy is made up."""
     known = load_hardware("cpu-demo")
@@ -209,14 +250,14 @@ def test_constants_that_fail_their_own_check_are_not_written(
     held = [Checked(Case(2, 128, 16, 0.5), "U2R1", "dbsp", measured_s, 1.0)]
     monkeypatch.setattr(command, "check", lambda *_, **__: held)
     out = tmp_path / "here.yaml"
-    code, said, err = dbsp("calibrate", "--out", out, "--check", "--json")
+    code, said, err = calibration("--out", out, "--check", "--json")
     assert json.loads(said)["worst_error"] == pytest.approx(abs(1 / measured_s - 1))
     assert out.exists() is (fault is None)
     if fault is None:
         assert (code, err) == (0, f"wrote {out}\n")
     else:
         assert code == 2
-        assert err.startswith(f"dbsp: error: {out} is not written: ")
+        assert err.startswith(f"error: {out} is not written: ")
         assert fault in err
         assert "--patience" in err
         assert err.count("\n") == 1

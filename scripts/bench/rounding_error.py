@@ -1,6 +1,6 @@
 """Error of attention whose q, k and v were rounded on the wire: int8 and fp8, with a scale for each token and head.
 
-    python -m scripts.bench.wire.rounding_error [--tokens 3072] [--heads 3] [--json]
+    python -m scripts.bench.rounding_error [--tokens 3072] [--heads 3] [--json]
 
 Synthetic q, k and v in bfloat16, whose content varies smoothly along the video, as they are or with a few channels in
 which all keys have a large common part, as is known of models' keys; 64×64 blocks, the highest 40 % of pooled scores.

@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_cli.calibrate.cases import Case, Sizes, held_out, sizes_for
-from dbsp_cli.calibrate.fit import Fit, fit
-from dbsp_cli.calibrate.measure import Setting, measure_attentions, measure_parts
-from dbsp_cli.calibrate.timing import median_time, run_ranks
-from dbsp_cli.simulate import ELEMENT_BYTES
-from dbsp_core.cost.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
+from dbsp_core.cost.hardware import Constants, Hardware, device_class, software_versions
 from dbsp_core.cost.latency import MERGE_BYTES, AttentionShape, Prediction, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -21,8 +16,22 @@ from dbsp_core.planning.plan import make_plan
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import choose_kernel
+from scripts.calibrate.cases import Case, Sizes, held_out, sizes_for
+from scripts.calibrate.fit import Fit, fit
+from scripts.calibrate.measure import Setting, measure_attentions, measure_parts
+from scripts.calibrate.timing import median_time, run_ranks
 
-__all__ = ["Calibration", "Checked", "calibrate", "check", "constants_from", "predict_case"]
+__all__ = ["Calibration", "Checked", "calibrate", "check", "constants_from", "predict_case", "with_communication_of"]
+
+COMMUNICATION = (
+    "exchange_latency_s",
+    "exchange_bytes_per_s",
+    "p2p_latency_s",
+    "p2p_bytes_per_s",
+    "network_latency_s",
+    "network_bytes_per_s",
+)
+"""The constants that one device alone cannot measure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +102,22 @@ def calibrate(
         versions=software_versions(kernel),
         residuals={part: round(one.residual, 4) for part, one in fits.items()},
         date=datetime.date.today().isoformat(),
-        notes=f"dbsp calibrate, {ranks} ranks{', quick: rough' if quick else ''}.",
+        notes=f"python -m scripts.calibrate, {ranks} ranks{', quick: rough' if quick else ''}.",
     )
     if ranks == 1 and communication is not None:
-        hardware = hardware.with_communication_of(communication)
+        hardware = with_communication_of(hardware, communication)
     return Calibration(hardware, fits, seconds)
+
+
+def with_communication_of(own: Hardware, other: Hardware) -> Hardware:
+    """Returns a machine's compute with another's communication, labelled as it is there."""
+    constants = replace(own.constants, **{name: getattr(other.constants, name) for name in COMMUNICATION})
+    names = (*COMMUNICATION, "gpus_per_node")
+    kept = {name: label for name, label in own.sources.items() if name not in names}
+    taken = {name: label for name, label in other.sources.items() if name in names}
+    notes = " ".join(filter(None, (own.notes, f"Communication from {other.name!r}.", other.notes)))
+    nodes = other.gpus_per_node
+    return replace(own, constants=constants, sources=kept | taken, gpus_per_node=nodes, notes=notes)
 
 
 def _device(ranks: int) -> tuple[str, str]:
@@ -196,7 +216,7 @@ def predict_case(case: Case, strategy: Strategy, planner: str, known: Constants 
     mask = case.mask()
     layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, layout=layout)
-    shape = AttentionShape(1, case.heads, case.tokens, case.head_dim, ELEMENT_BYTES[dtype])
+    shape = AttentionShape(1, case.heads, case.tokens, case.head_dim, getattr(torch, dtype).itemsize)
     if isinstance(known, Constants):
         labels = {key: "measured" for key, value in vars(known).items() if value is not None}
         known = Hardware("being calibrated", "", dtype, known, labels)
