@@ -73,12 +73,8 @@ def attach_host(
     config: ConfigLike,
     host: Host,
     steps: Callable[[], int | None] | None = None,
-    patches: PatchSet | None = None,
 ) -> AttentionSession:
-    """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective.
-
-    `patches` are changes made already, which are undone with the others.
-    """
+    """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective."""
     transformers = run_consistently(host.everyone.control(), lambda: _require_attachable(model, host))
     use_model_device(transformers.values(), host.everyone)
     pipe = None if model in transformers.values() else model
@@ -107,7 +103,7 @@ def attach_host(
         log_config(own, identify(transformer, pipe), host.everyone, strategy, like)
         sessions.append((transformer, session))
     debug = any(session.config.debug for _, session in sessions)
-    changes = patches or PatchSet()
+    changes = PatchSet()
 
     def change() -> None:
         for attention, gate in gates.items():
@@ -189,7 +185,10 @@ def _require_not_parallelized(transformer: nn.Module, self_attentions: Sequence[
         )
     processors = [getattr(attention, "processor", None) for attention in self_attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
-        raise UserError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
+        raise UserError(
+            "this transformer is parallelized by diffusers (enable_parallelism); load it without that, and call "
+            'dbsp_diffusers.enable(pipe, strategy="UxRy") or enable(pipe, mesh=mesh) instead'
+        )
 
 
 def _refuse_copy(protocol: int) -> NoReturn:

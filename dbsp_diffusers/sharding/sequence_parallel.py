@@ -186,7 +186,8 @@ class _SequenceSharding:
         self._backend.pin()
         if getattr(module, "_parallel_config", None) is not None:
             raise UserError(
-                "enable_parallelism was called after db-SP was enabled, and both would shard; call it before"
+                "enable_parallelism was called on a transformer that db-SP shards; load the transformer again, and "
+                "enable db-SP alone"
             )
         if args and isinstance(args[0], PackedBatch):
             self._pass = _PackedPass()
