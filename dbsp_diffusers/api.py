@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,6 @@ from dbsp_diffusers.attach import Host, attach_host
 from dbsp_diffusers.attached import attached_to, transformers_in
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.report_hook import model_name, write_run_report
-from dbsp_diffusers.sharding.batch_parallel import split_batch
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 
 __all__ = ["disable", "enable", "session_of", "sessions_of", "write_report"]
@@ -34,12 +33,11 @@ def enable(
     *,
     mesh: Any = None,
     group: Group = None,
-    batch_group: Group = None,
-    everyone: Group = None,
     strategy: Strategy | str | None = None,
     vae: bool = False,
     steps: Callable[[], int | None] | None = None,
     host: str = "diffusers",
+    **removed: Any,
 ) -> AttentionSession:
     """Shards a diffusers pipeline's transformer over ranks, with dual-balanced block-sparse self-attention.
 
@@ -55,15 +53,13 @@ def enable(
         mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, whatever others it has: the ranks
             that share a sequence, and how. Default: all ranks.
         group: The ranks that share a sequence, where no mesh says it. Default: all ranks.
-        batch_group: The ranks that hold the same part of the sequence and share out the items of a batch. Default:
-            the batch is not shared out.
-        everyone: With `batch_group`, the ranks that make one video together. Default: all ranks.
         strategy: How the ranks of a sequence are used, for example "U4R2", where the configuration does not say.
             Default: Ulysses on all of them.
         vae: Whether the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
             on, and shares its tiles out. Setting `vae` of the configuration does so, too.
         steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
         host: The name of the caller in reports.
+        removed: Arguments of earlier versions, which raise UserError.
 
     Returns:
         The session: its plans, strategies and statistics. Of two transformers that of the first; see `sessions_of`.
@@ -72,20 +68,28 @@ def enable(
         UserError: On all ranks together, for a transformer that is unknown, compiled or parallelized already, or a
             mesh, strategy or configuration that does not fit or differs between ranks. The model is then as it was.
     """
+    _refuse_removed(removed)
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
-    batch = SequenceGroup(0, 1) if batch_group is None else SequenceGroup.of(batch_group)
     whole = Host(
         name=host,
         sequence=sequence,
-        everyone=sequence if batch_group is None else SequenceGroup.of(everyone),
         attentions=_attentions_of,
         choose_strategy=lambda config: config.strategy_or(default if strategy is None else Strategy.parse(strategy)),
-        shard=lambda transformer, session, patches: shard_transformer(
-            transformer, session, patches, split_batch(transformer, batch, patches)
-        ),
+        shard=shard_transformer,
         vae=vae,
     )
     return attach_host(model, config, whole, steps)
+
+
+def _refuse_removed(given: Mapping[str, Any]) -> None:
+    """Raises UserError for arguments that `enable` no longer takes, TypeError for others."""
+    for name in given:
+        if name in ("batch_group", "everyone"):
+            raise UserError(
+                f"{name}: groups of ranks no longer split a batch; leave it out, and all ranks share every item, or "
+                "give each group its own items and call enable(pipe, group=ranks_of_one_sequence)"
+            )
+        raise TypeError(f"enable() got an unexpected keyword argument {name!r}")
 
 
 def _ranks_of(group: Group) -> tuple[SequenceGroup, Strategy]:
