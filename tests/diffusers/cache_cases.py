@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 
 import dbsp_para
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.step_caches import StepCaches
 from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 

@@ -13,12 +13,12 @@ import dbsp_para
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.references import kept_from_rank_0, mask_settings, pass_alone
 from tests.support.shared import reused
+from tests.support.single_process import attach_single_process
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.programs import run
+from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import load_cogvideox
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}

@@ -22,7 +22,6 @@ import yaml
 from matplotlib.figure import Figure
 
 from dbsp_core.reports.style import MASKS
-from dbsp_diffusers.reference import attach_single_process
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.small_model import (
@@ -37,6 +36,7 @@ from scripts.training.trained_model.small_model import (
 from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.fine_tuning import flow_loss
 from scripts.training.video.settings import SYNTHETIC, Settings
+from tests.support.single_process import attach_single_process
 
 WATCHED = 12  # clips that validation sees, each at one noise level
 UNSEEN = 1000  # added to the seed of the training clips

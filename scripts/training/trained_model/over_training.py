@@ -23,7 +23,6 @@ from safetensors.torch import load_file, load_model, save_model
 
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.reports.style import INK, layer_colour
-from dbsp_diffusers.reference import attach_single_process
 from scripts.results.figures import STAR, legend_below, panels
 from scripts.results.result import FOLDER, Result
 from scripts.training.__main__ import CAPTION, Recipe
@@ -33,6 +32,7 @@ from scripts.training.trained_model.prediction import Kept
 from scripts.training.trained_model.small_model import MEASURED_HERE, load_pipeline
 from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.settings import SYNTHETIC, Settings
+from tests.support.single_process import attach_single_process
 
 PHASES = (Phase(150, 16, 1), Phase(50, 6, 3), Phase(600, 2, 9))  # a quarter of the shipped model's
 KEPT = (0, 25, 75, 150, 200, 350, 450, 550, 650, 800)

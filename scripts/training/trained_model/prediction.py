@@ -26,10 +26,10 @@ from dbsp_core.reports.style import INK, MASKS
 from dbsp_core.sources import DenseSource, LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.sources.base import Changes
 from dbsp_core.sources.lowrank import LowRankProjections, predicted_mass
-from dbsp_diffusers.reference import attach_single_process
 from scripts.results.figures import grouped_bars, legend_below, panels
 from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.small_model import FRAMES, HEIGHT, MEASURED_HERE, PROMPTS, WIDTH, load_pipeline
+from tests.support.single_process import attach_single_process
 
 BLOCK, STEPS = 16, 6
 SHARES = (0.1, 0.2, 0.3)

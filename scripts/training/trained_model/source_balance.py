@@ -22,10 +22,10 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.sources import LocalQK, MaskRequest
-from dbsp_diffusers.reference import masked_attention
 from scripts.results.result import FOLDER, write_csv
 from scripts.training.trained_model.prediction import BLOCK, Kept, run_model
 from scripts.training.trained_model.small_model import PROMPTS, load_pipeline
+from tests.support.single_process import masked_attention
 
 THW = (9, 9, 15)
 LABEL = "measured and counted on attentions of the small trained model"

@@ -19,10 +19,10 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, SpargeSource, UnionSource, WindowSource
 from dbsp_core.sources.base import DynamicMaskSource
 from dbsp_core.sources.lowrank import predicted_mass
-from dbsp_diffusers.reference import attach_single_process
 from scripts.results.result import FOLDER, write_csv
 from scripts.training.trained_model.prediction import BLOCK, Kept
 from scripts.training.trained_model.small_model import FRAMES, HEIGHT, PROMPTS, WIDTH, load_pipeline
+from tests.support.single_process import attach_single_process
 
 STRATEGIES = ("U4R1", "U1R4")
 SIZES = {"block_q": BLOCK, "block_k": BLOCK}

@@ -24,8 +24,6 @@ from rich.progress import Progress
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.reports.style import MASKS
-from dbsp_diffusers import reference
-from dbsp_diffusers.reference import attach_single_process, token_mask
 from scripts.results.figures import panels
 from scripts.results.result import FOLDER, Result
 from scripts.training.loop import train
@@ -43,6 +41,8 @@ from scripts.training.trained_model.small_model import (
 from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.fine_tuning import flow_loss
 from scripts.training.video.settings import SYNTHETIC, Settings
+from tests.support import single_process
+from tests.support.single_process import attach_single_process, token_mask
 
 VALIDATION = 12  # clips that no arm was trained on, each at one noise level
 UNSEEN = 1000  # added to the seed of the training clips
@@ -85,7 +85,7 @@ def fine_tune(name: str, transformer: Any, clips: Clips, options: argparse.Names
             group["lr"] = options.learning_rate * min(1.0, (index + 1) / 10)
         attached = attach_single_process(transformer, {"mask": ARMS[name]})
         try:
-            with torch.autocast("cpu", torch.bfloat16), patch.object(reference, "masked_attention", _attention):
+            with torch.autocast("cpu", torch.bfloat16), patch.object(single_process, "masked_attention", _attention):
                 loss = flow_loss(transformer, clips, range(BATCH * index, BATCH * (index + 1)), torch.device("cpu"))
         finally:
             attached.detach()
@@ -103,7 +103,7 @@ def fine_tune(name: str, transformer: Any, clips: Clips, options: argparse.Names
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None = None
 ) -> torch.Tensor:
-    """As `reference.masked_attention`, with the cheaper backward pass, where no row is empty. q, k, v: [B, H, N, D]"""
+    """As `masked_attention`, with the cheaper backward pass, where no row is empty. q, k, v: [B, H, N, D]"""
     allowed = token_mask(mask)
     if mask.heads != q.shape[1]:
         allowed = allowed.unflatten(0, q.shape[:2])

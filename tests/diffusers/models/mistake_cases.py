@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import dbsp_diffusers
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS, apart, outputs
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.single_process import attach_single_process
 
 
 @contextmanager

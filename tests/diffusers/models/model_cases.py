@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 import dbsp_diffusers
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 MASKS = {
     "synthetic": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},

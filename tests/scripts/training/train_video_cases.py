@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dbsp_diffusers
-from dbsp_diffusers.reference import attach_single_process
 from scripts.training.video.clips import Clips
 from scripts.training.video.fine_tuning import FineTuning
 from scripts.training.video.mixed import cut_item, local_loss, sample_of
 from scripts.training.video.settings import Settings
+from tests.support.single_process import attach_single_process
 
 
 def small(*more: object) -> Settings:
