@@ -33,8 +33,8 @@ from dbsp_core.sources import LocalQK, MaskRequest, WindowSource
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.sources.distributed_pooling import gather_bits
 from dbsp_core.utils.packages import package_versions
-from dbsp_diffusers.reference import masked_attention
 from dbsp_kernels import KernelRequirements
+from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import once
 
 HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
