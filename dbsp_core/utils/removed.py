@@ -4,7 +4,9 @@ from __future__ import annotations
 
 __all__ = ["REMOVED_KEYS", "REMOVED_VALUES", "why_removed"]
 
-REMOVED_KEYS: dict[str, str] = {}
+REMOVED_KEYS: dict[str, str] = {
+    "pooled_keys": "rows attend to the blocks that they keep, and skipped blocks have no mean keys; leave it out",
+}
 """Keys that no longer exist, and what to do instead."""
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("keys", "kept"): "for masks predicted at every call write keys: all or ring, for others needed",

@@ -20,7 +20,6 @@ from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.remainder import CoarseBranch
 from dbsp_core.masks.schedule import MOST_PASSES
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan, require_slots
@@ -192,7 +191,7 @@ class SizeContext:
         maker = ConfiguredPlanMaker(self.settings, shape, _keeps_gradients(tokens.q, tokens.k))
         if plan_key == attention and earlier is not None:
             self.plans.begin_with(attention, earlier)
-        plain = replace(mask, remainder=None) if isinstance(mask.remainder, CoarseBranch) else mask
+        plain = mask if mask.coarse is None else replace(mask, coarse=None)
         planned = self.plans.plan_for(plan_key, plain, maker, name)  # a thread may hold the mask for some calls
         plan, used = planned.plan, self._used.get(attention) or (earlier and self._used.get(earlier))
         before = None if used is None else self._executors.get(used)

@@ -1,9 +1,8 @@
 """Density, error and imbalance of masks that sources predict from the same queries and keys of the trained model.
 
 One dense video keeps the queries, keys and values of some denoising steps, of every layer, for the pass with the
-caption. Each source predicts masks from them. Attention under a mask, with pooled keys where its source has them, is
-compared with dense attention; and the mask is planned for 8 GPUs, contiguously as plain Ulysses or Ring would, and by
-planner `dbsp`.
+caption. Each source predicts masks from them. Attention under a mask is compared with dense attention; and the mask is
+planned for 8 GPUs, contiguously as plain Ulysses or Ring would, and by planner `dbsp`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ THW = (9, 9, 15)
 LABEL = "measured and counted on attentions of the small trained model"
 SPARGE, SOL = {"source": "sparge", "similarity": -1.0}, {"source": "sol"}
 SOURCES = (
-    *({**SPARGE, "cdf": cdf, "pooled_keys": pooled} for cdf in (0.3, 0.6, 0.85) for pooled in (False, True)),
+    *({**SPARGE, "cdf": cdf} for cdf in (0.3, 0.6, 0.85)),
     *({**SPARGE, "topk": topk} for topk in (0.15, 0.3)),
-    *({**SOL, "tau": tau, "pooled_keys": pooled} for tau in (2.0, 1.0, 0.5, 0.0) for pooled in (False, True)),
-    {**SOL, "tau": 1.0, "thresh_type": "exact", "pooled_keys": True},
+    *({**SOL, "tau": tau} for tau in (2.0, 1.0, 0.5, 0.0)),
+    {**SOL, "tau": 1.0, "thresh_type": "exact"},
     {"source": "vsa", "sparsity": 0.7, "tile": [2, 2, 4]},
 )
 

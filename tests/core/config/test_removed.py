@@ -11,7 +11,9 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_core.utils.removed import REMOVED_KEYS, REMOVED_VALUES
 
-SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {}
+SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
+    "pooled_keys": {"mask": {"source": "sol", "pooled_keys": True}},
+}
 """Settings that have each removed key, where it used to be."""
 SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("keys", "kept"): {"keys": "kept"},

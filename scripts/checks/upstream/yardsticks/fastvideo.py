@@ -51,8 +51,8 @@ def findings(folder: Path) -> Iterator[Finding]:
         what = f"vsa, thw {thw}, sparsity {sparsity}"
         yield compared("FastVideo", folder, what, seen.pop()[0].numpy(), ours.bits.numpy())
         added = torch.zeros_like(q)
-        assert ours.remainder is not None
-        ours.remainder.add_to(added)  # type: ignore[union-attr]
+        assert ours.coarse is not None
+        ours.coarse.add_to(added)
         near = (added[:, :, order] - branch).abs() <= CLOSE
         what += f": coarse branch times gate, to {CLOSE:.0e}"
         yield compared("FastVideo", folder, what, torch.ones_like(near).numpy(), near.numpy(), unit="numbers")
