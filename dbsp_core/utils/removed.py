@@ -9,6 +9,10 @@ REMOVED_KEYS: dict[str, str] = {
 }
 """Keys that no longer exist, and what to do instead."""
 REMOVED_VALUES: dict[tuple[str, str], str] = {
+    (
+        "source",
+        "vllm_selector",
+    ): "sparge and sol choose blocks by their means; for your own function write callable",
     ("keys", "kept"): "for masks predicted at every call write keys: all or ring, for others needed",
     ("keys", "auto"): "name the way: keys: ring, all, or needed for masks that are known beforehand",
 }

@@ -16,6 +16,7 @@ SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
 }
 """Settings that have each removed key, where it used to be."""
 SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
+    ("source", "vllm_selector"): {"mask": {"source": "vllm_selector", "selector": "mine:TopBlocks"}},
     ("keys", "kept"): {"keys": "kept"},
     ("keys", "auto"): {"keys": "auto"},
 }
