@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict
-from dbsp_core.cost.layout_choice import least_keys_layout
-from dbsp_core.cost.selection import candidates, fastest_plan, in_fastest_chunks, in_ns
+from dbsp_core.cost.selection import candidates, fastest_plan, in_fastest_chunks
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -42,11 +41,10 @@ class RunConfig:
     keys: str = "ring"
     precision: str = MODEL.name
 
-    def layout(self, mask: BlockMask, cost: Callable[[Plan, SequenceLayout], float] | None = None) -> SequenceLayout:
-        """Returns the layout for this mask; `cost` chooses the token order in which needed keys are laid out."""
-        if KEYS[self.keys].known_masks:
-            return least_keys_layout([mask], self.strategy, cost=cost, precision=self.precision)
-        return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
+    def layout(self, mask: BlockMask) -> SequenceLayout:
+        """Returns the layout for this mask."""
+        name = "contiguous" if KEYS[self.keys].known_masks else require_planner(self.planner).layout
+        return SequenceLayout.named(name, mask.grid, self.strategy)
 
 
 @dataclass(frozen=True)
@@ -94,14 +92,14 @@ def simulate_layer(
 ) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
-    layout = run.layout(mask, lambda plan, on: in_ns(predict(plan, shape, hardware, topology, on)))
+    layout = run.layout(mask)
     cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology, require_wire_format(run.precision))
 
     def make(planner: str, equal_heads: bool) -> Plan:
         config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
         return make_plan(mask, run.strategy, config, layout=layout, keys=run.keys, precision=run.precision)
 
-    if run.planner == "dbsp":
+    if run.planner == "dbsp" and not KEYS[run.keys].known_masks:
         plan = fastest_plan(make, shape, hardware, topology, layout)
     else:
         plan = make(run.planner, False)
@@ -149,7 +147,7 @@ def simulate(
         strategy: "all", or one UxRy that fits every number of GPUs.
         node_size: GPUs per node; None for the hardware's.
         merges: Whether the kernel can merge partial attentions; "all" leaves out rings where it cannot.
-        keys: Names in `KEYS`; "needed" is planned by "local" alone.
+        keys: Names in `KEYS`; "needed" is planned by "dbsp" alone.
         precisions: Names in `WIRE_FORMATS`: how q, k and v are written on their way.
     """
     results = []
@@ -157,7 +155,7 @@ def simulate(
         found = {}
         runs = []
         for way in (way for way in KEYS.values() if way.name in keys):
-            by_planner = (way.planner,) if way.known_masks else planners
+            by_planner = ("dbsp",) if way.known_masks else planners
             runs += [RunConfig(one, by, way.name, precision) for by in by_planner for precision in precisions]
         contiguous = RunConfig(one, "contiguous")
         for run in dict.fromkeys([contiguous, *runs]):

@@ -33,8 +33,6 @@ PLANNERS = {
     "contiguous": "#a39a8c",
     "paper": "#e07b35",
     "snake": "#d9b64a",
-    "knapsack": "#8c6bb1",
-    "local": "#4fa89b",
     "burst": "#a5486e",
 }
 STRATEGIES = {"U8R1": "#482677", "U4R2": "#277f8e", "U2R4": "#45b36b", "U1R8": "#b5a516"}

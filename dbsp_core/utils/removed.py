@@ -13,6 +13,10 @@ REMOVED_VALUES: dict[tuple[str, str], str] = {
         "source",
         "vllm_selector",
     ): "sparge and sol choose blocks by their means; for your own function write callable",
+    ("layout", "learned"): "write layout: striped, which is nearly as even, or leave it out",
+    ("layout", "local"): "leave layout out, or write contiguous; keys: needed cuts rows into runs of tokens on both",
+    ("planner", "local"): "write planner: dbsp, which cuts rows into runs of tokens with keys: needed",
+    ("planner", "knapsack"): "write planner: paper, whose heads are assigned by the same greedy rule",
     ("keys", "kept"): "for masks predicted at every call write keys: all or ring, for others needed",
     ("keys", "auto"): "name the way: keys: ring, all, or needed for masks that are known beforehand",
 }

@@ -138,7 +138,7 @@ def dsv_rows(lengths: tuple[int, ...]) -> Iterator[Row]:
     yield Row("DSV Fig. 17", "attention's forward at 98 %", "1 × H100", "> 15", ratio, ratio, "no predictor")
 
 
-MACHINES = {"a800": ("o", PLANNERS["dbsp"]), "h800": ("D", PLANNERS["local"]), "H100": ("s", ROLES["held out"])}
+MACHINES = {"a800": ("o", PLANNERS["dbsp"]), "h800": ("D", "#4fa89b"), "H100": ("s", ROLES["held out"])}
 
 
 def draw(rows: list[Row]) -> Figure:

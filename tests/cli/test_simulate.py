@@ -126,7 +126,7 @@ class TestCommand:
             assert report["sources"]["network_bytes_per_s"] == ("assumed" if bandwidth else "published")
             assert [(row["gpus"], row["keys"], row["planner"]) for row in report["rows"]] == [
                 (16, "ring", "dbsp"),
-                (16, "needed", "local"),
+                (16, "needed", "dbsp"),
             ]
             return [row["attention_s"] for row in report["rows"]]
 
@@ -135,7 +135,7 @@ class TestCommand:
         assert [a > b for a, b in zip(slow, usual, strict=True)] == [True, True]
         code, text, _ = dbsp(*given)
         assert (code, "needed" in text) == (0, True)
-        assert "fastest: 16 GPUs, U8R2, local, needed keys: " in text
+        assert "fastest: 16 GPUs, U8R2, dbsp, needed keys: " in text
 
     def test_a_kernel_without_log_sum_exp_leaves_ulysses(self, dbsp):
         out = dbsp("simulate", *COARSE, "--planner", "dbsp", "--kernel", "sparge", "--json")[1]

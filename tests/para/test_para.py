@@ -44,14 +44,14 @@ def test_equals_one_process(pool, model, world):
 @pytest.mark.parametrize(
     ("model", "world", "strategy", "layout", "groups", "text_tokens"),
     [
-        ("wan", 4, "U1R4", "learned", 1, 7),
+        ("wan", 4, "U1R4", "contiguous", 1, 7),
         ("cogvideox", 4, "U4R1", "striped", 1, 226),
-        ("cogvideox", 4, "U2R2", "learned", 1, 226),
+        ("cogvideox", 4, "U2R2", "striped", 1, 226),
         ("cogvideox1.0", 4, "U1R2", "striped", 2, 5),
         ("wan", 4, "U2R1", "striped", 2, 7),
         ("wan", 4, "U1R1", "striped", 4, 7),
         ("cogvideox", 6, "U2R3", "striped", 1, 3),
-        ("wan", 6, "U1R3", "learned", 2, 7),
+        ("wan", 6, "U1R3", "striped", 2, 7),
         ("wan", 8, "U4R2", "striped", 1, 7),
         ("cogvideox", 8, "U2R2", "striped", 2, 226),
     ],

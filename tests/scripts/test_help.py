@@ -29,4 +29,4 @@ def test_help_is_all_that_happens(module):
 
 def test_all_programs_are_found():
     assert set(programs()) > PARTS
-    assert {"scripts.bench.keys.needed_keys", "scripts.reproduce.authors.fit", "scripts.training"} <= set(programs())
+    assert {"scripts.bench.needed_keys", "scripts.reproduce.authors.fit", "scripts.training"} <= set(programs())

@@ -63,12 +63,6 @@ def test_what_is_counted_and_modelled_beside_what_was_measured_is_current(name):
     assert without_times(made) == without_times(kept)
 
 
-def test_times_of_needed_keys_are_what_the_program_prints_today():
-    done = run_module("scripts.bench.keys.needed_keys")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == (RESULTS / "needed-keys.csv").read_text()
-
-
 def test_burst_s_way_of_balancing(tmp_path):
     options = ["--layers", "1", "--coarsen", "16", "--presets", "wan2.1-t2v-14b", "--ways", "burst@contiguous"]
     run("balanced", tmp_path, *options)

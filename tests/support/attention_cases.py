@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
-from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.key_chunks import KeysInChunks
@@ -132,8 +131,7 @@ def whole(attention: Case) -> tuple[BlockMask, list[torch.Tensor]]:
 
 @shared
 def _layout(attention: Case, strategy: str, name: str, streams: Streams) -> SequenceLayout:
-    profile = MaskProfile.of([whole(attention)[0]])
-    return SequenceLayout.named(name, attention.grid, Strategy.parse(strategy), streams=streams, profile=profile)
+    return SequenceLayout.named(name, attention.grid, Strategy.parse(strategy), streams=streams)
 
 
 @shared

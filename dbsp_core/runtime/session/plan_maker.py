@@ -171,7 +171,7 @@ class ConfiguredPlanMaker:
             how = partial(make_plan, layout=settings.layout, compare=settings.compare, keys=way.name)
             return how(mask, strategy, config, precision=settings.config.exchange.precision)
 
-        if way.planner_for(planner.name) == "dbsp":
+        if planner.name == "dbsp" and not way.known_masks:
             planner = replace(planner, exchange_cost=self._exchange_cost(strategy, mask))
             plan = self._balanced_plan(make_by, planner)
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,8 +13,6 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import InputsAgreed
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import AttentionShape, Topology
-from dbsp_core.cost.layout_choice import fastest_layout
-from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -28,7 +25,7 @@ from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.runtime.session.observer import SessionObserver
 from dbsp_core.runtime.session.plan_cache import PlanCache, SyncPlanCache
-from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings, strategies_of
+from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings
 from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
 from dbsp_core.sources import LocalQK
 
@@ -235,7 +232,7 @@ def new_size(
     if isinstance(streams, SequenceLayout):
         layout = streams
     else:
-        layout = streams() if callable(streams) else _layout(session, machine, grid, streams, device)
+        layout = streams() if callable(streams) else _layout(session, grid, streams)
     settings = PlanSettings.of(
         config, group, session.topology, strategy, layout, machine, grid, device, session.compare
     )
@@ -250,26 +247,7 @@ def plan_cache_of(session: SessionParts) -> PlanCache:
     return SyncPlanCache(rule, session.counters, session.compare)
 
 
-def _layout(
-    session: SessionParts, machine: Machine, grid: BlockGrid, streams: Streams, device: torch.device
-) -> SequenceLayout:
-    config, group, masks = session.config, session.group, session.masks
-    known = masks.static_masks() if config.effective_layout == "learned" else None
-    profile = None if known is None else MaskProfile.of(known)
-
-    def named(name: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-        return SequenceLayout.named(name, grid, strategy, streams=streams, profile=profile)
-
-    if not config.searches_layout or group.size == 1:
-        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-        return named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
-    return fastest_layout(
-        masks.masks_now(),
-        strategies_of(config, group, session.strategy, grid),
-        partial(named, "local"),
-        config.planner,
-        machine.hardware,
-        session.topology,
-        element_bytes=2 if device.type == "cuda" else 4,
-        precision=config.exchange.precision,
-    )
+def _layout(session: SessionParts, grid: BlockGrid, streams: Streams) -> SequenceLayout:
+    # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+    strategy = session.strategy or Strategy(1, session.group.size)
+    return SequenceLayout.named(session.config.effective_layout, grid, strategy, streams=streams)

@@ -254,7 +254,7 @@ def draw(rows: list[Row]) -> Figure:
 
 def _colour(way: str) -> str:
     if way.startswith("KnapFormer"):
-        return PLANNERS["knapsack"]
+        return "#8c6bb1"
     return PLANNERS["dbsp"] if way.startswith(("bags", "one bag")) else SOFT
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import dbsp_diffusers
 from dbsp_diffusers import LocalPredictions, PackedSample, packed_forward_local
-from scripts.bench.keys.two_nodes import crossing_bytes
+from scripts.bench.needed_keys import crossing_bytes
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
 from scripts.results.result import FOLDER, write_csv
 

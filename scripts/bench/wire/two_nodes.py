@@ -24,7 +24,7 @@ from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, SequenceL
 from dbsp_core.comm.token_mean import mean_bytes
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, WindowSource
-from scripts.bench.keys.two_nodes import crossing_bytes
+from scripts.bench.needed_keys import crossing_bytes
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
 from scripts.results.result import FOLDER, write_csv
 

@@ -17,6 +17,10 @@ SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
 """Settings that have each removed key, where it used to be."""
 SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("source", "vllm_selector"): {"mask": {"source": "vllm_selector", "selector": "mine:TopBlocks"}},
+    ("layout", "learned"): {"layout": "learned"},
+    ("layout", "local"): {"layout": "local"},
+    ("planner", "local"): {"planner": "local", "keys": "needed"},
+    ("planner", "knapsack"): {"planner": {"name": "knapsack"}},
     ("keys", "kept"): {"keys": "kept"},
     ("keys", "auto"): {"keys": "auto"},
 }

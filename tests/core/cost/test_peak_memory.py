@@ -68,7 +68,7 @@ def test_every_ranks_peak_with_keys_in_chunks(gradients, keys):
     every = ((1,), (2, 1), (3, 2, 1), (1,) * 4, (1,) * 8)
     ways += [(Strategy(2, 4), shares, ahead) for shares in every for ahead in (False, True)]
     for strategy, *chunks in ways:
-        layout = SequenceLayout.named("local", mask.grid, strategy)
+        layout = SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
         plan = in_chunks(make_plan(mask, strategy, layout=layout, keys=keys), mask, *chunks)
         shape = AttentionShape(1, 12, mask.grid.tokens, D, 4)
         unit = 12 * layout.shard * D * 4
@@ -83,7 +83,10 @@ def test_every_ranks_peak_with_keys_in_chunks(gradients, keys):
 @pytest.mark.parametrize("keys", ["needed", "all"])
 def test_the_number_of_chunks_follows_from_the_limit(keys):
     mask, strategy = a_mask(12), Strategy(2, 4)
-    layout, shape = SequenceLayout.named("local", mask.grid, strategy), AttentionShape(1, 12, mask.grid.tokens, D, 4)
+    layout, shape = (
+        SequenceLayout.contiguous(mask.grid.tokens, strategy.world),
+        AttentionShape(1, 12, mask.grid.tokens, D, 4),
+    )
     plan = make_plan(mask, strategy, layout=layout, keys=keys)
 
     def peak(one):

@@ -1,7 +1,7 @@
 """Two nodes in network namespaces with a slow link between them: bytes on the wire, and time, of keys that go round
 the ring against needed keys. Measured; needs root and the commands ip and tc.
 
-    python -m scripts.bench.keys.two_nodes [--rate 400mbit] [--ranks-per-node 2] [--json]
+    python -m scripts.bench.needed_keys [--rate 400mbit] [--ranks-per-node 2] [--json]
 
 Each node is a namespace; its ranks (gloo, one thread each) reach the other's only by the link. Bytes are what the
 kernel has counted on it in one direction of each node, over the same calls that are timed; those expected are counted
@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.sources import MaskRequest, WindowSource
@@ -82,8 +81,7 @@ def ways(mask: BlockMask, world: int, ranks_per_node: int) -> Iterator[tuple[str
     """Keys round the ring in their own layout and needed keys in theirs: heads inside a node, and on single ranks."""
     for strategy in dict.fromkeys((Strategy(ranks_per_node, NODES), Strategy(1, world), Strategy(world, 1))):
         for keys in ("ring", "needed"):
-            needed = keys == "needed"
-            layout = least_keys_layout([mask], strategy) if needed else SequenceLayout.striped(mask.grid, strategy)
+            layout = SequenceLayout.named("contiguous" if keys == "needed" else "striped", mask.grid, strategy)
             yield f"{strategy} {keys}", make_plan(mask, strategy, layout=layout, compare=False, keys=keys), layout
 
 
