@@ -58,9 +58,8 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
             patches.set_attribute(processor, "attention_function", attend)
         else:
             patches.set_attribute(attention, "processor", _gated(processor, attend, gate))
-    strategy, config = session.strategy, session.config
-    reorders = config.effective_layout != "contiguous" or config.searches_layout
-    if reorders and (strategy is None or strategy.ring > 1):
+    strategy = session.strategy
+    if session.config.effective_layout != "contiguous" and (strategy is None or strategy.ring > 1):
         _permute_sequence(transformer, session, patches)  # with Ulysses only, the order does not matter
 
 

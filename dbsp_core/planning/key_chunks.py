@@ -113,7 +113,6 @@ class AllKeys(KeysInChunks):
     """
 
     name = "all"
-    planner = "dbsp"
     known_masks = False
 
     @classmethod
@@ -157,7 +156,6 @@ class NeededKeys(KeysInChunks):
     """
 
     name = "needed"
-    planner = "local"
     known_masks = True
 
     @classmethod

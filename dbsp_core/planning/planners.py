@@ -1,4 +1,4 @@
-"""The planners: ours, the paper's, plain sequence parallelism, and peers written from their published descriptions."""
+"""The planners: ours, the paper's, plain sequence parallelism, and xDiT's order of heads."""
 
 from __future__ import annotations
 
@@ -103,16 +103,6 @@ def snake(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
 
-def knapsack(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """KnapFormer's balancer (§3.3), with heads for sequences and Ulysses ranks for bags of y GPUs.
-
-    The largest head goes to the least occupied bag (bags being equal, the one with most room), and is cut into even
-    runs within it.
-    """
-    ulysses_rank = greedy_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
-    return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
-
-
 def paper(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
     x, y, told = inputs.strategy.ulysses, inputs.strategy.ring, config.paper
@@ -131,24 +121,22 @@ def _of_most_heads(home: np.ndarray) -> np.ndarray:
 
 
 def dbsp(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`."""
+    """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`.
+
+    Where ranks are sent needed keys alone, rows are cut into runs of tokens instead; see `planning.balanced.row_cuts`.
+    """
+    if inputs.q_position is not None:
+        target_rho = config.target_rho or HEAD_TOLERANCE
+        owner = cut_rows(inputs.row_work, inputs.q_position, inputs.strategy.ulysses, inputs.strategy.ring, target_rho)
+        return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
     ring, heads = config.target_rho or RING_TOLERANCE, config.target_rho or HEAD_TOLERANCE
     return plan_rows(inputs, target_rho=ring, head_target_rho=heads)
-
-
-def local(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """Rows cut in the order of tokens at equal work, keys where they live; see `planning.balanced.row_cuts`."""
-    strategy, target_rho = inputs.strategy, config.target_rho or HEAD_TOLERANCE
-    owner = cut_rows(inputs.row_work, inputs.q_position(), strategy.ulysses, strategy.ring, target_rho)
-    return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
 
 
 PLANNERS = {
     "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="striped"),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
-    "knapsack": Planner(knapsack),
-    "local": Planner(local, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="local"),
     "paper": Planner(paper, heeds_cap=True),
 }
 

@@ -160,7 +160,7 @@ def test_flags_override_the_file(tmp_path):
     [
         (["--sp-mask", "window:tile=[3,5,8],window=[3,5,5]"], WindowSource(tile=(3, 5, 8), window=(3, 5, 5))),
         (["--sp_mask=radial:width=0.5"], RadialSource(width=0.5)),
-        (["--sp-mask", "sol:tau=0.5,pooled_keys=false"], SolSource(tau=0.5, pooled_keys=False)),
+        (["--sp-mask", "sol:tau=0.5"], SolSource(tau=0.5)),
         (["--sp-mask", "vsa:sparsity=0.7,tile=[2,4,8]"], VsaSource(sparsity=0.7, tile=(2, 4, 8))),
         (["--sp-mask", "window+nabla:cdf=0.8"], UnionSource((WindowSource(), NablaSource(cdf=0.8)))),
     ],

@@ -16,14 +16,11 @@ from dbsp_core.comm.inputs import InputsAgreed
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology
-from dbsp_core.cost.layout_choice import fastest_layout
 from dbsp_core.cost.selection import StrategySelector
-from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.remainder import CoarseBranch
 from dbsp_core.masks.schedule import MOST_PASSES
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.assignment import Assignment
@@ -34,7 +31,7 @@ from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.runtime.session.observer import SessionObserver
 from dbsp_core.runtime.session.plan_cache import PlanCache, ReuseCounters
-from dbsp_core.runtime.session.strategy_choice import selector_of, strategies_of
+from dbsp_core.runtime.session.strategy_choice import selector_of
 from dbsp_core.sources import LocalQK
 
 __all__ = ["PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
@@ -166,7 +163,7 @@ class SizeContext:
     ) -> AttentionExecutor:
         config, device = self.session.config, tokens.q.device
         make = partial(self._new_plan, AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens))
-        plain = replace(mask, remainder=None) if isinstance(mask.remainder, CoarseBranch) else mask
+        plain = mask if mask.coarse is None else replace(mask, coarse=None)
         planned = self.plans.plan_for(plan_key, plain, make, name, self._part)  # a thread may hold the mask
         plan, used = planned.plan, self._used.get(attention)
         before = None if used is None else self._executors.get(used)
@@ -221,7 +218,7 @@ def new_size(
     if isinstance(streams, SequenceLayout):
         layout = streams
     else:
-        layout = streams() if callable(streams) else _layout(session, hardware, grid, streams, device)
+        layout = streams() if callable(streams) else _layout(session, grid, streams)
     selector = None
     if strategy is None:
         topology = session.topology
@@ -238,26 +235,7 @@ def plan_cache_of(session: SessionParts) -> PlanCache:
     return PlanCache(*common)
 
 
-def _layout(
-    session: SessionParts, hardware: Hardware | None, grid: BlockGrid, streams: Streams, device: torch.device
-) -> SequenceLayout:
-    config, group, masks = session.config, session.group, session.masks
-    known = masks.static_masks() if config.effective_layout == "learned" else None
-    profile = None if known is None else MaskProfile.of(known)
-
-    def named(name: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-        return SequenceLayout.named(name, grid, strategy, streams=streams, profile=profile)
-
-    if not config.searches_layout or group.size == 1:
-        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-        return named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
-    return fastest_layout(
-        masks.masks_now(),
-        strategies_of(config, group, session.strategy, grid),
-        partial(named, "local"),
-        config.planner,
-        hardware,
-        session.topology,
-        element_bytes=2 if device.type == "cuda" else 4,
-        precision=config.exchange.precision,
-    )
+def _layout(session: SessionParts, grid: BlockGrid, streams: Streams) -> SequenceLayout:
+    # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+    strategy = session.strategy or Strategy(1, session.group.size)
+    return SequenceLayout.named(session.config.effective_layout, grid, strategy, streams=streams)

@@ -65,7 +65,7 @@ TABLE_1 = {
 }
 COLOURS = {
     "as loaded": PLANNERS["contiguous"],
-    "KnapFormer's, rebuilt": PLANNERS["knapsack"],
+    "KnapFormer's, rebuilt": "#8c6bb1",
     "dbsp": PLANNERS["dbsp"],
 }
 """By who shares sequences out."""

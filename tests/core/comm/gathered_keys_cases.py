@@ -28,7 +28,6 @@ class GatheredKeys(KeyTravel):
     """Each head's keys and values, all in one exchange before the only kernel, to every rank with rows of the head."""
 
     name = "gathered"
-    planner = "dbsp"
     known_masks = False
     lockstep = False
 

@@ -42,7 +42,9 @@ def test_nothing_gives_the_defaults():
 def test_each_planner_has_the_layout_it_is_meant_for():
     assert DbspConfig().effective_layout == "striped"
     assert DbspConfig(planner="paper").effective_layout == "contiguous"
-    assert DbspConfig(planner="paper", layout="learned").effective_layout == "learned"
+    assert DbspConfig(planner="paper", layout="striped").effective_layout == "striped"
+    assert DbspConfig(mask={"source": "window", "window": [3, 3, 3]}, keys="needed").effective_layout == "contiguous"
+    assert DbspConfig(keys="needed", layout="striped").effective_layout == "striped"
 
 
 def test_yaml_and_dict_say_the_same(tmp_path):
@@ -246,7 +248,7 @@ MISTAKES = {
     "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),
     "an unknown planner": ({"planner": "greedy"}, f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"),
     "an unknown kernel": ({"kernel": "cuda"}, f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}"),
-    "an unknown layout": ({"layout": "random"}, "unknown layout 'random'; use one of contiguous, striped, learned"),
+    "an unknown layout": ({"layout": "random"}, "unknown layout 'random'; use one of contiguous, striped"),
     "an unknown dtype": ({"dtype": "int8"}, "unknown dtype 'int8'"),
     "a strategy of another form": ({"strategy": "4x2"}, "not of the form UxRy"),
     "a strategy that is no text": (

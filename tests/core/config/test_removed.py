@@ -15,9 +15,15 @@ SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
     "budget": {"reuse": {"budget": 0.3}},
     "exchange_cost": {"planner": {"exchange_cost": 0.1}},
     "memory_limit": {"planner": {"memory_limit": "8GiB"}},
+    "pooled_keys": {"mask": {"source": "sol", "pooled_keys": True}},
 }
 """Settings that have each removed key, where it used to be."""
 SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
+    ("source", "vllm_selector"): {"mask": {"source": "vllm_selector", "selector": "mine:TopBlocks"}},
+    ("layout", "learned"): {"layout": "learned"},
+    ("layout", "local"): {"layout": "local"},
+    ("planner", "local"): {"planner": "local", "keys": "needed"},
+    ("planner", "knapsack"): {"planner": {"name": "knapsack"}},
     ("keys", "kept"): {"keys": "kept"},
     ("keys", "auto"): {"keys": "auto"},
 }

@@ -1,4 +1,4 @@
-"""Sessions whose predicted masks have pooled keys of skipped blocks: exact while masks, batches and sizes change."""
+"""Sessions with Sol-Attn's predicted masks: exact while masks, batches and sizes change."""
 
 from __future__ import annotations
 
