@@ -22,7 +22,7 @@ from dbsp_core.cost.sequences import (
 )
 from dbsp_core.models.lookup import require_model
 from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.sequence_plan import BALANCERS, SequencePlan, plan_sequences
+from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
 from dbsp_core.planning.sequences.streams import (
     DrawnSequences,
     StreamAssumptions,
@@ -65,7 +65,7 @@ class _Candidate:
 
     @property
     def name(self) -> dict[str, str]:
-        return {"bags": str(self.plan.topology), "balancer": self.plan.balancer}
+        return {"bags": str(self.plan.topology)}
 
 
 def print_sequence_plans(request: SequenceRequest, as_json: bool) -> None:
@@ -120,16 +120,16 @@ def _candidates(
     hardware: Hardware,
     world: int,
 ) -> list[_Candidate]:
-    """Plans without bags, then every topology with both balancers; leaves out those that cannot hold the sequences."""
+    """Plans without bags, then every topology; leaves out those that cannot hold the sequences."""
     grid = work.grids[0]
     cost = sequence_cost(layer, hardware, grid.block_q, grid.block_k)
     picoseconds, tokens = cost.picoseconds(work.tokens, work.blocks), work.tokens
     found: list[_Candidate] = []
     failure = None
-    for topology, balancer in _topologies(request, world):
+    for topology in _topologies(request, world):
         start = time.perf_counter()
         try:
-            plan = plan_sequences(picoseconds, tokens, drawn.loader, topology, balancer, request.max_tokens)
+            plan = plan_sequences(picoseconds, tokens, drawn.loader, topology, request.max_tokens)
         except UserError as error:
             if request.bags != ALL_BAGS:
                 raise
@@ -143,19 +143,13 @@ def _candidates(
     return found
 
 
-def _topologies(request: SequenceRequest, world: int) -> Iterator[tuple[BagTopology, str]]:
+def _topologies(request: SequenceRequest, world: int) -> Iterator[BagTopology]:
     nodes = BagTopology.nodes(world, request.node_size)
     if request.bags == ALL_BAGS:
         chosen = list(dict.fromkeys([*BagTopology.candidates(world, request.node_size), nodes]))
     else:
         chosen = [BagTopology.parse(text, world) for text in request.bags.split(",")]
-    unbalanced = BagTopology.parse(UNBALANCED, world)
-    yield unbalanced, "knapsack"
-    for topology in chosen:
-        if topology != unbalanced:
-            yield from ((topology, balancer) for balancer in BALANCERS)
-    if nodes not in chosen:
-        yield nodes, "dbsp"
+    yield from dict.fromkeys([BagTopology.parse(UNBALANCED, world), *chosen, nodes])
 
 
 def _record(one: _Candidate, layer: LayerSize) -> dict[str, Any]:
@@ -189,7 +183,6 @@ def _table(
         rows.append(
             (
                 bags,
-                "–" if bags == "none" else one.plan.balancer,
                 f"{metrics.wir:.3f}" if math.isfinite(metrics.wir) else "∞",
                 f"{metrics.rho:.3f}",
                 f"{int(metrics.tokens.min()):,} to {int(metrics.tokens.max()):,}",
@@ -200,13 +193,13 @@ def _table(
         )
     return TextTable(
         title,
-        ("bags", "balancer", "WIR", "ρ_s", "tokens a GPU", "re-homed", "sent", "forward, s"),
+        ("bags", "WIR", "ρ_s", "tokens a GPU", "re-homed", "sent", "forward, s"),
         rows,
-        f"proposed, the least time: --bags {best.name['bags']}, balancer {best.name['balancer']}\n"
+        f"proposed, the least time: --bags {best.name['bags']}\n"
         "WIR: most over least of the GPUs' work; ρ_s: slowest over mean of attention in a bag;\n"
         "re-homed: hidden states moved before and after; sent: by a GPU in a layer's exchanges;\n"
         "forward: modelled, all layers\n"
         f"γ {gamma_of(layer, hardware):.2f} from the constants of {hardware.name}\n{assumptions.in_words()}",
-        left=("bags", "balancer"),
+        left=("bags",),
         spare=("re-homed", "sent", "tokens a GPU"),
     )

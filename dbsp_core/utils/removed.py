@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["REMOVED_KEYS", "REMOVED_VALUES", "why_removed"]
 
 REMOVED_KEYS: dict[str, str] = {
+    "balancer": "KnapFormer's greedy always chooses the bags; leave it out",
     "pooled_keys": "rows attend to the blocks that they keep, and skipped blocks have no mean keys; leave it out",
 }
 """Keys that no longer exist, and what to do instead."""

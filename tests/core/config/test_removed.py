@@ -12,6 +12,7 @@ from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_core.utils.removed import REMOVED_KEYS, REMOVED_VALUES
 
 SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
+    "balancer": {"bags": {"topology": "g2n2", "balancer": "dbsp"}},
     "pooled_keys": {"mask": {"source": "sol", "pooled_keys": True}},
 }
 """Settings that have each removed key, where it used to be."""
