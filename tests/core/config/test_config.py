@@ -267,7 +267,6 @@ MISTAKES = {
     "a switch for a number": ({"planner": {"target_rho": True}}, "must be float, got True"),
     "bags that are none": ({"bags": "8x4"}, "bags '8x4' are not of the form gGnN"),
     "bags of nothing": ({"bags": {"topology": "g0n2"}}, "bags 'g0n2' are not of the form gGnN"),
-    "an unknown balancer": ({"bags": {"balancer": "best"}}, "unknown balancer 'best'; use dbsp or knapsack"),
     "bags that hold nothing": ({"bags": {"max_tokens": 0}}, "bags.max_tokens=0 must be at least 1"),
     "a report of bags": ({"bags": "g2n2", "report": "out"}, "leave out report, or bags"),
     "null where there must be a value": (

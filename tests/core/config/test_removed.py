@@ -15,6 +15,7 @@ SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
     "budget": {"reuse": {"budget": 0.3}},
     "exchange_cost": {"planner": {"exchange_cost": 0.1}},
     "memory_limit": {"planner": {"memory_limit": "8GiB"}},
+    "balancer": {"bags": {"topology": "g2n2", "balancer": "dbsp"}},
     "pooled_keys": {"mask": {"source": "sol", "pooled_keys": True}},
 }
 """Settings that have each removed key, where it used to be."""
