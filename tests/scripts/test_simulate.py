@@ -9,7 +9,6 @@ from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.selection import WORTH_A_LOOK, candidates
-from dbsp_core.models.lookup import require_model
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from scripts.reproduce.common import mask_of
@@ -50,7 +49,7 @@ class TestSimulate:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_our_planner_loses_to_no_plan_that_it_could_have_had(gpus, seed):
     """Coarse blocks, where whole heads decide: by the same model, on the same layout, but for what is not worth it."""
-    spec, machine, topology = require_model("wan2.1-t2v-14b"), load_hardware("a800"), Topology(gpus)
+    spec, machine, topology = MODEL_SPECS["wan2.1-t2v-14b"], load_hardware("a800"), Topology(gpus)
     mask = mask_of(spec, 0.3, coarsen=8, seed=seed)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, spec.head_dim)
     for strategy in candidates(gpus, mask.grid):
@@ -67,7 +66,7 @@ def test_our_planner_loses_to_no_plan_that_it_could_have_had(gpus, seed):
 
 
 def test_ours_is_no_slower_than_the_papers_where_heads_are_few():
-    spec = require_model("wan2.1-t2v-14b")
+    spec = MODEL_SPECS["wan2.1-t2v-14b"]
     rows = simulate(
         spec, [mask_of(spec, 0.3, coarsen=4)], load_hardware("a800"), [8], ["paper", "dbsp"], strategy="U8R1"
     )
