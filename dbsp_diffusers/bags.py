@@ -202,7 +202,7 @@ class BagSessions:
         def planned(topology: BagTopology) -> SequencePlan:
             if loaders is None:  # where all ranks have all sequences, these are not bound to a unit
                 topology = BagTopology(tuple(topology.ranks.tolist()))
-            return plan_sequences(picoseconds, work.tokens, loader, topology, bags.balancer, bags.max_tokens)
+            return plan_sequences(picoseconds, work.tokens, loader, topology, bags.max_tokens)
 
         # 2. The topology: as configured, or as chosen before where sequences fit, or the fastest.
         if bags.topology != AUTO:

@@ -33,7 +33,7 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
     architecture = architecture_of(transformer)
     attentions, blocks = architecture.attentions_of(transformer), architecture.blocks_of(transformer)
     branch = guidance_branch(transformer, patches)
-    caches = StepCaches(transformer, blocks, ForwardRanks((session.group,), _Sharding(session)), shared_batch=False)
+    caches = StepCaches(transformer, blocks, ForwardRanks(session.group, _Sharding(session)))
     caches.look()
     patches.on_detach(caches.release)
 
@@ -58,9 +58,8 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
             patches.set_attribute(processor, "attention_function", attend)
         else:
             patches.set_attribute(attention, "processor", _gated(processor, attend, gate))
-    strategy, config = session.strategy, session.config
-    reorders = config.effective_layout != "contiguous" or config.searches_layout
-    if reorders and (strategy is None or strategy.ring > 1):
+    strategy = session.strategy
+    if session.config.effective_layout != "contiguous" and (strategy is None or strategy.ring > 1):
         _permute_sequence(transformer, session, patches)  # with Ulysses only, the order does not matter
 
 

@@ -21,10 +21,8 @@ from dbsp_cli.output import (
 )
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.cost.selection import candidates
-from dbsp_core.layout.learned import MaskProfile
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
+from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
@@ -54,7 +52,7 @@ def plan_command(
     equal_heads: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
     target_rho: Annotated[float | None, typer.Option(help="Planner dbsp: stop balancing at this ρ_s.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
+        str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUTS)}; default: the planner's own.")
     ] = None,
     keys: Annotated[str, typer.Option(help="ring, all, or needed: what ranks are sent.")] = "ring",
     precision: Annotated[str, typer.Option(help="model or int8: how q, k and v travel.")] = MODEL.name,
@@ -73,9 +71,9 @@ def plan_command(
     request = _FileRequest(gpus, strategy, planner, reward, equal_heads, target_rho, layout, keys, precision)
     source = MaskFile(file)
     of_layer = source.layer(layer)
-    plans = _plans(source, of_layer, request)
+    plans = _plans(of_layer, request)
     if picture is not None:
-        write_atomically(picture, _picture(f"{file.name}, layer {layer}", source, of_layer, plans, request))
+        write_atomically(picture, _picture(f"{file.name}, layer {layer}", of_layer, plans, request))
     if as_json:
         rows = [_record(one, keys, precision) for one in plans]
         print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
@@ -106,14 +104,12 @@ class _FilePlan(NamedTuple):
     """K and V that a rank receives, mean, in shares of one rank's Q in the model's precision, of tokens of `TOKEN`."""
 
 
-def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
+def _plans(mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
     """Plans the mask, a layer's of the file, for every strategy and planner asked for."""
     strategies = candidates(request.gpus, mask.grid) if request.strategy == "all" else (request.strategy,)
     strategies = tuple(map(Strategy.parse, strategies))
     for strategy in strategies:
         strategy.require_world(request.gpus)
-    learned = request.layout == "learned"
-    profile = MaskProfile.of(map(source.layer, range(source.layers))) if learned else None
     way, wire = require_keys(request.keys), require_wire_format(request.precision)
     names = tuple(PLANNERS) if request.planner == "all" else tuple(request.planner.split(","))
     for name in names:
@@ -122,11 +118,8 @@ def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_Fi
     plans = []
     for strategy in strategies:
         for name in names:
-            chosen = request.layout or require_planner(way.planner_for(name)).layout
-            if chosen == "local":
-                layout = least_keys_layout([mask], strategy, precision=request.precision)
-            else:
-                layout = SequenceLayout.named(chosen, mask.grid, strategy, profile=profile)
+            usual = "contiguous" if way.known_masks else require_planner(name).layout
+            layout = SequenceLayout.named(request.layout or usual, mask.grid, strategy)
             config = PlannerConfig(name, request.target_rho, paper=PaperConfig(request.reward, request.equal_heads))
             plan = make_plan(mask, strategy, config, layout=layout, keys=request.keys, precision=request.precision)
             plans.append(_FilePlan(plan, traffic_of(plan.assignment, layout).kv_received / share))
@@ -156,7 +149,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
         rows,
         f"{_conclusion([one.plan for one in plans])}"
         "ρ_s: slowest rank over mean; own bound: least for a planner of this kind, which shares out\n"
-        "single rows (dbsp, local) or whole heads and blocks (the others); gap: above it;\n"
+        "single rows (dbsp) or whole heads and blocks (the others); gap: above it;\n"
         "moved: of Q, K, V between ring ranks; +KV: sent again to further ranks; ms: planning;\n"
         "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
         left=("strategy", "planner"),
@@ -164,11 +157,11 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
     )
 
 
-def _picture(title: str, source: MaskFile, mask: BlockMask, plans: list[_FilePlan], request: _FileRequest) -> bytes:
+def _picture(title: str, mask: BlockMask, plans: list[_FilePlan], request: _FileRequest) -> bytes:
     """PNG of the most even plan, below the contiguous one of the same strategy."""
     best = _most_even([one.plan for one in plans])
     blind = replace(request, strategy=str(best.strategy), planner="contiguous", layout=None, keys="ring")
-    ((contiguous, _),) = _plans(source, mask, blind)
+    ((contiguous, _),) = _plans(mask, blind)
     rows = [("plain sequence parallelism", contiguous), (best.planner, best)]
     figure = owners_picture(f"{title}: {best.strategy}", rows if best.planner != "contiguous" else rows[:1])
     content = BytesIO()

@@ -6,7 +6,7 @@ Arithmetic on counts and on constants from a file: every rank that has both gets
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -22,7 +22,6 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.balanced.planner import plan_rows
-from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.planner_input import PlannerInput
@@ -40,6 +39,7 @@ __all__ = [
     "WorkOfSizes",
     "bag_layout",
     "evaluate",
+    "even_owners",
     "sequence_cost",
     "whole_layout",
 ]
@@ -201,6 +201,16 @@ class SequencePlanMetrics:
         return int(self.picoseconds.max()) / least if least else float("inf")
 
 
+def even_owners(rows: np.ndarray, ranks: int) -> np.ndarray:
+    """Returns int64[H, nq], the rank of a bag that computes each row, from rows int64[H, nq], dense blocks."""
+    if ranks == 1:
+        return np.zeros(rows.shape, dtype=np.int64)
+    home = np.zeros(rows.shape[1], dtype=np.int64)
+    # without a ring, a planner asks nothing of keys or positions
+    inputs = PlannerInput(Strategy(ranks, 1), rows, rows, home, home, None, lambda slots: rows[:, :, None])
+    return plan_rows(inputs)[0]
+
+
 def evaluate(
     plan: SequencePlan,
     work: SequenceWork,
@@ -209,13 +219,13 @@ def evaluate(
     layer: LayerSize,
     hardware: Hardware,
     node_size: int = 8,
+    owners: Callable[[np.ndarray, int], np.ndarray] = even_owners,
 ) -> SequencePlanMetrics:
     """Counts what a plan makes each rank do. Attention is shared by heads and rows within each bag (Ulysses).
 
-    Planner "dbsp" shares out rows evenly; KnapFormer's ranks have runs of whole heads.
-
     Args:
         loader: int64[n], the rank that loads each sequence.
+        owners: Shares out a bag's rows over its ranks; see `even_owners`.
     """
     topology, token_bytes = plan.topology, layer.head_dim * layer.element_bytes
     both_ways = np.array([layer.wire.token_bytes(layer.head_dim, layer.element_bytes), token_bytes])
@@ -227,7 +237,7 @@ def evaluate(
         if not len(own):
             continue
         rows = np.concatenate([work.row_work[one] for one in own], axis=1)
-        owner = _owners(rows, ranks, plan.balancer)
+        owner = owners(rows, ranks)
         blocks[here] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
         if ranks == 1:
             continue
@@ -270,18 +280,6 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
     runs = plan.runs.within(own, first)
     rank, local = runs.token_homes(tokens[own])
     return SequenceLayout(rank, local, ranks, int(local.max()) + 1)
-
-
-def _owners(rows: np.ndarray, ranks: int, balancer: str) -> np.ndarray:
-    """int64[H, nq]: the rank of a bag that computes each row, from rows int64[H, nq], dense blocks."""
-    if ranks == 1:
-        return np.zeros(rows.shape, dtype=np.int64)
-    if balancer == "knapsack":
-        return np.broadcast_to(contiguous_heads(len(rows), ranks)[:, None], rows.shape)
-    home = np.zeros(rows.shape[1], dtype=np.int64)
-    # without a ring, a planner asks nothing of keys or positions
-    inputs = PlannerInput(Strategy(ranks, 1), rows, rows, home, home, lambda: home, lambda slots: rows[:, :, None])
-    return plan_rows(inputs)[0]
 
 
 def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> np.ndarray:

@@ -38,7 +38,7 @@ class KeysInChunks(KeyTravel):
 
     sent: np.ndarray
     ulysses: int
-    shares: tuple[int, ...] = (1,)
+    shares: tuple[int, ...] = (2, 1)
     one_ahead: bool = False
 
     def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> KeysInChunks:
@@ -113,7 +113,6 @@ class AllKeys(KeysInChunks):
     """
 
     name = "all"
-    planner = "dbsp"
     known_masks = False
 
     @classmethod
@@ -157,7 +156,6 @@ class NeededKeys(KeysInChunks):
     """
 
     name = "needed"
-    planner = "local"
     known_masks = True
 
     @classmethod

@@ -51,16 +51,14 @@ def majority_ring_ranks(
     return _read_only((q_ring, k_ring))
 
 
-def block_positions(layout: SequenceLayout, grid: BlockGrid) -> np.ndarray:
-    """float64[nq]: where each query block's tokens are, on average, in the order of the layout.
+def block_positions(grid: BlockGrid) -> np.ndarray:
+    """Returns float64[nq], the mean canonical position of each query block's tokens.
 
-    Where heads have token orders of their own, in that order: it is the one that has what they attend to together.
+    If heads have token orders of their own, positions follow these orders, which keep what is attended to together.
     """
     if grid.common_order is None:
         return np.arange(float(grid.nq))
-    token = grid.token_permutation(grid.common_order)
-    place = token if layout.position is None else layout.position[token]
-    return np.add.reduceat(place, grid.q_axis.starts) / grid.q_axis.lengths
+    return np.add.reduceat(grid.token_permutation(grid.common_order), grid.q_axis.starts) / grid.q_axis.lengths
 
 
 def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -189,7 +189,7 @@ def make_plan(
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "ring"; "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or
             "needed": those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then
-            cuts rows as "local" does, and the plan serves masks only that need no further keys.
+            cuts rows into runs of tokens, and the plan serves masks only that need no further keys.
         precision: "model": queries, keys and values travel as they are; "int8": rounded, with a scale for each token
             and head, and without gradients. No plan assigns other rows for it.
 
@@ -204,7 +204,6 @@ def make_plan(
     strategy = Strategy.parse(strategy)
     way, wire = require_keys(keys), require_wire_format(precision)
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
-    config = replace(config, name=way.planner_for(config.name))
     chosen = require_planner(config.name)
     require_slots(strategy, mask.grid)
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
@@ -221,7 +220,7 @@ def make_plan(
         kv_block_work=counts.columns,
         q_home=q_home,
         k_home=k_home,
-        q_position=functools.partial(block_positions, layout, grid),
+        q_position=block_positions(grid) if way.known_masks else None,
         count_work_by_slot=functools.partial(counts.work_by_slot, ring=strategy.ring),
     )
     start, counting = time.perf_counter(), counts.seconds

@@ -32,8 +32,6 @@ PLANNERS = {
     "contiguous": "#a39a8c",
     "paper": "#e07b35",
     "snake": "#d9b64a",
-    "knapsack": "#8c6bb1",
-    "local": "#4fa89b",
     "burst": "#a5486e",
 }
 STRATEGIES = {"U8R1": "#482677", "U4R2": "#277f8e", "U2R4": "#45b36b", "U1R8": "#b5a516"}
@@ -45,9 +43,7 @@ MASKS = {
     "window": "#8a9a2b",
     "large window": "#c3cc70",
     "radial": "#1b7f5c",
-    "sparge, pooled keys": "#d98f2b",
     "sol": "#6a4fb5",
-    "sol, no pooled keys": "#b3a3dd",
     "vsa, no gate": "#2f9e9e",
     "window + sparge": "#5f7d3a",
     "lowrank": "#3f8fc4",

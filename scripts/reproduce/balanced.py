@@ -10,8 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dbsp_core import Plan, Strategy, make_plan
-from dbsp_core.layout.learned import MaskProfile
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
+from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.reports.style import INK
 from dbsp_core.reports.style import PLANNERS as COLOURS
@@ -41,15 +40,14 @@ class Row:
 
 
 def measure(preset: str, options: argparse.Namespace) -> list[Row]:
-    """Every planner and strategy on the same masks; layout "learned" learns from the layers that are measured."""
+    """Every planner and strategy on the same masks."""
     layers = list(masks(preset, options))
-    profile = MaskProfile.of(layers)
     plans: dict[tuple[str, str, str], list[Plan]] = {}
     paper = PaperConfig(reward=options.reward)
     for strategy, way in itertools.product(STRATEGIES, options.ways):
         planner, home = way.split("@")
         parsed = Strategy.parse(strategy)
-        layout = SequenceLayout.named(home, layers[0].grid, parsed, profile=profile)
+        layout = SequenceLayout.named(home, layers[0].grid, parsed)
         config = PlannerConfig(planner, paper=paper)
         plans[strategy, planner, home] = [make_plan(mask, parsed, config, layout=layout) for mask in layers]
     return [_row(preset, *key, here) for key, here in plans.items()]
@@ -117,11 +115,10 @@ BALANCE = Result("balanced", "ρ_s after balancing, 8 GPUs", Row, draw)
 
 def main() -> None:
     parser = arguments(__doc__, layers=3)
-    choices = [f"{planner}@{home}" for planner in PLANNERS for home in LAYOUT_ORDERS]
+    choices = [f"{planner}@{home}" for planner in PLANNERS for home in LAYOUTS]
     default = [f"{planner}@contiguous" for planner in PLANNERS] + [
         "contiguous@striped",
         "dbsp@striped",
-        "dbsp@learned",
     ]
     parser.add_argument("--ways", nargs="+", choices=choices, default=default, help="PLANNER@HOME to compare")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["wan2.1-t2v-14b", "cogvideox1.5-5b"])

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dbsp_core.cost.hardware import Hardware
-from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict
-from dbsp_core.cost.selection import candidates, fastest_plan
+from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
+from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PaperConfig, PlannerConfig, require_planner
-from dbsp_core.planning.wire_format import MODEL
+from dbsp_core.planning.planners import require_planner
 
 __all__ = [
     "MODELLED",
@@ -86,16 +85,7 @@ def simulate_layer(
     """Plans one layer's mask and predicts one call of it, of one batch item."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     layout = run.layout(mask)
-    cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology, MODEL)
-
-    def make(planner: str, equal_heads: bool) -> Plan:
-        config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
-        return make_plan(mask, run.strategy, config, layout=layout)
-
-    if run.planner == "dbsp":
-        plan = fastest_plan(make, shape, hardware, topology, layout)
-    else:
-        plan = make(run.planner, False)
+    plan = make_plan(mask, run.strategy, run.planner, layout=layout)
     return LayerTime(plan, predict(plan, shape, hardware, topology, layout))
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
+from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.planning.planners import PLANNERS
 from tests.support.generators import random_bits
 
@@ -59,7 +59,7 @@ class TestPlan:
     def test_needed_keys_are_no_more_than_a_ring_brings(self, dbsp, mask_file):
         given = ("plan", mask_file, "--gpus", 4, "--json")
         ring, needed = (json.loads(dbsp(*given, "--keys", keys)[1])["plans"] for keys in ("ring", "needed"))
-        assert [plan["planner"] for plan in needed] == ["local"] * 3
+        assert [plan["planner"] for plan in needed] == ["dbsp"] * 3
         assert all(plan["keys"] == "needed" and plan["rho"] >= 1 for plan in needed)
         assert all(few["kv_received"] <= all_["kv_received"] for few, all_ in zip(needed, ring, strict=True))
         assert ring[2]["kv_received"] == pytest.approx(2 * 3, rel=0.1), "three slots of a share of K and of V each"
@@ -185,7 +185,7 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "14", "--strategy", "U1R14"], "only 13 KV blocks"),
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
     (["plan", "MASK", "--gpus", "4", "--planner", "paper,greedy"], "unknown planner 'greedy'; use one of"),
-    (["plan", "MASK", "--gpus", "4", "--layout", "random"], f"use one of {', '.join(LAYOUT_ORDERS)}"),
+    (["plan", "MASK", "--gpus", "4", "--layout", "random"], f"use one of {', '.join(LAYOUTS)}"),
     (["plan", "MASK", "--gpus", "4", "--reward", "-1"], "must not be negative"),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),

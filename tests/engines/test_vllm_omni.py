@@ -24,7 +24,6 @@ from tests.engines.cases import (
 
 ENGINE = "vllm_omni"
 PREDICTED = "sparge:cdf=0.35,similarity=-1,block_q=16,block_k=8"
-SELECTED = "vllm_selector:selector=tests.support.block_selectors:LikelyBlocks,block_q=16,block_k=8"
 IMAGES = ((1, 5, 15), (1, 6, 12))
 UNCACHED = 2 * LAYERS * STEPS
 """Attentions of two guidance passes a step."""
@@ -42,7 +41,7 @@ def test_models_whose_ranks_all_have_the_text(ulysses, ring):
     cases = (
         Case(3, IMAGES, KNOWN, model="flux2"),
         Case(5, IMAGES, PREDICTED, passes=2, model="flux2"),
-        Case(3, IMAGES, SELECTED, model="qwen_image"),
+        Case(3, IMAGES, PREDICTED, model="qwen_image"),
         Case(5, IMAGES, PREDICTED, passes=2, model="qwen_image"),
         Case(5, (UNEVEN, EVEN), KNOWN, model="hunyuan_video_15"),
         Case(3, (UNEVEN, EVEN), PREDICTED, passes=2, model="hunyuan_video_15"),

@@ -36,7 +36,6 @@ CURRENT = {
 """Programs whose figures are counted or modelled, with the options that docs/results/files.md names."""
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CURRENT_JSON = {
-    "memory": ("memory", []),
     "planner": ("planner", []),
     "sequence-planning": ("sequences.sharing", []),
 }

@@ -160,7 +160,7 @@ def test_flags_override_the_file(tmp_path):
     [
         (["--sp-mask", "window:tile=[3,5,8],window=[3,5,5]"], WindowSource(tile=(3, 5, 8), window=(3, 5, 5))),
         (["--sp_mask=radial:width=0.5"], RadialSource(width=0.5)),
-        (["--sp-mask", "sol:tau=0.5,pooled_keys=false"], SolSource(tau=0.5, pooled_keys=False)),
+        (["--sp-mask", "sol:tau=0.5"], SolSource(tau=0.5)),
         (["--sp-mask", "vsa:sparsity=0.7,tile=[2,4,8]"], VsaSource(sparsity=0.7, tile=(2, 4, 8))),
         (["--sp-mask", "window+nabla:cdf=0.8"], UnionSource((WindowSource(), NablaSource(cdf=0.8)))),
     ],
@@ -205,7 +205,10 @@ def test_usp_asks_for_nothing():
             ["--sp-backend", "dbsp", "--model", "wan2.1-t2v-14b", "--num_frames", "82"],
             r"must be 4k \+ 1 .* example 81",
         ),
-        (["--sp-backend", "dbsp", "--model", "wan2.1-t2v-1.3b", "--use_cfg_parallel"], "one after the other"),
+        (
+            ["--sp-backend", "dbsp", "--model", "wan2.1-t2v-1.3b", "--use_cfg_parallel"],
+            "two groups of ranks; leave it out",
+        ),
         (["--sp-backend", "dbsp", "--model", "Wan2.2-I2V"], "takes one image in xDiT, got 0"),
         (["--sp-backend", "dbsp", "--model", "Wan2.2-I2V", "--input_images", "nowhere.png"], "there is no such file"),
         (
@@ -252,8 +255,8 @@ def test_published_checkpoints_by_any_name(pool, name, source):
     height = {"wan2.2-ti2v-5b": 736, "wan2.1-vace-1.3b": 720}.get(like.name, like.video.height)  # xfuser's own
     assert (settings["model_name"], settings["fps"], settings["height"]) == (source, like.video.fps, height)
     assert settings["as usual"], "a command makes the same video with and without db-SP"
-    one_by_one = like.pipeline in ("WanPipeline", "WanVACEPipeline") and like.variant != "ti2v"
-    assert settings["cfg"] is not (one_by_one or "distilled" in like.name)
+    splits_guidance = like.pipeline == "WanImageToVideoPipeline" or like.variant == "ti2v"
+    assert settings["cfg"] is (splits_guidance and "distilled" not in like.name)
 
 
 def test_usp_runs_know_no_model_of_ours():

@@ -33,9 +33,9 @@ from dbsp_core.reports.html import report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_diffusers.patching import in_float64
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_kernels.advice import install_command
 from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
+from tests.support.single_process import attach_single_process
 
 __all__ = ["FIXED", "PREDICTED", "Settings", "run_demo"]
 

@@ -77,7 +77,7 @@ def first_token(name: str, block: int) -> int:
 
 WAYS = [
     *((world, str(strategy), "ring", "striped") for world, strategy in STRATEGIES),
-    (4, "U2R2", "all", "contiguous"), (4, "U1R4", "needed", "local"), (2, "U2R1", "all", "striped"),
+    (4, "U2R2", "all", "contiguous"), (4, "U1R4", "needed", "contiguous"), (2, "U2R1", "all", "striped"),
 ]  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def _model(rng: random.Random, originals: Originals, folder: Path) -> Trial:
 COMMANDS = (
     "plan masks.safetensors --gpus 4 --strategy U2R2 --planner dbsp --layout striped --keys needed --target-rho 1.01",
     "plan masks.safetensors --gpus 4 --strategy all --planner all --json",
-    "masks info masks.safetensors --gpus 2 --planner dbsp,snake --threshold 1.1 --budget 0.3 --sample 1 --thw 3,4,8",
+    "masks info masks.safetensors --gpus 2 --planner dbsp,snake --threshold 1.1 --sample 1 --thw 3,4,8",
     "masks info masks.safetensors --gpus 2 --quality --thw 3,4,8 --json",
     f"masks convert foreign.pt out.safetensors --key sparse {SIZES} --orders hwt,thw --text-tokens 0 --groups 0-4",
     f"masks convert foreign.npz out.safetensors --key mask {SIZES} --tail-dense --joined-text --crop",

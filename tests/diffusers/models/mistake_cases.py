@@ -1,4 +1,4 @@
-"""What the workers run: db-SP where the user has told diffusers how ranks share a sequence."""
+"""What the workers run: db-SP on device meshes, and mistakes that it must refuse on all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ import torch
 import torch.distributed as dist
 
 import dbsp_diffusers
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS, apart, outputs
-from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
-
-EVEN = (3, 4, 8)
-"""A token grid that diffusers can divide."""
+from tests.support.single_process import attach_single_process
 
 
 @contextmanager
@@ -33,42 +29,6 @@ def enable_parallelism(transformer: Any, **degrees: Any) -> None:
 
     with an_accelerator():
         transformer.enable_parallelism(config=ContextParallelConfig(**degrees))
-
-
-def run_takeover(
-    rank: int, world: int, model: str, degrees: dict[str, int], mesh: tuple[int, ...] | None
-) -> tuple[str, float, float]:
-    """(strategy, largest difference from one process, of stock diffusers' own context parallelism before and after).
-
-    mesh: sizes of a device mesh's dimensions data, ring and ulysses
-    """
-    transformer, inputs = make_tiny_transformer(model), tiny_inputs(model, batch=2)
-    even, config = tiny_inputs(model, EVEN), {"mask": MASKS["synthetic"], "layout": "striped"}
-    if model.startswith("flux"):  # diffusers divides text, too
-        even = {name: _even(name, value) for name, value in even.items()}
-    with torch.no_grad():
-        single = attach_single_process(transformer, config)
-        expected = outputs(transformer, inputs)
-        single.detach()
-        named = {}
-        if mesh is not None:
-            named = {"mesh": dist.init_device_mesh("cpu", mesh, mesh_dim_names=("data", "ring", "ulysses"))}
-        enable_parallelism(transformer, **degrees, **named)
-        stock = degrees.get("ring_degree", 1) == 1  # whose default backend has no ring
-        own, before = outputs(transformer, even) if stock else [], fingerprint(transformer)
-        session = dbsp_diffusers.enable(transformer, config)
-        out = outputs(transformer, inputs)
-        dbsp_diffusers.disable(transformer)
-        assert fingerprint(transformer) == before
-        assert transformer._parallel_config is not None
-        again = outputs(transformer, even) if stock else []
-    return str(session.strategy), apart(out, expected), apart(own, again) if stock else 0.0
-
-
-def _even(name: str, value: Any) -> Any:
-    if name == "encoder_hidden_states":
-        return value[:, :8]
-    return value[..., :8, :] if name == "txt_ids" else value
 
 
 def run_mesh(rank: int, world: int) -> tuple[str, list[float]]:
@@ -119,17 +79,10 @@ def _crossed_mesh(rank: int) -> None:
     dbsp_diffusers.enable(make_tiny_transformer("wan"), mesh=mesh)
 
 
-def _different_degrees(rank: int) -> None:
+def _enable_parallelism_before(rank: int) -> None:
     pipe = Pipe(transformer=make_tiny_transformer("wan"), transformer_2=make_tiny_transformer("wan"))
-    enable_parallelism(pipe.transformer, ulysses_degree=2)
-    enable_parallelism(pipe.transformer_2, ring_degree=2)
+    enable_parallelism(pipe.transformer_2, ulysses_degree=2)
     dbsp_diffusers.enable(pipe)
-
-
-def _tensor_parallel(rank: int) -> None:
-    transformer = make_tiny_transformer("wan")
-    transformer._parallel_config = Pipe(context_parallel_config=None)
-    dbsp_diffusers.enable(transformer)
 
 
 def _pass(model: str, options: dict[str, Any], **inputs: Any) -> Callable[[int], None]:
@@ -152,6 +105,10 @@ def _config(config: dict[str, Any]) -> Callable[[int], None]:
     return lambda rank: dbsp_diffusers.enable(make_tiny_transformer("wan"), config) and None
 
 
+def _batch_group(rank: int) -> None:
+    dbsp_diffusers.enable(make_tiny_transformer("wan"), batch_group=dist.group.WORLD)
+
+
 MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
     "an unknown class": (_unknown("Mystery3DModel"), "does not know Mystery3DModel; it knows WanTransformer3DModel, "),
     "audio that attends to video": (_unknown("Kandinsky6Transformer3DModel"), "audio and video attend"),
@@ -161,13 +118,13 @@ MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
     ),
     "a causal mask": (_pass("skyreels", {"num_frame_per_block": 3}), "causal mask of its own"),
     "diffusion forcing": (_pass("skyreels", {}, enable_diffusion_forcing=True), "with enable_diffusion_forcing"),
-    "enable_parallelism afterwards": (_enable_parallelism_after, "call it before"),
+    "enable_parallelism before": (_enable_parallelism_before, 'call dbsp_diffusers.enable(pipe, strategy="UxRy")'),
+    "enable_parallelism afterwards": (_enable_parallelism_after, "enable db-SP alone"),
+    "a batch that groups split": (_batch_group, "batch_group: groups of ranks no longer split a batch; leave it out"),
     "a second enable": (_twice, "parallelized already"),
     "a mesh without our dimensions": (_useless_mesh, "a dimension ring or ulysses, got dimensions data, tensor"),
     "a mesh in another order": (_crossed_mesh, "ring must come before ulysses"),
-    "degrees that differ": (_different_degrees, "the two transformers different degrees"),
     "degrees that don't multiply": (_config({"strategy": "U3R1"}), "U3R1"),
-    "tensor parallelism": (_tensor_parallel, "tensor parallelism"),
     "report for one transformer": (
         _config({"transformer_2": {"report": "x"}}),
         "'report' in 'transformer_2' is for both transformers",

@@ -1,4 +1,4 @@
-"""Counted: the floating-point memory that is alive while one attention runs."""
+"""Counts the floating-point memory that is alive while one attention runs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,15 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_kernels.packing.int8_rows import row_words
 
-__all__ = ["Alive", "peak_of_attention"]
+__all__ = ["peak_of_attention"]
 
 
-class Alive(TorchDispatchMode):
-    """Most bytes of tensors that were alive at once, beside those `given` to what is watched.
+class _Alive(TorchDispatchMode):
+    """Most bytes of floating-point tensors that were alive at once, beside those `given` to what is watched."""
 
-    integers: whether others than floating-point ones count too
-    """
-
-    def __init__(self, *given: torch.Tensor, integers: bool = False) -> None:
+    def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()
         self.peak = 0
-        self._integers = integers
         self._given = {tensor.untyped_storage()._cdata for tensor in given}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -45,7 +41,7 @@ class Alive(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if type(tensor) is not torch.Tensor:  # a wrapper has no memory of its own
                 continue
-            if self._integers or tensor.is_floating_point():
+            if tensor.is_floating_point():
                 storage = tensor.untyped_storage()
                 if storage._cdata in self._given:
                     continue
@@ -61,21 +57,15 @@ def peak_of_attention(
     layout: SequenceLayout,
     rank: int,
     head_dim: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    gradients: bool = False,
 ) -> float:
     """Peak bytes of one rank beside its q, k and v themselves, in units of one of them.
-
-    gradients: of a forward pass that keeps what backward needs
 
     Nothing is sent, copied or computed: gloo, and the CPU's ways to copy segments and to attend, need memory that a
     GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
     partial result in place returns.
     """
     attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup(rank, plan.strategy.world))
-    q, k, v = (torch.empty(1, plan.heads, layout.shard, head_dim, dtype=dtype) for _ in range(3))
-    q.requires_grad_(gradients)
+    q, k, v = (torch.empty(1, plan.heads, layout.shard, head_dim) for _ in range(3))
 
     def all_to_all(_: SequenceGroup, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
         return sent.new_empty(sum(receive), *sent.shape[1:])
@@ -89,7 +79,7 @@ def peak_of_attention(
         return PendingTransfer(sent.new_empty(tuple(received_shape)), sent, ())
 
     def kernel(
-        q: torch.Tensor, *_: Any, partial: Any = None, out_dtype: torch.dtype = dtype, **options: Any
+        q: torch.Tensor, *_: Any, partial: Any = None, out_dtype: torch.dtype = torch.float32, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if partial is not None and partial[0].dtype == out_dtype:
             return partial[0], partial[1]
@@ -108,7 +98,7 @@ def peak_of_attention(
             *places, row_words(like.shape[-1]), dtype=torch.float32
         )  # which counts, as int32 does not
 
-    alive = Alive(q, k, v, mean)
+    alive = _Alive(q, k, v, mean)
     with (
         mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
         mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all),
