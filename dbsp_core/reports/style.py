@@ -20,7 +20,6 @@ __all__ = [
     "WAITING",
     "WIDTH",
     "heading",
-    "layer_colour",
     "rank_colour",
 ]
 
@@ -54,7 +53,6 @@ MASKS = {
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee9944", "#88aa77")
 ROLES = {"measured": "#3d4454", "fitted": "#9fc5c3", "held out": "#17807e"}
 """Of what others measured, and of what is modelled: with constants that were fitted to it, and without."""
-LAYERS = ("#c9a5d6", "#9a6fb0", "#6c4391", "#3c1f5c")
 WAITING = "#e4e1db"
 
 STYLE: dict[str, Any] = {
@@ -88,11 +86,6 @@ STYLE: dict[str, Any] = {
     "hatch.color": "#a8a196",
     "hatch.linewidth": 0.9,
 }
-
-
-def layer_colour(layer: int) -> str:
-    """Of the small model's four layers, the first one palest."""
-    return LAYERS[layer % len(LAYERS)]
 
 
 def rank_colour(rank: int) -> str:

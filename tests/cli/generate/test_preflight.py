@@ -17,14 +17,13 @@ from dbsp_cli.generate.resources import duration_notice, memory_complaint
 from dbsp_cli.generate.running import require_runnable
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.models.lookup import require_model
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_diffusers.preflight import require_checkpoint, require_possible
 from dbsp_xdit.models import find_model
 from tests.support.programs import run
 
-WAN = require_model("wan2.1-t2v-14b")
+WAN = MODEL_SPECS["wan2.1-t2v-14b"]
 ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
 
 

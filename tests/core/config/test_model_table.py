@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-import pytest
-
-from dbsp_core.models.lookup import require_model
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.table import MODEL_SPECS
 
@@ -26,8 +23,3 @@ def test_the_model_s_description_is_of_its_fields():
     names = {name for names in described for name in names.split(", ")}
     assert names
     assert names <= {field.name for field in fields(ModelSpec)}
-
-
-def test_an_unknown_model_is_told_which_there_are():
-    with pytest.raises(ValueError, match="use one of wan"):
-        require_model("nothing")
