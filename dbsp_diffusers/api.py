@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,15 +18,13 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attach import Host, attach_host
 from dbsp_diffusers.attached import attached_to, transformers_in
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import model_name, write_run_report
-from dbsp_diffusers.sharding.batch_parallel import split_batch
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
-from dbsp_diffusers.sharding.takeover import ranks_of_mesh, suspend_context_parallelism
 
 __all__ = ["disable", "enable", "session_of", "sessions_of", "write_report"]
 
 Group = ProcessGroup | SequenceGroup | None
+_DIMENSIONS = ("ring", "ulysses")
 
 
 def enable(
@@ -35,12 +33,11 @@ def enable(
     *,
     mesh: Any = None,
     group: Group = None,
-    batch_group: Group = None,
-    everyone: Group = None,
     strategy: Strategy | str | None = None,
     vae: bool = False,
     steps: Callable[[], int | None] | None = None,
     host: str = "diffusers",
+    **removed: Any,
 ) -> AttentionSession:
     """Shards a diffusers pipeline's transformer over ranks, with dual-balanced block-sparse self-attention.
 
@@ -48,26 +45,21 @@ def enable(
     sharded like video. In a pipeline's calls all ranks draw the first rank's random numbers. Call it on all ranks
     together, before `torch.compile`; without torch.distributed it is one process with sparse attention.
 
-    After the user's own `transformer.enable_parallelism(config=ContextParallelConfig(...))` the ranks and degrees are
-    taken from there, and diffusers' own context parallelism is suspended until `disable`.
-
     Args:
         model: A pipeline with a `transformer`, and maybe others that take turns with it (Wan2.2's `transformer_2`), or
             such a transformer, of a class that db-SP knows.
         config: A `DbspConfig`, a mapping, the path of a YAML file or the name of a shipped one. None: the settings
             shipped for the transformer's checkpoint, dense attention where none are shipped.
         mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, whatever others it has: the ranks
-            that share a sequence, and how. Default: those of `enable_parallelism`, else all ranks.
+            that share a sequence, and how. Default: all ranks.
         group: The ranks that share a sequence, where no mesh says it. Default: all ranks.
-        batch_group: The ranks that hold the same part of the sequence and share out the items of a batch. Default:
-            the batch is not shared out.
-        everyone: With `batch_group`, the ranks that make one video together. Default: all ranks.
         strategy: How the ranks of a sequence are used, for example "U4R2", where the configuration does not say.
             Default: Ulysses on all of them.
         vae: Whether the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
             on, and shares its tiles out. Setting `vae` of the configuration does so, too.
         steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
         host: The name of the caller in reports.
+        removed: Arguments of earlier versions, which raise UserError.
 
     Returns:
         The session: its plans, strategies and statistics. Of two transformers that of the first; see `sessions_of`.
@@ -76,26 +68,55 @@ def enable(
         UserError: On all ranks together, for a transformer that is unknown, compiled or parallelized already, or a
             mesh, strategy or configuration that does not fit or differs between ranks. The model is then as it was.
     """
-    with PatchSet() as patches:
-        suspended = suspend_context_parallelism(transformers_in(model).values(), patches)
-        ranks = suspended if mesh is None else ranks_of_mesh(mesh)
-        sequence = SequenceGroup.of(group) if ranks is None else ranks.group
-        default = Strategy(sequence.size, 1) if ranks is None else ranks.strategy
-        batch = SequenceGroup(0, 1) if batch_group is None else SequenceGroup.of(batch_group)
-        whole = Host(
-            name=host,
-            sequence=sequence,
-            everyone=sequence if batch_group is None else SequenceGroup.of(everyone),
-            attentions=_attentions_of,
-            choose_strategy=lambda config: config.strategy_or(
-                default if strategy is None else Strategy.parse(strategy)
-            ),
-            shard=lambda transformer, session, patches: shard_transformer(
-                transformer, session, patches, split_batch(transformer, batch, patches)
-            ),
-            vae=vae,
-        )
-        return attach_host(model, config, whole, steps, patches)
+    _refuse_removed(removed)
+    sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
+    whole = Host(
+        name=host,
+        sequence=sequence,
+        attentions=_attentions_of,
+        choose_strategy=lambda config: config.strategy_or(default if strategy is None else Strategy.parse(strategy)),
+        shard=shard_transformer,
+        vae=vae,
+    )
+    return attach_host(model, config, whole, steps)
+
+
+def _refuse_removed(given: Mapping[str, Any]) -> None:
+    """Raises UserError for arguments that `enable` no longer takes, TypeError for others."""
+    for name in given:
+        if name in ("batch_group", "everyone"):
+            raise UserError(
+                f"{name}: groups of ranks no longer split a batch; leave it out, and all ranks share every item, or "
+                "give each group its own items and call enable(pipe, group=ranks_of_one_sequence)"
+            )
+        raise TypeError(f"enable() got an unexpected keyword argument {name!r}")
+
+
+def _ranks_of(group: Group) -> tuple[SequenceGroup, Strategy]:
+    """Returns a group as the ranks that share a sequence, by Ulysses unless the configuration says otherwise."""
+    sequence = SequenceGroup.of(group)
+    return sequence, Strategy(sequence.size, 1)
+
+
+def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
+    """Returns the ranks along the dimensions "ring" and "ulysses" of a device mesh, and the strategy of its sizes.
+
+    One of the two dimensions may be missing, and the mesh may have others. Collective. Raises UserError, on all
+    ranks, for any other mesh, and on a rank outside the mesh.
+    """
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    present = [name for name in names if name in _DIMENSIONS]
+    if not present:
+        what = f"dimensions {', '.join(names)}" if names else f"a {type(mesh).__name__} without such names"
+        raise UserError(f"mesh must be a device mesh with a dimension ring or ulysses, got {what}")
+    if present == ["ulysses", "ring"]:
+        raise UserError("the mesh's dimension ring must come before ulysses, as in diffusers' own meshes")
+    if mesh.get_coordinate() is None:
+        raise UserError("this rank is outside the mesh; enable db-SP on the mesh's ranks only")
+    part = mesh[tuple(present)]
+    group = (part._flatten() if len(present) > 1 else part).get_group()
+    degrees = {name: mesh[name].size() for name in present}
+    return SequenceGroup.of(group), Strategy(degrees.get("ulysses", 1), degrees.get("ring", 1))
 
 
 def _attentions_of(transformer: Any) -> Sequence[nn.Module]:

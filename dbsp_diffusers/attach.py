@@ -45,20 +45,18 @@ class Host:
 
     Attributes:
         name: The host's name in reports.
-        sequence: The ranks that share a sequence.
-        everyone: The ranks that make one video together.
+        sequence: The ranks that share a sequence and make one video together.
         attentions: Returns a transformer's self-attention modules, one a layer.
         choose_strategy: Returns the strategy for a configuration; None for "auto".
         shard: Shards a transformer by a session; returns the value, not false, of its attribute `_is_parallelized`.
         full_latents: Makes a rank's latents the whole video's, where each rank is given and denoises a part.
         vae: Whether videos are decoded in parallel, whatever the configuration says.
-        decoders: The ranks that decode a video together, where these are more than `everyone`.
+        decoders: The ranks that decode a video together, if more than `sequence`.
         refused_vae: Why a pipeline's videos cannot be decoded in parallel, if so.
     """
 
     name: str
     sequence: SequenceGroup
-    everyone: SequenceGroup
     attentions: Callable[[Any], Sequence[nn.Module]]
     choose_strategy: Callable[[DbspConfig], Strategy | None]
     shard: Callable[[Any, AttentionSession, PatchSet], object]
@@ -73,24 +71,20 @@ def attach_host(
     config: ConfigLike,
     host: Host,
     steps: Callable[[], int | None] | None = None,
-    patches: PatchSet | None = None,
 ) -> AttentionSession:
-    """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective.
-
-    `patches` are changes made already, which are undone with the others.
-    """
-    transformers = run_consistently(host.everyone.control(), lambda: _require_attachable(model, host))
-    use_model_device(transformers.values(), host.everyone)
+    """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective."""
+    transformers = run_consistently(host.sequence.control(), lambda: _require_attachable(model, host))
+    use_model_device(transformers.values(), host.sequence)
     pipe = None if model in transformers.values() else model
-    generations = Generations(pipe, host.everyone, host.sequence)
+    generations = Generations(pipe, host.sequence)
     clock = StepClock(generations.progress, shared=len(transformers) > 1)
     sessions: list[tuple[nn.Module, AttentionSession]] = []
     gates: dict[nn.Module, nn.Linear] = {}
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
-        gates |= gates_in_checkpoint(transformer, own.mask, host.everyone.control(), None if pipe is None else name)
+        gates |= gates_in_checkpoint(transformer, own.mask, host.sequence.control(), None if pipe is None else name)
         choose = functools.partial(_choose_strategy, host, own)
-        strategy = run_consistently(host.everyone.control(), choose)
+        strategy = run_consistently(host.sequence.control(), choose)
         attentions = host.attentions(transformer)
         session = observed_session(
             own,
@@ -104,10 +98,10 @@ def attach_host(
         )
         # of the attention's weights: a model may keep others, such as embeddings, in float32
         like = next((p for p in attentions[0].parameters() if p.is_floating_point()), next(transformer.parameters()))
-        log_config(own, identify(transformer, pipe), host.everyone, strategy, like)
+        log_config(own, identify(transformer, pipe), host.sequence, strategy, like)
         sessions.append((transformer, session))
     debug = any(session.config.debug for _, session in sessions)
-    changes = patches or PatchSet()
+    changes = PatchSet()
 
     def change() -> None:
         for attention, gate in gates.items():
@@ -127,18 +121,18 @@ def attach_host(
             ranks = transformer._is_parallelized
             reached = ranks.sharding.reached if isinstance(ranks, ForwardRanks) else session.end
             on_host = next(transformer.parameters()).device.type == "cpu"
-            patience = host.everyone.timeout if on_host else None
+            patience = host.sequence.timeout if on_host else None
             Coverage(transformer, host.attentions, reached, generations.board, patience).attach(changes)
         _share_decoding(model, host, sessions[0][1].config.vae, generations.agreement, changes)
         if pipe is not None:
             report_calls(pipe, [session for _, session in sessions], changes, host.name, host.full_latents)
         for transformer, _ in sessions:
-            state = Attached(changes, host.everyone, sessions, host.name, generations)
+            state = Attached(changes, sessions, host.name, generations)
             changes.set_attribute(transformer, STATE, state)
             changes.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
 
     with changes:
-        run_consistently(host.everyone.control(), change)
+        run_consistently(host.sequence.control(), change)
     return sessions[0][1]
 
 
@@ -189,7 +183,10 @@ def _require_not_parallelized(transformer: nn.Module, self_attentions: Sequence[
         )
     processors = [getattr(attention, "processor", None) for attention in self_attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
-        raise UserError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
+        raise UserError(
+            "this transformer is parallelized by diffusers (enable_parallelism); load it without that, and call "
+            'dbsp_diffusers.enable(pipe, strategy="UxRy") or enable(pipe, mesh=mesh) instead'
+        )
 
 
 def _refuse_copy(protocol: int) -> NoReturn:
@@ -204,6 +201,6 @@ def _own_config(
     config: ConfigLike, name: str, transformer: nn.Module, host: Host, pipe: Any, several: bool
 ) -> DbspConfig:
     """One transformer's settings; each of several records its masks in a folder of its own. Collective."""
-    own = resolve_config(config, transformer, host.everyone, pipe=pipe, name=name, vae=host.vae)
+    own = resolve_config(config, transformer, host.sequence, pipe=pipe, name=name, vae=host.vae)
     record = own.record or env.read(env.RECORD)
     return replace(own, record=os.path.join(record, name)) if record and several else own

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import known_architecture
@@ -27,13 +26,11 @@ class Attached:
     """What is attached to a pipeline's transformers, or to one without a pipeline.
 
     Attributes:
-        everyone: The ranks that make one video together.
         sessions: Each transformer with its session.
         generations: What the ranks agree on for each video.
     """
 
     patches: PatchSet
-    everyone: SequenceGroup
     sessions: Sequence[tuple[nn.Module, AttentionSession]]
     host: str
     generations: Generations

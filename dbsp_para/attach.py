@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers import disable, enable
-from dbsp_para.mesh import groups_of
 
 __all__ = ["parallelize_pipe", "parallelize_transformer", "unparallelize"]
 
@@ -22,8 +21,8 @@ def parallelize_pipe(pipe: Model, *, mesh: Any = None, attn: str | None = "dbsp"
 
     Args:
         pipe: A diffusers pipeline with one transformer.
-        mesh: para-attn's device mesh with dimensions (batch, ring, ulysses). Default: all ranks share the sequence,
-            by Ulysses only.
+        mesh: para-attn's device mesh with dimensions (batch, ring, ulysses), the first of size 1. Default: all ranks
+            share the sequence, by Ulysses only.
         attn: "dbsp"; para-attn's own functions have the others.
         config: A `DbspConfig`, a mapping, the path of a YAML file, or None for the settings shipped for the
             transformer's checkpoint, dense attention where none are shipped. Its strategy overrides the mesh's.
@@ -80,5 +79,17 @@ def _parallelize(
         raise UserError(
             f'unknown attn {attn!r}; pass attn="dbsp", or call para-attn\'s own function for its attention'
         )
-    enable(model, config, steps=steps, host="para", **groups_of(mesh))
+    _require_whole_batch(mesh)
+    enable(model, config, mesh=mesh, steps=steps, host="para")
     return model
+
+
+def _require_whole_batch(mesh: Any) -> None:
+    """Raises UserError for a mesh of para-attn's that splits the batch, as para-attn's own attention does."""
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    groups = mesh.size(names.index("batch")) if "batch" in names else 1
+    if groups > 1:
+        raise UserError(
+            f"the mesh splits the batch over {groups} groups of ranks, and db-SP does not; make it with "
+            "max_batch_dim_size=1, and all ranks share every item"
+        )

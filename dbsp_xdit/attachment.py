@@ -19,7 +19,6 @@ from dbsp_diffusers.attached import attached_to, transformers_of
 from dbsp_diffusers.models import ARCHITECTURES, architecture_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_or_say_why_not, shown_name
-from dbsp_diffusers.sharding.batch_parallel import split_batch
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 from dbsp_diffusers.sharding.step_caches import refuse_step_caches
 from dbsp_xdit.cogvideox import attach_strips, gather_latents
@@ -71,9 +70,6 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         if kind == _COGVIDEOX:
             attach_strips(transformer, session, patches)
             return True
-        if kind is None and guidance.size > 1 and architecture_of(transformer).text is not None:
-            batch = split_batch(transformer, guidance, patches, repeat_uneven=True)
-            return shard_transformer(transformer, session, patches, batch)
         _require_parallel_guidance(pipe, guidance)
         if kind is None:
             return shard_transformer(transformer, session, patches)
@@ -86,7 +82,6 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         config,
         Host(
             "xdit",
-            sequence,
             sequence,
             attentions_of,
             _strategy,
@@ -169,11 +164,11 @@ def _refused_vae(pipe: Any) -> str | None:
 
 
 def _require_parallel_guidance(pipe: Any, guidance: SequenceGroup) -> None:
-    """Raises UserError for guidance in parallel with a pipeline that runs its branches one after the other."""
+    """Raises UserError for guidance in parallel with a pipeline that does not split the two passes itself."""
     if guidance.size > 1 and not type(pipe).__module__.startswith("xfuser."):
         raise UserError(
-            f"use_cfg_parallel: {type(pipe).__name__} runs its guidance passes one after the other; leave it out, or "
-            "use a pipeline of xfuser's that runs them in parallel"
+            f"use_cfg_parallel: {type(pipe).__name__} does not run the two guidance passes on two groups of ranks; "
+            "leave it out and double the Ulysses or ring degree"
         )
 
 

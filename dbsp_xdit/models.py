@@ -85,10 +85,10 @@ def require_video_size(model: Model, args: Mapping[str, Any]) -> None:
     complaint = None if frames is None else PIPELINES[name].frames_complaint(frames)
     if complaint is not None:
         raise UserError(f"--num_frames {frames} {complaint}")
-    if args.get("use_cfg_parallel") and name in ("WanPipeline", "WanVACEPipeline") and args.get("task") != "i2v":
+    if args.get("use_cfg_parallel") and name != "WanImageToVideoPipeline" and args.get("task") != "i2v":
         raise UserError(
-            f"--use_cfg_parallel: xDiT runs the two guidance passes of {PIPELINES[name].title} one after the other; "
-            "leave it out and double --ulysses_degree or --ring_degree"
+            f"--use_cfg_parallel: {PIPELINES[name].title} does not run the two guidance passes on two groups of "
+            "ranks; leave it out and double --ulysses_degree or --ring_degree"
         )
     _require_images(model, args)
 

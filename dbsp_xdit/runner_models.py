@@ -105,9 +105,7 @@ def _cogvideox(model: Model, dtype: torch.dtype) -> type:
     )
 
     class CogVideoXModel(xFuserModel):
-        capabilities = ModelCapabilities(
-            use_cfg_parallel=True, enable_slicing=True, enable_tiling=True, use_vae_channels_last_format=False
-        )
+        capabilities = ModelCapabilities(enable_slicing=True, enable_tiling=True, use_vae_channels_last_format=False)
         default_input_values = DefaultInputValues(max_sequence_length=226, **_defaults(model))
         settings = ModelSettings(
             model_name=model.source,

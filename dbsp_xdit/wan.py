@@ -33,7 +33,7 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
     architecture = architecture_of(transformer)
     attentions, blocks = architecture.attentions_of(transformer), architecture.blocks_of(transformer)
     branch = guidance_branch(transformer, patches)
-    caches = StepCaches(transformer, blocks, ForwardRanks((session.group,), _Sharding(session)), shared_batch=False)
+    caches = StepCaches(transformer, blocks, ForwardRanks(session.group, _Sharding(session)))
     caches.look()
     patches.on_detach(caches.release)
 

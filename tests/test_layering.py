@@ -214,7 +214,7 @@ ORDER = {
             "sharding",
             "attached",
         ),
-        *("packed", "report_hook", "reference", "attach", "sum_gradients", "api"),
+        *("packed", "report_hook", "attach", "sum_gradients", "api"),
     ),
 }
 """The parts of a package, lowest first: each imports itself and those before it, inside functions too."""

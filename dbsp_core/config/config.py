@@ -55,22 +55,17 @@ class ReuseConfig:
     """How long plans are kept, and when new ones are made.
 
     Attributes:
-        threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this, and
-        budget: while what it has wasted, Σ over its calls of ρ_s less the least known when it was made, stays at or
-            below this. None: only the threshold counts, as in the paper.
+        threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this.
         mode: "sync" plans from each call's own mask, "async" one call behind, without waiting; "auto" is async for
             masks computed from queries and keys.
     """
 
     threshold: float = 1.10
-    budget: float | None = 0.30
     mode: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
             raise bad_value(self, "threshold", "must be at least 1, the least ρ_s there is", "reuse.")
-        if self.budget is not None and not self.budget > 0:
-            raise bad_value(self, "budget", "must be positive, or null to replan by the threshold alone", "reuse.")
         require_choice("mode", self.mode, MODES, "reuse.")
 
 
@@ -128,7 +123,7 @@ class DbspConfig:
         exchange: An `ExchangeConfig`, or a mapping for one.
         reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Constants that predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`. None:
-            those that `dbsp calibrate` measured on this machine; without these, rules that need no constants.
+            those that `python -m scripts.calibrate` measured here; without these, rules that need no constants.
         kernel: "auto", or a kernel's name.
         bags: How several sequences of one call are shared out: a `BagConfig`, a mapping for one, or only its topology,
             such as "g8n4" or "auto"; None: every rank shares in each sequence (see docs/bags.md).

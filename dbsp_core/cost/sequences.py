@@ -33,7 +33,6 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = [
     "FLOP_COUNTS",
-    "FLUX",
     "LayerSize",
     "SequencePlanMetrics",
     "SequenceWork",
@@ -41,7 +40,6 @@ __all__ = [
     "bag_layout",
     "evaluate",
     "even_owners",
-    "gamma_of",
     "sequence_cost",
     "whole_layout",
 ]
@@ -76,10 +74,6 @@ class LayerSize:
         return self.heads * self.head_dim
 
 
-FLUX = LayerSize(layers=57, heads=24, head_dim=128, token_flops=24 * 3072**2)
-"""KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
-
-
 FLOP_COUNTS = Hardware(
     name="FLOP counts",
     device="any",
@@ -111,12 +105,6 @@ def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block
     known = hardware.constants
     token_s = layer.token_flops / known.linear_flops_per_s + layer.heads * known.row_s / block_q
     return SequenceCost(token_s, block_s(block_q, block_k, layer.head_dim, known))
-
-
-def gamma_of(layer: LayerSize, hardware: Hardware) -> float:
-    """KnapFormer's γ (Eq. 2) of a machine: seconds a FLOP of attention over seconds a FLOP of everything else."""
-    known = hardware.constants
-    return block_s(1, 1, layer.head_dim, known) / (4 * layer.head_dim) * known.linear_flops_per_s
 
 
 WorkOfSizes = dict[MaskRequest, tuple[BlockGrid, np.ndarray]]

@@ -38,7 +38,7 @@ class KeysInChunks(KeyTravel):
 
     sent: np.ndarray
     ulysses: int
-    shares: tuple[int, ...] = (1,)
+    shares: tuple[int, ...] = (2, 1)
     one_ahead: bool = False
 
     def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> KeysInChunks:

@@ -62,11 +62,6 @@ class KeyTravel(ABC):
     def at_once(self) -> bool:
         """Whether all exchanges start before the first kernel; else each during the kernel before it."""
 
-    @property
-    def chunked(self) -> bool:
-        """Whether there are several chunks, which `in_chunks` can change."""
-        return False
-
     def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> KeyTravel:
         """The same keys in other chunks, see `KeysInChunks`. Raises ValueError where they do not come in chunks."""
         raise ValueError(f"{self!r} do not come in chunks")

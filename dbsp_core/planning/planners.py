@@ -20,13 +20,11 @@ from dbsp_core.planning.baselines import (
 )
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
 from dbsp_core.planning.planner_input import PlannerInput
-from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short
 from dbsp_core.utils.removed import why_removed
 
 __all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "require_planner"]
 
-AUTO = "auto"
 RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
 
 OwnersAndSlots = tuple[np.ndarray, np.ndarray]
@@ -58,42 +56,17 @@ class PlannerConfig:
     Attributes:
         name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous", and others.
         target_rho: ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring.
-        exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
-            balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions that have
-            constants of a machine, as these say; else 0: balance comes first.
-        memory_limit: Most bytes that an attention may hold on any rank at its peak, beside q, k and v: a number, or in
-            words such as "8GiB"; "auto": the least that is free on a rank when the first forward pass begins. For
-            sessions, which drop strategies above it and let planner "dbsp" give ranks rows of fewer heads.
-        most_heads: Most heads of which a Ulysses rank may have rows. No setting: it follows from `memory_limit`.
     """
 
     name: str = "dbsp"
     target_rho: float | None = None
-    exchange_cost: float | None = None
-    memory_limit: int | str | None = None
     paper: PaperConfig = field(default_factory=PaperConfig)
-    most_heads: int | None = field(default=None, repr=False, metadata={"setting": False})
 
     def __post_init__(self) -> None:
         with blame_setting("name"):
             require_planner(self.name)
         if self.target_rho is not None and not self.target_rho >= 1:
             raise bad_value(self, "target_rho", "must be at least 1, the least ρ_s there is", "planner.")
-        if self.exchange_cost is not None and not self.exchange_cost >= 0:
-            raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first", "planner.")
-        if self.memory_limit not in (None, AUTO):
-            with blame_setting("memory_limit"):
-                object.__setattr__(self, "memory_limit", _read_limit(self.memory_limit))
-
-
-def _read_limit(limit: int | str | None) -> int:
-    try:
-        size = parse_size(str(limit))
-    except UserError as error:
-        raise UserError(f"planner.memory_limit: {error}, or auto") from error
-    if size < 1:
-        raise UserError(f"planner.memory_limit={limit} must be positive; write 8GiB, auto or null")
-    return size
 
 
 @dataclass(frozen=True)
@@ -156,13 +129,8 @@ def dbsp(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
         target_rho = config.target_rho or HEAD_TOLERANCE
         owner = cut_rows(inputs.row_work, inputs.q_position, inputs.strategy.ulysses, inputs.strategy.ring, target_rho)
         return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
-    return plan_rows(
-        inputs,
-        target_rho=config.target_rho or RING_TOLERANCE,
-        head_target_rho=config.target_rho or HEAD_TOLERANCE,
-        exchange_cost=config.exchange_cost or 0.0,
-        most_heads=config.most_heads,
-    )
+    ring, heads = config.target_rho or RING_TOLERANCE, config.target_rho or HEAD_TOLERANCE
+    return plan_rows(inputs, target_rho=ring, head_target_rho=heads)
 
 
 PLANNERS = {

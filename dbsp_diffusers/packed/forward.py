@@ -227,10 +227,9 @@ def _session_of(transformer: Any) -> AttentionSession | None:
     if state is None:
         return None
     session = next(session for own, session in state.sessions if own is transformer)
-    ranks = transformer._is_parallelized
-    if not isinstance(ranks, ForwardRanks) or session.group.size != state.everyone.size:
+    if not isinstance(transformer._is_parallelized, ForwardRanks):
         raise UserError(
-            f"several sizes at once are not shared by batch groups, nor by {state.host} in a way of its own; enable "
-            "with dbsp_diffusers.enable, without batch_group"
+            f"{state.host} shards this transformer in a way of its own, which takes one size at a time; use "
+            "dbsp_diffusers.enable"
         )
     return session

@@ -35,13 +35,11 @@ class Generations:
 
     Args:
         pipe: The pipeline; None for a transformer without one.
-        everyone: The ranks that make one video together.
-        sequence: The ranks that share the sequence. Default: `everyone`.
+        ranks: The ranks that make one video together.
     """
 
-    def __init__(self, pipe: Any, everyone: SequenceGroup, sequence: SequenceGroup | None = None) -> None:
-        self.agreement = GenerationAgreement(everyone)
-        self._sequence = sequence or everyone
+    def __init__(self, pipe: Any, ranks: SequenceGroup) -> None:
+        self.agreement = GenerationAgreement(ranks)
         self._pipe = pipe
         self._call: object = None
         """A new object for each call of the pipeline; None outside of calls."""
@@ -72,7 +70,7 @@ class Generations:
         """
         board = self.agreement.board = self.agreement.group.failure_board()
         if board is not None:
-            self._sequence.watch(board)
+            self.agreement.group.watch(board)
         if self._pipe is not None and callable(self._pipe):
             around_calls(self._pipe, lambda call: self._around(call, problem, shares_state), patches)
 

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.replicated import attend_shared_keys, count_gradient_once, sum_gradient
 from dbsp_core.runtime.session.session import AttentionSession
@@ -29,7 +28,6 @@ from dbsp_diffusers.patching import (
     without_argument,
 )
 from dbsp_diffusers.sharding.backends import NativeBackend
-from dbsp_diffusers.sharding.batch_parallel import BatchSplit
 from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
 from dbsp_diffusers.sharding.intercept import intercept_attention
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
@@ -37,29 +35,23 @@ from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
 __all__ = ["shard_transformer"]
 
-_ALONE = SequenceGroup(0, 1)
 Shards = Mapping[str, StreamShards | PackedShards]
 """Shards of a sequence by stream."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def shard_transformer(
-    transformer: nn.Module, session: AttentionSession, patches: PatchSet, batch: SequenceGroup | BatchSplit = _ALONE
-) -> ForwardRanks:
+def shard_transformer(transformer: nn.Module, session: AttentionSession, patches: PatchSet) -> ForwardRanks:
     """Shards the sequence over the session's ranks as the transformer's architecture says.
 
     Every rank is given the whole input and returns the whole output. Text, where it is in the sequence, is a stream of
     its own, sharded like video. Step caches, put on the transformer before or after, skip what they would skip in one
     process. Raises UserError for a transformer that db-SP does not know or cannot shard.
 
-    Args:
-        batch: What `split_batch` returned, where a batch is split.
-
     Returns:
         The ranks that run a forward pass together.
     """
-    sharding = _SequenceSharding(transformer, session, batch)
+    sharding = _SequenceSharding(transformer, session)
     sharding.attach(patches)
     return sharding.together
 
@@ -122,8 +114,8 @@ class _PackedPass:
 class _SequenceSharding:
     """The hooks on one transformer."""
 
-    def __init__(self, transformer: nn.Module, session: AttentionSession, batch: SequenceGroup | BatchSplit) -> None:
-        self.together = ForwardRanks((session.group, batch), self)
+    def __init__(self, transformer: nn.Module, session: AttentionSession) -> None:
+        self.together = ForwardRanks(session.group, self)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
         self._cuts = self._architecture.cuts.of(transformer)
@@ -134,7 +126,7 @@ class _SequenceSharding:
         self._hooks = HooksByPath(transformer)
         self._made: WeakKeyDictionary[SequenceLayout, Shards] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
-        self._caches = StepCaches(transformer, blocks, self.together, shared_batch=batch.size > 1)
+        self._caches = StepCaches(transformer, blocks, self.together)
 
     def attach(self, patches: PatchSet) -> None:
         self._caches.look()
@@ -186,7 +178,8 @@ class _SequenceSharding:
         self._backend.pin()
         if getattr(module, "_parallel_config", None) is not None:
             raise UserError(
-                "enable_parallelism was called after db-SP was enabled, and both would shard; call it before"
+                "enable_parallelism was called on a transformer that db-SP shards; load the transformer again, and "
+                "enable db-SP alone"
             )
         if args and isinstance(args[0], PackedBatch):
             self._pass = _PackedPass()

@@ -17,7 +17,6 @@ from torch import nn
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.batch_parallel import BatchSplit
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
 __all__ = ["ForwardRanks", "StepCaches", "may_skip", "refuse_step_caches"]
@@ -35,12 +34,11 @@ class ForwardRanks:
     """The ranks that run one forward pass together.
 
     Attributes:
-        groups: The ranks that share the sequence, and those that share out the batch; one after the other they reach
-            all.
+        group: The ranks that share the sequence.
         sharding: How the video of the current pass is sharded, and which layers' attention db-SP has computed in it.
     """
 
-    groups: tuple[SequenceGroup | BatchSplit, ...]
+    group: SequenceGroup
     sharding: _Sharded
 
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
@@ -60,9 +58,7 @@ class ForwardRanks:
             )
         before, now = before[:, : video.tokens_here], now[:, : video.tokens_here]
         sums = torch.stack([(now - before).abs().sum(dtype=torch.float64), before.abs().sum(dtype=torch.float64)])
-        for group in self.groups:
-            sums = torch.stack(group.all_gather(sums)).sum(dim=0)
-        difference, size = sums.tolist()
+        difference, size = torch.stack(self.group.all_gather(sums)).sum(dim=0).tolist()
         return difference, size
 
 
@@ -70,18 +66,16 @@ DECIDING = "FBCHeadBlockHook"
 """diffusers' first-block cache: decides by how much the first block's residual has changed."""
 
 SKIPS_NOTHING = "PeftInputAutocastDisableHook"
-BY_STEP = {
+ALIKE = {
     *("FBCBlockHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook", "PyramidAttentionBroadcastHook"),
     *("FasterCacheBlockHook", "TextKVCacheTransformerHook", "TextKVCacheBlockHook", "TransformerBlockSkipHook"),
-    *("FeedForwardSkipHook", SKIPS_NOTHING),
+    *("FeedForwardSkipHook", SKIPS_NOTHING, "FasterCacheDenoiserHook"),
+    *("SeaCacheRootHook", "SeaCacheLeaderBlockHook", "SeaCacheBlockHook", "SeaCachePostNormHook"),
 }
-"""Hooks of diffusers that skip by step, timestep or another hook's decision, or that skip nothing."""
+"""Hooks of diffusers that skip alike on all ranks.
 
-WHOLE_BATCH = {
-    *("FasterCacheDenoiserHook", "SeaCacheRootHook", "SeaCacheLeaderBlockHook", "SeaCacheBlockHook"),
-    "SeaCachePostNormHook",
-}
-"""Hooks that go by the whole input, which every rank is given, or halve its batch: not where a batch is shared out."""
+They go by step, timestep, another hook's decision or the whole input, or skip nothing.
+"""
 
 
 def refuse_step_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -108,19 +102,12 @@ def may_skip(transformer: nn.Module, block: nn.Module) -> bool:
 
 
 class StepCaches:
-    """Looks, before each pass, which step caches are enabled on one transformer, and lets all ranks decide together.
+    """Looks before each pass which step caches a transformer has, and lets all ranks decide together."""
 
-    Args:
-        shared_batch: Whether groups of ranks share out the items of a batch.
-    """
-
-    def __init__(
-        self, transformer: nn.Module, blocks: Sequence[nn.Module], together: ForwardRanks, shared_batch: bool
-    ) -> None:
+    def __init__(self, transformer: nn.Module, blocks: Sequence[nn.Module], together: ForwardRanks) -> None:
         self._transformer = transformer
         self._blocks = blocks
         self._together = together
-        self._shared_batch = shared_batch
         self._deciding: tuple[Any, PatchSet] | None = None
 
     def look(self) -> None:
@@ -144,12 +131,7 @@ class StepCaches:
 
     def _require_known(self, hook: Any) -> None:
         name = type(hook).__name__
-        if name in WHOLE_BATCH and self._shared_batch:
-            raise UserError(
-                f"a step cache ({name}) does not go with a batch that groups of ranks share out; call "
-                "transformer.disable_cache(), or leave the batch whole (max_batch_dim_size=1, no use_cfg_parallel)"
-            )
-        if name not in (DECIDING, *BY_STEP, *WHOLE_BATCH):
+        if name not in (DECIDING, *ALIKE):
             raise UserError(
                 f"db-SP does not know whether a {name} skips the same layers on all ranks, and without that they wait "
                 "for each other forever; take it off (transformer.disable_cache())"

@@ -13,12 +13,11 @@ from unittest import mock
 import torch
 
 import dbsp_para
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.step_caches import StepCaches
-from tests.para.para_cases import para_mesh
 from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 
@@ -28,7 +27,6 @@ class CacheCase:
     """A few denoising steps in float64, once for each threshold, with the cache enabled before or after db-SP.
 
     cache:  a name in CACHES;  host: "para", "xdit", or "wrapper": xDiT's own transformer
-    groups: of ranks that share out the batch
     left_alone: whether cache-dit decides by itself
     """
 
@@ -38,7 +36,6 @@ class CacheCase:
     first: bool = False
     strategy: str = "U2R1"
     host: str = "para"
-    groups: int = 1
     batch: int = 2
     steps: int = 6
     left_alone: bool = False
@@ -283,9 +280,8 @@ def _host(case: CacheCase, transformer: Any, world: int) -> tuple[Callable[[], A
 
         pipe = types.SimpleNamespace(transformer=transformer)
         return lambda: attach(pipe, config), lambda: detach(pipe)
-    mesh = para_mesh(world, max_batch_dim_size=case.groups) if case.groups > 1 else None
     return (
-        lambda: dbsp_para.parallelize_transformer(transformer, mesh=mesh, config=config),
+        lambda: dbsp_para.parallelize_transformer(transformer, config=config),
         lambda: dbsp_para.unparallelize(transformer),
     )
 
@@ -334,7 +330,6 @@ def _enable(kind: str, ours: Denoising) -> None:
 REFUSED = {
     "unknown": CacheCase("first block", "wan", host="para"),
     "another version": CacheCase("first block", "wan", host="para"),
-    "a shared batch": CacheCase("faster", "cogvideox", groups=2, strategy="U1R1"),
 }
 
 
@@ -354,33 +349,6 @@ def important_tokens(rank: int, world: int) -> str:
         detach()
         ours.disable()
     return ""
-
-
-def fail_in_one_batch_group(rank: int, world: int) -> tuple[str, float]:
-    """One group's first attention fails, while the other is about to decide. returns: what is raised on this rank, and
-    the difference of the next run from one process."""
-    case = CacheCase("first block", "cogvideox", (0.3,), groups=2, strategy="U1R2", steps=3)
-    _, ((expected, _),) = one_process(case.alone)
-    ours = Denoising(case)
-    attach, detach = _host(case, ours.transformer, world)
-    attach()
-    ours.enable(0.3)
-
-    def fail(*_: Any) -> None:
-        if rank < 2:
-            raise ZeroDivisionError("of the first group")
-
-    handle = ours.transformer.transformer_blocks[0].attn1.register_forward_hook(fail)
-    raised = ""
-    try:
-        ours.run()
-    except (RuntimeError, ZeroDivisionError) as error:
-        raised = f"{type(error).__name__}: {error}"
-    handle.remove()
-    ours.transformer._reset_stateful_cache()
-    difference = _apart(ours.run()[0], expected)
-    detach()
-    return raised, difference
 
 
 IN_A_PIPELINE = {"num_inference_steps": 6, "max_sequence_length": 16}

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import dbsp_diffusers
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.tiny_pipelines import difference, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.single_process import attach_single_process
 
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
 

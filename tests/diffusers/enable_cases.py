@@ -8,11 +8,11 @@ import torch
 
 import dbsp_diffusers
 import dbsp_para
-from dbsp_diffusers.reference import attach_single_process
 from tests.core.comm.device_cases import gpus
 from tests.support.models.tiny_pipelines import alone, difference, fingerprint, latents, load, state_of
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.references import by_first_rank
+from tests.support.single_process import attach_single_process
 from tests.support.user_masks import MOMENTS
 
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}

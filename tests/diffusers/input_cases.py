@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import dbsp_diffusers
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.coverage_cases import CONFIG, said
 from tests.support.models.tiny_pipelines import difference, load
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.single_process import attach_single_process
 
 WINDOW: dict[str, Any] = {"mask": {"source": "window", "block_q": 16, "block_k": 16}}
 SIZE = {"height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 16, "output_type": "latent"}

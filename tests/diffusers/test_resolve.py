@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-import dbsp_diffusers.reference
+import tests.support.single_process
 from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_core import Strategy
@@ -19,13 +19,13 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.of_model import DEFAULT_ORIGIN
 from dbsp_core.models.lookup import published_model
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.resolve import resolve_config
 from dbsp_start.module import module_command
 from dbsp_xdit.flags import config_from, parse_known
 from tests.diffusers.resolve_cases import attach_to_another_model, settings_by_rank
 from tests.support.models.transformers_for_tests import make_transformer
 from tests.support.repository import ROOT
+from tests.support.single_process import attach_single_process
 from tests.support.workers import WorkerError
 
 ALONE = SequenceGroup(0, 1)
@@ -68,7 +68,7 @@ def test_the_single_process_reference_has_the_same(name):
             transformer = WanTransformer3DModel(**sizes.config)
         assert resolve_config(None, transformer, ALONE, pipe=pipe) == expected
     assert resolve_config(None, transformer, ALONE) == expected
-    with mock.patch.object(dbsp_diffusers.reference, "MaskProvider") as feed:
+    with mock.patch.object(tests.support.single_process, "MaskProvider") as feed:
         attach_single_process(transformer, None).detach()
     assert feed.call_args.args[:2] == (expected.mask, expected.dense_schedule)
 

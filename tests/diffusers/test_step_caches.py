@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup, SequenceLayout
-from dbsp_diffusers.sharding.step_caches import BY_STEP, DECIDING, WHOLE_BATCH, ForwardRanks
+from dbsp_diffusers.sharding.step_caches import ALIKE, DECIDING, ForwardRanks
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 from tests.diffusers.cache_cases import (
     CacheCase,
-    fail_in_one_batch_group,
     important_tokens,
     refusal,
     run_cache_case,
@@ -83,26 +82,6 @@ def test_cache_dit_left_to_itself_skips_other_steps(pool):
 @pytest.mark.parametrize(
     "case",
     [
-        CacheCase("first block", "cogvideox", (0.4,), groups=2, strategy="U1R2"),
-        CacheCase("first block", "cogvideox", (0.4,), host="xdit", strategy="U1R2"),
-        CacheCase("cache-dit", "cogvideox", (0.4,), groups=2, strategy="U1R2"),
-    ],
-    ids=lambda case: f"{case.cache} {case.host}",
-)
-def test_groups_that_share_out_a_batch_decide_together(pool, case):
-    if case.cache == "cache-dit":
-        pytest.importorskip("cache_dit")
-    workers = pool(4)
-    if case.host == "xdit":
-        workers.run(start_xfuser, 2)
-    assert_as_in_one_process(workers.run(run_cache_case, case))
-    if case.host == "xdit":
-        workers.run(start_xfuser)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
         CacheCase("pyramid", "wan"),
         CacheCase("pyramid", "wan", first=True),
         CacheCase("taylor", "cogvideox"),
@@ -130,11 +109,6 @@ def test_what_could_differ_between_ranks_is_refused_by_all(pool, kind, before, a
     assert_said(pool(2).run(refusal, kind), before, after)
 
 
-def test_caches_that_look_at_the_whole_batch_are_refused_where_it_is_shared(pool):
-    said = "(FasterCacheDenoiserHook) does not go with a batch that groups of ranks share out"
-    assert_said(pool(2).run(refusal, "a shared batch"), said, said)
-
-
 def test_cache_dit_s_choice_of_single_tokens_is_refused(pool):
     pytest.importorskip("cache_dit")
     for said in pool(2).run(important_tokens):
@@ -149,13 +123,6 @@ def assert_said(results, *expected):
             assert "\n" not in message
 
 
-def test_a_batch_group_that_fails_before_a_decision_leaves_nobody_waiting(pool):
-    for rank, (raised, difference) in enumerate(pool(4).run(fail_in_one_batch_group)):
-        told = "ZeroDivisionError: of the first group" if rank < 2 else "RuntimeError: rank(s) [0]: ZeroDivisionError"
-        assert raised.startswith(told)
-        assert difference <= TOLERANCE
-
-
 def test_padding_and_uneven_shards_weigh_nothing():
     """The shards of 3 and 2 tokens give the change of 5 tokens."""
 
@@ -166,7 +133,7 @@ def test_padding_and_uneven_shards_weigh_nothing():
     now = before * 1.5
     now[:, 2] = 50.0
     assert Sharding.video.tokens_here == 2
-    together = ForwardRanks((SequenceGroup(0, 1),), Sharding())
+    together = ForwardRanks(SequenceGroup(0, 1), Sharding())
     assert together.change(before, now) == (4.0, 8.0)
     with pytest.raises(ValueError, match="shards of 3 tokens"):
         together.change(before[:, :2], now[:, :2])
@@ -181,16 +148,16 @@ class TestWhatIsKnownOfOtherLibraries:
             importlib.import_module(f"diffusers.hooks.{module.name}")
         named = {cls.__name__ for cls in heirs(hooks.ModelHook) if cls.__module__.startswith("diffusers.hooks.")}
         skipping = {cls.__name__ for cls in heirs(hooks.ModelHook) if hasattr(cls, "new_forward")}
-        assert {DECIDING, *BY_STEP, *WHOLE_BATCH} <= named
-        refused = {name for name in skipping if name in named} - {DECIDING, *BY_STEP, *WHOLE_BATCH}
+        assert {DECIDING, *ALIKE} <= named
+        refused = {name for name in skipping if name in named} - {DECIDING, *ALIKE}
         assert refused == {"AttentionProcessorSkipHook"}
 
     def test_which_of_diffusers_hooks_look_at_data(self):
         """A decision from data takes a number off the device: `.item()`, `float(…)` or `.tolist()`."""
         hooks = importlib.import_module("diffusers.hooks")
         for cls in heirs(hooks.ModelHook):
-            if cls.__name__ not in BY_STEP:
-                continue
+            if cls.__name__ not in ALIKE or cls.__name__ == "FasterCacheDenoiserHook" or "SeaCache" in cls.__name__:
+                continue  # these two look at the whole input, which every rank has
             taken = [line.strip() for line in inspect.getsource(cls).splitlines() if ".item()" in line]
             printed = ["ratio = (curr_norm / (prev_norm + 1e-8)).mean().item()"]  # when calibrating, and only printed
             assert taken == (printed if cls.__name__ == "MagCacheBlockHook" else []), cls

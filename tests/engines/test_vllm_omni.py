@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("vllm_omni", reason="run scripts/engines test")
 from scripts.checks.engines.commands import differences
-from scripts.checks.engines.reference import stand_in_for, stand_in_for_torchvision
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
@@ -21,7 +20,6 @@ from tests.engines.cases import (
     assert_equal_to_one_process,
     assert_exact,
     assert_names_found,
-    served_lines,
 )
 
 ENGINE = "vllm_omni"
@@ -134,20 +132,3 @@ def test_outside_a_denoising_its_split_is_its_own_and_wrappers_come_off(monkeypa
 
 def test_the_names_that_it_uses_are_there():
     assert_names_found(ENGINE)
-
-
-def test_lines_of_placements_pass_its_parser():
-    """Stand-ins, which are imported only: the server, whose packages are not installed here, and torchvision."""
-    import vllm_omni.entrypoints  # noqa: F401  whose part is replaced
-
-    stand_in_for_torchvision()
-    stand_in_for("vllm_omni.entrypoints.openai", "vllm_omni.entrypoints.openai.api_server")
-    from vllm_omni.entrypoints.cli.serve import OmniServeCommand
-    from vllm_omni.utils.tracking_parser import TrackingArgumentParser
-
-    parser = OmniServeCommand().subparser_init(TrackingArgumentParser().add_subparsers())
-    for placement, line in served_lines("vLLM-Omni"):
-        args = parser.parse_args(line[3:])
-        assert (args.ulysses_degree, args.ring_degree) == (placement.strategy.ulysses, placement.strategy.ring)
-        assert (args.cfg_parallel_size or 1) == placement.guidance
-        assert (args.vae_patch_parallel_size or 1) == (placement.of_a_video if placement.vae else 1)

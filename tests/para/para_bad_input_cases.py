@@ -78,12 +78,8 @@ def _two_d_mesh(transformer: Any, rank: int) -> None:
     dbsp_para.parallelize_transformer(transformer, mesh=dist.init_device_mesh("cpu", (1, size)))
 
 
-def _batch_of_one(transformer: Any, rank: int) -> None:
+def _split_batch(transformer: Any, rank: int) -> None:
     dbsp_para.parallelize_transformer(transformer, mesh=para_mesh(dist.get_world_size(), max_batch_dim_size=2))
-    try:
-        _forward(transformer)
-    finally:
-        dbsp_para.unparallelize(transformer)
 
 
 def _from_xdit(transformer: Any, rank: int) -> None:
@@ -118,12 +114,12 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
         "does not know Linear",
     ),
     "a failure half-way": (_half_way, "cannot be changed"),
-    "a mesh without names": (_two_d_mesh, "mesh must be a device mesh with dimensions batch, ring and ulysses"),
+    "a mesh without names": (_two_d_mesh, "mesh must be a device mesh with a dimension ring or ulysses"),
     "not a mesh": (
         lambda transformer, _: dbsp_para.parallelize_transformer(transformer, mesh=(1, 2)) and None,
         "got a tuple",
     ),
-    "a batch that does not divide": (_batch_of_one, "cannot be shared by 2 batch groups"),
+    "a mesh that splits the batch": (_split_batch, "the mesh splits the batch over 2 groups of ranks"),
     "ring on a kernel without LSE": (
         _config(config={"kernel": "sparge", "strategy": "U1R2"}),
         "returns no log-sum-exp",

@@ -13,30 +13,23 @@ import dbsp_para
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.references import kept_from_rank_0, mask_settings, pass_alone
 from tests.support.shared import reused
+from tests.support.single_process import attach_single_process
 
 
 @dataclass(frozen=True)
 class ParaCase:
-    """One forward pass. thw: size of the token grid; batch_groups: groups of ranks that share out the batch."""
+    """One forward pass. thw: size of the token grid."""
 
     model: str
     thw: tuple[int, int, int]
     config: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
     text_tokens: int = 7
-    batch_groups: int = 1
-
-    @property
-    def mesh(self) -> Any:
-        if self.batch_groups == 1:
-            return None
-        return para_mesh(torch.distributed.get_world_size(), max_batch_dim_size=self.batch_groups)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -64,7 +57,7 @@ def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
     dense, expected = kept_from_rank_0(("pass", case.alone), lambda: pass_alone(case.model, case.inputs, case.config))
     with _transformers(case.model) as transformer, torch.no_grad():
         before = fingerprint(transformer)
-        dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
+        dbsp_para.parallelize_transformer(transformer, config=case.config)
         out = transformer(**case.inputs)[0]
         dbsp_para.unparallelize(transformer)
         assert fingerprint(transformer) == before, "unparallelize left something behind"
@@ -77,7 +70,7 @@ def run_twice(rank: int, world: int, case: ParaCase) -> None:
     transformer = make_transformer(case.model)
     outs = []
     for named in (False, True):
-        dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
+        dbsp_para.parallelize_transformer(transformer, config=case.config)
         with torch.no_grad():
             outs.append(transformer(**case.inputs | {"return_dict": named}))
         dbsp_para.unparallelize(transformer)
@@ -93,7 +86,7 @@ def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> li
     expected = kept_from_rank_0(("passes", case.alone, steps), lambda: _passes_alone(case, steps))
     results = []
     with _transformers(case.model) as transformer, torch.no_grad():
-        dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
+        dbsp_para.parallelize_transformer(transformer, config=case.config)
         inputs = case.inputs
         for step, (dense, sparse) in enumerate(expected):
             inputs["timestep"] = _timestep(case, step)

@@ -99,13 +99,13 @@ def run_generations(rank: int, world: int, model: str, folder: str, config: dict
 
 
 def run_after_failures(
-    rank: int, world: int, model: str, folder: str, config: dict[str, Any], mesh: dict[str, int]
+    rank: int, world: int, model: str, folder: str, config: dict[str, Any]
 ) -> tuple[list[str], list[float]]:
     """(how generations failed on this rank, differences of the ones after each from one process)."""
     pipe = load(model, folder)
     user_masks.TOLD_TO_FAIL.clear()
     expected = expected_alone(pipe, model, config)
-    dbsp_para.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), config=config)
+    dbsp_para.parallelize_pipe(pipe, config=config)
     failures, differences = [], []
 
     def stop(at: int) -> Any:
@@ -117,7 +117,7 @@ def run_after_failures(
         return callback
 
     def fails(**options: Any) -> None:
-        with pytest.raises((ValueError, RuntimeError, KeyboardInterrupt)) as caught:
+        with pytest.raises((ValueError, KeyboardInterrupt)) as caught:
             latents(pipe, **options)
         failures.append(f"{type(caught.value).__name__}: {caught.value}")
         user_masks.TOLD_TO_FAIL.clear()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.streams import DrawnSequences
 from scripts.reproduce.knapformer import throughput
 from scripts.reproduce.knapformer.chunks import chunks
+from scripts.reproduce.knapformer.drawing import DrawnSequences
 from scripts.reproduce.knapformer.shared import MIXED, TABLE_1, WORLD, drawn
 from scripts.reproduce.knapformer.throughput import FITTED, LOW, Load, fit, load_of, piece_seconds, rebuild
 

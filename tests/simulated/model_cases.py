@@ -9,10 +9,10 @@ import torch
 import dbsp_diffusers
 from dbsp_core import SequenceGroup
 from dbsp_diffusers.models import ARCHITECTURES
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import WITHOUT_GRID, outputs
 from tests.support.models.tiny_transformers import HEADS, TINY, WIDTH, make_tiny_transformer, tiny_inputs
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 BLOCKS = {"block_q": 16, "block_k": 16}
 MASKS: dict[str, dict[str, Any]] = {

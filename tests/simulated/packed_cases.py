@@ -9,12 +9,12 @@ import torch
 
 import dbsp_diffusers
 from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.packed.packed_model_cases import apart, drawn_sample, gradients_of, loss_of, one_by_one
 from tests.gpu_node.faults import recorded
 from tests.simulated.model_cases import MASKS, brief, own_device, summed_over_ranks
 from tests.simulated.pipeline_cases import of_product
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 SIZES = (((2, 3, 3), 9), ((1, 2, 4), 5), ((1, 2, 2), 3))
 """Token grids, and tokens of text: four blocks, with or without text."""

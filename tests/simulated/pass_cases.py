@@ -6,10 +6,10 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core import SequenceGroup
-from dbsp_diffusers.reference import attach_single_process
 from tests.gpu_node.faults import recorded
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 CONFIG = {"mask": {"source": "window", "window": [2, 3, 3], "block_q": 16, "block_k": 16}}
 TIMESTEPS = (900.0, 700.0, 500.0, 300.0, 800.0, 600.0)

@@ -13,13 +13,13 @@ from dbsp_core import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.schedule import StepClock
 from dbsp_diffusers.attached import transformers_of
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
 from tests.gpu_node.faults import recorded
 from tests.simulated.model_cases import MASKS, apart, brief, own_device
 from tests.support.models.tiny_pipelines import load
 from tests.support.models.tiny_transformers import LATENTS
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 SIZE = {"height": 64, "width": 96, "num_frames": 5, "max_sequence_length": 16}
 """2·4·6 = 48 tokens."""

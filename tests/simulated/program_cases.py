@@ -14,7 +14,6 @@ import torch.distributed as dist
 import dbsp_diffusers
 from dbsp_core.comm.devices import use_local_device
 from dbsp_core.comm.rank_program import process_group
-from dbsp_diffusers.reference import attach_single_process
 from tests.gpu_node.faults import recorded
 from tests.simulated.model_cases import (
     MASKS,
@@ -27,6 +26,7 @@ from tests.simulated.model_cases import (
     on_one_process,
 )
 from tests.support.models.tiny_pipelines import load
+from tests.support.single_process import attach_single_process
 
 VIDEO = {"height": 64, "width": 96, "num_frames": 5, "guidance_scale": 2.0}
 

@@ -14,13 +14,13 @@ import yaml
 from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_diffusers.reference import attach_single_process
 from tests.gpu_node.processes import GpuProcesses
 from tests.gpu_node.runtime import why_unavailable
 from tests.simulated import program_cases
 from tests.simulated.model_cases import MASKS
 from tests.support.models.tiny_transformers import LATENTS, make_tiny_transformer
 from tests.support.repository import child_environment
+from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import load_cogvideox
 
 TOLERANCE = 1e-5

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import dbsp_para
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.single_process import attach_single_process
 
 TIMESTEPS = (900, 900, 600, 600, 300, 300)
 """Three steps of two guidance passes each."""

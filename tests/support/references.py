@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.transformers_for_tests import make_transformer
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 Result = TypeVar("Result")
 _kept: dict[str, Any] = {}

@@ -205,7 +205,10 @@ def test_usp_asks_for_nothing():
             ["--sp-backend", "dbsp", "--model", "wan2.1-t2v-14b", "--num_frames", "82"],
             r"must be 4k \+ 1 .* example 81",
         ),
-        (["--sp-backend", "dbsp", "--model", "wan2.1-t2v-1.3b", "--use_cfg_parallel"], "one after the other"),
+        (
+            ["--sp-backend", "dbsp", "--model", "wan2.1-t2v-1.3b", "--use_cfg_parallel"],
+            "two groups of ranks; leave it out",
+        ),
         (["--sp-backend", "dbsp", "--model", "Wan2.2-I2V"], "takes one image in xDiT, got 0"),
         (["--sp-backend", "dbsp", "--model", "Wan2.2-I2V", "--input_images", "nowhere.png"], "there is no such file"),
         (
@@ -252,8 +255,8 @@ def test_published_checkpoints_by_any_name(pool, name, source):
     height = {"wan2.2-ti2v-5b": 736, "wan2.1-vace-1.3b": 720}.get(like.name, like.video.height)  # xfuser's own
     assert (settings["model_name"], settings["fps"], settings["height"]) == (source, like.video.fps, height)
     assert settings["as usual"], "a command makes the same video with and without db-SP"
-    one_by_one = like.pipeline in ("WanPipeline", "WanVACEPipeline") and like.variant != "ti2v"
-    assert settings["cfg"] is not (one_by_one or "distilled" in like.name)
+    splits_guidance = like.pipeline == "WanImageToVideoPipeline" or like.variant == "ti2v"
+    assert settings["cfg"] is (splits_guidance and "distilled" not in like.name)
 
 
 def test_usp_runs_know_no_model_of_ours():

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.programs import run
+from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import load_cogvideox
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
@@ -51,8 +51,8 @@ ON_A_RING = ["xdit", "--sp-backend", "dbsp"], ["--ring_degree", "2", "--enable_t
     ("start", "command", "options"),
     [
         (run, *ON_A_RING),
-        (run, ["dbsp-xdit"], ["--use_cfg_parallel"]),
-        pytest.param(run, ["dbsp-xdit"], ["--use_cfg_parallel", "--use_torch_compile"], marks=pytest.mark.long),
+        (run, ["dbsp-xdit"], ["--ulysses_degree", "2"]),
+        pytest.param(run, ["dbsp-xdit"], ["--ulysses_degree", "2", "--use_torch_compile"], marks=pytest.mark.long),
         # torch must teach `xdit`, its torchrun, and its ranks when they import it
         pytest.param(subprocess.run, *ON_A_RING, marks=pytest.mark.long),
     ],
@@ -71,7 +71,7 @@ def test_a_video_from_the_command_line(tmp_path, tiny, expected, start, command,
     latents = load_file(tmp_path / "report" / "latents.safetensors")["latents"]
     assert float((latents - expected).abs().max()) <= 1e-5
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["world_size"] == (1 if "--use_cfg_parallel" in options else 2)
+    assert report["world_size"] == 2
     assert [layer["layer"] for layer in report["layers"]] == [0, 1]
     (video,) = tmp_path.glob("cogvideox1.5-5b_*.mp4")
     reader = imageio_ffmpeg.read_frames(str(video))

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.wan22_cases import SIZE, _image, alone, latents
 from tests.support.models.gated_wan import VSA, put_gates
 from tests.support.models.tiny_pipelines import difference, fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.references import kept_from_rank_0
+from tests.support.single_process import attach_single_process
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from dbsp_core import SequenceLayout
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.tiny_pipelines import fingerprint, latents
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.references import kept_from_rank_0, mask_settings, pass_alone
 from tests.support.shared import reused
+from tests.support.single_process import attach_single_process
 
 
 @dataclass(frozen=True)

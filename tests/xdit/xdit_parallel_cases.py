@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.transformers_for_tests import GraphCounter, Inputs
 from tests.support.references import kept_from_rank_0, pass_alone
+from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import XditCase, differences_of, hosted_transformer
 
 

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import FLUX, sequence_cost
+from dbsp_core.cost.sequences import sequence_cost
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.sequence_plan import plan_sequences
-from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
+from scripts.reproduce.knapformer.drawing import StreamAssumptions, draw, parse_streams
+from scripts.reproduce.knapformer.shared import FLUX
 
 CASES = {
     "mixed resolutions": ("g16b4i256,g4b7i512,g4b7i1024,g8b1i2048", 32),

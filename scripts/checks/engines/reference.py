@@ -11,7 +11,7 @@ import torch
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.base import MaskRequest
-from dbsp_diffusers.reference import masked_attention
+from tests.support.single_process import masked_attention
 
 __all__ = ["attend_under", "fill", "inputs_of", "stand_in_for", "stand_in_for_torchvision"]
 

@@ -15,8 +15,7 @@ import datetime
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -33,15 +32,6 @@ enabled = os.environ.get("DBSP_UPSTREAM") == "dbsp"
 outputs = Outputs()
 
 
-def in_rank(rank: int, function: Callable[..., None], *args: Any) -> None:
-    """One rank of a suite's own parallel test: what `torch.multiprocessing.spawn` is given instead of `function`."""
-    from scripts.checks.upstream.on_cpu import prepare_rank
-
-    prepare_rank(function)
-    install(known_classes(), enabled, Outputs())
-    function(rank, *args)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     from scripts.checks.upstream import on_cpu
@@ -54,7 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     match os.environ["DBSP_UPSTREAM_SUITE"]:
         case "diffusers":
             sys.path[:] = [path for path in sys.path if path != str(config.rootpath / "src")]  # ranks inherit it
-            on_cpu.prepare_suite(in_rank)
             config.add_cleanup(install(known_classes(), enabled, outputs))
         case "xfuser":
             on_cpu.prepare_xfuser(enabled)

@@ -63,13 +63,6 @@ SUITES = (
         for strategy in ("U2R1", "U1R2")
     ),
     Suite(
-        "diffusers-parallel",
-        "diffusers",
-        _models("flux", "flux2", "qwenimage", "minimax_h3"),
-        "context parallelism, on two gloo ranks",
-        ("-m", "context_parallel"),
-    ),
-    Suite(
         "diffusers-compile",
         "diffusers",
         _models("wan", "cogvideox"),

@@ -109,19 +109,13 @@ _DIFFUSERS = (
     PrivateName(
         "diffusers:ModelMixin.__init__", "dbsp_diffusers.packed.tokens", says=("self._gradient_checkpointing_func =",)
     ),
-    PrivateName("diffusers:ModelMixin._parallel_config", "dbsp_diffusers.sharding.takeover"),
-    PrivateName("diffusers:ContextParallelConfig._mesh", "dbsp_diffusers.sharding.takeover"),
-    PrivateName(
-        "diffusers.models._modeling_parallel:ParallelConfig",
-        "dbsp_diffusers.sharding.takeover",
-        ("context_parallel_config",),
-    ),
+    PrivateName("diffusers:ModelMixin._parallel_config", "dbsp_diffusers.attach"),
     PrivateName("diffusers.models.attention_dispatch:AttentionBackendName.NATIVE", "dbsp_diffusers.sharding.backends"),
     *(
         PrivateName(f"diffusers.models.transformers.transformer_wan:WanAttnProcessor.{name}", user)
         for name, user in (
             ("_attention_backend", "dbsp_diffusers.sharding.backends"),
-            ("_parallel_config", "dbsp_diffusers.sharding.takeover"),
+            ("_parallel_config", "dbsp_diffusers.attach"),
         )
     ),
     PrivateName("diffusers.models.attention_processor:CogVideoXAttnProcessor2_0", "dbsp_xdit.cogvideox"),
@@ -135,11 +129,8 @@ _DIFFUSERS = (
     ),
     PrivateName(
         f"{_HOOKS}.hooks:HookRegistry.register_hook",
-        "dbsp_diffusers.sharding.takeover",
-        says=('hasattr(hook, "new_forward")', "fn_ref.pre_forward", "fn_ref.post_forward", "fn_ref.original_forward"),
-    ),
-    PrivateName(
-        f"{_HOOKS}.context_parallel", "dbsp_diffusers.sharding.takeover", says=("cp_input---", "cp_output---")
+        "dbsp_diffusers.patching",
+        says=('hasattr(hook, "new_forward")', "fn_ref.original_forward"),
     ),
     PrivateName(
         f"{_HOOKS}.first_block_cache:FBCHeadBlockHook.__init__",

@@ -62,12 +62,6 @@ def _diffusers(pool: WorkerPool) -> float:
     return max(error for strategy in ("U2R1", "U1R2") for error, *_ in pool.run(run_transformer, strategy))
 
 
-def _context_parallel(pool: WorkerPool) -> float:
-    from tests.diffusers.models.takeover_cases import run_takeover
-
-    return max(error for _, error, _ in pool.run(run_takeover, "wan", {"ulysses_degree": 2}, None))
-
-
 def _para_attn(pool: WorkerPool) -> float:
     from tests.para.para_cases import run_through_para_attn
 
@@ -109,7 +103,6 @@ RUNS: dict[str, Run] = {
     "attention": _attention,
     "gradients": _gradients,
     "diffusers": _diffusers,
-    "diffusers' own context parallelism": _context_parallel,
     "pipeline": _pipeline,
     "first-block cache": _cache("first block"),
     "para-attn": _para_attn,

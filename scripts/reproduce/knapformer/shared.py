@@ -10,18 +10,20 @@ from pathlib import Path
 import numpy as np
 
 from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import FLUX, SequencePlanMetrics, SequenceWork, evaluate, even_owners
+from dbsp_core.cost.sequences import LayerSize, SequencePlanMetrics, SequenceWork, evaluate, even_owners
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
-from dbsp_core.planning.sequences.streams import DrawnSequences, StreamAssumptions, draw, parse_streams
 from dbsp_core.reports.style import PLANNERS
 from scripts.reproduce.knapformer.chunks import chunks
+from scripts.reproduce.knapformer.drawing import DrawnSequences, StreamAssumptions, draw, parse_streams
 from scripts.results.result import FOLDER
 
 WORLD, BLOCK = 32, 64
+FLUX = LayerSize(layers=57, heads=24, head_dim=128, token_flops=24 * 3072**2)
+"""KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
 GAMMA = 0.4
 """Of Eq. 2: what the example in the README of KnapFormer's program runs with."""
 FLOPS_PER_S = 1e15  # scales all costs alike

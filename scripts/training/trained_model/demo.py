@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors.torch import load_file
 
+from dbsp_cli.commands.report import run_tables
 from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_cli.generate.supervisor import run_watched
 from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.output import print_tables
-from dbsp_cli.report_tables import run_tables
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_writer import save_mask
@@ -33,9 +33,9 @@ from dbsp_core.reports.html import report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_diffusers.patching import in_float64
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_kernels.advice import install_command
 from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
+from tests.support.single_process import attach_single_process
 
 __all__ = ["FIXED", "PREDICTED", "Settings", "run_demo"]
 

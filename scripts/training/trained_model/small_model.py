@@ -16,8 +16,8 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.base import Changes
-from dbsp_diffusers.reference import attach_single_process
 from scripts.training.trained_model.side_by_side import decode_video
+from tests.support.single_process import attach_single_process
 
 MEASURED_HERE = "measured on the small trained model"
 HEIGHT, WIDTH, FRAMES = 144, 240, 33  # its training's: 9 × 9 × 15 = 1,215 tokens

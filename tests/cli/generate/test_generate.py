@@ -26,10 +26,10 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
 from dbsp_diffusers.attached import transformers_of
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.nodes import two_nodes
 from tests.support.ports import free_port
 from tests.support.programs import Program, run
+from tests.support.single_process import attach_single_process
 
 TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"

@@ -14,7 +14,6 @@ from dbsp_core import BlockMask, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.peak_memory import peak_bytes
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.keys import KEYS
@@ -95,8 +94,8 @@ def errors(rank: int, world: int, case: Case) -> tuple[float, float, float]:
     return (run_case(rank, world, case), *run_gradients(rank, world, case))
 
 
-def modelled(case: Case) -> tuple[list[int], list[int], float, float]:
-    """Tokens that each rank sends to owners, by routes and by the model; modelled seconds and peak bytes."""
+def modelled(case: Case) -> tuple[list[int], list[int], float]:
+    """Tokens that each rank sends to owners, by routes and by the model; and modelled seconds."""
     with travelling():
         given = Inputs.of(case, 0)
         layout, world = given.layout, given.layout.world
@@ -107,5 +106,4 @@ def modelled(case: Case) -> tuple[list[int], list[int], float, float]:
         sent = [RankPlan.of(plan.assignment, layout, rank).route.tokens_sent(rank)[0] for rank in range(world)]
         shape = AttentionShape(1, case.heads, case.tokens, case.width)
         seconds = predict(plan, shape, load_hardware("h200"), Topology(world), layout).total_s
-        peak = peak_bytes(plan.assignment, shape, layout).max()
-        return sent, moved.sum(axis=1).astype(int).tolist(), seconds, float(peak)
+        return sent, moved.sum(axis=1).astype(int).tolist(), seconds

@@ -9,7 +9,7 @@ import torch
 
 from dbsp_core import Strategy, make_plan
 from dbsp_core.utils.errors import UserError
-from scripts.bench.wire.rounding_error import relative_errors
+from scripts.bench.rounding_error import relative_errors
 from tests.core.comm import int8_cases as cases
 from tests.core.comm.oracle_cases import TOLERANCE, chunked_key_cases, ring_cases
 from tests.support.attention_cases import Case, run_case, whole

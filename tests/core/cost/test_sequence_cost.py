@@ -12,12 +12,10 @@ from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import block_s
 from dbsp_core.cost.sequences import (
     FLOP_COUNTS,
-    FLUX,
     LayerSize,
     SequenceWork,
     bag_layout,
     evaluate,
-    gamma_of,
     sequence_cost,
     whole_layout,
 )
@@ -25,11 +23,12 @@ from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
-from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
-from scripts.reproduce.knapformer.shared import whole_heads
+from scripts.reproduce.knapformer.drawing import StreamAssumptions, draw, parse_streams
+from scripts.reproduce.knapformer.gamma import gamma_of
+from scripts.reproduce.knapformer.shared import FLUX, whole_heads
 from tests.core.cost.latency_cases import machine
 from tests.support.generators import random_bits
 

@@ -13,8 +13,8 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
-from dbsp_core.planning.sequences.streams import Stream, StreamAssumptions, draw, parse_streams
 from dbsp_core.utils.errors import UserError
+from scripts.reproduce.knapformer.drawing import Stream, StreamAssumptions, draw, parse_streams
 
 STREAMS = {
     "low": "g32b32i256",

@@ -20,8 +20,8 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.reference import masked_attention
 from tests.support.oracle import rounded_to_int8
+from tests.support.single_process import masked_attention
 from tests.support.thread_group import Meeting
 from tests.support.thread_ranks import once
 

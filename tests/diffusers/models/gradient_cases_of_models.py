@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 import dbsp_diffusers
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS, outputs
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.references import by_first_rank
+from tests.support.single_process import attach_single_process
 
 
 def _in_float64(inputs: dict[str, Any]) -> dict[str, Any]:

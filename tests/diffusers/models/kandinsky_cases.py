@@ -8,9 +8,9 @@ from unittest.mock import patch
 import torch
 
 import dbsp_diffusers
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 MODEL, THW = "kandinsky5-nabla", (3, 16, 24)
 """18 blocks of 64 tokens; 3 ranks share 1152 of them evenly, and the heads of 2 ranks."""

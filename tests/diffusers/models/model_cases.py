@@ -7,13 +7,10 @@ from typing import Any
 import torch
 
 import dbsp_diffusers
-from dbsp_core import SequenceGroup
-from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.reference import attach_single_process
-from dbsp_diffusers.sharding.batch_parallel import split_batch
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 MASKS = {
     "synthetic": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
@@ -80,14 +77,3 @@ def run_model(
             assert fingerprint(transformer) == before, "disable left something behind"
         assert apart(outputs(transformer, tiny_inputs(model)), expected[1]["stock"]) == 0
     return found
-
-
-def run_shared_batch(rank: int, world: int, model: str) -> float:
-    """A batch that ranks share out, without db-SP's attention: the largest difference from one process."""
-    transformer, inputs, patches = make_tiny_transformer(model), tiny_inputs(model, batch=2 * world), PatchSet()
-    with torch.no_grad():
-        expected = outputs(transformer, inputs)
-        split_batch(transformer, SequenceGroup.of(), patches)
-        found = outputs(transformer, inputs)
-        patches.detach()
-    return apart(found, expected)

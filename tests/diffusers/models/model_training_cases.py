@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dbsp_diffusers
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.references import by_first_rank
+from tests.support.single_process import attach_single_process
 
 BATCH = 2
 

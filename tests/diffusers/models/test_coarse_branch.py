@@ -9,11 +9,11 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.sources import vsa
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import apart, outputs
 from tests.support.models.gated_wan import VSA, put_gates
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
 
 
 def make_gated() -> Any:

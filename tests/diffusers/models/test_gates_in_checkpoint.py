@@ -18,7 +18,6 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import vsa
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.gates import gates_in_checkpoint
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import apart, outputs
 from tests.support.models.gated_wan import (
     FASTWAN21,
@@ -32,6 +31,7 @@ from tests.support.models.gated_wan import (
 )
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.single_process import attach_single_process
 
 WINDOW = {"source": "window", "window": [1, 3, 3], "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
 UNION = {"source": "union", "of": [VSA, WINDOW]}

@@ -9,10 +9,10 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.token_order import video_order
 from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, WindowSource
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.resolve import resolve_config
 from tests.diffusers.models.kandinsky_cases import CONFIGS, MODEL, THW, by_itself, compute, run_nabla, run_pipeline
 from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.support.single_process import attach_single_process
 
 OWN = ("no mask named", "its own, named", "in a union")
 

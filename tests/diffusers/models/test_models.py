@@ -6,7 +6,7 @@ import pytest
 
 from dbsp_core import Strategy
 from dbsp_diffusers.models import ARCHITECTURES
-from tests.diffusers.models.model_cases import run_model, run_shared_batch
+from tests.diffusers.models.model_cases import run_model
 from tests.support.models.tiny_transformers import TINY
 
 TOLERANCE = 1e-5
@@ -35,11 +35,6 @@ def test_equals_one_process(pool, threads, model, strategy, layout, on):
         for (source, batch), (difference, from_dense) in found.items():
             assert difference <= TOLERANCE, (source, batch)
             assert source == "stock" or from_dense > 100 * TOLERANCE, "the mask must matter"
-
-
-@pytest.mark.parametrize("model", ["ltx2.3", "qwen-edit", "z-image"])
-def test_a_batch_of_lists_and_of_several_outputs_is_shared_out(threads, model):
-    assert max(threads(2).run(run_shared_batch, model)) <= TOLERANCE
 
 
 def test_every_known_class_is_tried():

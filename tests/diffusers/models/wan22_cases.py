@@ -14,11 +14,11 @@ import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.schedule import StepClock
 from dbsp_diffusers.attached import transformers_of
-from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import difference, load
 from tests.support.models.tiny_transformers import LATENTS, make_tiny_transformer
 from tests.support.references import by_first_rank
+from tests.support.single_process import attach_single_process
 
 SIZE = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 4, "guidance_scale": 2.0}
 BRIEF = {"num_inference_steps": 2, "max_sequence_length": 16}

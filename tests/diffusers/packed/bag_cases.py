@@ -19,7 +19,6 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
 from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.packed.packed_model_cases import (
     CONFIGS,
     apart,
@@ -32,6 +31,7 @@ from tests.diffusers.packed.packed_model_cases import (
 )
 from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.references import by_first_rank
+from tests.support.single_process import attach_single_process
 
 
 @dataclass(frozen=True)

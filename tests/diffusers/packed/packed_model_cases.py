@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 import dbsp_diffusers
 from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS
 from tests.support.models.tiny_transformers import TEXT, Thw, make_tiny_transformer
 from tests.support.references import by_first_rank
+from tests.support.single_process import attach_single_process
 
 CONFIGS: dict[str, dict[str, Any]] = {"dense": {"source": "dense", "block_q": 16, "block_k": 8}, **MASKS}
 SIZES = (((2, 5, 7), TEXT), ((1, 4, 6), 5), ((6, 9, 5), 12), ((1, 3, 3), 1))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dbsp_diffusers.reference import attach_single_process
+from tests.support.single_process import attach_single_process
 
 # Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).
 SIZE = {"guidance_scale": 2.0, "height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2}

@@ -19,10 +19,10 @@ from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable
-from dbsp_diffusers.reference import attach_single_process, masked_attention
 from dbsp_diffusers.report_hook import report_or_say_why_not
 from scripts.checks.campaign.faults.phases import WINDOW
 from tests.support.oracle import dense_attention, largest_difference
+from tests.support.single_process import attach_single_process, masked_attention
 
 HEADS, WIDTH, TOKENS, CALLS = 4, 16, 200, 3
 THW = (4, 6, 8)

@@ -13,13 +13,13 @@ import torch
 
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.reference import attach_single_process
 from scripts.checks.campaign.soak.census import census, freeze
 from scripts.checks.campaign.soak.hosts import attach_pipe, attach_transformer, transformer_of
 from scripts.checks.campaign.soak.soak_draw import STANDS, Block, Cycle, Stand
 from tests.diffusers.cache_cases import CACHES
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.oracle import largest_difference
+from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import start_xfuser
 
 __all__ = ["Told", "run_block", "run_cycle"]
