@@ -74,8 +74,8 @@ def whole_row_bound(row_work: np.ndarray, kv_block_work: np.ndarray, ulysses: in
     M is a whole number, and
     - M ≥ the work of any rank, which is a sum of whole rows: so M ≥ `bins_bound` of all rows in P bins, that is the
       mean rounded up, the largest row, and what two, three, … rows must share by the pigeonhole principle;
-    - M ≥ S/x for the work S of any slot. As each (head, KV block) may travel in any slot, the fullest slot has at least
-      `bins_bound` of all of them in y bins.
+    - M ≥ S/x for the work S of any slot. As each (head, KV block) may travel in any slot, the fullest slot has at
+      least `bins_bound` of all of them in y bins.
 
     Args:
         row_work: int[H, nq], dense blocks per (head, query block).

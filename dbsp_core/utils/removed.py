@@ -5,10 +5,10 @@ from __future__ import annotations
 __all__ = ["REMOVED_KEYS", "REMOVED_VALUES", "why_removed"]
 
 REMOVED_KEYS: dict[str, str] = {
-    "balancer": "KnapFormer's greedy always chooses the bags; leave it out",
     "budget": "plans are kept by reuse.threshold alone; a lower one asks for more plans",
     "exchange_cost": "leave it out: planner dbsp puts balance first; planner contiguous moves nothing",
     "memory_limit": "leave it out: use more GPUs, or a smaller video or batch, where memory is short",
+    "balancer": "KnapFormer's greedy always chooses the bags; leave it out",
     "pooled_keys": "rows attend to the blocks that they keep, and skipped blocks have no mean keys; leave it out",
 }
 """Keys that no longer exist, and what to do instead."""

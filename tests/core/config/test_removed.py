@@ -12,10 +12,10 @@ from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_core.utils.removed import REMOVED_KEYS, REMOVED_VALUES
 
 SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
-    "balancer": {"bags": {"topology": "g2n2", "balancer": "dbsp"}},
     "budget": {"reuse": {"budget": 0.3}},
     "exchange_cost": {"planner": {"exchange_cost": 0.1}},
     "memory_limit": {"planner": {"memory_limit": "8GiB"}},
+    "balancer": {"bags": {"topology": "g2n2", "balancer": "dbsp"}},
     "pooled_keys": {"mask": {"source": "sol", "pooled_keys": True}},
 }
 """Settings that have each removed key, where it used to be."""
