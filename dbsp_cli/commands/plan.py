@@ -26,7 +26,7 @@ from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.planning.keys import require_keys
+from dbsp_core.planning.key_chunks import require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.planning.wire_format import MODEL, require_wire_format

@@ -14,8 +14,8 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
+from dbsp_core.planning.key_chunks import KEYS, require_keys
 from dbsp_core.planning.key_travel import KeyTravel
-from dbsp_core.planning.keys import KEYS, require_keys
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -134,7 +133,7 @@ def dbsp(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
 
 
 PLANNERS = {
-    "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="striped"),
+    "dbsp": Planner(dbsp, granularity_bound=whole_row_bound, layout="striped"),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
     "paper": Planner(paper, heeds_cap=True),

@@ -11,8 +11,7 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.key_chunks import KeysInChunks
-from dbsp_core.planning.keys import KEYS
+from dbsp_core.planning.key_chunks import KEYS, KeysInChunks
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners

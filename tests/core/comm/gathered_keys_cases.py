@@ -15,8 +15,8 @@ from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.masks.mask_counts import MaskCounts
+from dbsp_core.planning.key_chunks import KEYS
 from dbsp_core.planning.key_travel import KeyTravel
-from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.runtime.rank_plan import RankPlan
 from tests.core.runtime.gradients.gradient_cases import run_gradients

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.cost.bag_choice import fastest_bags
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import block_s
@@ -16,6 +15,7 @@ from dbsp_core.cost.sequences import (
     SequenceWork,
     bag_layout,
     evaluate,
+    fastest_bags,
     sequence_cost,
     whole_layout,
 )

@@ -20,8 +20,7 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.planning.key_chunks import KeysInChunks
-from dbsp_core.planning.keys import KEYS
+from dbsp_core.planning.key_chunks import KEYS, KeysInChunks
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import LocalQK
