@@ -1,4 +1,4 @@
-"""What `strategy: auto` chooses by: the machine's constants, and the strategies that can be used."""
+"""What `strategy: auto` chooses among, and the machine's constants that it chooses by."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["agree_on_constants", "selector_of", "strategies_of"]
+__all__ = ["agree_on_constants", "selector_of"]
 
 
 def agree_on_constants(
@@ -51,7 +51,7 @@ def selector_of(
     """Returns the selector for masks on `grid`, used on `device`. Rank 0 warns if the constants are of another one."""
     if hardware is not None and group.rank == 0:
         warn_if_elsewhere(hardware, device, _kernel_name(config.kernel, device))
-    strategies = strategies_of(config, group, None, grid)
+    strategies = candidates(group.size, grid, returns_lse(config.kernel))
     return StrategySelector(strategies, hardware, topology, layout)
 
 
@@ -61,10 +61,3 @@ def _kernel_name(kernel: str, device: torch.device) -> str:
         return choose_kernel(kernel, device, torch.bfloat16 if device.type == "cuda" else torch.float32).name
     except UserError:
         return kernel
-
-
-def strategies_of(
-    config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, grid: BlockGrid
-) -> tuple[Strategy, ...]:
-    """The one that is given, or those to choose among."""
-    return candidates(group.size, grid, returns_lse(config.kernel)) if strategy is None else (strategy,)
