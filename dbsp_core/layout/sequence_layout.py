@@ -16,7 +16,7 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError, in_short
 
-__all__ = ["LAYOUT_ORDERS", "HostLayout", "SequenceLayout", "ShardSegments", "Streams"]
+__all__ = ["LAYOUT_ORDERS", "SequenceLayout", "ShardSegments", "Streams"]
 
 Streams = Literal["first", "last"] | None
 """A rank's share of text comes before or after its share of video; None: they are sharded as one stream."""
@@ -290,6 +290,3 @@ LAYOUT_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile 
     "local": _in_rows,
 }
 """Functions that return the order in which a stream's tokens are sharded, by the name of the layout."""
-
-HostLayout = Callable[[], SequenceLayout]
-"""Returns the layout in which a host shards the sequence itself."""

@@ -16,7 +16,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import AttentionShape, Topology
 from dbsp_core.cost.layout_choice import fastest_layout
 from dbsp_core.layout.learned import MaskProfile
-from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
+from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
@@ -211,7 +211,7 @@ def new_size(
     machine: Machine,
     size: tuple[Video, ...],
     device: torch.device,
-    streams: Streams | HostLayout | SequenceLayout,
+    streams: Streams | SequenceLayout,
 ) -> SizeContext:
     """The context of a size for which nothing was made yet. Collective: all ranks must plan by the same.
 
@@ -220,8 +220,7 @@ def new_size(
         machine: What ranks have agreed on.
         size: The videos of a forward pass.
         device: Where the group's collectives run.
-        streams: How a rank's text and video follow one another in the layout that is chosen here, or what gives the
-            host's own, or a layout.
+        streams: How a rank's text and video follow one another in the layout that is chosen here, or a layout.
 
     Returns:
         A context without plans.
@@ -236,7 +235,7 @@ def new_size(
     if isinstance(streams, SequenceLayout):
         layout = streams
     else:
-        layout = streams() if callable(streams) else _layout(session, machine, grid, streams, device)
+        layout = _layout(session, machine, grid, streams, device)
     settings = PlanSettings.of(
         config, group, session.topology, strategy, layout, machine, grid, device, session.compare
     )

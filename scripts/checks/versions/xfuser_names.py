@@ -72,12 +72,6 @@ XFUSER = (
         ("self", "attention_backend"),
     ),
     PrivateName(f"{_STATE}:DiTRuntimeState._check_model_and_parallel_config", "dbsp_xdit.patches", ("self",)),
-    PrivateName(f"{_STATE}:DiTRuntimeState.set_video_input_parameters", "dbsp_xdit.cogvideox", ("height",)),
-    PrivateName(
-        _STATE,
-        "dbsp_xdit.cogvideox",
-        says=("vae_scale_factor_spatial", "backbone_patch_size", "split_text_embed_in_sp"),
-    ),
     *(
         PrivateName(f"xfuser.core.distributed:{name}", "dbsp_xdit.attachment")
         for name in (
@@ -101,14 +95,18 @@ XFUSER = (
     PrivateName(
         "xfuser.model_executor.pipelines.pipeline_wan_i2v:xFuserWanImageToVideoPipeline", "dbsp_xdit.runner_models"
     ),
-    PrivateName(f"{_TRANSFORMERS}.transformer_wan:xFuserWanTransformer3DWrapper", "dbsp_xdit.wan"),
-    PrivateName(
-        f"{_TRANSFORMERS}.transformer_wan",
-        "dbsp_xdit.wan",
-        says=("self.attention_function =", "self.attention_function("),
+    *(
+        PrivateName(f"{_TRANSFORMERS}.{name}", "dbsp_xdit.stock")
+        for name in (
+            "transformer_wan:xFuserWanTransformer3DWrapper",
+            "transformer_wan_vace:xFuserWanVACETransformer3DWrapper",
+            "cogvideox_transformer_3d:xFuserCogVideoXTransformer3DWrapper",
+        )
     ),
-    PrivateName(f"{_TRANSFORMERS}.transformer_wan_vace:xFuserWanVACETransformer3DWrapper", "dbsp_xdit.wan"),
+    PrivateName("xfuser.model_executor.base_wrapper:xFuserBaseWrapper.__init__", "dbsp_xdit.stock", ("module",)),
     PrivateName(
-        f"{_TRANSFORMERS}.cogvideox_transformer_3d:xFuserCogVideoXTransformer3DWrapper", "dbsp_xdit.cogvideox"
+        "xfuser.model_executor.pipelines.base_pipeline:xFuserPipelineBaseWrapper.check_to_use_naive_forward",
+        "dbsp_xdit.stock",
+        says=("self.use_naive_forward()", "self.module("),
     ),
 )
