@@ -309,14 +309,11 @@ def test_local_folders_must_be_known_pipelines(tmp_path):
         assert find_model(str(tmp_path)).like.name == name
 
 
-@pytest.mark.parametrize("command", ["xdit", "dbsp-xdit"])
-def test_commands_exit_2_with_one_line(command):
-    """`dbsp-xdit` starts really; `xdit` does so in test_xdit_runs."""
+def test_a_mistake_exits_2_with_one_line():
     bin_folder = os.path.dirname(sys.executable)
     arguments = ["--sp-backend", "dbsp", "--model", "./nowhere", "--ulysses_degree", "2", "--prompt", "x"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    start = run if command == "xdit" else subprocess.run
-    done = start([os.path.join(bin_folder, command), *arguments], **pipes)
+    done = run([os.path.join(bin_folder, "xdit"), *arguments], **pipes)
     assert done.returncode == 2
     ours = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(ours) == 1

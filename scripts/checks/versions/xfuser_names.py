@@ -12,9 +12,7 @@ _BASE = f"{_RUNNERS}.base_model"
 _STATE = "xfuser.core.distributed.runtime_state"
 XFUSER = (
     PrivateName("xfuser.cli:main", "dbsp_xdit.patches", ("args",), ("xfuser.runner", "torch.distributed.run")),
-    PrivateName("xfuser.cli:extract_torchrun_args", "dbsp_xdit.run"),
-    PrivateName("xfuser.cli:get_nproc_from_args", "dbsp_xdit.run"),
-    PrivateName("xfuser.runner", "dbsp_xdit.run", says=('if __name__ == "__main__"',)),
+    PrivateName("xfuser.runner", "dbsp_xdit.generate", says=('if __name__ == "__main__"',)),
     PrivateName("xfuser.config.args:xFuserArgs.add_runner_args", "dbsp_xdit.patches", ("parser",)),
     PrivateName("xfuser.config.args:xFuserArgs.from_runner_args", "dbsp_xdit.patches", ("args",)),
     PrivateName("xfuser.config.args", "dbsp_xdit.flags", says=('.replace("-", "_")',)),
