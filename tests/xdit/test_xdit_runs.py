@@ -11,6 +11,7 @@ import sys
 import imageio_ffmpeg
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
@@ -59,8 +60,9 @@ ON_A_RING = ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]
 )
 def test_a_video_from_the_command_line(tmp_path, tiny, expected, start, options):
     size = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
-    mask = "synthetic:" + ",".join(f"{key}={value}" for key, value in MASK.items() if key != "source")
-    out = ["--output_directory", str(tmp_path), "--sp-report", str(tmp_path / "report"), "--sp-mask", mask]
+    settings = tmp_path / "dbsp.yaml"
+    settings.write_text(yaml.safe_dump({"mask": MASK, "report": str(tmp_path / "report")}))
+    out = ["--output_directory", str(tmp_path), "--sp-config", str(settings)]
     port = ["--master_port", str(_free_port())]
     line = [
         "xdit",
