@@ -103,6 +103,7 @@ def attach_host(
     changes = patches or PatchSet()
 
     def change() -> None:
+        together: list[ForwardRanks] = []
         for attention, gate in gates.items():
             changes.add_module(attention, GATE, gate)
         for transformer, session in sessions:
@@ -111,16 +112,16 @@ def attach_host(
             if packing is not None:
                 packing.attach(transformer, changes)
             changes.set_attribute(transformer, "_is_parallelized", ranks)
+            together.append(ranks)
         generations.attach(
             changes,
             functools.partial(_exchanged, pipe, list(transformers.values())),
             shares_state=host.decoders is None,
         )
-        for transformer, _ in sessions:
-            reached = transformer._is_parallelized.sharding.reached
+        for (transformer, _), ranks in zip(sessions, together, strict=True):
             on_host = next(transformer.parameters()).device.type == "cpu"
             patience = host.sequence.timeout if on_host else None
-            Coverage(transformer, host.attentions, reached, generations.board, patience).attach(changes)
+            Coverage(transformer, host.attentions, ranks.sharding.reached, generations.board, patience).attach(changes)
         _share_decoding(model, host, sessions[0][1].config.vae, generations.agreement, changes)
         if pipe is not None:
             report_calls(pipe, [session for _, session in sessions], changes, host.name)

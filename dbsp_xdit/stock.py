@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -46,14 +47,12 @@ def _wraps(part: Any) -> bool:
 def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
     """Puts what xfuser has wrapped among a module's parts back into its place."""
 
-    def put(name: str, part: nn.Module) -> None:
-        module._modules[name] = part
-
     for name, part in list(module.named_children()):
-        if _wraps(part):
-            put(name, part.module)
-            patches.on_detach(lambda name=name, part=part: put(name, part))  # type: ignore[misc]
-        _unwrap_parts(module._modules[name], patches)  # type: ignore[arg-type]
+        inner: Any = part.module if _wraps(part) else part
+        if inner is not part:
+            module._modules[name] = inner
+            patches.on_detach(functools.partial(module._modules.__setitem__, name, part))
+        _unwrap_parts(inner, patches)
 
 
 def _restore_class(transformer: nn.Module, patches: PatchSet) -> None:

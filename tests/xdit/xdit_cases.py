@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import inspect
 import logging
 import os
 import types
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.diffusers.models.model_cases import apart, outputs
 from tests.support.models.tiny_pipelines import fingerprint, latents
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.references import kept_from_rank_0, mask_settings, pass_alone
 from tests.support.shared import reused
@@ -133,6 +137,36 @@ def hosted_transformer(model: str, **options: Any) -> Any:
     wrapped = make_transformer(model, cls=xFuserWanTransformer3DWrapper, attention_kwargs={"thw": None}, **options)
     wrapped.load_state_dict(make_transformer(model, **options).state_dict())
     return wrapped
+
+
+def run_family(rank: int, world: int, model: str, place: str) -> tuple[float, float, int]:
+    """A tiny transformer in xfuser's subclass of diffusers' class, two ranks sharing the sequence.
+
+    place: the subclass's module and name.
+    returns: difference from one process, of that from dense attention, attentions that db-SP computed
+    """
+    from dbsp_xdit import attach, detach
+
+    stock, inputs = make_tiny_transformer(model), tiny_inputs(model)
+    module, name = place.split(":")
+    cls = getattr(importlib.import_module(f"xfuser.model_executor.models.transformers.{module}"), name)
+    known = inspect.signature(cls.__init__).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    settings = {key: value for key, value in stock.config.items() if not key.startswith("_")}
+    wrapped = cls(**{key: value for key, value in settings.items() if anything or key in known}).eval()
+    wrapped.load_state_dict(stock.state_dict())
+    config = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}, "strategy": "U1R2"}
+    with torch.no_grad():
+        dense = outputs(stock, inputs)
+        single = attach_single_process(stock, config)
+        expected = outputs(stock, inputs)
+        single.detach()
+        session = attach(types.SimpleNamespace(transformer=wrapped), config)
+        found = outputs(wrapped, inputs)
+        calls = session.statistics()["calls"]
+        detach(types.SimpleNamespace(transformer=wrapped))
+    assert type(wrapped) is cls
+    return apart(found, expected), apart(expected, dense), calls
 
 
 _hosted_transformers = reused(hosted_transformer)
