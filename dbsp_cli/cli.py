@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from dbsp_cli.commands.calibrate import calibrate_command
 from dbsp_cli.commands.doctor import doctor_command, own_version
 from dbsp_cli.commands.generate import generate_command
 from dbsp_cli.commands.masks import masks_app
 from dbsp_cli.commands.plan import plan_command
 from dbsp_cli.commands.report import report_command
-from dbsp_cli.commands.simulate import simulate_command
 from dbsp_cli.commands.tiny import tiny_command
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import ERROR, NOTICE, printable
@@ -51,13 +50,36 @@ app.command("tiny", short_help="Make a tiny checkpoint, for trying things out.")
 app.command("report", short_help="Show the report of a run, or compare two.")(report_command)
 app.command("plan", short_help="Plan an attention: how even the work is, what moves.")(plan_command)
 app.add_typer(masks_app, name="masks")
-app.command("simulate", short_help="Predict times per strategy and planner (modelled).")(simulate_command)
-app.command("calibrate", short_help="Measure this machine for the latency model.")(calibrate_command)
+
+
+_REMOVED = {
+    ("simulate",): "compare the plans of a mask file with dbsp plan; figures of the paper are modelled by "
+    "python -m scripts.reproduce.clusters in a checkout",
+    ("calibrate",): "run python -m scripts.calibrate in a checkout, which writes the file that runs look for",
+    (
+        "plan",
+        "--model",
+    ): "write strategy: auto in the configuration, which takes the fastest UxRy for the model's masks",
+    (
+        "plan",
+        "--sequences",
+    ): "write bags: auto in the configuration, which takes the fastest topology for the sequences",
+}
+"""Commands and options that earlier versions had, and what to use instead."""
+
+
+def _require_present(words: Sequence[str]) -> None:
+    """Raises UserError for a command or an option of one that no longer exists."""
+    given = [word.partition("=")[0] for word in words]
+    for removed, advice in _REMOVED.items():
+        if given[:1] == [removed[0]] and set(removed) <= set(given):
+            raise UserError(f"dbsp {' '.join(removed)} was removed; {advice}")
 
 
 def main() -> None:
     """Runs the command. A user error is one line on standard error and exit code 2, an interrupt exit code 130."""
     try:
+        _require_present(sys.argv[1:])
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (UserError, OSError, UsageError) as error:
         text = error.format_message() if isinstance(error, UsageError) else str(error)

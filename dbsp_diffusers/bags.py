@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.bag_choice import fastest_bags
 from dbsp_core.cost.own_hardware import cost_basis, hardware_for
 from dbsp_core.cost.sequences import (
     FLOP_COUNTS,
@@ -22,6 +21,7 @@ from dbsp_core.cost.sequences import (
     SequenceWork,
     WorkOfSizes,
     bag_layout,
+    fastest_bags,
     sequence_cost,
     whole_layout,
 )
@@ -202,7 +202,7 @@ class BagSessions:
         def planned(topology: BagTopology) -> SequencePlan:
             if loaders is None:  # where all ranks have all sequences, these are not bound to a unit
                 topology = BagTopology(tuple(topology.ranks.tolist()))
-            return plan_sequences(picoseconds, work.tokens, loader, topology, bags.balancer, bags.max_tokens)
+            return plan_sequences(picoseconds, work.tokens, loader, topology, bags.max_tokens)
 
         # 2. The topology: as configured, or as chosen before where sequences fit, or the fastest.
         if bags.topology != AUTO:

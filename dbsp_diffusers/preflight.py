@@ -9,7 +9,7 @@ import torch
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.models.checkpoint import Checkpoint
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting
+from dbsp_core.utils.errors import UserError, blame_setting
 from dbsp_kernels import choose_kernel
 
 __all__ = ["cached_checkpoint", "local_checkpoint", "require_checkpoint", "require_possible"]
@@ -24,12 +24,6 @@ def require_possible(config: DbspConfig) -> None:
     if config.cost_model is not None:
         with blame_setting("cost_model"):
             load_hardware(config.cost_model)
-    if config.effective_layout == "learned" and config.mask.changes != "never":
-        kind = type(config.mask).__name__.removesuffix("Source").lower()
-        message = (
-            f"layout 'learned' needs masks that are known beforehand, those of source {kind} are not; use striped"
-        )
-        raise SettingError(message, ("layout",))
 
 
 def require_checkpoint(model: str | None) -> None:

@@ -158,9 +158,6 @@ def info(
     gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs for ρ_s.")] = 8,
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
     threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made again.")] = 1.10,
-    budget: Annotated[
-        float, typer.Option(min=0, help="reuse.budget, in times of a balanced attention; 0: only P_s.")
-    ] = 0.30,
     sample: Annotated[int, typer.Option(min=0, help="How many layers to plan and compare; 0: all.")] = 4,
     quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,
     limit: Annotated[float, typer.Option(help="Relative L1 error above which to warn.")] = DEFAULT_LIMIT,
@@ -176,7 +173,7 @@ def info(
         require_pictures()
     series = MaskSeries.read(file, branch)
     planners = tuple(planner.split(","))
-    options = InfoOptions(gpus, planners, threshold, budget or None, sample, quality, limit, parse_thw(thw))
+    options = InfoOptions(gpus, planners, threshold, sample, quality, limit, parse_thw(thw))
     found = examine_masks(series, options)
     if picture is not None:
         write_atomically(picture, found.picture(file.name, series))

@@ -1,4 +1,4 @@
-"""`dbsp plan`: plans of one attention of a mask file, or of several sequences at once."""
+"""`dbsp plan`: plans of one attention of a mask file."""
 
 from __future__ import annotations
 
@@ -10,35 +10,27 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from dbsp_cli.commands.placement import PlacementRequest, print_placements
-from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
 from dbsp_cli.output import (
-    LARGEST_SEED,
     MOST_GPUS,
     PATH,
     JsonFlag,
     TextTable,
-    options_for,
     print_json,
     print_tables,
     require_pictures,
 )
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.cost.selection import candidates
-from dbsp_core.layout.learned import MaskProfile
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
+from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.models.table import MODEL_SPECS
-from dbsp_core.planning.keys import require_keys
+from dbsp_core.planning.key_chunks import require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.planning.wire_format import MODEL, require_wire_format
 from dbsp_core.utils.atomic_io import write_atomically
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import printable
 from dbsp_core.utils.paths import require_apart, require_file_place
 
@@ -50,9 +42,8 @@ _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 
 def plan_command(
-    context: typer.Context,
-    file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors).", **PATH)] = None,
-    gpus: Annotated[int | None, typer.Option(max=MOST_GPUS, help="Number of GPUs.")] = None,
+    file: Annotated[Path, typer.Argument(help="Mask file (.safetensors).", **PATH)],
+    gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs.")],
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[
         str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between, or all.")
@@ -61,7 +52,7 @@ def plan_command(
     equal_heads: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
     target_rho: Annotated[float | None, typer.Option(help="Planner dbsp: stop balancing at this ρ_s.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
+        str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUTS)}; default: the planner's own.")
     ] = None,
     keys: Annotated[str, typer.Option(help="ring, all, or needed: what ranks are sent.")] = "ring",
     precision: Annotated[str, typer.Option(help="model or int8: how q, k and v travel.")] = MODEL.name,
@@ -70,82 +61,19 @@ def plan_command(
         Path | None,
         typer.Option(help="PNG to write: the owner of each row, split blindly and in the most even plan.", **PATH),
     ] = None,
-    sequences: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of a file, data streams as KnapFormer codes them: g{G}b{B}i{R}f{F}s{S}, with commas: G GPUs "
-            "load B sequences each, of R pixels square and F frames, as a clip (S=1) or single frames (S=0)."
-        ),
-    ] = None,
-    bags: Annotated[
-        str,
-        typer.Option(help="With --sequences: topologies such as g8n4 or g1n2+g2n1+g4n1, with commas, or all."),
-    ] = "all",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Instead of a file, which placement on --gpus is best for this model: one of "
-            f"{', '.join(MODEL_SPECS)}; with --sequences also {FLUX_NAME}, default wan2.1-t2v-14b."
-        ),
-    ] = None,
-    hardware: Annotated[
-        str,
-        typer.Option(help="With --model or --sequences: a name or a file from dbsp calibrate."),
-    ] = "h200",
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            help="With --sequences: every one's, such as window:window=[5,9,9], default dense; with --model as "
-            "dbsp simulate takes it, default the model's."
-        ),
-    ] = None,
-    node_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MOST_GPUS, help="With --model or --sequences: GPUs per node; default: the hardware's, or 8."
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="With --model: memory of a GPU, such as 48GB; default: the hardware's.")
-    ] = None,
-    videos: Annotated[int, typer.Option(min=1, max=256, help="With --model: how many are made.")] = 1,
-    top: Annotated[int, typer.Option(min=1, help="With --model: how many placements are shown.")] = 5,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, max=1 << 40, help="With --sequences: most tokens that a GPU can hold.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="With --sequences: of drawing them.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Plan one attention of a mask file: how even the work is before and after, and what moves.
-
-    Or, with --sequences, share several sequences out over bags of GPUs; topologies are compared, the best proposed.
-    Or, with --model, find the best placements of a model, with the line to paste for each host.
-    """
-    if (file, sequences, model) == (None, None, None) or (file is not None and sequences is not None):
-        raise UserError("dbsp plan needs a mask file, --sequences CODES or --model NAME, one of them")
-    given = {name: value for name, value in context.params.items() if value is not None}
+    """Plan one attention of a mask file: how even the work is before and after, and what moves."""
     if picture is not None:
-        if file is None:
-            raise UserError("--picture draws the rows of a mask file; give one, without --sequences and --model")
         require_file_place(picture, "--picture")
         require_apart({"--picture": picture}, inputs={"the mask file": file})
         require_pictures()
-    if sequences is not None:
-        print_sequence_plans(SequenceRequest(**options_for(SequenceRequest, given)), as_json)
-        return
-    if model is not None:
-        if file is not None or gpus is None:
-            raise UserError("--model is placed on a number of GPUs, without a mask file; give --gpus, as in --gpus 16")
-        print_placements(PlacementRequest(**options_for(PlacementRequest, given)), as_json)
-        return
-    if file is None or gpus is None:
-        raise UserError("a mask file is planned for a number of GPUs; give it, for example --gpus 8")
-    request = _FileRequest(**options_for(_FileRequest, context.params))
+    request = _FileRequest(gpus, strategy, planner, reward, equal_heads, target_rho, layout, keys, precision)
     source = MaskFile(file)
     of_layer = source.layer(layer)
-    plans = _plans(source, of_layer, request)
+    plans = _plans(of_layer, request)
     if picture is not None:
-        write_atomically(picture, _picture(f"{file.name}, layer {layer}", source, of_layer, plans, request))
+        write_atomically(picture, _picture(f"{file.name}, layer {layer}", of_layer, plans, request))
     if as_json:
         rows = [_record(one, keys, precision) for one in plans]
         print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
@@ -176,14 +104,12 @@ class _FilePlan(NamedTuple):
     """K and V that a rank receives, mean, in shares of one rank's Q in the model's precision, of tokens of `TOKEN`."""
 
 
-def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
+def _plans(mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
     """Plans the mask, a layer's of the file, for every strategy and planner asked for."""
     strategies = candidates(request.gpus, mask.grid) if request.strategy == "all" else (request.strategy,)
     strategies = tuple(map(Strategy.parse, strategies))
     for strategy in strategies:
         strategy.require_world(request.gpus)
-    learned = request.layout == "learned"
-    profile = MaskProfile.of(map(source.layer, range(source.layers))) if learned else None
     way, wire = require_keys(request.keys), require_wire_format(request.precision)
     names = tuple(PLANNERS) if request.planner == "all" else tuple(request.planner.split(","))
     for name in names:
@@ -192,11 +118,8 @@ def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_Fi
     plans = []
     for strategy in strategies:
         for name in names:
-            chosen = request.layout or require_planner(way.planner_for(name)).layout
-            if chosen == "local":
-                layout = least_keys_layout([mask], strategy, precision=request.precision)
-            else:
-                layout = SequenceLayout.named(chosen, mask.grid, strategy, profile=profile)
+            usual = "contiguous" if way.known_masks else require_planner(name).layout
+            layout = SequenceLayout.named(request.layout or usual, mask.grid, strategy)
             config = PlannerConfig(name, request.target_rho, paper=PaperConfig(request.reward, request.equal_heads))
             plan = make_plan(mask, strategy, config, layout=layout, keys=request.keys, precision=request.precision)
             plans.append(_FilePlan(plan, traffic_of(plan.assignment, layout).kv_received / share))
@@ -226,7 +149,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
         rows,
         f"{_conclusion([one.plan for one in plans])}"
         "ρ_s: slowest rank over mean; own bound: least for a planner of this kind, which shares out\n"
-        "single rows (dbsp, local) or whole heads and blocks (the others); gap: above it;\n"
+        "single rows (dbsp) or whole heads and blocks (the others); gap: above it;\n"
         "moved: of Q, K, V between ring ranks; +KV: sent again to further ranks; ms: planning;\n"
         "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
         left=("strategy", "planner"),
@@ -234,11 +157,11 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
     )
 
 
-def _picture(title: str, source: MaskFile, mask: BlockMask, plans: list[_FilePlan], request: _FileRequest) -> bytes:
+def _picture(title: str, mask: BlockMask, plans: list[_FilePlan], request: _FileRequest) -> bytes:
     """PNG of the most even plan, below the contiguous one of the same strategy."""
     best = _most_even([one.plan for one in plans])
     blind = replace(request, strategy=str(best.strategy), planner="contiguous", layout=None, keys="ring")
-    ((contiguous, _),) = _plans(source, mask, blind)
+    ((contiguous, _),) = _plans(mask, blind)
     rows = [("plain sequence parallelism", contiguous), (best.planner, best)]
     figure = owners_picture(f"{title}: {best.strategy}", rows if best.planner != "contiguous" else rows[:1])
     content = BytesIO()

@@ -9,17 +9,17 @@ from typing import Annotated
 
 import typer
 
-from dbsp_cli.comparison import compare
-from dbsp_cli.output import PATH, JsonFlag, print_json, print_tables
-from dbsp_cli.report_tables import comparison_page, comparison_tables, run_tables
-from dbsp_core.reports.html import report_page
+from dbsp_cli.comparison import Comparison, compare
+from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables
+from dbsp_core.reports.html import render_page, report_page
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.reports.summary import layer_summaries
+from dbsp_core.reports.summary import LayerSummary, headline, in_seconds, layer_summaries
 from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_apart, require_file_place
 
-__all__ = ["report_command"]
+__all__ = ["report_command", "run_tables"]
 
 
 def report_command(
@@ -58,10 +58,60 @@ def _show(report: RunReport, as_json: bool, html: Path | None) -> None:
 
 def _compare(names: tuple[str, str], a: RunReport, b: RunReport, as_json: bool, html: Path | None) -> None:
     comparison = compare(a, b)
-    tables = comparison_tables(names, comparison)
+    tables = _comparison_tables(names, comparison)
     if html is not None:
-        write_atomically(html, comparison_page(names, tables))
+        write_atomically(html, render_page("comparison.html", names=names, tables=tables))
     if as_json:
         print_json(a=names[0], b=names[1], **comparison.to_values())
         return
     print_tables(tables)
+
+
+def run_tables(report: RunReport) -> list[TextTable]:
+    """Returns the tables of one run: its main numbers, and its layers."""
+    compared = "not compared" if report.max_abs_diff is None else f"differs by {report.max_abs_diff:.1e}"
+    rows = [
+        [
+            str(one.layer),
+            f"{one.density:.3f}",
+            *(f"{number:.3f}" for number in (one.rho_before, one.rho, one.rho_worst, one.rho_best)),
+            str(one.replans),
+            in_seconds(one.seconds),
+            in_bytes(one.bytes_sent),
+        ]
+        for one in layer_summaries(report)
+    ]
+    columns = ("layer", "density", "ρ_s before", "ρ_s", "worst", "least", "plans", "time", "sent")
+    title = f"{report.model}, db-SP in {report.host} on {report.world_size} ranks"
+    caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
+    return [
+        TextTable(title, ("what", "value", "note"), headline(report), left=("what", "value", "note")),
+        TextTable("by layer", columns, rows, caption, spare=("least", "worst", "density")),
+    ]
+
+
+def _comparison_tables(names: tuple[str, str], comparison: Comparison) -> list[TextTable]:
+    """Returns the tables of a comparison: settings, numbers of the whole runs, and layers."""
+    pair = [f"A: {names[0]}", f"B: {names[1]}"]
+    settings = [one.in_words()[:3] for one in comparison.settings]
+    numbers = [one.in_words() for one in comparison.numbers]
+    layers = [[str(one.layer), *_pairs(one.a, one.b)] for one in comparison.layers]
+    of_layers = ["layer", "density", "ρ_s before", "ρ_s used", "plans", "time", "sent"]
+    return [
+        TextTable("set differently", ["setting", *pair], settings, "" if settings else "nothing", ("setting", *pair)),
+        TextTable("whole runs", ["number", *pair, "B over A"], numbers, left=("number",)),
+        TextTable("by layer, A → B", of_layers, layers, spare=("density", "plans")),
+    ]
+
+
+def _pairs(a: LayerSummary | None, b: LayerSummary | None) -> list[str]:
+    shown = [
+        (
+            *(f"{number:.3f}" for number in (one.density, one.rho_before, one.rho)),
+            *(str(one.replans), in_seconds(one.seconds), in_bytes(one.bytes_sent)),
+        )
+        if one is not None
+        else ("–",) * 6
+        for one in (a, b)
+    ]
+    return [f"{first} → {second}" for first, second in zip(*shown, strict=True)]

@@ -15,7 +15,7 @@ from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile, one_or_each
-from dbsp_core.masks.mask_writer import MaskLayout, pooled_keys_of, remainder_of, write_masks
+from dbsp_core.masks.mask_writer import MaskLayout, write_masks
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
@@ -197,14 +197,13 @@ def convert_recording(
         raise UserError(f"{folder} has steps {steps}; say which with --step")
     moment = DenoisingStep(steps[0] if step is None else step, branch)
     masks = (recording.mask(i, moment) for i in range(recording.layers))
-    found = [(mask.grid, mask.heads, remainder_of(mask)) for mask in masks]
-    grids, heads = {grid.with_orders((CANONICAL,)) for grid, *_ in found}, {heads for _, heads, _ in found}
+    found = [(mask.grid, mask.heads) for mask in masks]
+    grids, heads = {grid.with_orders((CANONICAL,)) for grid, _ in found}, {heads for _, heads in found}
     for what, different in (("block grid", grids), ("number of heads", heads)):
         if len(different) > 1:
             raise UserError(f"{folder}: layers differ in their {what} at step {moment.step}; record fewer layers")
-    orders = tuple(one_or_each(grid.orders) for grid, *_ in found)
-    pooled = pooled_keys_of(remainder for *_, remainder in found)
-    layout = MaskLayout(grids.pop(), heads.pop(), recording.layers, orders=orders, pooled_keys=pooled)
+    orders = tuple(one_or_each(grid.orders) for grid, _ in found)
+    layout = MaskLayout(grids.pop(), heads.pop(), recording.layers, orders=orders)
     write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed)
     return layout
 

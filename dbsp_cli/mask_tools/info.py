@@ -12,7 +12,6 @@ from dbsp_cli.mask_tools.quality import HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
@@ -24,7 +23,7 @@ class InfoOptions:
 
     Attributes:
         gpus: Ranks for which ρ_s is computed, by each of `planners`.
-        threshold: Of replans, as is `budget`; see `ReplanRule`.
+        threshold: P_s, above which plans are made again.
         sample: Number of layers to plan and compare; 0 for all.
         quality: Whether to measure errors.
         limit: Relative L1 error above which it warns.
@@ -34,7 +33,6 @@ class InfoOptions:
     gpus: int = 8
     planners: tuple[str, ...] = ("dbsp",)
     threshold: float = 1.10
-    budget: float | None = 0.30
     sample: int = 4
     quality: bool = False
     limit: float = 0.1
@@ -99,8 +97,7 @@ def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
     densities = densities_of(series, series.layers)
     balance = balance_of(series, sampled, options.gpus, options.planners)
     strategy, planner = str(Strategy(options.gpus, 1)), options.planners[0]
-    rule = ReplanRule(options.threshold, options.budget)
-    drift = [drift_of(series, layer, strategy, planner, rule) for layer in sampled]
+    drift = [drift_of(series, layer, strategy, planner, options.threshold) for layer in sampled]
     drift = [each for each in drift if each.iou]
     errors = _errors(series, sampled, options) if options.quality else None
     warnings = [*([series.notice] if series.notice else []), *_warnings(series, densities, sampled, errors, options)]

@@ -17,8 +17,7 @@ from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.session.replan_rule import ReplanRule
+from dbsp_core.runtime.session.plan_cache import PlanCache
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["Balance", "Drift", "MaskSeries", "balance_of", "densities_of", "drift_of", "spread_out"]
@@ -140,19 +139,19 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
     return rows
 
 
-def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, rule: ReplanRule) -> Drift:
+def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
     """Compares all recorded steps of one layer, which is an attention as a run keeps plans for."""
 
-    def plan(mask: BlockMask) -> Plan:
+    def plan(mask: BlockMask, _current: Plan | None) -> Plan:
         return make_plan(mask, strategy, planner, compare=False)
 
-    cache = SyncPlanCache(rule, compare=False)
+    cache = PlanCache(threshold, compare=False)
     steps: list[int] = []
     iou, changed = [], []
     before: BlockMask | None = None
     for step in series.steps:
         mask = series.get(step, layer)
-        cache.plan_for(layer, mask, PlansBy(plan))
+        cache.plan_for(layer, mask, plan)
         if before is not None and mask.bits.shape == before.bits.shape:
             steps.append(step)
             either = int((mask.bits | before.bits).sum())

@@ -29,7 +29,7 @@ ROWS_OF_SUMS = 4
 def pool_heads(
     tensors: Sequence[torch.Tensor],
     blocks: ShardedBlocks,
-    heads_of: Sequence[np.ndarray],
+    shares: Sequence[int],
     group: SequenceGroup,
 ) -> torch.Tensor:
     """Pools the tokens of all ranks, and brings each rank the heads that it asks for. Collective.
@@ -37,12 +37,12 @@ def pool_heads(
     Args:
         tensors: Of this rank's tokens, [B, H, n_local, D], such as q and k.
         blocks: The blocks of each of them.
-        heads_of: By rank, int64, its heads; a head may be several ranks'.
+        shares: By rank, the number of heads it asks for, which follow those of the rank before.
 
     Returns:
         float32[Hs, B, n, D + 1], the mean and similarity of every block of the first, then of the second, and so on.
     """
-    device, (batch, heads, _, width) = tensors[0].device, tensors[0].shape
+    device, (batch, _, _, width) = tensors[0].device, tensors[0].shape
     sides = [blocks.places(side, group.rank, device) for side in range(len(tensors))]
     # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
     sums = [sum_tokens(t, *side.blocks) for t, side in zip(tensors, sides, strict=True)]
@@ -53,10 +53,6 @@ def pool_heads(
     ]
     # 2. All travel to the ranks that ask for their head, in one exchange of rows of D + 1 numbers of 32 bits.
     sent = torch.cat([*(one.view(torch.int32) for one in means), *shared], dim=2)
-    order = np.concatenate(heads_of)
-    if not np.array_equal(order, np.arange(heads)):
-        sent = sent.index_select(0, to_device(order, device))
-    shares = [len(own) for own in heads_of]
     arrived = exchange_heads(sent, shares, blocks.rows, group)
     # 3. A rank puts means in their blocks' places, and adds up the sums of straddling blocks to means.
     copies, lengths = shares[group.rank] * batch, blocks.lengths
@@ -96,7 +92,7 @@ class ShardedBlocks:
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
     def of(cls, layout: SequenceLayout, grid: BlockGrid, kinds: str = "qk") -> ShardedBlocks:
-        """Of queries, keys and values, as `kinds` has their letters: "qk", "kv" or "qkv"."""
+        """Returns the blocks of queries, keys and values, as `kinds` has their letters: "qk" or "qkv"."""
         axes = tuple(grid.q_axis if kind == "q" else grid.k_axis for kind in kinds)
         permutation = grid.token_permutation(grid.common_order or CANONICAL)
         lengths = np.concatenate([axis.lengths for axis in axes])

@@ -11,7 +11,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils import env
 from dbsp_core.utils.fingerprint import fingerprint_of
 
-__all__ = ["gather_nodes", "ranks_on_this_node"]
+__all__ = ["gather_nodes"]
 
 
 def gather_nodes(group: SequenceGroup) -> tuple[int, ...]:
@@ -32,12 +32,6 @@ def gather_nodes(group: SequenceGroup) -> tuple[int, ...]:
         names = [rank // sizes[0] for rank in dist.get_process_group_ranks(process_group)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
-
-
-def ranks_on_this_node() -> int | None:
-    """Number of ranks on this node as the launcher gives it, or None."""
-    count = _number("LOCAL_WORLD_SIZE", 1)
-    return None if count < 0 else count
 
 
 def _number(variable: str, least: int) -> int:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from dbsp_core.cost.selection import AUTO
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
+from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
+from dbsp_core.planning.key_chunks import KEYS, require_keys
 from dbsp_core.planning.key_travel import KeyTravel
-from dbsp_core.planning.keys import KEYS, require_keys
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
@@ -55,22 +55,17 @@ class ReuseConfig:
     """How long plans are kept, and when new ones are made.
 
     Attributes:
-        threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this, and
-        budget: while what it has wasted, Σ over its calls of ρ_s less the least known when it was made, stays at or
-            below this. None: only the threshold counts, as in the paper.
+        threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this.
         mode: "sync" plans from each call's own mask, "async" one call behind, without waiting; "auto" is async for
             masks computed from queries and keys.
     """
 
     threshold: float = 1.10
-    budget: float | None = 0.30
     mode: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.threshold >= 1:
             raise bad_value(self, "threshold", "must be at least 1, the least ρ_s there is", "reuse.")
-        if self.budget is not None and not self.budget > 0:
-            raise bad_value(self, "budget", "must be positive, or null to replan by the threshold alone", "reuse.")
         require_choice("mode", self.mode, MODES, "reuse.")
 
 
@@ -119,8 +114,8 @@ class DbspConfig:
         dense_schedule: Where attention stays dense, a mapping such as {first_steps: 10, first_layers: 1}.
         strategy: "UxRy", "auto" for the one predicted to be fastest at each attention (by a rule, if this machine was
             not measured), or None for the host's own degrees.
-        layout: How tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the planner
-            is meant for.
+        layout: How tokens are laid out between attentions: "contiguous" or "striped"; None: contiguous with needed
+            keys, else as the planner is meant for.
         planner: A `PlannerConfig`, a mapping for one, or only its name.
         keys: "ring": keys and values travel round the ring; "all": each rank is sent all of its heads', in chunks from
             where they live; "needed": those that its rows need, for masks that are known beforehand. See
@@ -128,7 +123,7 @@ class DbspConfig:
         exchange: An `ExchangeConfig`, or a mapping for one.
         reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Constants that predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`. None:
-            those that `dbsp calibrate` measured on this machine; without these, rules that need no constants.
+            those that `python -m scripts.calibrate` measured here; without these, rules that need no constants.
         kernel: "auto", or a kernel's name.
         bags: How several sequences of one call are shared out: a `BagConfig`, a mapping for one, or only its topology,
             such as "g8n4" or "auto"; None: every rank shares in each sequence (see docs/bags.md).
@@ -170,7 +165,7 @@ class DbspConfig:
             with blame_setting("transformer_2"):
                 self.for_transformer("transformer_2")
         if self.layout is not None:
-            require_choice("layout", self.layout, tuple(LAYOUT_ORDERS))
+            require_choice("layout", self.layout, LAYOUTS)
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
         with blame_setting("keys"):
@@ -213,13 +208,11 @@ class DbspConfig:
 
     @property
     def effective_layout(self) -> str:
-        """The name of the layout that is used: the one that is set, or else the planner's."""
-        return self.layout or require_planner(self.key_way.planner_for(self.planner.name)).layout
+        """The name of the layout that is used: the one that is set, else the default.
 
-    @property
-    def searches_layout(self) -> bool:
-        """Whether several ranks choose the layout at the first attention, by the masks that are known by then."""
-        return self.layout is None and self.key_way.known_masks
+        Stripes make rings nearly even. Runs of tokens need few keys of other ring ranks, and stripes need all of them.
+        """
+        return self.layout or ("contiguous" if self.key_way.known_masks else require_planner(self.planner.name).layout)
 
     @property
     def key_way(self) -> type[KeyTravel]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -49,19 +48,6 @@ class Traffic:
         """float64[P]: tokens of keys and values that each rank gets from its neighbour."""
         handed_on: np.ndarray = 2.0 * self.block_k * self.blocks[len(self.keys) :].sum(axis=0)
         return handed_on
-
-    def in_chunks(self, shares: Sequence[int]) -> Traffic:
-        """About the same where keys come in these further chunks: as if the keys of all were alike.
-
-        Args:
-            shares: See `KeysInChunks.shares`.
-        """
-        if len(self.keys) < len(self.blocks):
-            raise ValueError("keys that are handed on do not come in chunks")
-        part = np.array(shares) / sum(shares)
-        keys = [self.keys[:1], part[:, None, None] * self.keys[1:].sum(axis=0)]
-        blocks = [self.blocks[:1], part[:, None] * self.blocks[1:].sum(axis=0)]
-        return replace(self, keys=np.concatenate(keys), blocks=np.concatenate(blocks))
 
     @property
     def kv_received(self) -> float:

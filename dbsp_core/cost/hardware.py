@@ -23,7 +23,6 @@ from dbsp_core.utils.schema import build, convert
 from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
 
 __all__ = [
-    "COMMUNICATION",
     "SHIPPED",
     "Constants",
     "Hardware",
@@ -37,7 +36,7 @@ __all__ = [
 
 SHIPPED = shipped_configs() / "hardware"
 LABELS = ("measured", "fitted", "published", "derived", "assumed")
-REDO = "measure again with: dbsp calibrate"
+REDO = "measure again, in a checkout of db-SP, with: python -m scripts.calibrate"
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,7 @@ def _bad_constant(constants: Constants, name: str, complaint: str) -> SettingErr
     return bad_value(constants, name, complaint, "hardware constant ")
 
 
-COMMUNICATION = (
-    "exchange_latency_s",
-    "exchange_bytes_per_s",
-    "p2p_latency_s",
-    "p2p_bytes_per_s",
-    "network_latency_s",
-    "network_bytes_per_s",
-)
-"""The constants that one device alone cannot measure."""
 NODES = "gpus_per_node"
-MEMORY = "memory_bytes"
 
 
 @dataclass(frozen=True)
@@ -162,7 +151,6 @@ class Hardware:
         dtype: Type of q, k and v for which the constants hold.
         sources: One of `LABELS` for each constant; derived: from another machine's by published ratios.
         gpus_per_node: Ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known.
-        memory_bytes: Memory of one GPU; None: not known.
         kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what it has in place of `constants`, which are
             the block-sparse kernels' in `dtype`.
         versions: Version of each software measured with; empty where nothing was measured.
@@ -177,7 +165,6 @@ class Hardware:
     constants: Constants
     sources: Mapping[str, str]
     gpus_per_node: int | None = None
-    memory_bytes: int | None = None
     kernels: Mapping[str, KernelConstants] = field(default_factory=dict, metadata={"read": _read_kernels})
     versions: Mapping[str, str] = field(default_factory=dict)
     residuals: Mapping[str, float] = field(default_factory=dict)
@@ -185,9 +172,7 @@ class Hardware:
     notes: str = ""
 
     def __post_init__(self) -> None:
-        names = [f.name for f in fields(Constants)] + [NODES, MEMORY]
-        if self.memory_bytes is not None and (type(self.memory_bytes) is not int or self.memory_bytes < 1):
-            raise bad_value(self, MEMORY, "must be a number of bytes, at least 1")
+        names = [f.name for f in fields(Constants)] + [NODES]
         if self.gpus_per_node is not None and (type(self.gpus_per_node) is not int or self.gpus_per_node < 1):
             raise bad_value(self, NODES, "must be a number of GPUs, at least 1")
         with blame_setting("sources"):
@@ -195,7 +180,7 @@ class Hardware:
                 require_known(key, names, f"sources of hardware {self.name!r}")
                 with blame_setting(key):
                     _require_label(label, key)
-        given = {**asdict(self.constants), NODES: self.gpus_per_node, MEMORY: self.memory_bytes}
+        given = {**asdict(self.constants), NODES: self.gpus_per_node}
         unlabelled = [name for name in names if given[name] is not None and name not in self.sources]
         if unlabelled:
             message = f"hardware {self.name!r} does not say where {', '.join(unlabelled)} come from; add sources"
@@ -212,11 +197,6 @@ class Hardware:
         digest = hashlib.blake2b(repr(self.constants).encode(), digest_size=8)
         return int.from_bytes(digest.digest(), "big") >> 1
 
-    def labels_in_words(self) -> str:
-        """The constants by where they come from, in a line."""
-        groups = {label: [n for n, own in self.sources.items() if own == label] for label in LABELS}
-        return "; ".join(f"{label}: {', '.join(names)}" for label, names in groups.items() if names)
-
     def with_kernel(self, name: str) -> Hardware:
         """This machine with that kernel's constants, or as it is where none are known of it."""
         if name not in self.kernels:
@@ -225,18 +205,9 @@ class Hardware:
         labels = dict.fromkeys(kernel.given, kernel.source)
         return replace(self, constants=replace(self.constants, **kernel.given), sources={**self.sources, **labels})
 
-    def with_communication_of(self, other: Hardware) -> Hardware:
-        """This machine's compute with another's communication, labelled as it is there."""
-        constants = replace(self.constants, **{name: getattr(other.constants, name) for name in COMMUNICATION})
-        kept = {name: label for name, label in self.sources.items() if name not in (*COMMUNICATION, NODES)}
-        taken = {name: label for name, label in other.sources.items() if name in (*COMMUNICATION, NODES)}
-        notes = " ".join(filter(None, (self.notes, f"Communication from {other.name!r}.", other.notes)))
-        nodes = other.gpus_per_node
-        return replace(self, constants=constants, sources=kept | taken, gpus_per_node=nodes, notes=notes)
-
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:
-    """A shipped machine by its name, for example "h800", or the path of a YAML file that `dbsp calibrate` wrote.
+    """A shipped machine by its name, for example "h800", or the path of a YAML file that `scripts.calibrate` wrote.
 
     Raises UserError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
     """

@@ -19,12 +19,11 @@ from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.cost.periods import PeriodTimes, chunk_times, ring_times
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["AttentionShape", "Prediction", "Topology", "exchange_cost_of", "predict"]
+__all__ = ["AttentionShape", "Prediction", "Topology", "predict"]
 
 MERGE_BYTES = 12
 """Bytes of memory per output element that a merge touches: two float32 read, one written."""
@@ -262,26 +261,3 @@ def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: At
     if wire.centred:
         total = total + shape.heads * layout.shard * token
     return float(np.max(total))
-
-
-def exchange_cost_of(
-    mask: BlockMask,
-    strategy: Strategy,
-    shape: AttentionShape,
-    hardware: Hardware,
-    topology: Topology,
-    wire: WireFormat = MODEL,
-) -> float:
-    """`PlannerConfig.exchange_cost` for a mask: the time to send Q, K and V once, over that of balanced attention.
-
-    A rank's share crosses the slowest link that its ring has; 0 where that is not known, or nothing is to be computed.
-    To five significant digits: a last bit that differed between ranks could not make them plan differently.
-    """
-    dense_blocks, grid, known = int(mask.counts.rows.sum()), mask.grid, hardware.constants
-    rate = known.exchange_bytes_per_s if topology.one_node else known.network_bytes_per_s
-    if dense_blocks == 0 or rate is None:
-        return 0.0
-    sent = 3 * shape.heads * shape.tokens * shape.sent_bytes(wire) / strategy.world
-    sent_s = sent / min(rate, known.exchange_bytes_per_s)
-    block = block_s(grid.block_q, grid.block_k, shape.head_dim, known)
-    return float(f"{sent_s / (shape.batch * dense_blocks * block / strategy.world):.4e}")

@@ -1,4 +1,4 @@
-"""The constants of the machine that a run is on: measured by `dbsp calibrate`, named by the user, or not known."""
+"""The constants of the machine that a run is on: measured by `scripts.calibrate`, named by the user, or not known."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
 
 __all__ = ["RULE", "cost_basis", "hardware_for", "measured_file"]
 
-RULE = "rules without constants; `dbsp calibrate` measures this machine"
+RULE = "rules without constants; `python -m scripts.calibrate`, in a checkout, measures this machine"
 """What costs are estimated by if `hardware_for` returns None, in words."""
 
 
 def measured_file(device: str) -> Path:
-    """Returns the file in which `dbsp calibrate` keeps the constants of this machine's "cuda" or "cpu" device.
+    """Returns the file in which `scripts.calibrate` keeps the constants of this machine's "cuda" or "cpu" device.
 
     Machines with other devices may share the folder: `$XDG_CACHE_HOME/dbsp/hardware`, or ~/.cache/dbsp/hardware.
     """

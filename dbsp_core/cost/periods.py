@@ -21,12 +21,10 @@ class PeriodTimes:
         periods: (compute_s, p2p_s) of each on the rank that is done last; compute includes the kernel's launch and the
             merge, P2P is what the next period needs: 0 in the last.
         attention_s: From the first period's start until the last rank is done.
-        even_compute_s: Compute of all periods, mean over the ranks.
     """
 
     periods: tuple[tuple[float, float], ...]
     attention_s: float
-    even_compute_s: float
 
     @property
     def compute_s(self) -> float:
@@ -82,4 +80,4 @@ def chunk_times(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_on
 def _of_the_last(compute: np.ndarray, p2p: Sequence[float], done: np.ndarray) -> PeriodTimes:
     last = int(done.argmax())
     periods = tuple((float(c), float(p)) for c, p in zip_longest(compute[:, last], p2p, fillvalue=0.0))
-    return PeriodTimes(periods, float(done[last]), float(compute.sum(axis=0).mean()))
+    return PeriodTimes(periods, float(done[last]))

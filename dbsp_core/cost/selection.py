@@ -7,28 +7,17 @@ a rule chooses, by the numbers of heads and of ranks per node.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
-from dbsp_core.cost.peak_memory import within_limit
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["AUTO", "StrategySelector", "by_rule", "candidates", "fastest_plan", "in_fastest_chunks", "in_ns"]
+__all__ = ["AUTO", "StrategySelector", "by_rule", "candidates", "in_ns"]
 
-WORTH_A_LOOK = 0.005
-"""Share of the predicted time that other plans must be able to save before they are made."""
-SHARES = ((1,), (1, 1), (2, 1), (1, 1, 1), (3, 2, 1), (1, 1, 1, 1))
-"""Further chunks that are tried, all fetched at once: see `KeysInChunks.shares`."""
-ONE_AHEAD = tuple((1,) * chunks for chunks in (2, 4, 8, 16))
-"""Numbers of further chunks, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
 """Leaves the choice of a strategy to `StrategySelector`."""
 
@@ -59,83 +48,6 @@ def in_ns(prediction: Prediction) -> int:
     return round(prediction.total_s * 1e9)
 
 
-def fastest_plan(
-    make: Callable[[str, bool], Plan],
-    shape: AttentionShape,
-    hardware: Hardware,
-    topology: Topology,
-    layout: SequenceLayout,
-    fits: Callable[[Plan], bool] = lambda _: True,
-) -> Plan:
-    """Planner "dbsp"'s plan, or a simpler planner's for the same mask, strategy and layout that is predicted faster.
-
-    "dbsp" weighs an exchange by its bytes on average; the latency model knows which rank has most of them. Others are
-    made only where they could save more than `WORTH_A_LOOK`: by even work, hidden P2P and an exchange without excess.
-
-    Args:
-        make: By planner, and whether Ulysses ranks must have equal numbers of heads.
-        fits: Whether a simpler planner's plan may be taken at all.
-    """
-
-    plan = make("dbsp", False)
-    if not topology.one_node and hardware.constants.network_bytes_per_s is None:  # nothing can be predicted
-        return plan
-    predicted, known, x = predict(plan, shape, hardware, topology, layout), hardware.constants, plan.strategy.ulysses
-    share_s = shape.heads * shape.tokens / topology.world / known.exchange_bytes_per_s  # for each byte of a token
-    sent = 3 * shape.sent_bytes(plan.assignment.wire) + shape.token_bytes
-    least_exchange_s = 2 * known.exchange_latency_s + sent * share_s * (x - 1) / x  # nothing between ring ranks
-    times = predicted.times
-    gain_s = times.attention_s - times.even_compute_s + predicted.exchange_s - least_exchange_s
-    if gain_s <= WORTH_A_LOOK * predicted.total_s:
-        return plan
-    others = [make("paper", True), *(make(planner, False) for planner in ("paper", "snake", "contiguous"))]
-    return min([plan, *filter(fits, others)], key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
-
-
-def in_fastest_chunks(
-    plan: Plan,
-    mask: BlockMask,
-    shape: AttentionShape,
-    hardware: Hardware | None,
-    topology: Topology,
-    layout: SequenceLayout,
-    excess: Callable[[Plan], float] = lambda _: 0.0,
-) -> Plan:
-    """A plan with its keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
-
-    A plan whose keys do not come in chunks stays as it is.
-
-    Of `SHARES`, all fetched at once, the fastest within the limit. Where none is, each is fetched beside the kernel on
-    the one before it, in as few as fit, or where none does, in that number that is least above it.
-
-    Args:
-        hardware: Whose constants predict times; None: the fewest chunks that fit.
-        excess: Bytes by which a plan's peak is above a limit.
-    """
-    keys = plan.assignment.keys
-    if not keys.chunked:
-        return plan
-    at_once: Sequence[tuple[int, ...]] = SHARES
-    if hardware is not None and (topology.one_node or hardware.constants.network_bytes_per_s is not None):
-        traffic = traffic_of(plan.assignment, layout)
-
-        def about_ns(shares: tuple[int, ...]) -> int:
-            about = _about(plan, shares)
-            return in_ns(predict(about, shape, hardware, topology, layout, traffic.in_chunks(shares)))
-
-        at_once = sorted(SHARES, key=about_ns)
-    ways = [*((shares, False) for shares in at_once), *((shares, True) for shares in ONE_AHEAD)]
-    return within_limit((plan.with_keys(keys.in_chunks(*way), mask) for way in ways), excess)
-
-
-def _about(plan: Plan, shares: tuple[int, ...]) -> Plan:
-    """Nearly the plan in other chunks, in microseconds: as if the work with all keys of other ring rows were alike."""
-    work = plan.metrics.work
-    part = np.array(shares)[:, None] / sum(shares)
-    metrics = replace(plan.metrics, work=np.concatenate([work[:1], part * work[1:].sum(axis=0)]))
-    return replace(plan, metrics=metrics)
-
-
 @dataclass
 class StrategySelector:
     """Plans every strategy, predicts each plan's time, and takes the fastest.
@@ -160,40 +72,22 @@ class StrategySelector:
         make: Callable[[Strategy], Plan],
         shape: AttentionShape,
         current: Strategy | None,
-        excess: Callable[[Plan], float] | None = None,
     ) -> Plan:
         """The plan to use from now on.
 
         Args:
             make: Plans one strategy.
             current: The strategy in use, None at first.
-            excess: Bytes by which a plan's peak is above a limit. Such plans drop out; where all do, the least is
-                taken.
         """
         if self.hardware is None:
-            best, plan = self._first_that_fits(make, shape, excess)
+            best = by_rule(self.strategies, shape.heads, self.topology)[0]
             self.chosen[best] = self.chosen.get(best, 0) + 1
-            return plan
+            return make(best)
         plans = {strategy: make(strategy) for strategy in self.strategies}
-        above = {strategy: excess(plan) if excess else 0.0 for strategy, plan in plans.items()}
-        fitting = [strategy for strategy in plans if above[strategy] <= 0] or [min(plans, key=above.__getitem__)]
         known, topology, layout = self.hardware, self.topology, self.layout
-        seconds = {one: in_ns(predict(plans[one], shape, known, topology, layout)) for one in fitting}
-        best = min(fitting, key=seconds.__getitem__)
+        seconds = {one: in_ns(predict(plan, shape, known, topology, layout)) for one, plan in plans.items()}
+        best = min(seconds, key=seconds.__getitem__)
         if current in seconds and seconds[current] * (1 - self.hysteresis) <= seconds[best]:
             best = current
         self.chosen[best] = self.chosen.get(best, 0) + 1
         return plans[best]
-
-    def _first_that_fits(
-        self, make: Callable[[Strategy], Plan], shape: AttentionShape, excess: Callable[[Plan], float] | None
-    ) -> tuple[Strategy, Plan]:
-        """Returns the first strategy by the rule whose plan is within the limit, else the one that is least above."""
-        above: list[tuple[float, Strategy, Plan]] = []
-        for strategy in by_rule(self.strategies, shape.heads, self.topology):
-            plan = make(strategy)
-            above.append((excess(plan) if excess else 0.0, strategy, plan))
-            if above[-1][0] <= 0:
-                return strategy, plan
-        _, strategy, plan = min(above, key=lambda one: one[0])
-        return strategy, plan

@@ -6,7 +6,7 @@ Arithmetic on counts and on constants from a file: every rank that has both gets
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -22,10 +22,10 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.balanced.planner import plan_rows
-from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.planner_input import PlannerInput
+from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
@@ -34,14 +34,14 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = [
     "FLOP_COUNTS",
-    "FLUX",
     "LayerSize",
     "SequencePlanMetrics",
     "SequenceWork",
     "WorkOfSizes",
     "bag_layout",
     "evaluate",
-    "gamma_of",
+    "even_owners",
+    "fastest_bags",
     "sequence_cost",
     "whole_layout",
 ]
@@ -76,10 +76,6 @@ class LayerSize:
         return self.heads * self.head_dim
 
 
-FLUX = LayerSize(layers=57, heads=24, head_dim=128, token_flops=24 * 3072**2)
-"""KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
-
-
 FLOP_COUNTS = Hardware(
     name="FLOP counts",
     device="any",
@@ -111,12 +107,6 @@ def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block
     known = hardware.constants
     token_s = layer.token_flops / known.linear_flops_per_s + layer.heads * known.row_s / block_q
     return SequenceCost(token_s, block_s(block_q, block_k, layer.head_dim, known))
-
-
-def gamma_of(layer: LayerSize, hardware: Hardware) -> float:
-    """KnapFormer's γ (Eq. 2) of a machine: seconds a FLOP of attention over seconds a FLOP of everything else."""
-    known = hardware.constants
-    return block_s(1, 1, layer.head_dim, known) / (4 * layer.head_dim) * known.linear_flops_per_s
 
 
 WorkOfSizes = dict[MaskRequest, tuple[BlockGrid, np.ndarray]]
@@ -213,6 +203,16 @@ class SequencePlanMetrics:
         return int(self.picoseconds.max()) / least if least else float("inf")
 
 
+def even_owners(rows: np.ndarray, ranks: int) -> np.ndarray:
+    """Returns int64[H, nq], the rank of a bag that computes each row, from rows int64[H, nq], dense blocks."""
+    if ranks == 1:
+        return np.zeros(rows.shape, dtype=np.int64)
+    home = np.zeros(rows.shape[1], dtype=np.int64)
+    # without a ring, a planner asks nothing of keys or positions
+    inputs = PlannerInput(Strategy(ranks, 1), rows, rows, home, home, None, lambda slots: rows[:, :, None])
+    return plan_rows(inputs)[0]
+
+
 def evaluate(
     plan: SequencePlan,
     work: SequenceWork,
@@ -221,13 +221,13 @@ def evaluate(
     layer: LayerSize,
     hardware: Hardware,
     node_size: int = 8,
+    owners: Callable[[np.ndarray, int], np.ndarray] = even_owners,
 ) -> SequencePlanMetrics:
     """Counts what a plan makes each rank do. Attention is shared by heads and rows within each bag (Ulysses).
 
-    Planner "dbsp" shares out rows evenly; KnapFormer's ranks have runs of whole heads.
-
     Args:
         loader: int64[n], the rank that loads each sequence.
+        owners: Shares out a bag's rows over its ranks; see `even_owners`.
     """
     topology, token_bytes = plan.topology, layer.head_dim * layer.element_bytes
     both_ways = np.array([layer.wire.token_bytes(layer.head_dim, layer.element_bytes), token_bytes])
@@ -239,7 +239,7 @@ def evaluate(
         if not len(own):
             continue
         rows = np.concatenate([work.row_work[one] for one in own], axis=1)
-        owner = _owners(rows, ranks, plan.balancer)
+        owner = owners(rows, ranks)
         blocks[here] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
         if ranks == 1:
             continue
@@ -256,6 +256,47 @@ def evaluate(
     return SequencePlanMetrics(
         tokens, blocks, picoseconds, max(rhos), moved * hidden, apart * hidden, sent_bytes, float(slowest.max())
     )
+
+
+def fastest_bags(
+    plan: Callable[[BagTopology], SequencePlan],
+    work: SequenceWork,
+    loader: np.ndarray,
+    cost: SequenceCost,
+    layer: LayerSize,
+    hardware: Hardware,
+    world: int,
+    node_size: int,
+    slack: float = 0.0,
+) -> SequencePlan:
+    """Plans every topology of `BagTopology.candidates`, and returns the plan whose slowest bag takes least.
+
+    With `slack`, that is the first plan that takes at most this share more than the best. Small bags come first.
+
+    Deterministic: ranks with equal arguments choose the same.
+
+    Args:
+        plan: Shares out the sequences over bags; raises UserError where none can hold one.
+        work: See `evaluate`, as for loader, cost, layer and hardware.
+        world: Number of ranks.
+        node_size: Of them on a node.
+        slack: What smaller bags may cost, as their exchanges are smaller, if the constants know nothing of exchanges.
+
+    Raises:
+        UserError: Where no topology can hold the sequences.
+    """
+    plans: list[SequencePlan] = []
+    refused: UserError | None = None
+    for topology in BagTopology.candidates(world, node_size):
+        try:
+            plans.append(plan(topology))
+        except UserError as error:
+            refused = error
+    if refused is not None and not plans:
+        raise refused
+    seconds = [evaluate(one, work, loader, cost, layer, hardware, node_size).seconds for one in plans]
+    most = min(seconds) * (1 + slack)
+    return next(plan for plan, one in zip(plans, seconds, strict=True) if one <= most)
 
 
 def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
@@ -282,18 +323,6 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
     runs = plan.runs.within(own, first)
     rank, local = runs.token_homes(tokens[own])
     return SequenceLayout(rank, local, ranks, int(local.max()) + 1)
-
-
-def _owners(rows: np.ndarray, ranks: int, balancer: str) -> np.ndarray:
-    """int64[H, nq]: the rank of a bag that computes each row, from rows int64[H, nq], dense blocks."""
-    if ranks == 1:
-        return np.zeros(rows.shape, dtype=np.int64)
-    if balancer == "knapsack":
-        return np.broadcast_to(contiguous_heads(len(rows), ranks)[:, None], rows.shape)
-    home = np.zeros(rows.shape[1], dtype=np.int64)
-    # without a ring, a planner asks nothing of keys or positions
-    inputs = PlannerInput(Strategy(ranks, 1), rows, rows, home, home, lambda: home, lambda slots: rows[:, :, None])
-    return plan_rows(inputs)[0]
 
 
 def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> np.ndarray:

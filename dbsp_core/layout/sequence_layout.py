@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from dbsp_core.layout.learned import MaskProfile, balanced_layout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError, in_short
+from dbsp_core.utils.removed import why_removed
 
-__all__ = ["LAYOUT_ORDERS", "SequenceLayout", "ShardSegments", "Streams"]
+__all__ = ["LAYOUTS", "SequenceLayout", "ShardSegments", "Streams"]
 
 Streams = Literal["first", "last"] | None
 """A rank's share of text comes before or after its share of video; None: they are sharded as one stream."""
+LAYOUTS = ("contiguous", "striped")
+"""Names of sequence layouts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,7 +54,6 @@ class SequenceLayout:
         local: int64[tokens], each token's place on its rank.
         world: Number of ranks.
         shard: Places of each rank.
-        position: int64[tokens], each token's place in the order in which planner "local" cuts rows; None: token order.
 
     Raises:
         ValueError: Unless every token is at a place of its own, on one of the ranks.
@@ -62,7 +63,6 @@ class SequenceLayout:
     local: np.ndarray
     world: int
     shard: int
-    position: np.ndarray | None = None
     _segments: dict[tuple[BlockGrid, Order], tuple[ShardSegments, ShardSegments]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -139,36 +139,27 @@ class SequenceLayout:
         return cls.named("striped", grid, strategy)
 
     @classmethod
-    def named(
-        cls,
-        name: str,
-        grid: BlockGrid,
-        strategy: Strategy,
-        *,
-        streams: Streams = None,
-        profile: MaskProfile | None = None,
-    ) -> SequenceLayout:
-        """A layout by its name.
+    def named(cls, name: str, grid: BlockGrid, strategy: Strategy, *, streams: Streams = None) -> SequenceLayout:
+        """Returns a layout by its name.
 
         Args:
-            name: A key of `LAYOUT_ORDERS`: "contiguous", "striped", "learned" or "local".
-            grid: The blocks that are distributed; "local" keeps the order of the grid.
+            name: "contiguous" or "striped".
+            grid: The blocks that are distributed.
             strategy: The ranks; only its ring matters for the order.
             streams: Whether text and video are sharded separately, as hosts with two streams do, and which comes
                 first; the texts of a packed grid are then one stream, and its videos one.
-            profile: What "learned" learns from.
 
         Raises:
-            ValueError: For an unknown name, or "learned" without a profile.
+            UserError: For an unknown name.
         """
-        if name not in LAYOUT_ORDERS:
-            raise UserError(f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUT_ORDERS)}")
+        if name not in LAYOUTS:
+            unknown = f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUTS)}"
+            raise UserError(why_removed("layout", name) or unknown)
         video = np.delete(np.arange(grid.tokens), [] if streams is None else grid.text_positions)
-        # A ring of one rank has all tokens: no order is better than another, and none saves hosts a permutation.
-        video = LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video
+        if name == "striped" and strategy.ring > 1:  # a ring of one rank has all tokens, in any order
+            video = _in_stripes(video, grid, strategy.ring)
         parts = {None: [video], "first": [grid.text_positions, video], "last": [video, grid.text_positions]}
-        layout = cls.from_streams(parts[streams], strategy.world)
-        return layout if name != "local" else replace(layout, position=_by_token(np.arange(grid.tokens), grid))
+        return cls.from_streams(parts[streams], strategy.world)
 
     def with_streams(self, text: np.ndarray, streams: Streams) -> SequenceLayout:
         """The same tokens on each rank, those of text at its first or last places; as it is for None.
@@ -197,8 +188,8 @@ class SequenceLayout:
     def fingerprint(self) -> int:
         """A number below 2^63 that differs between layouts, for ranks to compare."""
         digest = hashlib.blake2b(f"{self.world} {self.shard}".encode(), digest_size=8)
-        for part in (self.rank, self.local, self.position):
-            digest.update(b"" if part is None else part.astype(np.int64).tobytes())
+        for part in (self.rank, self.local):
+            digest.update(part.astype(np.int64).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     @cached_property
@@ -231,62 +222,9 @@ class SequenceLayout:
         return self._segments[key]
 
 
-def _in_token_order(
-    tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None
-) -> np.ndarray:
-    return tokens
-
-
-def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
-    token_permutation = _in_common_order(tokens, grid)
-    stripe = _larger_axis(grid).block_of % strategy.ring
-    return token_permutation[np.argsort(_by_token(stripe, grid)[token_permutation], kind="stable")]
-
-
-def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
-    if profile is None:
-        raise UserError("sequence layout 'learned' needs masks that are known beforehand; use striped for others")
-    if len(tokens) == 0:
-        return tokens
-    tokens = _in_common_order(tokens, grid)
-    block = _by_token(_larger_axis(grid).block_of, grid)
-    per_token = np.stack([profile.queries, profile.keys], axis=1)
-    per_block = np.stack([np.bincount(block[tokens], per_token[tokens, d]) for d in range(2)], axis=1)
-    present = np.unique(block[tokens])
-    part = np.zeros(len(per_block), dtype=np.int64)
-    part[present] = balanced_layout(per_block[present], strategy.ring)
-    return tokens[np.argsort(part[block[tokens]], kind="stable")]
-
-
-def _in_common_order(tokens: np.ndarray, grid: BlockGrid) -> np.ndarray:
-    """The given tokens in the token order of all heads; in canonical order where heads differ."""
-    token_permutation = grid.token_permutation(grid.common_order or CANONICAL)
-    return token_permutation[np.isin(token_permutation, tokens)]
-
-
-def _by_token(values: np.ndarray, grid: BlockGrid) -> np.ndarray:
-    """Rearranges tokens' values from the order of the blocks to canonical positions."""
-    by_token = np.empty_like(values)
-    by_token[grid.token_permutation(grid.common_order or CANONICAL)] = values
-    return by_token
-
-
-def _larger_axis(grid: BlockGrid) -> BlockAxis:
-    return grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
-
-
-def _in_rows(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
-    """Runs of tokens for the ring rows, each striped over the row's ranks so that these send equally much."""
-    in_order = _in_common_order(tokens, grid)
-    row = np.arange(len(in_order)) // max(1, -(-len(in_order) // strategy.world) * strategy.ulysses)
-    stripe = _by_token(_larger_axis(grid).block_of, grid)[in_order] % strategy.ulysses
-    return in_order[np.lexsort((stripe, row))]
-
-
-LAYOUT_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile | None], np.ndarray]] = {
-    "contiguous": _in_token_order,
-    "striped": _in_stripes,
-    "learned": _as_learned,
-    "local": _in_rows,
-}
-"""Functions that return the order in which a stream's tokens are sharded, by the name of the layout."""
+def _in_stripes(tokens: np.ndarray, grid: BlockGrid, ring: int) -> np.ndarray:
+    """Orders tokens by stripe, their block's number modulo the ring; within a stripe they keep the blocks' order."""
+    axis = grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
+    in_order = grid.token_permutation(grid.common_order or CANONICAL)
+    kept = np.isin(in_order, tokens)
+    return in_order[kept][np.argsort((axis.block_of % ring)[kept], kind="stable")]

@@ -11,9 +11,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from dbsp_core.masks.coarse_branch import CoarseBranch
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_counts import MaskCounts
-from dbsp_core.masks.remainder import Remainder, packed_remainder
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["BlockMask", "require_mask", "row_places"]
@@ -33,15 +33,15 @@ class BlockMask:
             may be empty. On a packed grid bool[H · pairs]: one sequence's [H, nq, nk] after another, and nothing
             between sequences. Counts are renewed once a tensor has been set in place; plans and executors are not.
         grid: The blocks.
-        remainder: What stands for the blocks that rows skip, or is added to the output. None: nothing.
+        coarse: VSA's coarse branch, which is added to the output, or None.
 
     Raises:
-        UserError: When the bits are not bool, their shape does not fit the grid, or the remainder does not.
+        UserError: When the bits are not bool or their shape does not fit the grid.
     """
 
     bits: torch.Tensor
     grid: BlockGrid
-    remainder: Remainder | None = None
+    coarse: CoarseBranch | None = None
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
     """Results by name, each with the version of the bits that it was computed from."""
 
@@ -61,8 +61,6 @@ class BlockMask:
             raise UserError(f"mask of shape {tuple(bits.shape)} does not fit {wanted}")
         if len(grid.orders) not in (1, self.heads):
             raise UserError(f"the grid has token orders for {len(grid.orders)} heads, the mask {self.heads} heads")
-        if self.remainder is not None:
-            self.remainder.require_fit(grid)
 
     def __repr__(self) -> str:
         grid, device = self.grid, self.bits.device
@@ -83,7 +81,7 @@ class BlockMask:
         It is on a GPU if one of the masks is.
 
         Raises:
-            UserError: For no masks, different numbers of heads or block sizes, or remainders that can't be packed.
+            UserError: For no masks, different numbers of heads or block sizes, or a coarse branch.
         """
         if not masks:
             raise UserError("BlockMask.packed needs at least one sequence's mask, got none")
@@ -93,12 +91,14 @@ class BlockMask:
                 "sequences that are packed need equal numbers of heads, got masks of "
                 f"{' and '.join(map(str, heads))}; give masks of one model"
             )
+        if any(mask.coarse is not None for mask in masks):
+            raise UserError("a coarse branch is of one sequence and is not packed; give the mask source coarse: false")
         grid = BlockGrid.packed([mask.grid for mask in masks])
         if len(grid.sequences) == 1:
             return masks[0]
         device = max((mask.bits.device for mask in masks), key=lambda device: device.type != "cpu")
         bits = torch.cat([part.bits.to(device).flatten() for mask in masks for part in mask.parts])
-        return cls(bits, grid, packed_remainder([mask.remainder for mask in masks]))
+        return cls(bits, grid)
 
     @cached_property
     def parts(self) -> tuple[BlockMask, ...]:
@@ -107,7 +107,7 @@ class BlockMask:
             return (self,)
         pieces = self.bits.split([self.heads * grid.nq * grid.nk for grid in self.grid.sequences])
         each = zip(pieces, self.grid.sequences, strict=True)
-        return tuple(BlockMask(bits.view(self.heads, grid.nq, grid.nk), grid, self.remainder) for bits, grid in each)
+        return tuple(BlockMask(bits.view(self.heads, grid.nq, grid.nk), grid) for bits, grid in each)
 
     @property
     def heads(self) -> int:
@@ -139,7 +139,7 @@ class BlockMask:
         return self._of_bits("fingerprint", self._fingerprint)
 
     def _fingerprint(self) -> int:
-        beside = "" if self.remainder is None else repr(self.remainder)
+        beside = "" if self.coarse is None else repr(self.coarse)
         digest = hashlib.blake2b((str(self.grid) + beside).encode(), digest_size=8)
         for piece in self.bits.flatten().split(AT_ONCE):
             digest.update(np.packbits(piece.cpu().numpy()).tobytes())

@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Order
 from dbsp_core.masks.mask_values import block_counts, head_values, mask_bits
-from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError, in_short
@@ -41,7 +40,6 @@ class MaskFile:
     Attributes:
         grid: The grid of every mask, apart from token orders.
         groups: The step groups; None where masks hold for all steps.
-        pooled_keys: Whether rows attend to the mean key of each block that they skip.
 
     Raises:
         UserError: For a file that is no mask file; names the file and the fix.
@@ -64,7 +62,7 @@ class MaskFile:
                 f"dbsp_core.save_mask, or {_CONVERT}"
             ) from error
         self._tensor = self._tensor_name(names)
-        self.grid, self.groups, self.pooled_keys = self._parse(metadata)
+        self.grid, self.groups = self._parse(metadata)
         self._shape = self._checked_shape(*kinds[self._tensor])
         self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
 
@@ -84,7 +82,7 @@ class MaskFile:
             raise UserError(f"mask file {self.path} has both 'mask' and 'packed'; keep one of them")
         return found[0]
 
-    def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None, bool]:
+    def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None]:
         missing = [key for key in SIZES if key not in metadata]
         if missing:
             raise UserError(
@@ -95,16 +93,16 @@ class MaskFile:
             tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in SIZES)
             thw = _parse_thw(metadata["thw"]) if "thw" in metadata else None
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
-            pooled_keys = _true_or_false("pooled_keys", metadata.get("pooled_keys", "false"))
+            _require_bits_alone(metadata)
             if "sequences" not in metadata:
-                return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups, pooled_keys
+                return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
             grid = _parse_sequences(metadata["sequences"], block_q, block_k)
             if (grid.tokens, grid.text_tokens, thw) != (tokens, text_tokens, None) or not grid.packed_from:
                 raise UserError(
                     f"sequences have {grid.tokens} tokens, {grid.text_tokens} of text: tokens and text_tokens must "
                     "say so, two sequences at least are needed, and thw belongs to each"
                 )
-            return grid, groups, pooled_keys
+            return grid, groups
         except UserError as error:
             raise UserError(f"mask file {self.path}: bad metadata: {error}") from error.__cause__
 
@@ -211,7 +209,7 @@ class MaskFile:
             raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
         bits = mask_bits(values, self.grid, self.heads, self.packed)
         grid = self.grid.with_orders(self.orders(index, group))
-        return BlockMask(bits, grid, PooledKeys() if self.pooled_keys else None)
+        return BlockMask(bits, grid)
 
 
 def one_or_each(orders: Sequence[Order]) -> Orders:
@@ -230,10 +228,14 @@ def _whole_number(key: str, text: str) -> int:
     return int(text)
 
 
-def _true_or_false(key: str, text: str) -> bool:
-    if text not in ("true", "false"):
-        raise UserError(f"{key} must be true or false, got {in_short(text)}")
-    return text == "true"
+def _require_bits_alone(metadata: Mapping[str, str]) -> None:
+    """Raises UserError for masks whose rows attend to mean keys of skipped blocks, which db-SP no longer computes."""
+    text = metadata.get("pooled_keys", "false")
+    if text != "false":
+        raise UserError(
+            f"pooled_keys is {in_short(text)}, but pooled keys of skipped blocks were removed, and results without "
+            "them differ; record or convert the masks again, or remove this key to use the bits alone"
+        )
 
 
 def _parse_thw(text: str) -> tuple[int, int, int]:

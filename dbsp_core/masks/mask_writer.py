@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +15,13 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import SIZES, Orders, require_countable
 from dbsp_core.masks.mask_values import head_values, mask_values
-from dbsp_core.masks.remainder import CoarseBranch, PooledKeys, Remainder
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import user_path
 
-__all__ = ["MaskLayout", "mask_file_bytes", "pooled_keys_of", "remainder_of", "save_mask", "write_masks"]
+__all__ = ["MaskLayout", "mask_file_bytes", "save_mask", "write_masks"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class MaskLayout:
         grid: The grid of every mask, apart from token orders.
         layers: Number of layers; None: one mask for every layer.
         orders: The token orders of each mask, by group and layer; a single element is for all masks.
-        pooled_keys: Whether rows attend to the mean key of each block that they skip, in every mask.
 
     Raises:
         UserError: For orders that don't fit the grid.
@@ -44,7 +42,6 @@ class MaskLayout:
     layers: int | None = None
     groups: StepGroups | None = None
     orders: tuple[Orders, ...] = ((CANONICAL,),)
-    pooled_keys: bool = False
 
     def __post_init__(self) -> None:
         for orders in set(self.orders):
@@ -69,8 +66,6 @@ class MaskLayout:
             texts["sequences"] = json.dumps(own)
         if self.groups is not None:
             texts["groups"] = str(self.groups)
-        if self.pooled_keys:
-            texts["pooled_keys"] = "true"
         # By mask, head and sequence.
         sequences = len(self.grid.sequences)
         each = [
@@ -135,36 +130,19 @@ def save_mask(
     if any(mask.grid.with_orders((CANONICAL,)) != grid or mask.heads != heads for mask in flat):
         raise UserError("all layers of a mask file need the same grid and number of heads")
     layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
-    pooled = pooled_keys_of(map(remainder_of, flat))
-    layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat), pooled)
-    write_masks(user_path(path), layout, (mask.bits for mask in flat), packed)
-
-
-def remainder_of(mask: BlockMask) -> set[Remainder | None]:
-    """The remainder of a mask that skips blocks; of a dense one, which needs none, nothing."""
-    return set() if bool(mask.bits.all()) else {mask.remainder}
-
-
-def pooled_keys_of(of_masks: Iterable[Set[Remainder | None]]) -> bool:
-    """Whether a file's masks have pooled keys, from what `remainder_of` says of each.
-
-    Raises UserError for different remainders, and coarse branches.
-    """
-    remainders = set[Remainder | None]().union(*of_masks)
-    if any(isinstance(one, CoarseBranch) for one in remainders):
+    if any(mask.coarse is not None for mask in flat):
         raise UserError(
             "a coarse branch follows from values and gates, and is not in a mask file; save a mask without it: "
             "BlockMask(mask.bits, mask.grid)"
         )
-    if len(remainders) > 1:
-        raise UserError("all masks of a mask file need the same pooled keys: all have them, or none")
-    return remainders == {PooledKeys()}
+    layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
+    write_masks(user_path(path), layout, (mask.bits for mask in flat), packed)
 
 
 def mask_file_bytes(mask: BlockMask) -> bytes:
     """The content of a packed mask file with one mask for all layers; without a coarse branch, if it has one."""
-    plain, pooled = mask.grid.with_orders((CANONICAL,)), mask.remainder == PooledKeys()
-    metadata, orders = MaskLayout(plain, mask.heads, orders=(mask.grid.orders,), pooled_keys=pooled).metadata()
+    plain = mask.grid.with_orders((CANONICAL,))
+    metadata, orders = MaskLayout(plain, mask.heads, orders=(mask.grid.orders,)).metadata()
     tensors = {"packed": mask_values(mask.bits, plain, packed=True)}
     if orders is not None:
         tensors["orders"] = np.frombuffer(b"".join(orders.pieces), dtype=np.uint8).reshape(orders.shape)

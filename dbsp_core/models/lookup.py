@@ -11,13 +11,12 @@ from dbsp_core.models.signature import ModelSignature, model_signature, variant_
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.table import MODEL_SPECS, PUBLISHED, TINY, TINY_MODELS, TINY_NAMES
 from dbsp_core.models.video import VideoSettings, side_complaint
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, did_you_mean
+from dbsp_core.utils.errors import SettingError, bad_value
 
 __all__ = [
     "find_model_spec",
     "model_title",
     "published_model",
-    "require_model",
     "require_video",
     "signature_of_model",
     "signature_of_name",
@@ -29,16 +28,6 @@ def find_model_spec(name: str) -> ModelSpec | None:
     """The model of that name, upper or lower case, or None."""
     wanted = name.casefold()
     return next((s for s in MODEL_SPECS.values() if wanted in {known.casefold() for known in s.names}), None)
-
-
-def require_model(name: str) -> ModelSpec:
-    """The model of that name. Raises UserError when there is none."""
-    spec = find_model_spec(name)
-    if spec is None:
-        raise UserError(
-            f"unknown model {name!r}; use one of {', '.join(MODEL_SPECS)}{did_you_mean(name, MODEL_SPECS)}"
-        )
-    return spec
 
 
 def tiny_architecture(model: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dbsp_core.models.decoders import COGVIDEOX, WAN, WAN_2_2, VideoDecoder
 from dbsp_core.models.pipelines import PIPELINES, token_grid
 from dbsp_core.models.signature import ModelSignature, Variant
 from dbsp_core.models.video import TOKEN_PIXELS, VideoSettings
@@ -91,19 +90,6 @@ class ModelSpec:
         return any(scale is not None and scale > 1 for scale in scales)
 
     @property
-    def decoder(self) -> VideoDecoder:
-        if self.variant == "ti2v":
-            return WAN_2_2
-        return COGVIDEOX if self.pipeline.startswith("CogVideoX") else WAN
-
-    @property
-    def latents(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of the latents that are decoded."""
-        frames, rows, columns = self.thw
-        scale = self.token_pixels // self.decoder.pixels
-        return frames * self.patch_frames, rows * scale, columns * scale
-
-    @property
     def calls(self) -> int:
         """Forward passes of one video: two a step under classifier-free guidance, also where they are one batch."""
         return (2 if self.guided else 1) * self.steps
@@ -118,8 +104,3 @@ class ModelSpec:
         if self.cross_text:
             projections += 2 * self.width**2 + 2 * self.width * self.cross_text
         return 2.0 * self.layers * self.tokens * projections
-
-    @property
-    def dense_attention_flops(self) -> float:
-        """FLOP of the scores and values of self-attention in one forward pass, all of them."""
-        return 4.0 * self.layers * self.tokens**2 * self.width

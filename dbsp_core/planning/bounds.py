@@ -68,21 +68,18 @@ def whole_block_bound(
     return max(1.0, slowest * ulysses * ring / total)
 
 
-def whole_row_bound(
-    row_work: np.ndarray, kv_block_work: np.ndarray, ulysses: int, ring: int, slot: np.ndarray | None
-) -> float:
+def whole_row_bound(row_work: np.ndarray, kv_block_work: np.ndarray, ulysses: int, ring: int) -> float:
     """Bound on ρ_s for plans that give each (head, query block) row to any one rank: split heads, moved rows.
 
     M is a whole number, and
     - M ≥ the work of any rank, which is a sum of whole rows: so M ≥ `bins_bound` of all rows in P bins, that is the
       mean rounded up, the largest row, and what two, three, … rows must share by the pigeonhole principle;
-    - M ≥ S/x for the work S of any slot. With the slots given, S is known, and with each (head, KV block) free to
-      travel in any slot, the fullest slot has at least `bins_bound` of all of them in y bins.
+    - M ≥ S/x for the work S of any slot. As each (head, KV block) may travel in any slot, the fullest slot has at
+      least `bins_bound` of all of them in y bins.
 
     Args:
         row_work: int[H, nq], dense blocks per (head, query block).
         kv_block_work: int[H, nk], dense blocks per (head, KV block).
-        slot: int[nk] or int[H, nk], the slot of each KV block, or None where plans may choose it.
 
     Returns:
         a float ≥ 1.
@@ -90,10 +87,6 @@ def whole_row_bound(
     total = int(row_work.sum())
     if total == 0:
         return 1.0
-    if slot is None:
-        fullest_slot = bins_bound(kv_block_work.reshape(-1), ring)
-    else:
-        slots = np.broadcast_to(slot, kv_block_work.shape)
-        fullest_slot = int(np.bincount(slots.reshape(-1), weights=kv_block_work.reshape(-1)).max())
+    fullest_slot = bins_bound(kv_block_work.reshape(-1), ring)
     slowest = max(bins_bound(row_work.reshape(-1), ulysses * ring), -(-fullest_slot // ulysses))
     return slowest * ulysses * ring / total

@@ -12,10 +12,12 @@ import numpy as np
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.planning.imbalance import owned_work
-from dbsp_core.planning.key_travel import KeyTravel
+from dbsp_core.planning.key_travel import KeyTravel, RingKeys
 from dbsp_core.planning.row_owners import RowOwners, places_of
+from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.utils.removed import why_removed
 
-__all__ = ["AllKeys", "KeysInChunks", "NeededKeys", "needed_by"]
+__all__ = ["KEYS", "AllKeys", "KeysInChunks", "NeededKeys", "needed_by", "require_keys"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,7 +40,7 @@ class KeysInChunks(KeyTravel):
 
     sent: np.ndarray
     ulysses: int
-    shares: tuple[int, ...] = (1,)
+    shares: tuple[int, ...] = (2, 1)
     one_ahead: bool = False
 
     def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> KeysInChunks:
@@ -113,7 +115,6 @@ class AllKeys(KeysInChunks):
     """
 
     name = "all"
-    planner = "dbsp"
     known_masks = False
 
     @classmethod
@@ -157,7 +158,6 @@ class NeededKeys(KeysInChunks):
     """
 
     name = "needed"
-    planner = "local"
     known_masks = True
 
     @classmethod
@@ -184,3 +184,15 @@ class NeededKeys(KeysInChunks):
 def needed_by(rows: RowOwners, mask: BlockMask) -> np.ndarray:
     """bool[P, H, nk]: the (head, KV block) pairs that some row of each rank attends to. Reads the mask on the host."""
     return mask.counts.columns_by_rank(rows.q_owner, rows.strategy.world) > 0
+
+
+KEYS: dict[str, type[KeyTravel]] = {way.name: way for way in (RingKeys, AllKeys, NeededKeys)}
+"""The ways for keys to travel, by the value of setting `keys`."""
+
+
+def require_keys(keys: str) -> type[KeyTravel]:
+    """Returns the way of that name. Raises UserError for a value that is not one of `KEYS`."""
+    if keys not in KEYS:
+        unknown = f"keys cannot be {keys!r}; use one of {', '.join(KEYS)}" + did_you_mean(keys, KEYS)
+        raise UserError(why_removed("keys", keys) or unknown)
+    return KEYS[keys]

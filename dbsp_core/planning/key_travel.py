@@ -26,16 +26,14 @@ class KeyTravel(ABC):
 
     Attributes:
         name: Its value of the setting `keys`.
-        planner: Name of the planner that cuts rows where "dbsp" is set.
-        known_masks: Whether masks must be known before the call, as what is sent follows from them. The layout is then
-            searched by them too, where none is set.
+        known_masks: Whether masks must be known before the call, as what is sent follows from them. Planner "dbsp"
+            then cuts rows into runs of tokens, and the default layout is contiguous.
         lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's periods must be
             even.
         slot: int64[H, nk], ring rank of each (head, KV block): where it is in the first period, if it travels then.
     """
 
     name: ClassVar[str]
-    planner: ClassVar[str]
     known_masks: ClassVar[bool]
     lockstep: ClassVar[bool]
 
@@ -43,11 +41,6 @@ class KeyTravel(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.slot)} heads of {self.slot.shape[1]} blocks>"
-
-    @classmethod
-    def planner_for(cls, name: str) -> str:
-        """The name of the planner that cuts rows where `name` is set."""
-        return cls.planner if name == "dbsp" else name
 
     @classmethod
     @abstractmethod
@@ -68,11 +61,6 @@ class KeyTravel(ABC):
     @abstractmethod
     def at_once(self) -> bool:
         """Whether all exchanges start before the first kernel; else each during the kernel before it."""
-
-    @property
-    def chunked(self) -> bool:
-        """Whether there are several chunks, which `in_chunks` can change."""
-        return False
 
     def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> KeyTravel:
         """The same keys in other chunks, see `KeysInChunks`. Raises ValueError where they do not come in chunks."""
@@ -130,7 +118,6 @@ class RingKeys(KeyTravel):
     """
 
     name = "ring"
-    planner = "dbsp"
     known_masks = False
     lockstep = True
 

@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
-from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
+from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.assignment import Assignment, work_of_both
+from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
 from dbsp_core.planning.bounds import whole_row_bound
 from dbsp_core.planning.imbalance import imbalance_ratio
-from dbsp_core.planning.key_travel import KeyTravel
-from dbsp_core.planning.keys import require_keys
-from dbsp_core.planning.majority import baseline_assignment, block_positions, majority_ring_ranks
+from dbsp_core.planning.key_chunks import require_keys
+from dbsp_core.planning.key_travel import KeyTravel, RingKeys
 from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.row_owners import RowOwners
@@ -34,7 +35,7 @@ class PlanMetrics:
 
     Attributes:
         work: int64[periods, P], dense blocks by (period, rank).
-        baseline_work: int64[y, P] of `baseline_assignment`; None where comparing was left out.
+        baseline_work: int64[y, P] of the contiguous assignment; None where comparing was left out.
         rho_bound: ρ_s that no plan of this planner's granularity can beat; NaN where comparing was left out.
         lockstep: See `KeyTravel.lockstep`.
     """
@@ -51,12 +52,12 @@ class PlanMetrics:
         lockstep, strategy, counts = assignment.keys.lockstep, assignment.strategy, mask.counts
         if not compare:
             return cls(assignment.work(counts), None, float("nan"), lockstep)
-        without = baseline_assignment(mask.grid, mask.heads, strategy)
+        without = _baseline_assignment(mask.grid, mask.heads, strategy)
         baseline, work = work_of_both(without, assignment, counts)
         if lockstep:
             bound = require_planner(config.name).bound(counts.rows, counts.columns, strategy, config)
         else:  # of any rows, as only a rank's sum must be even
-            bound = whole_row_bound(counts.rows, counts.columns, strategy.world, 1, slot=None)
+            bound = whole_row_bound(counts.rows, counts.columns, strategy.world, 1)
         return cls(work, baseline, bound, lockstep)
 
     @property
@@ -189,7 +190,7 @@ def make_plan(
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "ring"; "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or
             "needed": those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then
-            cuts rows as "local" does, and the plan serves masks only that need no further keys.
+            cuts rows into runs of tokens, and the plan serves masks only that need no further keys.
         precision: "model": queries, keys and values travel as they are; "int8": rounded, with a scale for each token
             and head, and without gradients. No plan assigns other rows for it.
 
@@ -204,7 +205,6 @@ def make_plan(
     strategy = Strategy.parse(strategy)
     way, wire = require_keys(keys), require_wire_format(precision)
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
-    config = replace(config, name=way.planner_for(config.name))
     chosen = require_planner(config.name)
     require_slots(strategy, mask.grid)
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
@@ -214,14 +214,14 @@ def make_plan(
             f"tokens on {strategy.world}; build it from the same grid and strategy"
         )
     grid, counts = mask.grid, mask.counts
-    q_home, k_home = majority_ring_ranks(layout, grid, mask.heads, strategy)
+    q_home, k_home = _home_ring_ranks(layout, grid, mask.heads, strategy)
     inputs = PlannerInput(
         strategy=strategy,
         row_work=counts.rows,
         kv_block_work=counts.columns,
         q_home=q_home,
         k_home=k_home,
-        q_position=functools.partial(block_positions, layout, grid),
+        q_position=_block_positions(grid) if way.known_masks else None,
         count_work_by_slot=functools.partial(counts.work_by_slot, ring=strategy.ring),
     )
     start, counting = time.perf_counter(), counts.seconds
@@ -251,3 +251,54 @@ def _moved(assignment: Assignment, layout: SequenceLayout) -> float:
             tokens = np.bincount(place, held.length, ring_rank.shape[1] * ring)  # by block and ring rank
             stays += tensors * int(tokens[np.arange(ring_rank.shape[1]) * ring + ring_rank].sum())
     return 1 - stays / (3 * len(q_owner) * grid.tokens)
+
+
+@functools.lru_cache(maxsize=16)
+def _baseline_assignment(grid: BlockGrid, heads: int, strategy: Strategy) -> Assignment:
+    """The contiguous assignment on the contiguous layout, which is what runs without db-SP; equal for all masks."""
+    layout = SequenceLayout.contiguous(grid.tokens, strategy.world)
+    rings = _home_ring_ranks(layout, grid, heads, strategy)
+    q_owner, slot = _read_only(contiguous_assignment(heads, *rings, strategy.ulysses))
+    return Assignment(strategy, grid, q_owner, RingKeys(slot, strategy.ring))
+
+
+@functools.lru_cache(maxsize=16)
+def _home_ring_ranks(
+    layout: SequenceLayout, grid: BlockGrid, heads: int, strategy: Strategy
+) -> tuple[np.ndarray, np.ndarray]:
+    """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
+
+    [H, nq], [H, nk] where heads have token orders of their own.
+    """
+
+    def residents(segments: ShardSegments, axis: BlockAxis, order: Order) -> np.ndarray:
+        tokens = segments.tokens_by_ring(len(axis), strategy)
+        return majority_rank(tokens) if order == CANONICAL else balanced_majority_rank(tokens)
+
+    def by_order(order: Order) -> tuple[np.ndarray, np.ndarray]:
+        q, k = layout.block_segments(grid, order)
+        return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
+
+    if grid.common_order is not None:
+        return _read_only(by_order(grid.common_order))
+    q_ring, k_ring = (np.empty((heads, len(axis)), dtype=np.int64) for axis in (grid.q_axis, grid.k_axis))
+    for order, in_order in grid.order_groups(heads):
+        q_ring[in_order], k_ring[in_order] = by_order(order)
+    return _read_only((q_ring, k_ring))
+
+
+def _block_positions(grid: BlockGrid) -> np.ndarray:
+    """Returns float64[nq], the mean canonical position of each query block's tokens.
+
+    If heads have token orders of their own, positions follow these orders, which keep what is attended to together.
+    """
+    if grid.common_order is None:
+        return np.arange(float(grid.nq))
+    return np.add.reduceat(grid.token_permutation(grid.common_order), grid.q_axis.starts) / grid.q_axis.lengths
+
+
+def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The same arrays, protected: all plans made from them share them."""
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays

@@ -22,7 +22,8 @@ class PlannerInput:
         q_home: int64[nq], ring rank that holds most of each query block at home; int64[H, nq] where heads have token
             orders of their own.
         k_home: int64[nk] or int64[H, nk], the same of KV blocks.
-        q_position: Returns float64[nq], where each query block is in the order of the sequence layout, or of its head.
+        q_position: float64[nq], mean position of each query block's tokens, if each rank is sent only the keys that
+            its rows need; else None.
         count_work_by_slot: Takes slots, int64[H, nk]; returns int64[H, nq, y], dense blocks of each row by the slot
             that their keys travel in.
     """
@@ -32,7 +33,7 @@ class PlannerInput:
     kv_block_work: np.ndarray
     q_home: np.ndarray
     k_home: np.ndarray
-    q_position: Callable[[], np.ndarray]
+    q_position: np.ndarray | None
     count_work_by_slot: Callable[[np.ndarray], np.ndarray]
 
     @property

@@ -1,8 +1,7 @@
-"""The planners: ours, the paper's, plain sequence parallelism, and peers written from their published descriptions."""
+"""The planners: ours, the paper's, plain sequence parallelism, and xDiT's order of heads."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,13 +19,11 @@ from dbsp_core.planning.baselines import (
 )
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
 from dbsp_core.planning.planner_input import PlannerInput
-from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short
 from dbsp_core.utils.removed import why_removed
 
 __all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "require_planner"]
 
-AUTO = "auto"
 RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
 
 OwnersAndSlots = tuple[np.ndarray, np.ndarray]
@@ -58,42 +55,17 @@ class PlannerConfig:
     Attributes:
         name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous", and others.
         target_rho: ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring.
-        exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
-            balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions that have
-            constants of a machine, as these say; else 0: balance comes first.
-        memory_limit: Most bytes that an attention may hold on any rank at its peak, beside q, k and v: a number, or in
-            words such as "8GiB"; "auto": the least that is free on a rank when the first forward pass begins. For
-            sessions, which drop strategies above it and let planner "dbsp" give ranks rows of fewer heads.
-        most_heads: Most heads of which a Ulysses rank may have rows. No setting: it follows from `memory_limit`.
     """
 
     name: str = "dbsp"
     target_rho: float | None = None
-    exchange_cost: float | None = None
-    memory_limit: int | str | None = None
     paper: PaperConfig = field(default_factory=PaperConfig)
-    most_heads: int | None = field(default=None, repr=False, metadata={"setting": False})
 
     def __post_init__(self) -> None:
         with blame_setting("name"):
             require_planner(self.name)
         if self.target_rho is not None and not self.target_rho >= 1:
             raise bad_value(self, "target_rho", "must be at least 1, the least ρ_s there is", "planner.")
-        if self.exchange_cost is not None and not self.exchange_cost >= 0:
-            raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first", "planner.")
-        if self.memory_limit not in (None, AUTO):
-            with blame_setting("memory_limit"):
-                object.__setattr__(self, "memory_limit", _read_limit(self.memory_limit))
-
-
-def _read_limit(limit: int | str | None) -> int:
-    try:
-        size = parse_size(str(limit))
-    except UserError as error:
-        raise UserError(f"planner.memory_limit: {error}, or auto") from error
-    if size < 1:
-        raise UserError(f"planner.memory_limit={limit} must be positive; write 8GiB, auto or null")
-    return size
 
 
 @dataclass(frozen=True)
@@ -130,16 +102,6 @@ def snake(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
 
-def knapsack(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """KnapFormer's balancer (§3.3), with heads for sequences and Ulysses ranks for bags of y GPUs.
-
-    The largest head goes to the least occupied bag (bags being equal, the one with most room), and is cut into even
-    runs within it.
-    """
-    ulysses_rank = greedy_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
-    return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
-
-
 def paper(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
     x, y, told = inputs.strategy.ulysses, inputs.strategy.ring, config.paper
@@ -158,29 +120,22 @@ def _of_most_heads(home: np.ndarray) -> np.ndarray:
 
 
 def dbsp(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`."""
-    return plan_rows(
-        inputs,
-        target_rho=config.target_rho or RING_TOLERANCE,
-        head_target_rho=config.target_rho or HEAD_TOLERANCE,
-        exchange_cost=config.exchange_cost or 0.0,
-        most_heads=config.most_heads,
-    )
+    """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`.
 
-
-def local(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """Rows cut in the order of tokens at equal work, keys where they live; see `planning.balanced.row_cuts`."""
-    strategy, target_rho = inputs.strategy, config.target_rho or HEAD_TOLERANCE
-    owner = cut_rows(inputs.row_work, inputs.q_position(), strategy.ulysses, strategy.ring, target_rho)
-    return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
+    Where ranks are sent needed keys alone, rows are cut into runs of tokens instead; see `planning.balanced.row_cuts`.
+    """
+    if inputs.q_position is not None:
+        target_rho = config.target_rho or HEAD_TOLERANCE
+        owner = cut_rows(inputs.row_work, inputs.q_position, inputs.strategy.ulysses, inputs.strategy.ring, target_rho)
+        return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
+    ring, heads = config.target_rho or RING_TOLERANCE, config.target_rho or HEAD_TOLERANCE
+    return plan_rows(inputs, target_rho=ring, head_target_rho=heads)
 
 
 PLANNERS = {
-    "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="striped"),
+    "dbsp": Planner(dbsp, granularity_bound=whole_row_bound, layout="striped"),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
-    "knapsack": Planner(knapsack),
-    "local": Planner(local, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="local"),
     "paper": Planner(paper, heeds_cap=True),
 }
 

@@ -171,8 +171,7 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
         software["cuda"] = torch.version.cuda
     software |= {name: own for name, own in package_versions().items() if name not in software}
     settings = session.config.to_values()
-    layout = session.config.effective_layout if session.layout.position is None else "local"
-    settings |= {"model": model, "layout": layout, "kernel": observer.kernel}
+    settings |= {"model": model, "layout": session.config.effective_layout, "kernel": observer.kernel}
     del settings["report"], settings["record"]  # these folders may be gone when the report is read
     settings["reuse"] |= {"mode": session.config.effective_planning}
     date = datetime.now().astimezone().isoformat(timespec="minutes")

@@ -20,7 +20,6 @@ __all__ = [
     "WAITING",
     "WIDTH",
     "heading",
-    "layer_colour",
     "rank_colour",
 ]
 
@@ -33,8 +32,6 @@ PLANNERS = {
     "contiguous": "#a39a8c",
     "paper": "#e07b35",
     "snake": "#d9b64a",
-    "knapsack": "#8c6bb1",
-    "local": "#4fa89b",
     "burst": "#a5486e",
 }
 STRATEGIES = {"U8R1": "#482677", "U4R2": "#277f8e", "U2R4": "#45b36b", "U1R8": "#b5a516"}
@@ -46,9 +43,7 @@ MASKS = {
     "window": "#8a9a2b",
     "large window": "#c3cc70",
     "radial": "#1b7f5c",
-    "sparge, pooled keys": "#d98f2b",
     "sol": "#6a4fb5",
-    "sol, no pooled keys": "#b3a3dd",
     "vsa, no gate": "#2f9e9e",
     "window + sparge": "#5f7d3a",
     "lowrank": "#3f8fc4",
@@ -58,7 +53,6 @@ MASKS = {
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee9944", "#88aa77")
 ROLES = {"measured": "#3d4454", "fitted": "#9fc5c3", "held out": "#17807e"}
 """Of what others measured, and of what is modelled: with constants that were fitted to it, and without."""
-LAYERS = ("#c9a5d6", "#9a6fb0", "#6c4391", "#3c1f5c")
 WAITING = "#e4e1db"
 
 STYLE: dict[str, Any] = {
@@ -92,11 +86,6 @@ STYLE: dict[str, Any] = {
     "hatch.color": "#a8a196",
     "hatch.linewidth": 0.9,
 }
-
-
-def layer_colour(layer: int) -> str:
-    """Of the small model's four layers, the first one palest."""
-    return LAYERS[layer % len(LAYERS)]
 
 
 def rank_colour(rank: int) -> str:

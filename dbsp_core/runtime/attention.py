@@ -18,7 +18,6 @@ from dbsp_core.comm.transforms import outside_transforms
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
-from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.agreement import (
@@ -102,8 +101,7 @@ class DualBalancedAttention(AttentionExecutor):
         problem = None
         try:
             ragged = dense_head_layout(plan.assignment, group.rank) is None
-            merged = plan.assignment.periods > 1 or isinstance(mask.remainder, PooledKeys)
-            require_supported(kernel, KernelRequirements(lse=merged, ragged_rows=ragged))
+            require_supported(kernel, KernelRequirements(lse=plan.assignment.periods > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
             if not plan.assignment.serves(mask):
                 raise UserError(KEYS_LEFT_OUT)

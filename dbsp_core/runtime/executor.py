@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -12,12 +12,10 @@ from dbsp_core.comm.all_to_all import Route
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.backward import attention_with_gradients
 from dbsp_core.runtime.forward import PreparedAttention, forward
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_spans_of
-from dbsp_core.runtime.pooled_keys import PooledKeysOfMask
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
@@ -46,21 +44,20 @@ class KernelChoice:
         """Name of the kernel that was chosen last, or what was asked for before the first call."""
         return next(reversed(self._chosen.values())).name if self._chosen else self.asked
 
-    def kernel_for(self, q: torch.Tensor, *, backward: bool = False, merged: bool = False) -> Kernel:
-        """The kernel for inputs like q [..., D], whose result is `merged` with another one, or has a backward.
+    def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel:
+        """Returns the kernel for inputs like q [..., D], with a backward if there are gradients.
 
         Raises UserError where none, or not the one asked for, can serve.
         """
-        question = self.question(q, backward=backward, merged=merged)
+        question = self.question(q, backward=backward)
         if question not in self._chosen:
             needs, device, dtype = question
             self._chosen[question] = choose_kernel(self.asked, device, dtype, needs)
         return self._chosen[question]
 
-    def question(self, q: torch.Tensor, *, backward: bool, merged: bool) -> KernelQuestion:
+    def question(self, q: torch.Tensor, *, backward: bool) -> KernelQuestion:
         """Returns everything that `kernel_for` decides by."""
-        lse = backward or merged or self._needs.lse
-        needs = replace(self._needs, width=q.shape[-1], lse=lse, backward=backward)
+        needs = replace(self._needs, width=q.shape[-1], lse=backward or self._needs.lse, backward=backward)
         return needs, q.device, q.dtype
 
 
@@ -104,12 +101,12 @@ class AttentionExecutor(PreparedAttention):
             tokens=None if whole_heads is None else whole_heads.tokens,
         )
         choice, mask_mark = KernelChoice(kernel, needs), mask.fingerprint if mark else 0
-        return cls(part, plan, tables, group, choice, mask_mark, **_of_mask(part, mask))
+        return cls(part, plan, tables, group, choice, mask_mark, coarse=mask.coarse)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool) -> AttentionExecutor:
         """The executor for another mask, under a plan with the same owners and slots; see `of_part`."""
         tables, mask_mark = _tables(self.part, plan, mask), mask.fingerprint if mark else 0
-        return replace(self, plan=plan, tables=tables, mask_mark=mask_mark, **_of_mask(self.part, mask))
+        return replace(self, plan=plan, tables=tables, mask_mark=mask_mark, coarse=mask.coarse)
 
     @property
     def kernel(self) -> str:
@@ -145,24 +142,11 @@ class AttentionExecutor(PreparedAttention):
 
     def kernel_for(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
         """Returns the kernel that computes this attention. Raises UserError if none supports it."""
-        return self.kernels.kernel_for(q, **self._of_inputs(q, k, v))
+        return self.kernels.kernel_for(q, backward=needs_gradients(q, k, v))
 
     def kernel_question(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KernelQuestion:
         """Returns everything that `kernel_for` decides by, equal on all ranks that attend together."""
-        return self.kernels.question(q, **self._of_inputs(q, k, v))
-
-    def _of_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, bool]:
-        backward = needs_gradients(q, k, v)
-        return {"backward": backward, "merged": not backward and self.pooled is not None}
-
-
-def _of_mask(part: RankPlan, mask: BlockMask) -> dict[str, Any]:
-    """The fields of a `PreparedAttention` that follow from its mask, beside the tables."""
-    beside = mask.remainder
-    return {
-        "pooled": PooledKeysOfMask(part.pooled, part.table_layout, mask) if isinstance(beside, PooledKeys) else None,
-        "coarse": beside if isinstance(beside, CoarseBranch) else None,
-    }
+        return self.kernels.question(q, backward=needs_gradients(q, k, v))
 
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:

@@ -10,11 +10,10 @@ import torch
 from dbsp_core.comm.all_to_all import KeysAtHome
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.token_mean import mean_of_tokens
-from dbsp_core.masks.remainder import NO_GRADIENTS, CoarseBranch
+from dbsp_core.masks.coarse_branch import NO_GRADIENTS, CoarseBranch
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import WireFormat
 from dbsp_core.runtime.kernel_tables import RingStepTable
-from dbsp_core.runtime.pooled_keys import PooledKeysOfMask
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import Pending, hand_over, ring_attention
 from dbsp_kernels import Kernel
@@ -35,7 +34,6 @@ class PreparedAttention:
         plan: The same plan, with the numbers of the mask.
         tables: By period, those of the mask.
         group: The ranks that share the sequence.
-        pooled: The keys of skipped blocks that rows attend to besides; None: none.
         coarse: What is added to the output at home; None: nothing.
     """
 
@@ -43,7 +41,6 @@ class PreparedAttention:
     plan: Plan
     tables: tuple[RingStepTable, ...]
     group: SequenceGroup
-    pooled: PooledKeysOfMask | None = field(default=None, kw_only=True)
     coarse: CoarseBranch | None = field(default=None, kw_only=True)
 
     @property
@@ -54,7 +51,7 @@ class PreparedAttention:
     @property
     def no_gradients(self) -> str | None:
         """Why it has no gradients, and what to do. None: it has."""
-        return self.wire.no_gradients or (NO_GRADIENTS if self.pooled or self.coarse else None)
+        return self.wire.no_gradients or (NO_GRADIENTS if self.coarse else None)
 
     def keys_at_home(self, k: torch.Tensor, v: torch.Tensor) -> KeysAtHome:
         """This rank's k and v [B, H, n_local, D], with what is to be known before they travel. Collective then."""
@@ -99,15 +96,11 @@ def _at_owners(
     batch, _, _, width = q.shape
     plan, route = prepared.plan, prepared.part.route
     keys, wire = prepared.keys_at_home(k, v), prepared.wire
-    pooled = None if prepared.pooled is None else prepared.pooled.gather(keys, prepared.group)
     packed_q, packed_kv = route.dispatch(q, keys, prepared.group)
     first_slot = [packed_kv.view(2, batch, -1, plan.grid.block_k, packed_kv.shape[-1])]
     del packed_kv  # or slot 0 would be held while all others pass
     rows = wire.read(packed_q, q).view(-1, plan.grid.block_q, width)
     del packed_q
-    beside = None
-    if prepared.pooled is not None and pooled is not None:
-        beside, pooled = prepared.pooled.attend(rows, pooled, scale), None
     kept_slot = None if keep is None else first_slot[0]
     out, lse = ring_attention(
         rows,
@@ -119,7 +112,6 @@ def _at_owners(
         prepared.part.head_layout,
         lse=keep is not None,
         read=lambda written: wire.read(written, q),
-        beside=beside,
     )
     if keep is not None and kept_slot is not None:
         keep(rows, kept_slot, out, lse)

@@ -13,7 +13,6 @@ from dbsp_core.comm.route_building import build_route
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.runtime.kernel_tables import TableLayout, dense_head_layout, table_layout
-from dbsp_core.runtime.pooled_keys import PooledLayout
 from dbsp_core.runtime.transposed_tables import TransposedLayout, transposed_layouts
 from dbsp_kernels import DenseHeadLayout
 
@@ -63,11 +62,6 @@ class RankPlan:
     def backward_route(self) -> BackwardRoute:
         """How gradients travel: its route, the other way round. Made at the first use."""
         return BackwardRoute.of(self.route)
-
-    @cached_property
-    def pooled(self) -> PooledLayout:
-        """Where pooled keys of skipped blocks go and come from, for masks that have them. Made at the first use."""
-        return PooledLayout.of(self.assignment, self.layout, self.rank, self.table_layout.rows.device)
 
     def to(self, device: torch.device) -> RankPlan:
         """The same with its tables on a device. They are on the host."""

@@ -45,7 +45,6 @@ def ring_attention(
     *,
     lse: bool = False,
     read: Callable[[torch.Tensor], torch.Tensor] = lambda written: written,
-    beside: PartialAttention | None = None,
 ) -> PartialAttention:
     """All periods of one attention on one rank.
 
@@ -63,14 +62,13 @@ def ring_attention(
         lse: Whether the log-sum-exp is wanted.
         read: Makes [2, B, Ck, Bk, D] of q's dtype of keys and values as they are written on their way. What is handed
             on is as it came.
-        beside: A result over further keys, contiguous and in at least 32 bits, to merge all into; it is overwritten.
 
     Returns:
         out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq].
     """
     kv = first_slot()
-    batch, several = kv.shape[1], len(tables) > 1 or beside is not None
-    running = beside
+    batch, several = kv.shape[1], len(tables) > 1
+    running = None
     to_do = deque(tables)
     while to_do:
         table = to_do.popleft()

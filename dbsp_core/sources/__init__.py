@@ -21,7 +21,6 @@ from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_core.sources.union import UnionSource, parts_of
-from dbsp_core.sources.vllm_selector import VllmSelectorSource
 from dbsp_core.sources.vsa import VsaSource
 from dbsp_core.sources.window import WindowSource
 
@@ -45,7 +44,6 @@ __all__ = [
     "SvgSource",
     "SyntheticSource",
     "UnionSource",
-    "VllmSelectorSource",
     "VsaSource",
     "WindowSource",
     "packed_mask",
@@ -67,7 +65,6 @@ SOURCES: dict[str, type[MaskSource]] = {
     "union": UnionSource,
     "nabla": NablaSource,
     "callable": CallableSource,
-    "vllm_selector": VllmSelectorSource,
     "synthetic": SyntheticSource,
 }
 """Mask sources by the name after `source:` in a configuration."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, kind_of
-from dbsp_core.utils.imported import import_callable
 from dbsp_core.utils.schema import require_choice
 
 __all__ = ["CallableSource"]
@@ -54,11 +54,25 @@ class CallableSource(BlockSizes):
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
-        missing = (
-            f"mask source 'callable' needs function: package.module:name, got {self.function!r}; for example "
-            "{source: callable, function: 'my_masks:diagonal'}"
-        )
-        return import_callable(self.function, "mask function", missing, "a function(grid, request)")
+        module, colon, path = self.function.partition(":")
+        if not (colon and module and path):
+            raise UserError(
+                f"mask source 'callable' needs function: package.module:name, got {self.function!r}; for example "
+                "{source: callable, function: 'my_masks:diagonal'}"
+            )
+        try:
+            found: Any = importlib.import_module(module)
+        except Exception as error:
+            raise UserError(
+                f"mask function {self.function}: importing {module} failed ({type(error).__name__}: {error}); put its "
+                "folder on PYTHONPATH, on every machine, and see that it imports by itself"
+            ) from error
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if not callable(found):
+            is_what = "has no such name" if found is None else f"names {kind_of(found)}, which cannot be called"
+            raise UserError(f"mask function {self.function}: {module} {is_what}; name a function(grid, request)")
+        return cast(Callable[..., Any], found)
 
     @property
     def changes(self) -> Changes:

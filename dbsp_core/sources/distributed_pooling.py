@@ -33,11 +33,11 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None
         float32[Hs, B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block, over all
         ranks; with values nq + 2 nk of them.
     """
-    ranks = range(tokens.group.size)
-    heads_of = [assigned_heads(rank, tokens.q.shape[1], tokens.group.size) for rank in ranks]
+    ranks = tokens.group.size
+    shares = [len(assigned_heads(rank, tokens.q.shape[1], ranks)) for rank in range(ranks)]
     tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
     blocks = ShardedBlocks.of(tokens.layout, grid, "qkv"[: len(tensors)])
-    return pool_heads(tensors, blocks, heads_of, tokens.group)
+    return pool_heads(tensors, blocks, shares, tokens.group)
 
 
 def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group: SequenceGroup) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
@@ -47,13 +46,11 @@ class SolSource(BlockSizes):
         tau: Standard deviations above the mean of a row's scores. Larger keeps fewer blocks.
         thresh_type: The variance of a row's scores: "diag" from that of each channel of the pooled keys, as if
             channels were independent; "exact" from the scores themselves.
-        pooled_keys: Whether rows attend to the mean key of each block that they skip; see `PooledKeys`.
         attention_sink: See `SpargeSource`, as for dense_text and token_order.
     """
 
     tau: float = 1.0
     thresh_type: Literal["diag", "exact"] = "diag"
-    pooled_keys: bool = True
     attention_sink: bool = False
     dense_text: bool = True
     token_order: str = CANONICAL
@@ -88,7 +85,7 @@ class SolSource(BlockSizes):
             found.append(pack_bits((scores > threshold[..., None]) | anyway))
         mine = found[0] if len(found) == 1 else torch.cat(found)
         bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
-        return BlockMask(bits, grid, PooledKeys() if self.pooled_keys else None)
+        return BlockMask(bits, grid)
 
     def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
         """float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].

@@ -12,7 +12,6 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
@@ -78,7 +77,6 @@ class SpargeSource(BlockSizes):
     Attributes:
         cdf: See `SpargeThresholds`, as for topk, similarity and crossing; 0.92 as in xDiT if neither cdf nor topk is
             given.
-        pooled_keys: Whether rows attend to the mean key of each block that they skip; see `PooledKeys`.
         attention_sink: Whether the first key block is dense in every row.
         dense_text: Whether rows and columns of text are dense.
         token_order: The token order that is cut into blocks; see `dbsp_core.masks.token_order`.
@@ -87,7 +85,6 @@ class SpargeSource(BlockSizes):
     cdf: float | None = None
     topk: float | None = None
     similarity: float = 0.3
-    pooled_keys: bool = False
     attention_sink: bool = False
     dense_text: bool = True
     token_order: str = CANONICAL
@@ -132,7 +129,7 @@ class SpargeSource(BlockSizes):
             dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         mine = select_in_parts(scores, chance, dense, grid.nq, how.limits(grid.nk))
         bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
-        return BlockMask(bits, grid, PooledKeys() if self.pooled_keys else None)
+        return BlockMask(bits, grid)
 
 
 def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:

@@ -103,10 +103,10 @@ class UnionSource:
         bits = masks[0].bits.repeat(heads // masks[0].heads, 1, 1)
         for mask in masks[1:]:
             bits |= mask.bits.to(bits.device).repeat(heads // mask.heads, 1, 1)
-        remainders = {mask.remainder for mask in masks} - {None}
-        if len(remainders) > 1:
-            raise UserError("masks of a union differ in what they add for skipped blocks; leave it out of all but one")
-        return BlockMask(bits, grid, next(iter(remainders), None))
+        coarse = [mask.coarse for mask in masks if mask.coarse is not None]
+        if len(coarse) > 1:
+            raise UserError("several masks of a union have a coarse branch; give all but one of them coarse: false")
+        return BlockMask(bits, grid, *coarse)
 
     def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:
         """The blocks of all parts: with the video's size where one of them, from a file, lacks it."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.coarse_branch import CoarseBranch
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.remainder import CoarseBranch
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.distributed_pooling import HomeBlocks, gather_bits, pool_own_heads, send_home
 from dbsp_core.sources.sol import ANY_SIMILARITY

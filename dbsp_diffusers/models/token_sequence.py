@@ -19,7 +19,6 @@ from dbsp_core.sources import (
     RecordQKSource,
     SolSource,
     SpargeSource,
-    VllmSelectorSource,
     parts_of,
 )
 from dbsp_core.utils.errors import UserError
@@ -43,7 +42,7 @@ Inputs = Mapping[str, Any]
 """A forward pass's arguments by name."""
 
 Value = TypeVar("Value")
-_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SolSource, SpargeSource, VllmSelectorSource)
+_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SolSource, SpargeSource)
 """Sources whose masks do not depend on where tokens are, unless they are given a token order that does."""
 
 

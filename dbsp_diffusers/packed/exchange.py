@@ -72,7 +72,7 @@ def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout
     rank, local = layout.rank[~text], layout.local[~text]
     first = np.full(layout.world, layout.shard)
     np.minimum.at(first, rank, local)
-    return replace(layout, rank=rank, local=local - first[rank], position=None)
+    return replace(layout, rank=rank, local=local - first[rank])
 
 
 def _of_all(layout: SequenceLayout, group: SequenceGroup, places: int, device: torch.device) -> tuple[Move, Move]:

@@ -20,11 +20,10 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.generation import GenerationAgreement
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import needs_gradients
-from dbsp_core.cost.video_decode import owners_of_tiles
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["AUTOENCODERS", "share_decoding"]
+__all__ = ["AUTOENCODERS", "owners_of_tiles", "share_decoding"]
 
 AUTOENCODERS: dict[str, str | None] = {
     "AutoencoderKLWan": "feat_cache",
@@ -39,6 +38,15 @@ they fill (feat_cache), or what the call before has returned beside its frames (
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NO_GRADIENTS = "a video decoded in parallel has no gradients; decode it under torch.no_grad(), or call disable first"
+
+
+def owners_of_tiles(areas: Sequence[int], ranks: int) -> list[int]:
+    """Returns the rank that decodes each tile: the largest first, each to the rank with the least so far."""
+    load, owners = [0] * ranks, [0] * len(areas)
+    for tile in sorted(range(len(areas)), key=lambda tile: -areas[tile]):
+        owners[tile] = load.index(min(load))
+        load[owners[tile]] += areas[tile]
+    return owners
 
 
 def share_decoding(pipe: Any, agreement: GenerationAgreement, patches: PatchSet) -> None:

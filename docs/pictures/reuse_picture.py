@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.reports.style import INK, PLANNERS, SOFT, STYLE, WIDTH, heading
-from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.session.replan_rule import ReplanRule
+from dbsp_core.runtime.session.plan_cache import PlanCache
 from scripts.reproduce.common import arguments
 from scripts.reproduce.fig11 import STRATEGY, masks_by_step
 
@@ -27,7 +26,7 @@ rcParams.update(STYLE)
 
 def kept(masks: list[BlockMask], threshold: float) -> tuple[list[float], list[int]]:
     """ρ_s of each step's mask under the plan in use, and the steps at which a plan was made."""
-    cache, maker = SyncPlanCache(ReplanRule(threshold)), PlansBy(lambda mask: make_plan(mask, STRATEGY, "dbsp"))
+    cache, maker = PlanCache(threshold), (lambda mask, _: make_plan(mask, STRATEGY, "dbsp"))
     rho, made = [], []
     for step, mask in enumerate(masks):
         before = cache.counters.replans

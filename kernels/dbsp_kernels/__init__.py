@@ -13,7 +13,6 @@ from dbsp_kernels.dense import (
 from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
 from dbsp_kernels.kernel import Kernel, KernelRequirements
 from dbsp_kernels.merge import PartialAttention, merge_into, merge_states
-from dbsp_kernels.pooled import attend_pooled
 from dbsp_kernels.registry import (
     KERNELS,
     available,
@@ -36,7 +35,6 @@ __all__ = [
     "attend_dense",
     "attend_dense_backward",
     "attend_dense_part",
-    "attend_pooled",
     "available",
     "block_attention",
     "block_attention_backward",

@@ -1,7 +1,6 @@
 """Wall time of one attention: USP's contiguous plan against planner "dbsp", in turns in one run.
 
 python -m scripts.bench.attention --ranks 2       gloo ranks with one core each (with GPUs: NCCL, a GPU each)
-python -m scripts.bench.attention --replay        one device: what each virtual rank of 4 and 8 computes, in turn
 python -m scripts.bench.attention --json > FILE   the same numbers for a program
 
 Balance is worth what it should be if the speed-up is ρ_s before over ρ_s after.
@@ -11,20 +10,93 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_cli.calibrate.cases import Case
-from dbsp_core.cost.hardware import device_class, load_hardware
-from scripts.bench.comparison import Comparison, compare, replay
+from dbsp_core.cost.hardware import device_class
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.planning.plan import make_plan
+from dbsp_core.planning.planners import require_planner
+from scripts.calibrate.cases import Case
+from scripts.calibrate.measure import Setting, measure_attentions
+from scripts.calibrate.timing import Samples, run_ranks, undisturbed_samples
 
+PLANNERS = ("contiguous", "dbsp")
 CASES = (
     ("Ulysses", Case(12, 4096, 64, 0.3, seed=1, slope=0.6)),
     ("Ring", Case(12, 4096, 64, 0.3, seed=2, slope=0.5)),
 )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One attention under two plans.
+
+    rho_before, rho:         ρ_s of the contiguous plan and of planner "dbsp"
+    seconds_before, seconds: wall time
+    core_seconds_before, core_seconds: time on a core of the busiest rank
+    """
+
+    strategy: str
+    rho_before: float
+    rho: float
+    seconds_before: float
+    seconds: float
+    core_seconds_before: float
+    core_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        return self.seconds_before / self.seconds
+
+    @property
+    def core_speedup(self) -> float:
+        return self.core_seconds_before / self.core_seconds
+
+    @property
+    def expected(self) -> float:
+        """ρ_s before over ρ_s after: the speed-up if nothing but blocks took time."""
+        return self.rho_before / self.rho
+
+    @property
+    def reached(self) -> float:
+        """The speed-up over what is expected of it."""
+        return self.speedup / self.expected
+
+    def record(self) -> dict[str, object]:
+        """Returns the fields and ratios for JSON."""
+        derived = {"speedup": self.speedup, "expected": self.expected, "reached": self.reached}
+        return asdict(self) | derived | {"core_speedup": self.core_speedup}
+
+
+def compare(cases: Sequence[Case], args: argparse.Namespace, device: str) -> list[Comparison]:
+    """Measures the first case on Ulysses and the second on Ring, each with both planners, all in turns in one run."""
+    strategies = (Strategy(args.ranks, 1), Strategy(1, args.ranks))
+    ways = [(case, str(one), planner) for case, one in zip(cases, strategies, strict=True) for planner in PLANNERS]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    setting = Setting(device, dtype, args.kernel, args.repeats, args.patience)
+    by_rank = run_ranks(measure_attentions, args.ranks, device, tuple(ways), setting)
+    laps = list(zip(*by_rank, strict=True))
+    found = []
+    for number, (case, strategy) in enumerate(zip(cases, strategies, strict=True)):
+        pair = laps[2 * number : 2 * number + 2]
+        seconds = [float(np.median(undisturbed_samples(one))) for one in pair]
+        layout = SequenceLayout.named(require_planner("dbsp").layout, case.mask().grid, strategy)
+        plan = make_plan(case.mask(), strategy, "dbsp", layout=layout)
+        core = [core_seconds(one) for one in pair]
+        found.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds, *core))
+    return found
+
+
+def core_seconds(by_rank: Sequence[Samples]) -> float:
+    """Returns the busiest rank's seconds on a core, median over repetitions."""
+    return float(np.median(np.asarray(by_rank, dtype=np.float64)[..., 2].max(axis=0)))
 
 
 def cases(args: argparse.Namespace) -> tuple[Case, ...]:
@@ -46,9 +118,7 @@ def table(found: list[Comparison], title: str) -> Table:
     for one in found:
         ms = (f"{one.seconds_before * 1e3:.1f}", f"{one.seconds * 1e3:.1f}")
         ratios = (f"{one.rho_before:.3f}", f"{one.rho:.3f}")
-        core = (
-            (f"{one.core_speedup:.3f}", f"{one.core_speedup / one.expected:.3f}") if one.core_seconds else ("–", "–")
-        )
+        core = (f"{one.core_speedup:.3f}", f"{one.core_speedup / one.expected:.3f}")
         shown.add_row(one.strategy, *ratios, *ms, f"{one.speedup:.3f}", f"{one.reached:.3f}", *core)
     return shown
 
@@ -56,8 +126,6 @@ def table(found: list[Comparison], title: str) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--replay", action="store_true", help="one device computes every virtual rank's rows in turn")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[4, 8], help="virtual ranks of --replay")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -65,20 +133,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="turns; the median of quiet ones stands")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait, in all, for a quiet machine")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--hardware", default="h200", help="whose communication --replay models")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.replay:
-        found = [
-            one
-            for gpus in args.gpus
-            for one in replay(cases(args), gpus, device, args.repeats, args.kernel, load_hardware(args.hardware))
-        ]
-        how = "replayed: compute measured on one device, communication modelled"
-    else:
-        found = compare(cases(args), args.ranks, device, args.repeats, args.kernel, args.patience)
-        how = f"measured, {args.ranks} ranks"
+    found = compare(cases(args), args, device)
+    how = f"measured, {args.ranks} ranks"
     if args.json:
         about = {"label": how, "device": device_class(device), "torch": str(torch.__version__)}
         sizes = {key: getattr(args, key) for key in ("heads", "tokens", "head_dim", "density", "repeats")}

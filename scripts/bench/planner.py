@@ -138,7 +138,7 @@ def measure(
         away += time.perf_counter() - start
         return counted[key]
 
-    inputs = PlannerInput(strategy, rows, columns, q_home, k_home, lambda: np.arange(blocks), count_work_by_slot)
+    inputs = PlannerInput(strategy, rows, columns, q_home, k_home, None, count_work_by_slot)
     times = []
     for _ in range(repeat):
         away, start = 0.0, time.perf_counter()
@@ -153,7 +153,7 @@ def measure(
         "strategy": str(strategy),
         "before": imbalance_ratio(work_of(cells_before, before, strategy)),
         "rho": imbalance_ratio(work_of(cells, owner, strategy)),
-        "bound": whole_row_bound(rows, columns, strategy.ulysses, strategy.ring, None),
+        "bound": whole_row_bound(rows, columns, strategy.ulysses, strategy.ring),
         "moved": float(((owner // strategy.ulysses != q_home).mean() + 2 * (slots != k_home).mean()) / 3),
         "extra_kv": 2 * (sum(pieces) - heads) / (3 * heads),
         "split_heads": sum(n > 1 for n in pieces),
@@ -217,7 +217,7 @@ def scale(args: argparse.Namespace) -> Rows:
             )
             # drawn cells do not add up to the columns' counts exactly: bound by rows alone
             rows = cells.sum(axis=2, dtype=np.int64)
-            found["bound"] = whole_row_bound(rows, np.zeros((1, 1), int), strategy.ulysses, strategy.ring, None)
+            found["bound"] = whole_row_bound(rows, np.zeros((1, 1), int), strategy.ulysses, strategy.ring)
             yield {"mask": f"{blocks * 64:,} tokens", "heads": 40, "seed": args.first_seed, **found}
 
 

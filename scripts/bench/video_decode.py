@@ -23,12 +23,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_cli.calibrate.timing import run_ranks
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.generation import GenerationAgreement
 from dbsp_core.cost.hardware import device_class
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
+from scripts.calibrate.timing import run_ranks
 from scripts.checks.csv_table import update_table
 
 CASES = ("wan", "cogvideox", "hunyuan")

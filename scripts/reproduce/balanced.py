@@ -10,19 +10,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dbsp_core import Plan, Strategy, make_plan
-from dbsp_core.layout.learned import MaskProfile
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
+from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.reports.style import INK
 from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.sources.synthetic.presets import PRESETS
-from scripts.reproduce.burst import BurstBalance, burst_balance
 from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks
 from scripts.results.figures import ON_WHITE, in_words, panels
 from scripts.results.result import Result
-
-BURST = "burst"
-"""BurstEngine's balancing, counted and not planned."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +40,20 @@ class Row:
 
 
 def measure(preset: str, options: argparse.Namespace) -> list[Row]:
-    """Every planner and strategy on the same masks; layout "learned" learns from the layers that are measured."""
+    """Every planner and strategy on the same masks."""
     layers = list(masks(preset, options))
-    profile = MaskProfile.of(layers)
-    plans: dict[tuple[str, str, str], list[Plan] | list[BurstBalance]] = {}
+    plans: dict[tuple[str, str, str], list[Plan]] = {}
     paper = PaperConfig(reward=options.reward)
     for strategy, way in itertools.product(STRATEGIES, options.ways):
         planner, home = way.split("@")
         parsed = Strategy.parse(strategy)
-        layout = SequenceLayout.named(home, layers[0].grid, parsed, profile=profile)
-        if planner == BURST:
-            plans[strategy, planner, home] = [burst_balance(mask, parsed, layout) for mask in layers]
-        else:
-            config = PlannerConfig(planner, paper=paper)
-            plans[strategy, planner, home] = [make_plan(mask, parsed, config, layout=layout) for mask in layers]
+        layout = SequenceLayout.named(home, layers[0].grid, parsed)
+        config = PlannerConfig(planner, paper=paper)
+        plans[strategy, planner, home] = [make_plan(mask, parsed, config, layout=layout) for mask in layers]
     return [_row(preset, *key, here) for key, here in plans.items()]
 
 
-def _row(preset: str, strategy: str, planner: str, layout: str, plans: list[Plan] | list[BurstBalance]) -> Row:
+def _row(preset: str, strategy: str, planner: str, layout: str, plans: list[Plan]) -> Row:
     return Row(
         preset,
         strategy,
@@ -124,11 +115,10 @@ BALANCE = Result("balanced", "ρ_s after balancing, 8 GPUs", Row, draw)
 
 def main() -> None:
     parser = arguments(__doc__, layers=3)
-    choices = [f"{planner}@{home}" for planner in (*PLANNERS, BURST) for home in LAYOUT_ORDERS]
+    choices = [f"{planner}@{home}" for planner in PLANNERS for home in LAYOUTS]
     default = [f"{planner}@contiguous" for planner in PLANNERS] + [
         "contiguous@striped",
         "dbsp@striped",
-        "dbsp@learned",
     ]
     parser.add_argument("--ways", nargs="+", choices=choices, default=default, help="PLANNER@HOME to compare")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["wan2.1-t2v-14b", "cogvideox1.5-5b"])

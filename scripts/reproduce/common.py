@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dbsp_core import BlockMask, Plan, make_plan
+from dbsp_core.models.spec import ModelSpec
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from scripts.results.result import FOLDER
@@ -86,6 +87,14 @@ def masks(name: str, options: argparse.Namespace, **style: Any) -> Iterator[Bloc
     source, model = preset_source(name, options, **style), PRESETS[name].model
     for layer in range(layer_count(name, options)):
         yield source.mask(MaskRequest(layer, model.heads, model.thw, model.text_tokens))
+
+
+def mask_of(model: ModelSpec, density: float | None = None, coarsen: int = 1, seed: int = 0) -> BlockMask:
+    """Returns the first layer's mask in the style of the model's preset; density None: the preset's."""
+    preset = PRESETS[model.preset]
+    sizes = {"block_q": preset.block_q * coarsen, "block_k": preset.block_k * coarsen}
+    source = SyntheticSource(preset=model.preset, density=density, seed=seed, **sizes)
+    return source.mask(MaskRequest(0, model.heads, model.thw, model.text_tokens))
 
 
 def contiguous_rho(

@@ -10,12 +10,12 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_cli.commands.simulate import masks_for
-from dbsp_cli.simulate import ELEMENT_BYTES, RunConfig, simulate_layer
 from dbsp_core import Plan, Strategy
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, block_s, require_fit, require_network
 from dbsp_core.models.table import MODEL_SPECS
+from scripts.reproduce.common import mask_of
+from scripts.reproduce.simulate import ELEMENT_BYTES, RunConfig, simulate_layer
 
 
 def as_printed(
@@ -70,14 +70,14 @@ def predict_as_printed(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODEL_SPECS, default="wan2.1-t2v-14b")
-    parser.add_argument("--hardware", default="a800", help="a name or a file, see dbsp simulate")
-    parser.add_argument("--mask", help="as of dbsp simulate; default: the model's")
+    parser.add_argument("--hardware", default="a800", help="name of a shipped machine, or a hardware file")
+    parser.add_argument("--density", type=float, help="density of the mask; default: the model's")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--planners", nargs="+", default=["contiguous", "paper", "dbsp"])
     parser.add_argument("--coarsen", type=int, default=2, help="multiply block sizes: quicker")
     options = parser.parse_args()
     model, hardware = MODEL_SPECS[options.model], load_hardware(options.hardware)
-    (mask,) = masks_for(model, options.mask, layers=1, coarsen=options.coarsen)
+    mask = mask_of(model, options.density, options.coarsen)
     topology = Topology.on(hardware, options.gpus)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     table = Table("strategy", "planner", "ρ_s", "as printed, ms", "as corrected, ms", title="Eq. 4, modelled")

@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dbsp_cli.simulate import RunConfig, simulate_layer
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
@@ -26,6 +25,7 @@ from scripts.reproduce.authors.fit import FIRST_LAYER, GROWTH, WAN
 from scripts.reproduce.authors.measured import SEED, STRATEGIES, attention_ms, fitted_half
 from scripts.reproduce.authors.runs import dense_s
 from scripts.reproduce.common import arguments
+from scripts.reproduce.simulate import RunConfig, simulate_layer
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
 

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_core import BlockMask, make_plan
+from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.style import PLANNERS as COLOURS
-from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.session.replan_rule import ReplanRule
+from dbsp_core.runtime.session.plan_cache import PlanCache
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.presets import PRESETS
 from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_source
@@ -55,22 +54,25 @@ def replans_and_rho(
     options: argparse.Namespace, planner: str, thresholds: tuple[float, ...], **style: Any
 ) -> list[Row]:
     """One row per threshold."""
-    caches = [SyncPlanCache(ReplanRule(threshold)) for threshold in thresholds]
-    maker = PlansBy(lambda mask: make_plan(mask, STRATEGY, planner))
+    caches = [PlanCache(threshold) for threshold in thresholds]
+
+    def make(mask: BlockMask, _current: Plan | None) -> Plan:
+        return make_plan(mask, STRATEGY, planner)
+
     rho: list[list[float]] = [[] for _ in thresholds]
     layers = layer_count(PRESET, options)
     for layer in range(layers):
         for mask in masks_by_step(layer, options, **style):
             for cache, values in zip(caches, rho, strict=True):
-                values.append(cache.plan_for(layer, mask, maker).plan.rho)
+                values.append(cache.plan_for(layer, mask, make).plan.rho)
     return [_row(planner, cache, values, layers) for cache, values in zip(caches, rho, strict=True)]
 
 
-def _row(planner: str, cache: SyncPlanCache, rho: list[float], layers: int) -> Row:
-    published = f"{FIG_11['replans']} (fitted)" if cache.rule.threshold == FIG_11["threshold"] else "–"
+def _row(planner: str, cache: PlanCache, rho: list[float], layers: int) -> Row:
+    published = f"{FIG_11['replans']} (fitted)" if cache.threshold == FIG_11["threshold"] else "–"
     return Row(
         planner,
-        cache.rule.threshold,
+        cache.threshold,
         cache.counters.replans / layers,
         published,
         float(np.mean(rho)),

@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from dbsp_cli.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
 from dbsp_core import BlockMask
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import Topology
 from dbsp_core.models.spec import ModelSpec
 from scripts.reproduce.common import arguments, masks
+from scripts.reproduce.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
 
 MODELLED = "modelled, synthetic masks"
 
@@ -33,7 +33,7 @@ PAPER_ATTENTION = {("U4R1", 4): 1.26, ("U8R1", 8): 1.38, ("U1R4", 4): 1.22, ("U1
 def modelled_arguments(description: str | None, layers: int) -> argparse.ArgumentParser:
     parser = arguments(description or "", layers)
     parser.set_defaults(coarsen=2)
-    parser.add_argument("--hardware", default="a800", help="a name or a file, see dbsp simulate")
+    parser.add_argument("--hardware", default="a800", help="name of a shipped machine, or a hardware file")
     parser.add_argument("--kernel", default="sparge", help="whose constants: the paper's kernels are 8-bit")
     return parser
 

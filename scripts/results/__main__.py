@@ -1,7 +1,7 @@
 """Draws the pictures of docs/results again from their CSVs; nothing is computed or measured anew.
 
 python -m scripts.results                       all of them
-python -m scripts.results balanced learned-reuse  some
+python -m scripts.results balanced fig8           some
 python -m scripts.results --list                what there is
 """
 
@@ -19,10 +19,7 @@ MODULES = (
     *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "clusters", "fig3", "fig8", "fig9", "fig10")),
     *(f"scripts.reproduce.{name}" for name in ("fig11", "fig12")),
     *(f"scripts.reproduce.knapformer.{name}" for name in ("wir", "throughput", "gamma", "streams")),
-    *(f"scripts.training.trained_model.{name}" for name in ("learned_masks", "quality", "few_steps", "healing")),
-    *(f"scripts.training.trained_model.{name}" for name in ("rounding", "observations", "over_training")),
-    *(f"scripts.training.trained_model.{name}" for name in ("window_arms", "prediction")),
-    "scripts.bench.sequences.mixed_training",
+    *(f"scripts.training.trained_model.{name}" for name in ("quality", "rounding")),
 )
 """Each has its results as values of its own."""
 

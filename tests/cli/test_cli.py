@@ -13,9 +13,7 @@ from safetensors import SafetensorError
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
-from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import FLUX, gamma_of
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
+from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.planning.planners import PLANNERS
 from tests.support.generators import random_bits
 
@@ -61,7 +59,7 @@ class TestPlan:
     def test_needed_keys_are_no_more_than_a_ring_brings(self, dbsp, mask_file):
         given = ("plan", mask_file, "--gpus", 4, "--json")
         ring, needed = (json.loads(dbsp(*given, "--keys", keys)[1])["plans"] for keys in ("ring", "needed"))
-        assert [plan["planner"] for plan in needed] == ["local"] * 3
+        assert [plan["planner"] for plan in needed] == ["dbsp"] * 3
         assert all(plan["keys"] == "needed" and plan["rho"] >= 1 for plan in needed)
         assert all(few["kv_received"] <= all_["kv_received"] for few, all_ in zip(needed, ring, strict=True))
         assert ring[2]["kv_received"] == pytest.approx(2 * 3, rel=0.1), "three slots of a share of K and of V each"
@@ -169,89 +167,15 @@ class TestPlan:
         assert names == ["plain sequence parallelism", "dbsp"]
         assert (before, after) == (best["rho_before"], best["rho"])
         assert min(imread(picture).shape[:2]) > 300
-        code, _, err = dbsp("plan", "--sequences", "g4b1i256", "--picture", picture)
-        assert (code, err.count("\n")) == (2, 1)
-        assert "--picture draws the rows of a mask file" in err
-
-
-class TestPlanSequences:
-    CODES = "g2b2i128,g1b1i256,g1b1i128f17"
-    ASK = ("plan", "--sequences", CODES, "--node-size", 2, "--model", "flux.1")
-
-    def test_json_is_one_object_with_the_documented_keys(self, dbsp):
-        code, out, err = dbsp(*self.ASK, "--bags", "g2n2,g4n1", "--mask", "radial:block_q=16,block_k=16", "--json")
-        report = json.loads(out)
-        assert (code, err) == (0, "")
-        names = ["sequences", "gpus", "model", "hardware", "sources", "gamma", "mask", "precision", "assumed"]
-        assert list(report) == [*names, "tokens", "plans", "proposed"]
-        assert report["sequences"] == ["g2b2i128f1s0", "g1b1i256f1s0", "g1b1i128f17s1"]
-        gamma = gamma_of(FLUX, load_hardware(report["hardware"]))
-        assert (report["gpus"], report["model"], report["gamma"]) == (4, "flux.1", gamma)
-        assert report["assumed"] == {"text_tokens": [0, 392], "aspect_ratio": [0.96, 1.04], "seed": 0}
-        plans = {(plan["bags"], plan["balancer"]): plan for plan in report["plans"]}
-        two = [("g2n2", "dbsp"), ("g2n2", "knapsack"), ("g4n1", "dbsp"), ("g4n1", "knapsack")]
-        assert list(plans) == [("g1n1", "knapsack"), *two]
-        assert list(plans["g2n2", "dbsp"]) == [
-            *("bags", "balancer", "largest_bag", "wir", "rho", "tokens", "rehomed_bytes", "between_nodes_bytes"),
-            *("sent_bytes", "forward_s", "plan_ms", "bag"),
-        ]
-        for plan in plans.values():
-            assert sum(plan["tokens"]) == sum(report["tokens"])
-            assert len(plan["bag"]) == len(report["tokens"]) == 6
-            assert plan["rehomed_bytes"] >= plan["between_nodes_bytes"] >= 0
-            assert min(plan["wir"], plan["rho"]) >= 1
-            assert plan["forward_s"] > 0
-        assert plans["g1n1", "knapsack"]["rehomed_bytes"] == max(plans["g1n1", "knapsack"]["sent_bytes"]) == 0
-        assert plans["g4n1", "dbsp"]["wir"] < plans["g1n1", "knapsack"]["wir"]
-        best = min(report["plans"], key=lambda plan: plan["forward_s"])
-        assert report["proposed"] == {"bags": best["bags"], "balancer": best["balancer"]}
-
-    def test_all_topologies_are_compared_by_default_and_the_best_proposed(self, dbsp):
-        plans = json.loads(dbsp(*self.ASK, "--json")[1])["plans"]
-        assert {plan["bags"] for plan in plans} == {"g1n1", "g1n4", "g2n2", "g4n1"}
-        code, out, _ = dbsp(*self.ASK)
-        assert code == 0
-        lines = out.splitlines()
-        assert lines[0].startswith("6 sequences, ")
-        assert [line for line in lines if line.startswith("none")]
-        assert len([line for line in lines if line.startswith(("g1n4", "g2n2", "g4n1"))]) == len(plans) - 1
-        assert "proposed, the least time: --bags g" in out
-        assert "assumed: 0 to 392 text tokens a sequence" in out
-
-    def test_streams_are_repeated_text_follows_the_model_and_idle_gpus_are_no_number(self, dbsp):
-        ask = ("plan", "--sequences", "g1b1i256,g1b0i256", "--gpus", 4, "--bags", "g1n4", "--json")
-        report = json.loads(dbsp(*ask)[1])
-        assert report["gpus"] == 4
-        assert report["assumed"]["text_tokens"] == [0, 0]
-        assert all(240 <= tokens <= 272 for tokens in report["tokens"])
-        assert len(report["tokens"]) == 2
-        assert report["plans"][0]["wir"] is None
-
-    def test_bags_that_cannot_hold_a_sequence_are_left_out_of_all(self, dbsp):
-        found = json.loads(dbsp(*self.ASK, "--max-tokens", 450, "--json")[1])
-        longest = max(found["tokens"])
-        assert 450 < longest < 900
-        assert all(plan["largest_bag"] * 450 >= longest for plan in found["plans"])
-        assert all(max(plan["tokens"]) <= 450 for plan in found["plans"])
 
 
 HUGE = "99999999999999999999"
-SEQUENCES = ["plan", "--sequences", "g2b1i128"]
 MISTAKES = [
-    (["plan"], "a mask file, --sequences CODES or --model NAME"),
-    ([*SEQUENCES, "--bags", "g8n4"], "units of 32 ranks, which do not divide 2; 2 fit g1n2, g2n1"),
-    ([*SEQUENCES, "--bags", "g2"], "not of the form gGnN"),
-    ([*SEQUENCES, "--gpus", "3"], "for 2 GPUs, which do not divide 3"),
-    (["plan", "--sequences", "2x128"], "not of the form g{G}b{B}i{R}f{F}s{S}"),
-    (["plan", "--sequences", "g2b0i128"], "there are no sequences"),
-    ([*SEQUENCES, "--bags", "g1n2", "--max-tokens", "40"], "bags of 2 ranks or more hold it, for example g2n1"),
-    ([*SEQUENCES, "--max-tokens", "20"], "exceeds every bag of g2n1"),
-    ([*SEQUENCES, "--mask", "sparge:cdf=0.9"], "predicted from queries and keys"),
-    ([*SEQUENCES, "--model", "sora"], "unknown model 'sora'"),
-    ([*SEQUENCES, "--node-size", "0"], "greater than or equal to 1"),
-    ([*SEQUENCES, "--seed", "-5"], "--seed"),
-    ([*SEQUENCES, "--max-tokens", HUGE], "--max-tokens"),
-    ([*SEQUENCES, "--node-size", HUGE], "--node-size"),
+    (["plan", "--gpus", "2"], "Missing argument 'file'"),
+    (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8"], "dbsp plan --model was removed; write strategy: auto"),
+    (["plan", "--sequences=g2b1i128"], "dbsp plan --sequences was removed; write bags: auto"),
+    (["calibrate", "--ranks", "8"], "dbsp calibrate was removed; run python -m scripts.calibrate in a checkout"),
+    (["simulate", "--gpus", "8"], "dbsp simulate was removed; compare the plans of a mask file with dbsp plan"),
     (["plan", "MASK", "--gpus", HUGE], "--gpus"),
     (["plan", "MASK"], "--gpus"),
     (["plan", "MASK", "--gpus", "many"], "--gpus"),
@@ -261,7 +185,7 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "14", "--strategy", "U1R14"], "only 13 KV blocks"),
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
     (["plan", "MASK", "--gpus", "4", "--planner", "paper,greedy"], "unknown planner 'greedy'; use one of"),
-    (["plan", "MASK", "--gpus", "4", "--layout", "random"], f"use one of {', '.join(LAYOUT_ORDERS)}"),
+    (["plan", "MASK", "--gpus", "4", "--layout", "random"], f"use one of {', '.join(LAYOUTS)}"),
     (["plan", "MASK", "--gpus", "4", "--reward", "-1"], "must not be negative"),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),

@@ -17,7 +17,6 @@ from dbsp_cli.mask_tools.series import MaskSeries, densities_of, drift_of, sprea
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
-from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
 from tests.support.generators import random_bits
 
@@ -106,7 +105,7 @@ class TestInfo:
 
     def test_replans_follow_the_threshold(self, recording):
         series = MaskSeries.read(recording)
-        often, seldom, never = (drift_of(series, 0, "U4R1", "dbsp", ReplanRule(p)).replans for p in (1.0, 1.3, 99))
+        often, seldom, never = (drift_of(series, 0, "U4R1", "dbsp", p).replans for p in (1.0, 1.3, 99))
         assert 5 >= often >= seldom >= never == 1
         assert often > 1
 

@@ -17,7 +17,6 @@ from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_r
 from dbsp_cli.mask_tools.paro_plan import PARO_ORDERS
 from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
-from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
 from tests.support.generators import SEEDS, examples, random_bits
@@ -130,16 +129,16 @@ class TestForms:
         with pytest.raises(ValueError, match="every head from 0 to 3 once"):
             convert(tmp_path, reordered, options)
 
-    def test_a_recording_with_pooled_keys_and_a_dense_layer(self, tmp_path):
+    def test_a_recording_with_a_dense_layer(self, tmp_path):
         recorder = MaskRecorder(RecordSettings(str(tmp_path / "r")), 2)
         grid = replace(GRID, orders=("thw",))
-        pooled = BlockMask(random_bits(3, grid, 5), grid, PooledKeys())
+        sparse = BlockMask(random_bits(3, grid, 5), grid)
         recorder.begin(DenoisingStep(0, 0))
-        for layer, mask in enumerate((BlockMask.dense(3, grid), pooled)):
+        for layer, mask in enumerate((BlockMask.dense(3, grid), sparse)):
             recorder.mask_made(layer, layer, mask, False)
             recorder.mask_used(layer, layer)
         convert_recording(tmp_path / "r", tmp_path / "out.safetensors")
-        assert MaskFile(tmp_path / "out.safetensors").layer(1).fingerprint == pooled.fingerprint
+        assert MaskFile(tmp_path / "out.safetensors").layer(1).fingerprint == sparse.fingerprint
 
     def test_a_recording_s_pass(self, tmp_path):
         recorder = MaskRecorder(RecordSettings(str(tmp_path / "r")), 2)

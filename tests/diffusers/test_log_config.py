@@ -9,7 +9,7 @@ import torch
 
 from dbsp_core import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.models.lookup import require_model
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_diffusers import resolve
 from dbsp_kernels import KERNELS
 
@@ -25,6 +25,6 @@ def test_kernel_in_the_log_is_chosen_for_the_models_dtype_and_head_size(monkeypa
             ("cogvideox-5b", torch.float32),
             ("wan2.1-t2v-14b", torch.bfloat16),
         ):
-            signature = require_model(model).signature
+            signature = MODEL_SPECS[model].signature
             resolve.log_config(DbspConfig(), signature, SequenceGroup(0, 1), None, torch.empty(0, dtype=dtype))
     assert [line.rpartition("kernel ")[2] for line in said if "kernel" in line] == ["narrow", "cpu", "cpu"]

@@ -138,7 +138,10 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --nnodes 2 --master-addr a", "--master-addr needs a --node-rank"),
             ("--config tiny-wan --prompt x --node-rank 1", "--node-rank 1 needs as many nodes; add --nnodes"),
             ("--config tiny-wan --prompt x --set cost_model=h300", "--set cost_model: no hardware 'h300'; use "),
-            ("--config tiny-wan-sparge --prompt x --set layout=learned", "--set layout: layout 'learned' needs masks"),
+            (
+                "--config tiny-wan-sparge --prompt x --set layout=learned",
+                "--set layout: layout: learned was removed",
+            ),
             ("--model Wan21-T2V-14B --prompt x", "did you mean 'wan2.1-t2v-14b'?"),
             (
                 "--config tiny-wan --prompt x --set model=tiny-van",

@@ -9,14 +9,12 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.generation import GenerationAgreement
-from dbsp_core.models.decoders import COGVIDEOX, WAN, WAN_2_2
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, share_decoding
+from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, owners_of_tiles, share_decoding
 from tests.diffusers.tiled_decode_cases import decoded_by_pipelines
 from tests.support.workers import WorkerError
 
@@ -229,48 +227,11 @@ def test_every_known_class_is_diffusers():
     assert all(hasattr(diffusers, name) for name in AUTOENCODERS)
 
 
-PUBLISHED = {
-    "wan": (WAN, lambda: diffusers.AutoencoderKLWan(), 16),
-    "wan2.2-ti2v": (
-        WAN_2_2,
-        lambda: diffusers.AutoencoderKLWan(
-            base_dim=160,
-            decoder_base_dim=256,
-            z_dim=48,
-            is_residual=True,
-            patch_size=2,
-            in_channels=12,
-            out_channels=12,
-            scale_factor_spatial=16,
-        ),
-        48,
-    ),
-    "cogvideox": (
-        COGVIDEOX,
-        lambda: diffusers.AutoencoderKLCogVideoX(
-            down_block_types=("CogVideoXDownBlock3D",) * 4,
-            up_block_types=("CogVideoXUpBlock3D",) * 4,
-            block_out_channels=(128, 256, 256, 512),
-            latent_channels=16,
-        ),
-        16,
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_the_latency_models_work_is_counted_on_the_class(kind):
-    """Per position, in later frames; on meta tensors, which hold nothing."""
-    known, make, channels = PUBLISHED[kind]
-    counted = []
-    with torch.device("meta"), torch.no_grad():
-        vae = make()
-        for frames in (2, 4):
-            with FlopCounterMode(display=False) as counter:
-                vae.decode(torch.empty(1, channels, frames, 16, 16))
-            counted.append(counter.get_total_flops())
-    assert (counted[1] - counted[0]) / (2 * 16 * 16) == pytest.approx(known.flops, rel=0.01)
-    assert sum(one.numel() for one in vae.parameters()) == known.parameters
+def test_owners_of_tiles():
+    # 9 to rank 0, 7 to rank 1, 5 to rank 1 (12), 4 to rank 0 (13), 3 to rank 1 (15).
+    assert owners_of_tiles([3, 9, 5, 7, 4], 2) == [1, 0, 1, 1, 0]
+    assert owners_of_tiles([1, 1], 4) == [0, 1]
+    assert owners_of_tiles([2, 2, 2, 2], 2) == [0, 1, 0, 1]
 
 
 def test_pipelines_on_processes(pool, folder):

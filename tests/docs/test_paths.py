@@ -72,6 +72,6 @@ def test_what_is_not_there_is_found():
     gone = ["dbsp_core/gone.py", "scripts/gone", "runtime/gone.py", "scripts.bench.gone"]
     text = "`{}` ./{} `{}` python -m {} ".format(*gone)
     there = (
-        "`dbsp_core/runtime/ring.py` ./scripts/demo `runtime/ring.py` `runtime/` python -m scripts.bench.reuse --json"
+        "`dbsp_core/runtime/ring.py` ./scripts/demo `runtime/ring.py` `runtime/` python -m scripts.bench.nodes --json"
     )
     assert missing(text + there) == gone

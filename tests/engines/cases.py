@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from dbsp_cli.placement import Placement
-from dbsp_cli.placement_lines import HOST_LINES
-from dbsp_core.layout.strategy import Strategy
-from dbsp_core.models.table import MODEL_SPECS
 from scripts.checks.engines.runs import Case, run
 
 KNOWN = "synthetic:density=0.4,block_q=16,block_k=8"
@@ -47,14 +42,3 @@ def assert_another_mask_is_seen(engine: str) -> None:
 def assert_names_found(engine: str) -> None:
     """What the plug-in uses is there, looked up in a process with the stand-ins that make engines importable."""
     assert run(engine, 1, 1, Case(3, (EVEN,), KNOWN), DBSP_LOOK_UP=f"dbsp_{engine}.plugin:NAMES")
-
-
-def served_lines(host: str) -> list[tuple[Placement, list[str]]]:
-    """Placements, and the words of the line that `dbsp plan` prints for an engine."""
-    made = []
-    for guidance, strategy, vae in ((1, Strategy(4, 2), True), (2, Strategy(3, 1), False), (2, Strategy(2, 2), True)):
-        placement = Placement(1, guidance, strategy, vae)
-        line = HOST_LINES[host](placement, MODEL_SPECS["wan2.2-t2v-a14b"], None).line
-        assert line is not None
-        made.append((placement, shlex.split(line)))
-    return made

@@ -5,10 +5,6 @@ Runs in an environment of its own: `scripts/engines test`.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("sglang", reason="run scripts/engines test")
@@ -24,7 +20,6 @@ from tests.engines.cases import (
     assert_equal_to_one_process,
     assert_exact,
     assert_names_found,
-    served_lines,
 )
 
 ENGINE = "sglang"
@@ -81,26 +76,3 @@ def test_nothing_changes_where_no_configuration_is_named():
 
 def test_the_names_that_it_uses_are_there():
     assert_names_found(ENGINE)
-
-
-def test_lines_of_placements_pass_its_parser():
-    served = served_lines("SGLang")
-    program = [sys.executable, "-c", PARSED, json.dumps([line[3:] for _, line in served])]
-    done = subprocess.run(program, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for (placement, _), degrees in zip(served, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        assert degrees == [placement.strategy.ulysses, placement.strategy.ring, placement.gpus]
-
-
-PARSED = """
-import json, sys
-from scripts.checks.engines.sglang_stand_ins import put_in_place
-
-put_in_place()  # before anything imports transformers, which looks for torchvision once
-from sglang.multimodal_gen.runtime.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.utils.argparse import FlexibleArgumentParser
-
-parser = ServerArgs.add_cli_args(FlexibleArgumentParser())
-parsed = [parser.parse_args(line) for line in json.loads(sys.argv[1])]
-print(json.dumps([[one.ulysses_degree, one.ring_degree, one.num_gpus] for one in parsed]))
-"""

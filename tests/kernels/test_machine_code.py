@@ -125,57 +125,6 @@ def test_no_loop_of_attention_has_local_memory(arch):
     assert [v for v in found if v["local_in_loops"]] == []
 
 
-def modelled(*options: str) -> dict[tuple, dict[str, float]]:
-    """Shares of the tensor cores' time, by kernel and blocks, and then by machine."""
-    found = variants("--cycles", "--dtype", "bf16", "--width", "128", "--jobs", "1", *options)
-    return {
-        (v["kernel"], v["block_q"], v["block_k"]): {name: of["tensor"] for name, of in v["modelled"].items()}
-        for v in found
-        if v["case"] != "ring"
-    }
-
-
-RANKED = """
-import json
-from scripts.checks.machine_code.records import examined
-from scripts.checks.machine_code.variants import Variant
-
-for kernel in ("dense-reference", "triton"):
-    print(json.dumps(examined(Variant(kernel, 90, 128, 128), cycles=True)["modelled"]["H100"]["tensor"]))
-"""
-
-
-def test_the_cycle_model_ranks_128_rows_on_hopper():
-    """FlashAttention-3's paper times such a plain kernel at 0.61 of its own, whose loop the model gives 1.00."""
-    done = run([sys.executable, "-c", RANKED], env=without_interpreter(), cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    plain, ours = map(float, done.stdout.splitlines())
-    assert 0.61 / 1.15 <= plain <= 0.61 * 1.15
-    assert ours >= max(0.68, 1.15 * plain)
-
-
-@pytest.mark.long
-def test_the_cycle_model_gives_flash_attention_3_its_overlap():
-    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
-    found = variants("--cycles", "--arch", "sm90", "--blocks", "none", "--jobs", "1")
-    share = {v["kernel"]: v["modelled"]["H100"]["tensor"] for v in found}
-    assert share["fa4"] > 0.95
-    assert 582 / 661 / 1.15 <= share["fa4-no-overlap"] / share["fa4"] < 1
-
-
-@pytest.mark.long
-def test_the_cycle_model_holds_the_other_shares():
-    hopper = modelled("--arch", "sm90", "--blocks", "64x64", "64x128", "--kernel", "triton")
-    assert hopper["triton", 64, 64]["H100"] > 0.78
-    assert hopper["triton", 64, 128]["H100"] > 0.8
-    ampere = modelled("--arch", "sm80", "--kernel", "triton", "--blocks", "128x128", "64x64")
-    assert ampere["triton", 128, 128]["A100"] > 1.15 * ampere["dense-reference", 128, 64]["A100"] > 0.57
-    assert ampere["triton", 64, 64]["A100"] > 0.47
-    assert modelled("--arch", "sm89", "--kernel", "triton", "--blocks", "64x64")["triton", 64, 64]["L40S"] > 0.8
-    small = modelled("--arch", "sm120", "--kernel", "triton", "--blocks", "64x64")["triton", 64, 64]
-    assert 0.73 < small["RTX PRO 6000"] < small["RTX 5090"]  # slower tensor cores, the same softmax
-
-
 PTXAS = """#!/bin/sh
 for of in "$@"; do case $of in *.ptx) grep -q bf16 "$of" && echo "no bf16 today" >&2 && exit 1;; esac; done
 exec "{}" "$@"

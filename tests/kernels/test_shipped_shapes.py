@@ -10,7 +10,6 @@ import yaml
 pytest.importorskip("triton")
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.models.lookup import require_model
 from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.sources import SOURCES, MaskRequest
 from dbsp_core.utils.yaml_file import shipped_configs
@@ -24,7 +23,7 @@ TINY_THW = (9, 7, 13)
 
 def head_dim_of(model: str) -> int:
     tiny = TINY_MODELS.get(model.removeprefix(TINY)) if model.startswith(TINY) else None
-    return (tiny or require_model(model).signature).sizes[2]
+    return (tiny or MODEL_SPECS[model].signature).sizes[2]
 
 
 def shape_of(source, model: str, thw: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -39,7 +38,7 @@ def test_shapes_of_shipped_configurations_are_compiled_by_tests(file):
         pytest.skip("its blocks are those of a mask file that the user supplies")
     config, model = DbspConfig.load(file), values["model"]
     assert config.generate.torch_dtype in DTYPES.values()
-    thw = TINY_THW if model.startswith(TINY) else require_model(model).thw
+    thw = TINY_THW if model.startswith(TINY) else MODEL_SPECS[model].thw
     assert shape_of(config.mask, model, thw) in SHIPPED
 
 

@@ -44,9 +44,9 @@ def test_equals_one_process(pool, model, world):
 @pytest.mark.parametrize(
     ("model", "world", "strategy", "layout", "text_tokens"),
     [
-        ("wan", 4, "U1R4", "learned", 7),
+        ("wan", 4, "U1R4", "contiguous", 7),
         ("cogvideox", 4, "U4R1", "striped", 226),
-        ("cogvideox", 4, "U2R2", "learned", 226),
+        ("cogvideox", 4, "U2R2", "striped", 226),
         ("cogvideox1.0", 4, "U2R2", "striped", 5),
         ("cogvideox", 6, "U2R3", "striped", 3),
         ("wan", 8, "U4R2", "striped", 7),

@@ -93,9 +93,7 @@ def finished(done: subprocess.CompletedProcess[str], folder: Path, step: str) ->
 
 def test_every_mask_source_is_checked(tmp_path):
     checked = {mask["source"] for mask in every_mask(TINY, tmp_path).values()}
-    assert set(SOURCES) - checked <= {"record_qk", "vllm_selector"}, (
-        "the first computes no mask, the second is an engine's"
-    )
+    assert set(SOURCES) - checked <= {"record_qk"}, "it computes no mask"
 
 
 def test_a_second_call_passes_over_what_is_complete(tmp_path):

@@ -9,7 +9,6 @@ from tests.support.repository import ROOT
 
 PARTS = {f"scripts.checks.{name}" for name in ("campaign.faults.nursery", "campaign.faults.rank")}
 PARTS |= {f"scripts.checks.versions.{name}" for name in ("probe", "xfuser_names")}
-PARTS |= {f"scripts.checks.machine_code.{name}" for name in ("flash_attention", "optional_kernels")}
 PARTS |= {f"scripts.checks.engines.{name}" for name in ("sglang_command", "vllm_omni_command")}
 """Processes that other programs start."""
 
@@ -29,4 +28,4 @@ def test_help_is_all_that_happens(module):
 
 def test_all_programs_are_found():
     assert set(programs()) > PARTS
-    assert {"scripts.bench.keys.needed_keys", "scripts.reproduce.authors.fit", "scripts.training"} <= set(programs())
+    assert {"scripts.bench.planner", "scripts.reproduce.authors.fit", "scripts.training"} <= set(programs())

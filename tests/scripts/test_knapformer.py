@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dbsp_core.planning.sequences.streams import DrawnSequences
+from dbsp_core.planning.sequences.bags import BagTopology
 from scripts.reproduce.knapformer import throughput
+from scripts.reproduce.knapformer.chunks import chunks
+from scripts.reproduce.knapformer.drawing import DrawnSequences
 from scripts.reproduce.knapformer.shared import MIXED, TABLE_1, WORLD, drawn
 from scripts.reproduce.knapformer.throughput import FITTED, LOW, Load, fit, load_of, piece_seconds, rebuild
 
@@ -74,6 +76,18 @@ def test_what_a_step_asks_is_counted_by_hand(monkeypatch):
     assert replace(alone, sent_bytes=two.sent_bytes, pieces=two.pieces) == two
     assert alone.link_bytes() == alone.pieces == 0
     assert load_of(LOW, "g2n16", "dbsp", 1).pieces == 0
+
+
+def test_chunks_of_a_sequence_are_even_and_so_are_ranks():
+    topology, rng = BagTopology.parse("g1n2+g2n1+g4n1", 16), np.random.default_rng(0)
+    tokens, bag = rng.choice([1, 7, 300, 301, 5000], 60), rng.integers(0, 8, 60)
+    runs, ranks = chunks(tokens, bag, topology), topology.ranks[bag]
+    assert np.bincount(runs.sequence, runs.length, 60).tolist() == tokens.tolist()
+    assert np.array_equal(topology.bag_of_rank[runs.rank], bag[runs.sequence])
+    assert (runs.length >= tokens[runs.sequence] // ranks[runs.sequence]).all()
+    assert (runs.length <= -(-tokens[runs.sequence] // ranks[runs.sequence])).all()
+    for here, size in zip(topology.first_rank, topology.ranks, strict=True):
+        assert np.ptp(runs.by_rank(16)[here : here + size]) <= 1
 
 
 def test_fit_finds_the_constants_that_rows_were_made_by():

@@ -50,39 +50,3 @@ def test_int8_on_the_wire_is_near_to_what_was_not_rounded(tmp_path):
         (row,) = csv.DictReader(file)
     assert float(row["psnr"]) > 40
     assert 3e-3 < float(row["attention_error"]) < 8e-3
-
-
-def test_what_fine_tuning_did_is_drawn_and_written(tmp_path):
-    from scripts.training.trained_model.healing import HEALING, Row
-
-    rows = [
-        Row("shipped", "dense", 1.0, 0.10, float("inf"), 1.0, 0),
-        Row("shipped", "sparse", 0.1, 0.20, 17.0, 0.84, 0),
-        Row("tuned sparse", "sparse", 0.1, 0.15, 19.0, 0.88, 3),
-    ]
-    bars = [[bar.get_height() for bar in axes.patches] for axes in HEALING.draw(rows).axes]
-    assert bars == [[0.10, 0.20, 0.15], [17.0, 19.0]], "what a video is compared with has no bar of its own"
-    HEALING.publish(rows, tmp_path)
-    with (tmp_path / "healing.csv").open(newline="") as file:
-        assert [row["psnr"] for row in csv.DictReader(file)] == ["inf", "17.0", "19.0"]
-    assert (tmp_path / "healing.png").stat().st_size > 10_000
-    assert HEALING.read(tmp_path) == rows, "a picture is drawn from the CSV alone"
-
-
-def test_plans_of_few_steps_are_told_by_what_they_were_made_for():
-    """Two videos of two steps with masks of one dense head each: a plan is even only for its own."""
-    from dbsp_core import BlockGrid, BlockMask
-    from scripts.training.trained_model.few_steps import measure
-
-    grid = BlockGrid.uniform(64, 8)
-    masks = []
-    for head in range(4):
-        bits = torch.zeros(4, 8, 8, dtype=torch.bool)
-        bits[head], bits[:, :, 0] = True, True
-        masks.append(BlockMask(bits, grid))
-    same = [{(0, 0): masks[0], (1, 0): masks[1]}] * 2
-    row = measure(same, 2, "U4R1")
-    assert row.last_video == row.own_plan < row.latest < row.latest_max + 1e-9
-    swapped = [same[0], {(0, 0): masks[1], (1, 0): masks[0]}]
-    row = measure(swapped, 2, "U4R1")
-    assert row.own_plan < row.last_video == row.last_video_max

@@ -17,7 +17,7 @@ from tests.support.single_process import attach_single_process
 BLOCKS = {"block_q": 16, "block_k": 16}
 MASKS: dict[str, dict[str, Any]] = {
     "static": {"source": "synthetic", "density": 0.4, **BLOCKS},
-    "predicted": {"source": "sol", "tau": 0.3, "pooled_keys": False, "dense_text": False, **BLOCKS},
+    "predicted": {"source": "sol", "tau": 0.3, "dense_text": False, **BLOCKS},
     "selected": {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "dense_text": False, **BLOCKS},
 }
 DENSE = {"source": "dense", **BLOCKS}

@@ -24,7 +24,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "radial": {"source": "radial", **BLOCKS},
     "svg": {"source": "svg", **BLOCKS},
     "sparge": SPARGE,
-    "sol": {"source": "sol", "tau": 1.0, "pooled_keys": False, **BLOCKS},
+    "sol": {"source": "sol", "tau": 1.0, **BLOCKS},
     "vsa": {"source": "vsa", "sparsity": 0.5, "tile": [1, 2, 4], "block_q": 8, "block_k": 8},
     "nabla": {"source": "nabla", **BLOCKS},
     "union": {"source": "union", "of": [WINDOW, SPARGE]},

@@ -9,18 +9,14 @@ import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
-from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import Streams
-from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.key_chunks import KeysInChunks
-from dbsp_core.planning.keys import KEYS
+from dbsp_core.planning.key_chunks import KEYS, KeysInChunks
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
-from dbsp_core.runtime.pooled_keys import PooledKeysOfMask
 from tests.support.interpreter import interpreted
-from tests.support.oracle import dense_attention, largest_difference, less_mean, rounded_to_int8
+from tests.support.oracle import dense_attention, largest_difference, rounded_to_int8
 from tests.support.shared import shared
 
 RUBBISH = 1e4  # fills padding, which must not be seen
@@ -63,7 +59,6 @@ class Case:
     chunk_shares: tuple[int, ...] = (1,)
     one_ahead: bool = False
     precision: str = "model"
-    pooled: bool = False
     whole_tiles: bool = False
 
     @property
@@ -97,7 +92,7 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
         bits = (behind > 0) & (behind < case.density * head)
     bits[rng.random((case.heads, grid.nq)) < 0.1] = False
     bits[:, :, rng.integers(grid.nk)] = False
-    return BlockMask(bits, grid, PooledKeys() if case.pooled else None)
+    return BlockMask(bits, grid)
 
 
 @dataclass(frozen=True)
@@ -135,17 +130,14 @@ def whole(attention: Case) -> tuple[BlockMask, list[torch.Tensor]]:
 
 @shared
 def _layout(attention: Case, strategy: str, name: str, streams: Streams) -> SequenceLayout:
-    profile = MaskProfile.of([whole(attention)[0]])
-    return SequenceLayout.named(name, attention.grid, Strategy.parse(strategy), streams=streams, profile=profile)
+    return SequenceLayout.named(name, attention.grid, Strategy.parse(strategy), streams=streams)
 
 
 @shared
 def reference(attention: Case) -> torch.Tensor:
     """Dense attention of all tokens, float64, of what they are rounded to."""
     mask, full = whole(attention)
-    pooled_from = full[1:] if attention.precision == "model" else (less_mean(full[1]), full[2])
-    everything = torch.arange(attention.tokens)
-    return dense_attention(*as_sent(attention, full), mask, everything, pooled_from=pooled_from)
+    return dense_attention(*as_sent(attention, full), mask, torch.arange(attention.tokens))
 
 
 def as_sent(case: Case, full: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -205,11 +197,6 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
     executor = DualBalancedAttention.prepare(
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
-    if case.sabotage == "pooled keys left out":
-        executor = replace(executor, pooled=None)
-    if case.sabotage == "pooled keys count once":
-        unweighted = replace(executor.part.pooled, log_tokens=torch.zeros(mask.grid.nk))
-        executor = replace(executor, pooled=PooledKeysOfMask(unweighted, executor.part.table_layout, mask))
     if case.sabotage == "wrong slot order":
         executor = replace(executor, tables=(executor.tables[0], *reversed(executor.tables[1:])))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)

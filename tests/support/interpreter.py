@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -30,6 +31,7 @@ def interpreted() -> Iterator[None]:
     try:
         with contextlib.suppress(ModuleNotFoundError):
             _patch_language_once()
+            _work_out_types_once()
             for module in pkgutil.iter_modules(importlib.import_module("dbsp_kernels.triton").__path__):
                 importlib.import_module(f"dbsp_kernels.triton.{module.name}")
         yield
@@ -67,6 +69,37 @@ def _patch_language_once() -> None:
 
     replace_once.replaced = replaced  # type: ignore[attr-defined]
     runtime._patch_lang = replace_once
+
+
+def _work_out_types_once() -> None:
+    """Keeps what the interpreter finds of types, and drops its check of integers for overflow: sizes are tiny.
+
+    It would take a third of the time.
+    """
+    runtime: Any = importlib.import_module("triton.runtime.interpreter")
+    if not runtime.interpreter_builder.options.sanitize_overflow:
+        return
+    runtime.interpreter_builder.options = runtime.InterpreterOptions(sanitize_overflow=False)
+    make, pointer = runtime._get_np_dtype, runtime.tl.pointer_type
+    of_scalar = functools.cache(make)
+
+    def numpy_type(of_tensor: Any) -> Any:
+        scalar = of_tensor.scalar
+        return make(scalar) if isinstance(scalar, pointer) else of_scalar(scalar)  # a pointer's type has no hash
+
+    runtime._get_np_dtype = numpy_type
+    block, known = runtime.tl.block_type, dict[tuple[Any, ...], tuple[Any, int, str]]()
+    begin = block.__init__
+
+    def begin_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), *(getattr(size, "value", size) for size in shape))
+        if key not in known:
+            begin(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    block.__init__ = begin_once
 
 
 with interpreted():

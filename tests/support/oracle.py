@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.masks.remainder import PooledKeys
 
 
 def token_mask(mask: BlockMask, queries: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,40 +50,15 @@ def dense_attention(
     mask: BlockMask,
     queries: torch.Tensor,
     keys: torch.Tensor | None = None,
-    pooled_from: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention of the tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros.
-
-    pooled_from: keys and values of which blocks that a mask with pooled keys skips have the means; default k and v
-    """
-    allowed, bias = token_mask(mask, queries), 0.0
+    """Attention of the tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros."""
+    allowed = token_mask(mask, queries)
     if keys is not None:
         allowed = allowed[:, :, keys]
-    if mask.remainder == PooledKeys():
-        pooled_k, pooled_v, lengths = pooled_blocks(mask.grid, *(pooled_from or (k, v)))
-        k, v = torch.cat([k, pooled_k.to(k.dtype)], dim=2), torch.cat([v, pooled_v.to(v.dtype)], dim=2)
-        bias = torch.cat([torch.zeros(allowed.shape[-1]), lengths.log()]).double()
-        allowed = torch.cat([allowed, skipped_blocks(mask, queries)], dim=2)
-    scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
+    scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5
     some = allowed.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~allowed & some, -torch.inf), dim=-1)
     return (weights @ v.double()).masked_fill(~some, 0.0)
-
-
-def pooled_blocks(grid: BlockGrid, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Means of the keys and values [B, H, N, D] of each block, float64[B, H, nk, D], and its tokens, float64[nk]."""
-    in_order = torch.argsort(place_in_order(grid, 0))
-    means = []
-    for one in (k, v):
-        parts = one.double()[:, :, in_order].split(grid.k_axis.lengths.tolist(), dim=2)
-        means.append(torch.stack([part.mean(dim=2) for part in parts], dim=2))
-    return [*means, torch.tensor(grid.k_axis.lengths).double()]
-
-
-def skipped_blocks(mask: BlockMask, queries: torch.Tensor) -> torch.Tensor:
-    """bool[H, n, nk]: for each of the tokens `queries`, the blocks that its row skips."""
-    q_block = torch.repeat_interleave(torch.tensor(mask.grid.q_axis.lengths))
-    return ~mask.bits[:, q_block[place_in_order(mask.grid, 0)[queries]]]
 
 
 def rounded_to_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:

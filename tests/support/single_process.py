@@ -14,7 +14,6 @@ from torch import nn
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
 from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
@@ -112,41 +111,11 @@ def masked_attention(
     allowed = token_mask(mask).to(q.device)
     if mask.heads != q.shape[1]:
         allowed = allowed.unflatten(0, q.shape[:2])
-    if isinstance(mask.remainder, PooledKeys):
-        return _with_pooled_keys(q, k, v, mask, allowed, scale)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
     out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
-    if isinstance(mask.remainder, CoarseBranch):
-        mask.remainder.add_to(out)
+    if mask.coarse is not None:
+        mask.coarse.add_to(out)
     return out
-
-
-def _with_pooled_keys(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, allowed: torch.Tensor, scale: float | None
-) -> torch.Tensor:
-    """Attention where each skipped token's key and value are its block's means; see `PooledKeys`.
-
-    A block of equal keys and values weighs as one of them does, as often as it has tokens.
-
-    Args:
-        allowed: From `token_mask`, [H, tokens, tokens] or [B, H, tokens, tokens].
-    """
-    grid = mask.grid
-    order = grid.common_order
-    if order is None:
-        raise ValueError("pooled keys need one token order for all heads")
-    place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # of each token
-    block = torch.from_numpy(grid.k_axis.block_of)[place].to(q.device)
-    sequence = torch.from_numpy(grid.k_axis.sequence_of).to(q.device)[block]
-    lengths = torch.bincount(block, minlength=grid.nk)[:, None]
-    mean_k, mean_v = (
-        (t.new_zeros(*t.shape[:2], grid.nk, t.shape[-1]).index_add_(2, block, t) / lengths)[:, :, block]
-        for t in (k, v)
-    )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.where(allowed, q @ k.mT, q @ mean_k.mT) * scale
-    weights = scores.masked_fill(sequence[:, None] != sequence, -torch.inf).softmax(dim=-1)
-    return weights.masked_fill(~allowed, 0.0) @ v + weights.masked_fill(allowed, 0.0) @ mean_v
 
 
 def token_mask(mask: BlockMask) -> torch.Tensor:

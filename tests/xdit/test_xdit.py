@@ -173,7 +173,7 @@ def test_a_file_s_mistakes_are_found_as_well(tmp_path, settings, flags, message)
     [
         (["--sp-config", "window:tile=[3,5,8],window=[3,5,5]"], WindowSource(tile=(3, 5, 8), window=(3, 5, 5))),
         (["--sp_config=radial:width=0.5"], RadialSource(width=0.5)),
-        (["--sp-config", "sol:tau=0.5,pooled_keys=false"], SolSource(tau=0.5, pooled_keys=False)),
+        (["--sp-config", "sol:tau=0.5"], SolSource(tau=0.5)),
         (["--sp-config", "vsa:sparsity=0.7,tile=[2,4,8]"], VsaSource(sparsity=0.7, tile=(2, 4, 8))),
         (["--sp-config", "window+nabla:cdf=0.8"], UnionSource((WindowSource(), NablaSource(cdf=0.8)))),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.models.lookup import require_model
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit import attachment, runner_models
@@ -17,7 +17,7 @@ from dbsp_xdit.flags import parse_known
 from dbsp_xdit.generate import check, runner_arguments
 from dbsp_xdit.patches import _patch_args, _patch_base_model
 
-WAN = require_model("wan2.1-t2v-1.3b")
+WAN = MODEL_SPECS["wan2.1-t2v-1.3b"]
 ELSEWHERE = "cpu" if torch.cuda.is_available() else "fa4"
 
 

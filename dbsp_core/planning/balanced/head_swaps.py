@@ -16,11 +16,8 @@ __all__ = ["match_ulysses_ranks"]
 EXACT = 18  # bits to which work is rounded here: products of two then add up exactly in float64
 
 
-def match_ulysses_ranks(parts: HeadShards, ulysses: int, most_heads: int | None = None) -> np.ndarray:
+def match_ulysses_ranks(parts: HeadShards, ulysses: int) -> np.ndarray:
     """Moves and swaps whole heads while that lowers the squared differences between Ulysses ranks.
-
-    Args:
-        most_heads: Most heads of which a Ulysses rank may have parts, or None.
 
     Returns:
         int64[parts], the Ulysses rank of each part; parts of split heads keep theirs.
@@ -38,7 +35,6 @@ def match_ulysses_ranks(parts: HeadShards, ulysses: int, most_heads: int | None 
     distance = square[:, None] + square - 2 * gram
     fixed = np.flatnonzero(~parts.is_unsplit)
     every = np.arange(len(ulysses_rank))
-    most = len(ulysses_rank) if most_heads is None else most_heads
     for _ in range(len(ulysses_rank)):
         fit = vectors @ loads.T  # [parts, x]
         home = fit[every, ulysses_rank]
@@ -47,7 +43,6 @@ def match_ulysses_ranks(parts: HeadShards, ulysses: int, most_heads: int | None 
         move = fit - home[:, None] + square[:, None]
         move[every, ulysses_rank] = 0
         change = np.concatenate([move, swap], axis=1)
-        change[:, :ulysses][:, np.bincount(ulysses_rank, minlength=ulysses) >= most] = 0
         change[fixed] = 0
         change[:, ulysses + fixed] = 0
         part, other = divmod(int(change.argmin()), change.shape[1])

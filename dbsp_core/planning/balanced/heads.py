@@ -19,9 +19,7 @@ __all__ = ["balance_heads", "local_search_heads", "trade_single_rows"]
 PAIR_HEADS = 14  # most heads of two Ulysses ranks for which every way to share them is tried
 
 
-def local_search_heads(
-    work: np.ndarray, ulysses_rank: np.ndarray, ulysses_degree: int, limit: int, most_heads: int | None = None
-) -> np.ndarray:
+def local_search_heads(work: np.ndarray, ulysses_rank: np.ndarray, ulysses_degree: int, limit: int) -> np.ndarray:
     """Moves and swaps whole heads until no Ulysses rank is above `limit`, or the fullest one cannot be helped.
 
     A step takes one head out of the fullest Ulysses rank, with or without one in return; where that does not help, it
@@ -29,25 +27,22 @@ def local_search_heads(
 
     Args:
         work: int[H], of each head; `ulysses_rank`, int[H], is where it starts.
-        most_heads: Most heads on any Ulysses rank, or None.
 
     Returns:
         int64[H], the Ulysses rank of each head.
     """
-    most = len(work) if most_heads is None else most_heads
     ulysses_rank = ulysses_rank.astype(np.int64)
     load = np.bincount(ulysses_rank, weights=work, minlength=ulysses_degree).astype(np.int64)
     for _ in range(4 * ulysses_degree + len(work)):
         fullest = int(load.argmax())
         if load[fullest] <= limit or not (
-            _swap(work, ulysses_rank, load, fullest, most)
-            or _share_with_another(work, ulysses_rank, load, fullest, most)
+            _swap(work, ulysses_rank, load, fullest) or _share_with_another(work, ulysses_rank, load, fullest)
         ):
             break
     return ulysses_rank
 
 
-def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int, most: int) -> bool:
+def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int) -> bool:
     """Makes the best move or swap of one head of `fullest` in place; False when none lowers its load."""
     mine, others = np.flatnonzero(ulysses_rank == fullest), np.flatnonzero(ulysses_rank != fullest)
     # a head of `fullest` goes; another comes back from the Ulysses rank it goes to, or nothing does
@@ -55,7 +50,6 @@ def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest:
     target = np.concatenate([ulysses_rank[others], np.arange(len(load))])
     change = work[mine][:, None] - back
     after = np.maximum(load[fullest] - change, load[target] + change)
-    after[:, len(others) :][:, np.bincount(ulysses_rank, minlength=len(load)) >= most] = load[fullest]
     goes, comes = divmod(int(after.argmin()), len(back))
     if after[goes, comes] >= load[fullest]:
         return False
@@ -67,23 +61,20 @@ def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest:
     return True
 
 
-def _share_with_another(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int, most: int) -> bool:
+def _share_with_another(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int) -> bool:
     """Shares the heads of `fullest` and another Ulysses rank again, as evenly as possible; False if none helps.
 
-    The other rank is the least loaded with which the load of `fullest` falls. No rank gets more than `most` heads.
+    The other rank is the least loaded with which the load of `fullest` falls.
     """
     for other in np.argsort(load, kind="stable"):
         heads = np.flatnonzero((ulysses_rank == fullest) | (ulysses_rank == other))
         if other == fullest or len(heads) > PAIR_HEADS:
             continue
-        sums, size = np.zeros((2, 1), dtype=np.int64)  # sums[m]: work of the subset whose bits are m
+        sums = np.zeros(1, dtype=np.int64)  # sums[m]: work of the subset whose bits are m
         for head in heads:
-            sums, size = np.concatenate([sums, sums + work[head]]), np.concatenate([size, size + 1])
+            sums = np.concatenate([sums, sums + work[head]])
         both = load[fullest] + load[other]
-        possible = np.flatnonzero(np.maximum(size, len(heads) - size) <= most)
-        if len(possible) == 0:
-            continue
-        best = int(possible[np.abs(2 * sums[possible] - both).argmin()])
+        best = int(np.abs(2 * sums - both).argmin())
         if max(sums[best], both - sums[best]) < load[fullest]:
             ulysses_rank[heads] = np.where(best >> np.arange(len(heads)) & 1, fullest, other)
             load[fullest], load[other] = sums[best], both - sums[best]
@@ -137,9 +128,6 @@ def _best_trade(
     return int(after[row, ulysses_rank]), int(give[row]), int(take[ulysses_rank]) if ulysses_rank < len(take) else -1
 
 
-LOOSER = (1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5)  # tolerances to weigh against each other when a cut has a price
-
-
 @dataclass(frozen=True)
 class HeadSplit:
     """Rows go from Ulysses rank `source` to Ulysses rank `target`, until the load of `source` is `level`."""
@@ -153,20 +141,14 @@ def balance_heads(
     row_work: np.ndarray,
     ulysses_degree: int,
     target_rho: float = 1.002,
-    split_cost: float = 0.0,
     row_order: np.ndarray | None = None,
-    most_heads: int | None = None,
 ) -> np.ndarray:
     """Assigns rows to Ulysses ranks: heads whole where that is balanced, a few of them split otherwise.
 
     Args:
         row_work: int[H, nq], dense blocks per (head, query block).
         target_rho: Fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough.
-        split_cost: What one more Ulysses rank for a head's K and V costs, in units of ρ_s; 0 splits until `target_rho`
-            is met.
         row_order: int[nq], order of the query blocks in which a head is cut; by number when None.
-        most_heads: Most heads of which a Ulysses rank may have rows, which bounds its memory; at least ceil(H / x).
-            The load is then as even as that allows.
 
     Returns:
         int64[H, nq], the Ulysses rank of each row.
@@ -176,54 +158,40 @@ def balance_heads(
     total = int(work.sum())
     mean = -(-total // ulysses_degree)
     limit = max(mean, int(total * target_rho) // ulysses_degree)
-    whole = None
-    if most_heads is not None:  # one place of each Ulysses rank is left for a part of a split head, where that can be
-        whole = max(most_heads - 1, -(-len(work) // ulysses_degree))
-    ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree, whole), ulysses_degree, limit, whole)
+    ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree), ulysses_degree, limit)
     head_work_by_rank = np.zeros((len(work), ulysses_degree), dtype=np.int64)
     head_work_by_rank[np.arange(len(work)), ulysses_rank] = work
     # 2. Where a rank stays too full, runs of rows are cut off its largest head.
     load = head_work_by_rank.sum(axis=0).tolist()
-    if most_heads is None:
-        splits = _choose_splits(load, limit, split_cost * total / ulysses_degree)
-    else:
-        places = most_heads - np.bincount(ulysses_rank, minlength=ulysses_degree)
-        splits = _splits_into_places(load, limit, places.tolist())
+    splits = _choose_splits(load, limit)
     owner = np.repeat(ulysses_rank, row_work.shape[1]).reshape(row_work.shape)
     row_order = np.arange(row_work.shape[1]) if row_order is None else row_order
     for split in splits:
         _apply_split(row_work, owner, head_work_by_rank, split, row_order)
     # 3. Single rows of heads that are split anyway level what whole rows at the cuts left over.
-    if split_cost <= 0:
-        trade_single_rows(row_work, owner, head_work_by_rank, limit)
+    trade_single_rows(row_work, owner, head_work_by_rank, limit)
     if splits:  # a row without work must not be what keeps a head in a Ulysses rank
         idle = (row_work == 0) & (work > 0)[:, None]
         owner = np.where(idle, head_work_by_rank.argmax(axis=1)[:, None], owner)
     return owner
 
 
-def _choose_splits(load: list[int], limit: int, price: float) -> list[HeadSplit]:
-    """Returns the fewest cuts that bring every Ulysses rank down to `limit`; with a price per cut, the cheapest trade.
+def _choose_splits(load: list[int], limit: int) -> list[HeadSplit]:
+    """Returns the fewest cuts that bring every Ulysses rank down to `limit`.
 
     Args:
         load: Work per Ulysses rank, with whole heads.
-        price: Work in the fullest Ulysses rank that costs as much as one cut.
     """
     if max(load) <= limit:
         return []
-    total, ulysses_degree = sum(load), len(load)
-    mean = -(-total // ulysses_degree)
+    mean = -(-sum(load) // len(load))
     slack = (limit - mean) // 4  # for whole rows
     tight, loose = _plan_splits(load, mean), _plan_splits(load, limit - slack)
-    choices = [loose if len(loose[0]) < len(tight[0]) else tight]  # down to the mean, if that needs no more cuts
-    if price > 0:
-        choices += [_plan_splits(load, max(mean, int(total * looser) // ulysses_degree)) for looser in LOOSER]
-        choices.append(([], max(load)))
-    return min(choices, key=lambda choice: max(choice[1], limit) + (price * len(choice[0]) if price > 0 else 0))[0]
+    return loose if len(loose) < len(tight) else tight  # down to the mean, if that needs no more cuts
 
 
-def _plan_splits(load: list[int], limit: int) -> tuple[list[HeadSplit], int]:
-    """Returns cuts that leave no Ulysses rank above `limit`, and the load of the fullest one after them.
+def _plan_splits(load: list[int], limit: int) -> list[HeadSplit]:
+    """Returns cuts that leave no Ulysses rank above `limit`.
 
     The fullest Ulysses rank goes first, to the least room that takes all its surplus, else to the most room. Each cut
     either settles the rank it leaves or fills the rank it reaches, and the last does both: at most x − 1 cuts.
@@ -244,30 +212,6 @@ def _plan_splits(load: list[int], limit: int) -> tuple[list[HeadSplit], int]:
         amount = min(load[full] - mean, (surplus + room[target]) // 2) if enough else room[target]
         load[full] -= amount
         load[target] += amount
-        splits.append(HeadSplit(full, target, load[full]))
-    return splits, max(load)
-
-
-def _splits_into_places(load: list[int], limit: int, places: list[int]) -> list[HeadSplit]:
-    """Returns cuts after which no Ulysses rank has taken parts of more heads than it has places for.
-
-    The fullest rank fills the emptiest that has a place up to the mean, even where it falls below the mean itself: it
-    then takes a part in turn. As in Walker's alias tables (ACM TOMS 3, 1977), one place each is enough to level all.
-    """
-    load, places = list(load), list(places)
-    ranks = range(len(load))
-    mean = -(-sum(load) // len(load))
-    splits: list[HeadSplit] = []
-    while len(splits) < 2 * len(load):
-        full = max(ranks, key=load.__getitem__)
-        open_ranks = [rank for rank in ranks if places[rank] > 0 and load[rank] < mean and rank != full]
-        if load[full] <= limit or not open_ranks:
-            break
-        target = min(open_ranks, key=load.__getitem__)
-        amount = mean - load[target]
-        load[full] -= amount
-        load[target] += amount
-        places[target] -= 1
         splits.append(HeadSplit(full, target, load[full]))
     return splits
 

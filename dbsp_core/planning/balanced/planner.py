@@ -24,8 +24,6 @@ def plan_rows(
     *,
     target_rho: float = 1.005,
     head_target_rho: float = 1.002,
-    exchange_cost: float = 0.0,
-    most_heads: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Plans heads, then slots, then single rows.
 
@@ -34,27 +32,21 @@ def plan_rows(
 
     Args:
         target_rho: ρ_s that is good enough for a ring or hybrid; `head_target_rho` for Ulysses alone.
-        exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s: its time over that of perfectly
-            balanced attention. 0 puts balance first, and moves only what that needs.
-        most_heads: Most heads of which a Ulysses rank may have rows; see `heads.balance_heads`.
 
     Returns:
         int64[H, nq], owner of each row, and int64[H, nk], slot of each KV block.
     """
     row_work, q_home, strategy = inputs.row_work, inputs.q_home, inputs.strategy
     ulysses, ring = strategy.ulysses, strategy.ring
-    split_cost = exchange_cost * 2 / (3 * inputs.heads)  # one more Ulysses rank for a head: its K and V once more
     # 1. Heads to Ulysses ranks; without a ring that is all.
     if ring == 1:
         slots = np.zeros(inputs.kv_block_work.shape, dtype=np.int64)
-        owner = balance_heads(row_work, ulysses, head_target_rho, split_cost, most_heads=most_heads)
+        owner = balance_heads(row_work, ulysses, head_target_rho)
         rho = imbalance_ratio(owned_work(owner, row_work[:, :, None], ulysses))
         return _unless_staying_is_better(inputs, owner, slots, rho, head_target_rho)
     # moved rows are much cheaper than split heads, but cannot level Ulysses ranks: leave them a part of the tolerance
     unsplit_target = 1 + HEAD_SHARE * (target_rho - 1)
-    ulysses_rank = balance_heads(
-        row_work, ulysses, unsplit_target, split_cost, _interleaved(q_home, ring), most_heads=most_heads
-    )
+    ulysses_rank = balance_heads(row_work, ulysses, unsplit_target, _interleaved(q_home, ring))
     # 2. KV blocks to ring slots of equal work.
     slots = balance_slots(inputs.kv_block_work, inputs.k_home, _main_ulysses_rank(ulysses_rank, ulysses), ring)
     work_by_slot = inputs.count_work_by_slot(slots)
@@ -62,7 +54,7 @@ def plan_rows(
     # 3. In turn, whole heads swapped and rows of split heads traded within a ring row, which moves no K or V.
     for turn in range(TURNS):
         parts = head_shards(work_by_slot, ulysses_rank, q_home, schedule)
-        matched = match_ulysses_ranks(parts, ulysses, most_heads)
+        matched = match_ulysses_ranks(parts, ulysses)
         changed = matched != parts.ulysses_rank  # whole heads only
         ulysses_rank[parts.head[changed]] = matched[changed][:, None]
         work = parts.work_by_rank(matched, ulysses)
@@ -72,7 +64,7 @@ def plan_rows(
         if imbalance_ratio(work) <= target_rho:
             break
     # 4. Single rows moved to other ring ranks, as few as bring ρ_s to the tolerance.
-    owner, work = move_rows(work_by_slot, ulysses_rank, q_home, work, schedule, target_rho, exchange_cost)
+    owner, work = move_rows(work_by_slot, ulysses_rank, q_home, work, schedule, target_rho)
     return _unless_staying_is_better(inputs, owner, slots, imbalance_ratio(work), target_rho)
 
 

@@ -1,4 +1,4 @@
-"""Planner "local": rows in the order of their tokens, cut into runs of equal work. Only numpy.
+"""Planner "dbsp" for needed keys: rows in the order of their tokens, cut into runs of equal work. Only numpy.
 
 Rows near one another need much the same keys, so a run of them needs few. Such runs cannot make every ring step even,
 as a ring asks; where a rank is sent only the keys it needs, only its total must be even.

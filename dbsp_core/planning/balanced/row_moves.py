@@ -154,7 +154,6 @@ def move_rows(
     work: np.ndarray,
     schedule: RingSchedule,
     target_rho: float = 1.005,
-    move_cost: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Leaves rows at their home ring rank and Ulysses rank, but for the few moves that bring ρ_s to `target_rho`.
 
@@ -165,14 +164,12 @@ def move_rows(
         ulysses_rank: int[H, nq], Ulysses rank of each row.
         q_home: int[nq] or int[H, nq], ring rank where each query block lives.
         work: int64[y, P], dense blocks by (ring step, rank) with every row at its home ring rank.
-        move_cost: What moving all of Q, K and V would cost, in units of ρ_s.
 
     Returns:
         int64[H, nq], the owner of each row, and int64[y, P], the work then.
     """
     total = int(work.sum())
-    price = move_cost * total / (3 * ulysses_rank.size * schedule.world)
-    search = _Search.start(work_by_slot, ulysses_rank, q_home, work, schedule, price)
+    search = _Search.start(work_by_slot, ulysses_rank, q_home, work, schedule)
     search.run(np.arange(ulysses_rank.size), False, int(total * target_rho) // schedule.world, ROUNDS)
     return search.owner.reshape(ulysses_rank.shape), search.work
 
@@ -185,7 +182,6 @@ class _Search:
         work_by_slot: int[n, y] for n = H · nq rows.
         home: int[n], ring rank.
         needed: bool[H, P], ranks whose Ulysses rank has the head.
-        price: Work of the slowest ranks (Σ_p max_g) that moving one row must save.
         owner: int64[n].
         work: int64[y, P] by (ring step, rank).
     """
@@ -194,7 +190,6 @@ class _Search:
     home: np.ndarray
     needed: np.ndarray
     schedule: RingSchedule
-    price: float
     owner: np.ndarray
     work: np.ndarray
     undo: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -207,7 +202,6 @@ class _Search:
         q_home: np.ndarray,
         work: np.ndarray,
         schedule: RingSchedule,
-        price: float = 0.0,
     ) -> _Search:
         """Puts every row at its home ring rank, in its Ulysses rank."""
         heads, _, ring = work_by_slot.shape
@@ -215,14 +209,14 @@ class _Search:
         needed[np.arange(heads)[:, None], ulysses_rank] = True
         owner = (q_home * schedule.ulysses + ulysses_rank).reshape(-1)
         home = np.broadcast_to(q_home, ulysses_rank.shape).reshape(-1)
-        return cls(work_by_slot.reshape(-1, ring), home, np.tile(needed, (1, ring)), schedule, price, owner, work)
+        return cls(work_by_slot.reshape(-1, ring), home, np.tile(needed, (1, ring)), schedule, owner, work)
 
     @property
     def slowest(self) -> int:
         return int(self.work.max(axis=1).sum())
 
     def run(self, rows: np.ndarray, free: bool, goal: int, rounds: int) -> None:
-        """Makes rounds until the slowest work is at most `goal` or gets no closer; returns to the cheapest state seen.
+        """Makes rounds until the slowest work is at most `goal` or gets no closer; returns to the best state seen.
 
         Args:
             rows: int64[k], the rows to look at.
@@ -234,27 +228,25 @@ class _Search:
         batch = max(BATCH, min(batch, MEMORY // self.work.size))
         stride = _stride(len(rows), max(SAMPLE, 8 * batch), len(self.work_by_slot) // len(self.needed))
         # 2. Rounds over samples; where moves lose pace, they take turns with swaps.
-        states = [(float(self.slowest), self.work)]
-        self.undo, moved, gaps, swaps = [], 0, [], False
+        states = [(self.slowest, self.work)]
+        self.undo, gaps, swaps = [], [], False
         for turn in range(rounds if len(rows) else 0):
             gaps.append(self.slowest - goal)
             if gaps[-1] <= 0 or (turn >= PATIENCE and gaps[-1] > PROGRESS * gaps[-1 - PATIENCE]):
                 break
             swaps ^= turn > 0 and gaps[-1] > SLOW * gaps[-2]
-            changed = self._round(rows[turn % stride :: stride], batch, swaps, free, goal)
-            if changed:
-                moved += changed
-                states.append((self.slowest + self.price * moved * (not free), self.work))
+            if self._round(rows[turn % stride :: stride], batch, swaps, free, goal):
+                states.append((self.slowest, self.work))
             elif turn + 1 >= stride:
                 break
-        # 3. Back to the state that is cheapest by its slowest work and the rows moved.
+        # 3. Back to the state whose slowest ranks have least.
         best = min(range(len(states)), key=lambda state: states[state][0])
         self.work = states[best][1]
         for chosen, before in reversed(self.undo[best:]):
             self.owner[chosen] = before
 
-    def _round(self, sample: np.ndarray, batch: int, swaps: bool, free: bool, goal: int) -> int:
-        """Makes at most `batch` moves, or swaps, of rows in `sample` (int64[k]); returns how many rows it moved."""
+    def _round(self, sample: np.ndarray, batch: int, swaps: bool, free: bool, goal: int) -> bool:
+        """Makes at most `batch` moves, or swaps, of rows in `sample` (int64[k]); returns whether it moved any."""
         # 1. The moves that each lower Φ most.
         deviation = self._deviation(self.work).T
         moves = self._best_swaps(sample, free, batch) if swaps else self._best_moves(sample, free, batch)
@@ -266,7 +258,7 @@ class _Search:
         if count:
             self.undo.append((row, leaves))
             self.owner[row] = joins
-        return len(row)
+        return count > 0
 
     def _best_moves(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
         """Moves of each row to the rank where it lowers Φ most; the `batch` best of them.

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from dbsp_core.planning.sequences.bags import BagTopology, parse_terms
-from dbsp_core.planning.sequences.balancing import even_bags
 from dbsp_core.planning.sequences.knapsack import greedy_bags
-from dbsp_core.planning.sequences.shards import TokenRuns, chunks, staying
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean
+from dbsp_core.planning.sequences.shards import TokenRuns, staying
+from dbsp_core.utils.errors import UserError, bad_value, blame_setting
 
-__all__ = ["AUTO", "BALANCERS", "BagConfig", "SequencePlan", "plan_sequences"]
+__all__ = ["AUTO", "BagConfig", "SequencePlan", "plan_sequences"]
 
-BALANCERS = ("dbsp", "knapsack")
-"""Ours, and KnapFormer's (§3.3)."""
 AUTO = "auto"
 _UNLIMITED = 1 << 61
 _BITS = 62
@@ -28,19 +25,16 @@ class BagConfig:
     Attributes:
         topology: As KnapFormer writes it, such as "g8n4"; "auto": the one with the least modelled forward time of the
             first sequences, or whenever those that follow do not fit.
-        balancer: See `plan_sequences`.
         max_tokens: What a rank can hold; None: any number.
     """
 
     topology: str = AUTO
-    balancer: str = "dbsp"
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         with blame_setting("topology"):
             if self.topology != AUTO:
                 parse_terms(self.topology)
-        _require_balancer(self.balancer)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise bad_value(self, "max_tokens", "must be at least 1; leave it out for no limit", "bags.")
 
@@ -56,18 +50,16 @@ class SequencePlan:
 
     Attributes:
         topology: The bags.
-        balancer: "dbsp" or "knapsack": the ranks of a bag share attention by balanced rows, or by whole heads.
         bag: int64[n], the bag of each sequence, numbered over the whole cluster.
         runs: The tokens that each rank holds.
     """
 
     topology: BagTopology
-    balancer: str
     bag: np.ndarray
     runs: TokenRuns
 
     def __repr__(self) -> str:
-        return f"<SequencePlan of {len(self.bag)} sequences by {self.balancer}, {self.topology}>"
+        return f"<SequencePlan of {len(self.bag)} sequences, {self.topology}>"
 
 
 def plan_sequences(
@@ -75,7 +67,6 @@ def plan_sequences(
     tokens: np.ndarray,
     loader: np.ndarray,
     topology: BagTopology,
-    balancer: str = "dbsp",
     max_tokens: int | None = None,
 ) -> SequencePlan:
     """Shares out sequences. Deterministic, in whole numbers: equal arguments give equal plans on every rank.
@@ -87,15 +78,12 @@ def plan_sequences(
         tokens: int64[n].
         loader: int64[n], the rank that loads each sequence. It stays within that rank's unit of bags.
         topology: The bags.
-        balancer: "dbsp": even bags, ranks with as many tokens each. "knapsack": KnapFormer's greedy, each sequence in
-            even chunks.
         max_tokens: What a rank can hold; None: any number.
 
     Raises:
-        UserError: For no sequences, lists of different lengths, ranks that there are not, an unknown balancer, or a
-            sequence that no bag can hold.
+        UserError: For no sequences, lists of different lengths, ranks that there are not, or a sequence that no
+            bag can hold.
     """
-    _require_balancer(balancer)
     cost, tokens, loader = (np.asarray(values, dtype=np.int64) for values in (cost, tokens, loader))
     _check(cost, tokens, loader, topology)
     _require_room(tokens, topology, max_tokens)
@@ -105,18 +93,9 @@ def plan_sequences(
     small = cost >> max(excess, 0)
     # In an order of their own: which bags there are does not depend on the order in which sequences are listed.
     order = np.lexsort((loader, tokens, small))
-    choose = greedy_bags if balancer == "knapsack" else even_bags
     bag = np.empty_like(order)
-    bag[order] = choose(small[order], tokens[order], loader[order], topology, most_tokens)
-    knapsack = balancer == "knapsack"
-    runs = chunks(tokens, bag, topology) if knapsack else staying(tokens, bag, loader, topology)
-    return SequencePlan(topology, balancer, bag, runs)
-
-
-def _require_balancer(name: str) -> None:
-    if name not in BALANCERS:
-        known = f"{' or '.join(BALANCERS)}{did_you_mean(name, BALANCERS)}"
-        raise SettingError(f"unknown balancer {name!r}; use {known}", ("balancer",))
+    bag[order] = greedy_bags(small[order], tokens[order], loader[order], topology, most_tokens)
+    return SequencePlan(topology, bag, staying(tokens, bag, loader, topology))
 
 
 def _check(cost: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: BagTopology) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of each sequence that each rank holds once bags are chosen (KnapFormer §3.3, second pass; and ours)."""
+"""The tokens of each sequence that each rank holds once bags are chosen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from dbsp_core.planning.sequences.bags import BagTopology
 
-__all__ = ["TokenRuns", "chunks", "staying"]
+__all__ = ["TokenRuns", "staying"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,29 +61,6 @@ class TokenRuns:
         rank[token] = np.repeat(self.rank, self.length)
         local[token] = np.repeat(place - place[rank_first], self.length) + within
         return rank, local
-
-
-def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenRuns:
-    """Cuts as KnapFormer does: each sequence in contiguous chunks, as even as possible, one for each rank of its bag.
-
-    Tokens that do not divide evenly go one each to ranks of the bag in turn. `tokens` and `bag` are int64[n].
-    """
-    sizes = topology.ranks[bag]
-    over = tokens % sizes
-    # 1. Whose turn it is: the tokens left over by the bag's sequences before this one.
-    order = np.argsort(bag, kind="stable")
-    before = np.empty_like(over)
-    running = np.cumsum(over[order]) - over[order]
-    first_of_bag = np.searchsorted(bag[order], bag[order])
-    before[order] = running - running[first_of_bag]
-    # 2. Chunk k of every sequence.
-    sequence = np.repeat(np.arange(len(tokens)), sizes)
-    k = np.arange(len(sequence)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    turn = (k - before[sequence]) % sizes[sequence]
-    length = tokens[sequence] // sizes[sequence] + (turn < over[sequence])
-    start = np.cumsum(length) - length
-    start -= np.repeat(np.cumsum(tokens) - tokens, sizes)
-    return TokenRuns.sorted(sequence, start, length, topology.first_rank[bag[sequence]] + k)
 
 
 def staying(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topology: BagTopology) -> TokenRuns:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import CommunicationError, SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.session.plan_cache import PlanMaker, Planned, evaluate, new_plan
-from dbsp_core.runtime.session.replan_rule import KeptPlan, ReplanRule, ReuseCounters
+from dbsp_core.runtime.session.plan_cache import KeptPlan, MakePlan, PlanCache, Planned, new_plan
 
 __all__ = ["AsyncPlanCache", "PlanningThread"]
 
@@ -47,8 +47,9 @@ class _Call:
 
     kept: KeptPlan
     mask: BlockMask
-    maker: PlanMaker
+    make: MakePlan
     name: Hashable | None
+    part_of: Callable[[Assignment], RankPlan] | None
     event: torch.cuda.Event | None
 
 
@@ -70,26 +71,17 @@ class _Evaluation:
 
 
 @dataclass
-class AsyncPlanCache:
+class AsyncPlanCache(PlanCache):
     """A `PlanCache` one call behind: a call uses the plan that was settled for the last one, and never waits for its
     own mask to be counted.
 
-    While a call computes, a thread evaluates its mask under the plan in use, makes a new plan where `rule` asks for
-    one, and compares it with the other ranks over a process group of its own. The next call of that attention adopts
-    the outcome, waiting for it if it is late: so all ranks change plans at the same call. What went wrong in the
-    thread, on any rank, is raised at that call on every rank. An attention's first call plans at once.
-
-    Attributes:
-        compare: See `make_plan`.
+    While a call computes, a thread evaluates its mask under the plan in use, makes a new plan if that has expired, and
+    compares it with the other ranks over a process group of its own. The next call of that attention adopts the
+    outcome, waiting for it if it is late: so all ranks change plans at the same call. What went wrong in the thread,
+    on any rank, is raised at that call on every rank. An attention's first call plans at once.
     """
 
-    rule: ReplanRule
-    counters: ReuseCounters = field(default_factory=ReuseCounters)
-    compare: bool = True
-    latest: dict[Hashable, Plan] = field(default_factory=dict)
     group: SequenceGroup = field(kw_only=True)
-    _kept: dict[Hashable, KeptPlan] = field(default_factory=dict)
-    """The plan that each attention's next call uses."""
     _parts: dict[Hashable, RankPlan] = field(default_factory=dict)
     """This rank's parts in the plans that are new."""
     _due: dict[Hashable, _Call] = field(default_factory=dict)
@@ -102,7 +94,14 @@ class AsyncPlanCache:
         self._thread_group = self.group.auxiliary("planning")  # in the calling thread: making a group is a collective
         self._thread = _thread_of(self._thread_group)
 
-    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
+    def plan_for(
+        self,
+        key: Hashable,
+        mask: BlockMask,
+        make: MakePlan,
+        name: Hashable | None = None,
+        part_of: Callable[[Assignment], RankPlan] | None = None,
+    ) -> Planned:
         """The plan to use for this call; its numbers are those of a mask before it, or of the one it was made for.
 
         Raises RuntimeError on every rank when planning failed, or plans differed, on any.
@@ -112,10 +111,10 @@ class AsyncPlanCache:
         kept, part = self._kept.get(key), self._parts.pop(key, None)  # whoever gets the part keeps it
         if kept is None or not kept.plan.fits(mask):
             self.counters.replans += 1
-            kept, part = new_plan(kept, mask, maker, name), None
+            kept, part = new_plan(kept, mask, make, name), None
             self._kept[key] = kept
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
-        self._due[key] = _Call(kept, mask, maker, name, event)
+        self._due[key] = _Call(kept, mask, make, name, part_of, event)
         return Planned(kept.plan, part)
 
     def start(self) -> None:
@@ -128,29 +127,19 @@ class AsyncPlanCache:
 
     def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
         self._adopt(key)
-        kept = self._kept.setdefault(key, KeptPlan(plan, plan.rho))
+        kept = self._kept.setdefault(key, KeptPlan(plan))
         used = kept.used_with(plan)
-        if not kept.plan.assignment.equals(plan.assignment) or self.rule.expired(used, name):
+        if not kept.plan.assignment.equals(plan.assignment) or used.expired(self.threshold, name):
             return False
         self.counters.calls += 1
-        self.counters.add(plan)
-        self._kept[key], self.latest[key] = used, plan
+        self._keep(key, used)
         return True
-
-    def begin_with(self, key: Hashable, other: Hashable) -> None:
-        """See `PlanCache`; with the plan that the other's next call would have."""
-        if key in self._kept or other not in self._kept:
-            return
-        self._adopt(other)
-        self._kept[key] = self._kept[other].unspent()
-        if other in self.latest:
-            self.latest[key] = self.latest[other]
 
     def forget(self, key: Hashable) -> None:
         """See `PlanCache`; waits for what is pending for the attention."""
         self._adopt(key)
-        for by_attention in (self._kept, self._parts, self.latest):
-            by_attention.pop(key, None)
+        self._parts.pop(key, None)
+        super().forget(key)
 
     def flush(self) -> None:
         self.start()
@@ -182,7 +171,7 @@ class AsyncPlanCache:
         problem: Exception | None = None
         evaluation, fingerprint = None, 0
         try:
-            evaluation = self._evaluate(call)
+            evaluation = self._found_out(call)
             fingerprint = evaluation.next.plan.assignment.fingerprint
         except Exception:
             problem = RuntimeError(f"planning failed:\n{traceback.format_exc()}")
@@ -191,11 +180,13 @@ class AsyncPlanCache:
             raise RuntimeError("planning failed") from problem
         return evaluation
 
-    def _evaluate(self, call: _Call) -> _Evaluation:
+    def _found_out(self, call: _Call) -> _Evaluation:
         with self._own_stream(call.mask.bits.device, call.event):
-            used, chosen, new = evaluate(call.kept, call.mask, call.maker, call.name, self.rule, self.compare)
-        moves = chosen is not used and not chosen.plan.assignment.equals(used.plan.assignment)
-        return _Evaluation(used, chosen, new, call.maker.rank_plan(chosen.plan.assignment) if moves else None)
+            used, chosen, new = self._evaluate(call.kept, call.mask, call.make, call.name)
+        assignment, part = chosen.plan.assignment, None
+        if call.part_of is not None and new and not assignment.equals(used.plan.assignment):
+            part = call.part_of(assignment)
+        return _Evaluation(used, chosen, new, part)
 
     def _own_stream(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """A stream of the thread's own, which waits only for the mask, not for what else the device computes.

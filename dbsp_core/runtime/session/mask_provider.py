@@ -165,19 +165,6 @@ class MaskProvider:
             return self._agreed(layer)
         return dynamic.mask(requests[0], tokens) if len(requests) == 1 else self._packed(requests, tokens)
 
-    def static_masks(self) -> list[BlockMask] | None:
-        """The source's masks of all layers; None where they are not known before they are used.
-
-        Collective, like `mask`, before the first of them is used: layouts learned from them must be equal too.
-        """
-        return None if self.source.changes != "never" else self.masks_now()
-
-    def masks_now(self) -> list[BlockMask]:
-        """The masks of all layers at this moment, from a static source. Collective, like `static_masks`."""
-        keys = [self._static_key(layer) for layer in range(self.layers)]
-        masks = {key: self._agreed(keys.index(key)) for key in dict.fromkeys(keys)}
-        return [masks[key] for key in keys]
-
     def _agreed(self, layer: int) -> BlockMask:
         """The mask of this layer from a static source. Collective."""
 

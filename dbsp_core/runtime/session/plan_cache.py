@@ -1,170 +1,189 @@
-"""One plan per attention, kept while it is even enough (paper §4.2.1)."""
+"""One plan per attention, kept while it is even enough (paper §4.2.1), and how often plans were kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.session.replan_rule import KeptPlan, ReplanRule, ReuseCounters
 
-__all__ = ["PlanCache", "PlanMaker", "Planned", "PlansBy", "SyncPlanCache"]
+__all__ = ["KeptPlan", "MakePlan", "PlanCache", "Planned", "ReuseCounters", "new_plan"]
+
+MakePlan = Callable[[BlockMask, "Plan | None"], Plan]
+"""Returns a new plan for a mask, given the plan in use, or None if there is none."""
 
 
-class PlanMaker(Protocol):
-    """Makes plans for the calls of one attention."""
+@dataclass
+class ReuseCounters:
+    """What became of plans.
 
-    def make(self, mask: BlockMask, current: Plan | None) -> Plan:
-        """The plan for a mask, where `current` is in use."""
-        ...
+    Attributes:
+        calls: Attentions asked for.
+        replans: Plans made.
+        evaluated: Masks whose ρ_s under the plan in use is known.
+        rho_used: Sum of ρ_s over those masks; `worst_used`, its maximum.
+        rho_bound: Sum over the same masks of the ρ_s that no plan can beat.
+        dense: How many of the masks leave nothing out.
+    """
 
-    def rank_plan(self, assignment: Assignment) -> RankPlan | None:
-        """This rank's part in an assignment, on the host; None: whoever gets the plan makes it."""
-        ...
+    calls: int = 0
+    replans: int = 0
+    evaluated: int = 0
+    rho_used: float = 0.0
+    worst_used: float = 1.0
+    rho_bound: float = 0.0
+    dense: int = 0
+
+    @property
+    def mean_rho(self) -> float:
+        """Mean ρ_s under the plans in use; 1.0 before any is known."""
+        return self.rho_used / self.evaluated if self.evaluated else 1.0
+
+    def add(self, plan: Plan) -> None:
+        """Counts a plan with the numbers of the mask it was used for."""
+        self.evaluated += 1
+        self.rho_used += plan.rho
+        self.worst_used = max(self.worst_used, plan.rho)
+        self.rho_bound += plan.rho_bound
+        self.dense += plan.density == 1
 
 
 @dataclass(frozen=True)
-class PlansBy:
-    """A `PlanMaker` of one function, for use offline."""
+class KeptPlan:
+    """The plan of one attention.
 
-    plan: Callable[[BlockMask], Plan]
+    Attributes:
+        plan: The plan, with its numbers for the mask that it was last used for.
+        made_for: The name of the mask that a plan was last made for, or None if that mask has no name.
+        made: The assignment that was made for that mask.
+    """
 
-    def make(self, mask: BlockMask, current: Plan | None) -> Plan:
-        return self.plan(mask)
+    plan: Plan
+    made_for: Hashable | None = None
+    made: Assignment | None = None
 
-    def rank_plan(self, assignment: Assignment) -> RankPlan | None:
-        return None
+    @classmethod
+    def new(cls, plan: Plan, name: Hashable | None) -> KeptPlan:
+        """A plan that was just made for the mask of this name."""
+        return cls(plan, name, plan.assignment)
+
+    def used_with(self, plan: Plan) -> KeptPlan:
+        """Returns what is kept after one more call, for whose mask `plan` has its numbers."""
+        return replace(self, plan=plan)
+
+    def expired(self, threshold: float, name: Hashable | None = None) -> bool:
+        """Returns True if the call that was counted last is the plan's last.
+
+        A plan that was made for the mask of that call, which has this name, does not expire: another plan made for
+        that mask would be the same.
+
+        Args:
+            threshold: P_s of the paper: the largest ρ_s up to which a plan is kept.
+        """
+        return self.plan.rho > threshold and not self._was_made_for(name)
+
+    def _was_made_for(self, name: Hashable | None) -> bool:
+        if name is None or name != self.made_for or self.made is None:
+            return False
+        return self.made.equals(self.plan.assignment)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan to use, and this rank's part in it where that was prepared beforehand: they belong together."""
+    """A plan to use, and this rank's part in it if that was prepared beforehand: they belong together."""
 
     plan: Plan
     part: RankPlan | None = None
 
 
-class PlanCache(Protocol):
-    """One plan per attention, kept as long as a `ReplanRule` says.
-
-    An attention is a layer's, and a guidance pass's where passes have masks of their own. Whether to keep a plan
-    follows from the masks' bits and the kept plan only, which all ranks share: no rank can decide otherwise than the
-    others.
-    """
-
-    counters: ReuseCounters
-
-    @property
-    def latest(self) -> Mapping[Hashable, Plan]:
-        """Each attention's plan, with the numbers of the mask that it was last used for."""
-        ...
-
-    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
-        """The plan to use for one call of an attention.
-
-        Args:
-            key: Names the attention.
-            mask: Of this call.
-            maker: Makes a new plan where one is due.
-            name: The mask's, which no other mask of the attention has; None where it has none.
-        """
-        ...
-
-    def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
-        """Counts one more call of an attention with a mask that `plan` has the numbers of.
-
-        Returns:
-            False, having counted nothing, where the plan has expired: `plan_for` is to be asked then.
-        """
-        ...
-
-    def begin_with(self, key: Hashable, other: Hashable) -> None:
-        """Lets an attention that has no plan begin with another's, if that has one."""
-        ...
-
-    def forget(self, key: Hashable) -> None:
-        """Drops what is kept for an attention."""
-        ...
-
-    def start(self) -> None:
-        """Begins what may run while the calls' own work does: to be called once that is queued on the device."""
-        ...
-
-    def flush(self) -> None:
-        """Waits for what is pending, so that `counters` and `latest` cover every call."""
-        ...
-
-
 @dataclass
-class SyncPlanCache:
-    """A `PlanCache` in which every call waits for its own mask to be counted, and plans come with its numbers.
+class PlanCache:
+    """One plan per attention. Every call waits for its own mask to be counted, and plans come with its numbers.
+
+    An attention is a layer's, and a guidance pass's if passes have masks of their own. Whether to keep a plan follows
+    from the masks' bits and the kept plan only, which all ranks share: all ranks decide the same.
 
     Attributes:
+        threshold: P_s: a plan is kept while ρ_s of the current mask under it stays at or below this.
         compare: See `make_plan`.
+        latest: Each attention's plan, with its numbers for the mask that it was last used for.
     """
 
-    rule: ReplanRule
+    threshold: float = 1.10
     counters: ReuseCounters = field(default_factory=ReuseCounters)
     compare: bool = True
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     _kept: dict[Hashable, KeptPlan] = field(default_factory=dict)
+    """The plan that each attention's next call uses."""
 
-    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
-        """The kept plan if it still serves, else a new one; with this mask's numbers."""
+    def plan_for(
+        self,
+        key: Hashable,
+        mask: BlockMask,
+        make: MakePlan,
+        name: Hashable | None = None,
+        part_of: Callable[[Assignment], RankPlan] | None = None,
+    ) -> Planned:
+        """Returns the plan to use for one call of an attention: the kept plan if it still serves, else a new one.
+
+        Args:
+            key: Names the attention.
+            mask: Mask of this call.
+            make: Makes a new plan where one is due.
+            name: The mask's name, which no other mask of the attention has; None if it has none.
+            part_of: Returns this rank's part in an assignment, if there is time to prepare it.
+        """
         self.counters.calls += 1
         kept = self._kept.get(key)
         if kept is None or not kept.plan.fits(mask):
-            chosen, new = new_plan(kept, mask, maker, name), True
+            chosen, new = new_plan(kept, mask, make, name), True
         else:
-            _, chosen, new = evaluate(kept, mask, maker, name, self.rule, self.compare)
+            _, chosen, new = self._evaluate(kept, mask, make, name)
         self.counters.replans += new
         self._keep(key, chosen)
         return Planned(chosen.plan)
 
     def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
-        kept = self._kept.get(key, KeptPlan(plan, plan.rho)).used_with(plan)
-        if self.rule.expired(kept, name):
+        """Counts one more call of an attention with a mask that `plan` has the numbers of.
+
+        Returns:
+            False, having counted nothing, if the plan has expired: `plan_for` is to be asked then.
+        """
+        kept = self._kept.get(key, KeptPlan(plan)).used_with(plan)
+        if kept.expired(self.threshold, name):
             return False
         self.counters.calls += 1
         self._keep(key, kept)
         return True
 
-    def begin_with(self, key: Hashable, other: Hashable) -> None:
-        if key not in self._kept and other in self._kept:
-            self._kept[key], self.latest[key] = self._kept[other].unspent(), self.latest[other]
-
     def forget(self, key: Hashable) -> None:
+        """Drops what is kept for an attention."""
         self._kept.pop(key, None)
         self.latest.pop(key, None)
 
     def start(self) -> None:
-        """Nothing is pending here."""
+        """Begins what may run while the calls' own work does: to be called once that is queued on the device."""
 
     def flush(self) -> None:
-        """Nothing is pending here."""
+        """Waits for what is pending, so that `counters` and `latest` cover every call."""
 
     def _keep(self, key: Hashable, used: KeptPlan) -> None:
         self.counters.add(used.plan)
         self._kept[key], self.latest[key] = used, used.plan
 
+    def _evaluate(
+        self, kept: KeptPlan, mask: BlockMask, make: MakePlan, name: Hashable | None
+    ) -> tuple[KeptPlan, KeptPlan, bool]:
+        """Returns the kept plan with this mask's numbers; the plan to use from now on; and whether that is new."""
+        used = kept.used_with(kept.plan.evaluate(mask, compare=self.compare))
+        if used.expired(self.threshold, name):
+            return used, new_plan(kept, mask, make, name), True
+        return used, used, False
 
-def new_plan(kept: KeptPlan | None, mask: BlockMask, maker: PlanMaker, name: Hashable | None) -> KeptPlan:
+
+def new_plan(kept: KeptPlan | None, mask: BlockMask, make: MakePlan, name: Hashable | None) -> KeptPlan:
     """A plan made for the mask of this name, where `kept` was in use."""
-    return KeptPlan.new(maker.make(mask, None if kept is None else kept.plan), name)
-
-
-def evaluate(
-    kept: KeptPlan, mask: BlockMask, maker: PlanMaker, name: Hashable | None, rule: ReplanRule, compare: bool
-) -> tuple[KeptPlan, KeptPlan, bool]:
-    """The kept plan with this mask's numbers; the one to use from now on; and whether that is a new one.
-
-    It is where the kept one expired; else it is the same.
-    """
-    used = kept.used_with(kept.plan.evaluate(mask, compare=compare))
-    if rule.expired(used, name):
-        return used, new_plan(kept, mask, maker, name), True
-    return used, used, False
+    return KeptPlan.new(make(mask, None if kept is None else kept.plan), name)

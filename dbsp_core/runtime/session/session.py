@@ -13,6 +13,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import problem_of_inputs
 from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import Topology
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
@@ -33,10 +34,10 @@ from dbsp_core.runtime.executor import AttentionExecutor, KernelQuestion
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.runtime.session.observer import AttentionEnded, SessionObserver
 from dbsp_core.runtime.session.one_thread import OneThread
-from dbsp_core.runtime.session.plan_maker import Machine
+from dbsp_core.runtime.session.plan_cache import ReuseCounters
 from dbsp_core.runtime.session.recomputation import Recomputation
-from dbsp_core.runtime.session.replan_rule import ReuseCounters
 from dbsp_core.runtime.session.size_context import SessionParts, SizeContext, new_size
+from dbsp_core.runtime.session.strategy_choice import agree_on_constants
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.compiling import not_compiled
@@ -71,8 +72,8 @@ class AttentionSession:
     observers: Sequence[SessionObserver] = ()
     _mask_provider: MaskProvider = field(init=False)
     _parts: SessionParts = field(init=False)
-    _machine: Machine | None = None
-    """What ranks have agreed on at the first size."""
+    _hardware: tuple[Hardware | None] | None = None
+    """The constants that ranks agreed on at the first size; None before it."""
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
     _sizes: OrderedDict[tuple[tuple[Video, ...], int], SizeContext] = field(default_factory=OrderedDict)
     """What is kept for each size of video, and for the layout where one was given; the one used last at the end."""
@@ -155,9 +156,9 @@ class AttentionSession:
                 agree_on_pass(self.group, size, step)
             size_key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
             if size_key not in self._sizes:
-                if self._machine is None:
-                    self._machine = Machine.agreed(self.config, self.group, self.strategy, place)
-                self._sizes[size_key] = new_size(self._parts, self._machine, videos, place, streams)
+                if self._hardware is None:
+                    self._hardware = (agree_on_constants(self.config, self.group, self.strategy, place),)
+                self._sizes[size_key] = new_size(self._parts, self._hardware[0], videos, place, streams)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
             self._sizes.move_to_end(size_key)
@@ -258,7 +259,7 @@ class AttentionSession:
     def chosen(self) -> dict[Strategy, int]:
         """How often each strategy was, where it was left to be chosen; for this size of video."""
         self.flush()
-        selector = self._now.settings.selector if self._sizes else None
+        selector = self._now.selector if self._sizes else None
         return {} if selector is None else dict(selector.chosen)
 
     @property
@@ -312,7 +313,7 @@ class AttentionSession:
         problem = problem_of_inputs(q, k, v, self.heads, tokens, why, refusal)
         if debug or now.inputs_agreed.is_new(q, k, v, problem):
             if debug and problem is None and executor is None:
-                executor = now.known_executor(layer, q, k)
+                executor = now.known_executor(layer, q)
             more = {LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer}
             agree_on_attention(self.group, q, k, v, scale, problem, executor=executor, debug=debug, more=more)
         elif problem is not None:

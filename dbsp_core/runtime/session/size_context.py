@@ -10,34 +10,31 @@ from typing import NamedTuple
 
 import torch
 
+from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import InputsAgreed
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology
-from dbsp_core.cost.layout_choice import fastest_layout
-from dbsp_core.layout.learned import MaskProfile
+from dbsp_core.cost.selection import StrategySelector
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.remainder import CoarseBranch
 from dbsp_core.masks.schedule import MOST_PASSES
 from dbsp_core.masks.video import Video
-from dbsp_core.planning.plan import Plan, require_slots
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.plan import Plan, make_plan, require_slots
 from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.runtime.session.observer import SessionObserver
-from dbsp_core.runtime.session.plan_cache import PlanCache, SyncPlanCache
-from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings, strategies_of
-from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
+from dbsp_core.runtime.session.plan_cache import PlanCache, ReuseCounters
+from dbsp_core.runtime.session.strategy_choice import selector_of
 from dbsp_core.sources import LocalQK
 
-__all__ = ["FEW_STEPS", "PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
-
-FEW_STEPS = 8
-"""Denoisings of at most as many steps keep a plan for each: the next video's masks at that step are then closer
-than the last step's."""
+__all__ = ["PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
 
 
 class PlanKey(NamedTuple):
@@ -45,32 +42,21 @@ class PlanKey(NamedTuple):
 
     Attributes:
         size: The videos of the forward pass.
-        batch: Items of the batch, where plans depend on it, under a memory limit; else 0.
-        gradients: Whether what backward needs is kept, where plans depend on it, under a memory limit; else False.
         layer: The attention's layer.
         cfg_branch: The attention's pass, of a denoising step.
-        step: Step of a denoising of few, so that a plan is kept for the same step of the next video. None: any step.
-        mask: The name of the mask, whichever attention has it: layer, cfg_branch and step are then None.
+        mask: The name of the mask, whichever attention has it: layer and cfg_branch are then None.
         device: Where the executor of such a mask has its tables.
     """
 
     size: tuple[Video, ...]
-    batch: int = 0
-    gradients: bool = False
     layer: int | None = None
     cfg_branch: int | None = None
-    step: int | None = None
     mask: Hashable | None = None
     device: torch.device | None = None
 
     def with_mask(self, name: Hashable, device: torch.device) -> PlanKey:
         """The key of a mask that this attention has, and others may have too."""
-        return PlanKey(self.size, self.batch, self.gradients, mask=name, device=device)
-
-    @property
-    def a_step_earlier(self) -> PlanKey | None:
-        """The same attention a step earlier, where steps are distinguished."""
-        return self._replace(step=self.step - 1) if self.step else None
+        return PlanKey(self.size, mask=name, device=device)
 
 
 @dataclass(frozen=True)
@@ -92,12 +78,6 @@ class SessionParts:
     counters: ReuseCounters
     compare: bool
 
-    @property
-    def few_steps(self) -> bool:
-        """Whether each step keeps plans of its own, for the next video."""
-        steps = None if self.config.mask.changes == "never" else self.masks.steps()
-        return steps is not None and steps <= FEW_STEPS
-
 
 @dataclass
 class SizeContext:
@@ -105,12 +85,14 @@ class SizeContext:
 
     Plans are kept by attention where masks change, and by mask where they don't; executors by mask where it has a
     name, else by attention. Both are bounded: an attention has one executor, and a layer at most `MOST_PASSES`
-    attentions, times `FEW_STEPS` where steps are distinguished.
+    attentions.
     """
 
     session: SessionParts
     size: tuple[Video, ...]
-    settings: PlanSettings
+    layout: SequenceLayout
+    selector: StrategySelector | None
+    """Chooses the strategy of each plan. None: the session has one strategy."""
     plans: PlanCache
     plan_keys: dict[int, PlanKey] = field(default_factory=dict)
     """What the plan of each layer's last attention is kept for."""
@@ -119,10 +101,6 @@ class SizeContext:
     _executors: dict[PlanKey, AttentionExecutor] = field(default_factory=dict)
     _used: OrderedDict[PlanKey, PlanKey] = field(default_factory=OrderedDict)
     """What each attention's executor is kept for, the one used last at the end."""
-
-    @property
-    def layout(self) -> SequenceLayout:
-        return self.settings.layout
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -139,7 +117,7 @@ class SizeContext:
     def executor(self, layer: int, tokens: LocalQK, observers: Sequence[SessionObserver]) -> AttentionExecutor:
         """The executor for a layer's mask now: made before, for this layer or another, or now. Collective."""
         masks = self.session.masks
-        attention, name = self._attention(layer, tokens.q, tokens.k), masks.cache_key(layer)
+        attention, name = self._attention(layer), masks.cache_key(layer)
         key = attention if name is None else attention.with_mask(name, tokens.q.device)
         plan_key = attention if masks.changes(layer) else key
         executor = None if name is None else self._executors.get(key)
@@ -153,18 +131,14 @@ class SizeContext:
             observer.mask_used(layer, key)
         return executor
 
-    def known_executor(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> AttentionExecutor | None:
+    def known_executor(self, layer: int, q: torch.Tensor) -> AttentionExecutor | None:
         """The executor that was made for a layer's mask now. None: none was, or the mask is predicted from q and k."""
         name = self.session.masks.cache_key(layer)
-        return None if name is None else self._executors.get(self._attention(layer, q, k).with_mask(name, q.device))
+        return None if name is None else self._executors.get(self._attention(layer).with_mask(name, q.device))
 
-    def _attention(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> PlanKey:
+    def _attention(self, layer: int) -> PlanKey:
         """The key of a layer's attention now."""
-        moment = self.session.masks.moment
-        step = moment.step if self.session.few_steps else None
-        if self.settings.memory is None:
-            return PlanKey(self.size, layer=layer, cfg_branch=moment.cfg_branch, step=step)
-        return PlanKey(self.size, len(q), _keeps_gradients(q, k), layer, moment.cfg_branch, step)
+        return PlanKey(self.size, layer, self.session.masks.moment.cfg_branch)
 
     def _keep(
         self, layer: int, attention: PlanKey, key: PlanKey, plan_key: PlanKey, executor: AttentionExecutor
@@ -176,7 +150,7 @@ class SizeContext:
         outdated = {self._used.get(attention, key)}
         self._used[attention] = key
         self._used.move_to_end(attention)
-        most = self.session.masks.layers * MOST_PASSES * (1 if attention.step is None else FEW_STEPS)
+        most = self.session.masks.layers * MOST_PASSES
         while len(self._used) > most:
             oldest, its_key = self._used.popitem(last=False)
             self.plans.forget(oldest)
@@ -187,28 +161,36 @@ class SizeContext:
     def _make(
         self, attention: PlanKey, plan_key: PlanKey, name: Hashable | None, mask: BlockMask, tokens: LocalQK
     ) -> AttentionExecutor:
-        config, device, earlier = self.session.config, tokens.q.device, attention.a_step_earlier
-        shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
-        maker = ConfiguredPlanMaker(self.settings, shape, _keeps_gradients(tokens.q, tokens.k))
-        if plan_key == attention and earlier is not None:
-            self.plans.begin_with(attention, earlier)
-        plain = replace(mask, remainder=None) if isinstance(mask.remainder, CoarseBranch) else mask
-        planned = self.plans.plan_for(plan_key, plain, maker, name)  # a thread may hold the mask for some calls
-        plan, used = planned.plan, self._used.get(attention) or (earlier and self._used.get(earlier))
+        config, device = self.session.config, tokens.q.device
+        make = partial(self._new_plan, AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens))
+        plain = mask if mask.coarse is None else replace(mask, coarse=None)
+        planned = self.plans.plan_for(plan_key, plain, make, name, self._part)  # a thread may hold the mask
+        plan, used = planned.plan, self._used.get(attention)
         before = None if used is None else self._executors.get(used)
         if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
             return before.for_mask(plan, mask, mark=config.debug)
-        part = (planned.part or maker.rank_plan(plan.assignment)).to(device)
+        part = (planned.part or self._part(plan.assignment)).to(device)
         return AttentionExecutor.of_part(part, plan, mask, self.session.group, config.kernel, mark=config.debug)
 
+    def _new_plan(self, shape: AttentionShape, mask: BlockMask, current: Plan | None) -> Plan:
+        """Makes a plan for a mask, where `current` is in use. See `plan_cache.MakePlan`."""
+        config, strategy = self.session.config, self.session.strategy
+        how = partial(make_plan, mask, layout=self.layout, compare=self.session.compare)
+        make = partial(how, planner=config.planner, keys=config.keys, precision=config.exchange.precision)
+        if strategy is not None:
+            return make(strategy)
+        if self.selector is None:
+            raise RuntimeError("a strategy is to be chosen, but nothing says among which")
+        return self.selector.choose(make, shape, None if current is None else current.strategy)
 
-def _keeps_gradients(q: torch.Tensor, k: torch.Tensor) -> bool:
-    return q.requires_grad or k.requires_grad
+    def _part(self, assignment: Assignment) -> RankPlan:
+        """This rank's part in an assignment, on the host."""
+        return RankPlan.of(assignment, self.layout, self.session.group.rank)
 
 
 def new_size(
     session: SessionParts,
-    machine: Machine,
+    hardware: Hardware | None,
     size: tuple[Video, ...],
     device: torch.device,
     streams: Streams | SequenceLayout,
@@ -217,7 +199,7 @@ def new_size(
 
     Args:
         session: Its masks are begun for this size.
-        machine: What ranks have agreed on.
+        hardware: The constants that ranks have agreed on.
         size: The videos of a forward pass.
         device: Where the group's collectives run.
         streams: How a rank's text and video follow one another in the layout that is chosen here, or a layout.
@@ -235,41 +217,24 @@ def new_size(
     if isinstance(streams, SequenceLayout):
         layout = streams
     else:
-        layout = _layout(session, machine, grid, streams, device)
-    settings = PlanSettings.of(
-        config, group, session.topology, strategy, layout, machine, grid, device, session.compare
-    )
-    return SizeContext(session, size, settings, plan_cache_of(session))
+        layout = _layout(session, grid, streams)
+    selector = None
+    if strategy is None:
+        topology = session.topology
+        make = partial(selector_of, config, group, topology, layout, hardware, grid, device)
+        selector = run_consistently(group, make)
+    return SizeContext(session, size, layout, selector, plan_cache_of(session))
 
 
 def plan_cache_of(session: SessionParts) -> PlanCache:
     """An empty one, as the configuration asks for."""
-    rule = ReplanRule(session.config.reuse.threshold, session.config.reuse.budget)
+    common = session.config.reuse.threshold, session.counters, session.compare
     if session.config.effective_planning == "async":
-        return AsyncPlanCache(rule, session.counters, session.compare, group=session.group)
-    return SyncPlanCache(rule, session.counters, session.compare)
+        return AsyncPlanCache(*common, group=session.group)
+    return PlanCache(*common)
 
 
-def _layout(
-    session: SessionParts, machine: Machine, grid: BlockGrid, streams: Streams, device: torch.device
-) -> SequenceLayout:
-    config, group, masks = session.config, session.group, session.masks
-    known = masks.static_masks() if config.effective_layout == "learned" else None
-    profile = None if known is None else MaskProfile.of(known)
-
-    def named(name: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-        return SequenceLayout.named(name, grid, strategy, streams=streams, profile=profile)
-
-    if not config.searches_layout or group.size == 1:
-        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-        return named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
-    return fastest_layout(
-        masks.masks_now(),
-        strategies_of(config, group, session.strategy, grid),
-        partial(named, "local"),
-        config.planner,
-        machine.hardware,
-        session.topology,
-        element_bytes=2 if device.type == "cuda" else 4,
-        precision=config.exchange.precision,
-    )
+def _layout(session: SessionParts, grid: BlockGrid, streams: Streams) -> SequenceLayout:
+    # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+    strategy = session.strategy or Strategy(1, session.group.size)
+    return SequenceLayout.named(session.config.effective_layout, grid, strategy, streams=streams)

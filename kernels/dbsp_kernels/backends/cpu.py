@@ -1,8 +1,8 @@
 """The CPU kernel: torch's own flash attention, on rows of equal length together, or on rows of the same blocks as one.
 
 What bounds it: the operator works on 32 queries at a time where a sequence has fewer than 192; a row is a sequence.
-At 64×64 and D 64 that is about 0.7 of its rate on long sequences, and gathering blocks takes it to about 0.5
-(measured by scripts/bench/cpu_kernel.py). Rows of the same blocks, as a dense head's, make one sequence, not gathered.
+At 64×64 and D 64 that is about 0.7 of its rate on long sequences, and gathering blocks takes it to about 0.5.
+Rows of the same blocks, as a dense head's, make one sequence, not gathered.
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import FLUX, sequence_cost
+from dbsp_core.cost.sequences import sequence_cost
 from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.sequence_plan import BALANCERS, plan_sequences
-from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
+from dbsp_core.planning.sequences.sequence_plan import plan_sequences
+from scripts.reproduce.knapformer.drawing import StreamAssumptions, draw, parse_streams
+from scripts.reproduce.knapformer.shared import FLUX
 
 CASES = {
     "mixed resolutions": ("g16b4i256,g4b7i512,g4b7i1024,g8b1i2048", 32),
@@ -41,28 +42,26 @@ def measure(repeats: int) -> Iterator[dict[str, object]]:
     for name, (codes, world) in CASES.items():
         for bags in ("g1", "g4", "g8"):
             topology = BagTopology.parse(f"{bags}n{world // int(bags[1:])}", world)
-            for balancer in BALANCERS:
-                times, wirs, count = [], [], 0
-                for seed in range(repeats):
-                    drawn = draw(parse_streams(codes), world, seed, StreamAssumptions())
-                    tokens, count = drawn.tokens, len(drawn)
-                    picoseconds = cost.picoseconds(tokens, FLUX.heads * (-(-tokens // BLOCK)) ** 2)
-                    start = time.process_time()
-                    plan = plan_sequences(picoseconds, tokens, drawn.loader, topology, balancer)
-                    times.append((time.process_time() - start) * 1e3)
-                    load = np.bincount(plan.bag, picoseconds, len(topology.ranks)) / topology.ranks
-                    wirs.append(float(load.max() / load.min()))
-                yield {
-                    "streams": name,
-                    "sequences": count,
-                    "gpus": world,
-                    "bags": str(topology),
-                    "balancer": balancer,
-                    "least_ms": min(times),
-                    "median_ms": float(np.median(times)),
-                    "most_ms": max(times),
-                    "worst_wir": max(wirs),
-                }
+            times, wirs, count = [], [], 0
+            for seed in range(repeats):
+                drawn = draw(parse_streams(codes), world, seed, StreamAssumptions())
+                tokens, count = drawn.tokens, len(drawn)
+                picoseconds = cost.picoseconds(tokens, FLUX.heads * (-(-tokens // BLOCK)) ** 2)
+                start = time.process_time()
+                plan = plan_sequences(picoseconds, tokens, drawn.loader, topology)
+                times.append((time.process_time() - start) * 1e3)
+                load = np.bincount(plan.bag, picoseconds, len(topology.ranks)) / topology.ranks
+                wirs.append(float(load.max() / load.min()))
+            yield {
+                "streams": name,
+                "sequences": count,
+                "gpus": world,
+                "bags": str(topology),
+                "least_ms": min(times),
+                "median_ms": float(np.median(times)),
+                "most_ms": max(times),
+                "worst_wir": max(wirs),
+            }
 
 
 def main() -> None:

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 import dbsp_diffusers
+from dbsp_core import Plan, SequenceLayout
+from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_diffusers import LocalPredictions, PackedSample, packed_forward_local
-from scripts.bench.keys.two_nodes import crossing_bytes
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
 from scripts.results.result import FOLDER, write_csv
 
@@ -160,6 +161,22 @@ def _counted(predictions: LocalPredictions, ranks_per_node: int) -> int:
     if session is not None and len(plan.topology.ranks) == 1:
         total += sum(crossing_bytes(one, session.layout, ranks_per_node, WIDTH) for one in session.records.values())
     return int(total)
+
+
+def crossing_bytes(
+    plan: Plan, layout: SequenceLayout, ranks_per_node: int, head_dim: int, element_bytes: int = 4
+) -> float:
+    """Returns the bytes that a call sends between both nodes, counted on the plan."""
+    traffic, strategy = traffic_of(plan.assignment, layout), plan.strategy
+    node = torch.arange(strategy.world).numpy() // ranks_per_node
+    apart = node[:, None] != node
+    tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, *traffic.key_exchanges))
+    for rank in range(strategy.world):  # what rank (r, u) is handed on comes from (r + 1, u)
+        ring_rank, column = divmod(rank, strategy.ulysses)
+        source = (ring_rank + 1) % strategy.ring * strategy.ulysses + column
+        tokens += float(apart[rank, source] * traffic.handed_on[rank])
+    out = float(traffic.combine[apart].sum()) * head_dim * element_bytes
+    return out + tokens * plan.assignment.wire.token_bytes(head_dim, element_bytes)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ def cases(setting: Setting) -> Iterator[Case]:
     blocks = {"block_q": 32, "block_k": 16} if setting.dry else BLOCKS
     for source in ("sparge", "sol", "vsa"):
         options: dict[str, Any] = blocks if source != "vsa" else {}
-        options = options | ({"pooled_keys": False} if source == "sol" else {})
         yield Case(f"prediction, {source}", partial(prediction, setting, source, options))
     for strategy in (f"U{setting.world}R1", f"U1R{setting.world}"):
         for mask in ({"source": "synthetic", "density": 0.4}, {"source": "sparge"}):

@@ -69,7 +69,7 @@ def every_mask(sizes: Sizes, folder: Path) -> dict[str, dict[str, Any]]:
         "svg": {"source": "svg", "frames": 3},
         "synthetic": {"source": "synthetic", "density": 0.4, "block_q": 32, "block_k": 32},
         "sparge": PREDICTED,
-        "sol": {"source": "sol", "pooled_keys": False},
+        "sol": {"source": "sol"},
         "vsa": {"source": "vsa", "sparsity": 0.6},
         "lowrank": {"source": "lowrank", "path": str(folder / "fitted.safetensors"), "topk": 0.4},
         "nabla": {"source": "nabla", "cdf": 0.6, "window": [3, 1, 1]},
@@ -120,6 +120,6 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMa
     some = allowed.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~allowed & some, -torch.inf), dim=-1)
     out = (weights @ v.double()).masked_fill(~some, 0.0)
-    if mask.remainder is not None:
-        mask.remainder.add_to(out)
+    if mask.coarse is not None:
+        mask.coarse.add_to(out)
     return out

@@ -21,18 +21,14 @@ from typing import Any
 
 import triton
 
-from scripts.checks.machine_code.machines import MACHINES, MULTIPROCESSORS
-from scripts.checks.machine_code.records import Reference, Task, failed, references, reported
-from scripts.checks.machine_code.variants import DTYPES, KERNELS, shipped
+from scripts.checks.machine_code.reading import MULTIPROCESSORS
+from scripts.checks.machine_code.records import failed, reported
+from scripts.checks.machine_code.variants import DTYPES, KERNELS, Variant, shipped
 
 COLUMNS = (
     "kernel", "case", "block_q", "block_k", "width", "dtype", "tile_distance", "products", "waits", "in_flight",
     "tile_waits", "exponentials", "instructions", "serialised", "registers", "spills", "stack", "local_accesses",
     "local_in_loops", "shared_bytes", "programs_per_multiprocessor", "remark",
-)  # fmt: skip
-MODELLED = (
-    "kernel", "case", "block_q", "block_k", "width", "dtype", "in_flight", "instructions", "spills",
-    "programs_per_multiprocessor",
 )  # fmt: skip
 
 
@@ -46,61 +42,48 @@ def main() -> int:
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, help="default: all")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     parser.add_argument("--triton", metavar="VERSION", help="installs this one for the run, in a scratch environment")
-    parser.add_argument("--cycles", action="store_true", help="models attention's loops, and those of references")
-    parser.add_argument(
-        "--reference", action="append", default=[], metavar="NAME,FILE,THREADS,PROGRAMS", type=_reference,
-        help="with --cycles: a cubin or cuobjdump -sass of one, a program's threads, programs a multiprocessor",
-    )  # fmt: skip
     args = parser.parse_args()
     if args.triton:
         return _under(args.triton)
     arch = int(args.arch.removeprefix("sm"))
-    tasks: list[Task] = [
+    variants = [
         variant
         for variant in shipped(arch)
         if variant.dtype in (*args.dtype, "-")
         and (args.width is None or variant.width in args.width)
         and (args.blocks is None or f"{variant.block_q}x{variant.block_k}" in args.blocks)
         and (args.kernel is None or variant.kernel in args.kernel)
-        and (not args.cycles or (variant.block_q and variant.dtype != "fp32"))
     ]
-    columns, machines = COLUMNS, [machine.name for machine in MACHINES if machine.arch == arch]
-    if args.cycles:
-        given = [Reference(name, arch, threads, programs, file) for name, file, threads, programs in args.reference]
-        tasks = [*references(arch), *given, *tasks]
-        columns = (*MODELLED, *machines, "remark")
     if not args.json:
-        what = "; modelled: the share of the tensor cores' time that a loop can use" if args.cycles else ""
-        print(f"{args.arch}, Triton {triton.__version__}{what}")
-        _print_row({name: name for name in columns}, columns)
+        print(f"{args.arch}, Triton {triton.__version__}")
+        _print_row({name: name for name in COLUMNS})
     any_failed = False
-    for one in _records(tasks, args.jobs, args.cycles):
+    for one in _records(variants, args.jobs):
         any_failed |= "failed" in one
         if args.json:
             print(json.dumps(one), flush=True)
         else:
-            shares = {name: found["tensor"] for name, found in one.get("modelled", {}).items()}
-            _print_row(one | shares, columns)
+            _print_row(one)
     return int(any_failed)
 
 
-def _records(tasks: Sequence[Task], jobs: int, cycles: bool) -> Iterator[dict[str, Any]]:
+def _records(variants: Sequence[Variant], jobs: int) -> Iterator[dict[str, Any]]:
     """Each as soon as it is known. A compiler that takes its process with it costs only its own variant."""
     spawn = multiprocessing.get_context("spawn")
     broken = []
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        coming = {pool.submit(reported, task, cycles): task for task in tasks}
+        coming = {pool.submit(reported, variant): variant for variant in variants}
         for one in as_completed(coming):
             try:
                 yield one.result()
             except BrokenProcessPool:  # one of those that were at work, and all that were not begun
                 broken.append(coming[one])
-    for task in broken:
+    for variant in broken:
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             try:
-                yield pool.submit(reported, task, cycles).result()
+                yield pool.submit(reported, variant).result()
             except BrokenProcessPool as error:
-                yield failed(task, error)
+                yield failed(variant, error)
 
 
 def _under(version: str) -> int:
@@ -114,15 +97,10 @@ def _under(version: str) -> int:
         return subprocess.run([python, "-m", "scripts.checks.machine_code", *arguments]).returncode
 
 
-def _reference(text: str) -> tuple[str, Path, int, int]:
-    name, file, threads, programs = text.split(",")
-    return name, Path(file), int(threads), int(programs)
-
-
-def _print_row(of: dict[str, Any], columns: Sequence[str]) -> None:
+def _print_row(of: dict[str, Any]) -> None:
     """A line of the table, as soon as it is known."""
-    cells = ["-" if of.get(name) in (None, "") and name != "remark" else str(of.get(name, "")) for name in columns]
-    *others, remark = (cell.rjust(max(len(name), 10)) for cell, name in zip(cells, columns, strict=True))
+    cells = ["-" if of.get(name) in (None, "") and name != "remark" else str(of.get(name, "")) for name in COLUMNS]
+    *others, remark = (cell.rjust(max(len(name), 10)) for cell, name in zip(cells, COLUMNS, strict=True))
     print("  ".join([*others, remark.strip()]).rstrip(), flush=True)
 
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scripts.checks.machine_code.compiler import Compiled
-from scripts.checks.machine_code.cycles import Program, steady_loop
-from scripts.checks.machine_code.machines import MULTIPROCESSORS, Multiprocessor
 from scripts.checks.machine_code.sass import (
     PRODUCTS,
     Instruction,
@@ -22,7 +20,34 @@ from scripts.checks.machine_code.sass import (
     loops,
 )
 
-__all__ = ["Findings", "Step", "findings", "full_loop", "is_serialised", "program_from", "program_of", "tile_distance"]
+__all__ = ["MULTIPROCESSORS", "Findings", "Step", "findings", "full_loop", "is_serialised", "tile_distance"]
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """Limits of one multiprocessor.
+
+    Attributes:
+        shared: Bytes for all programs together, of which each takes 1 KB more than it asks for.
+    """
+
+    shared: int
+    threads: int
+    registers: int = 65536
+
+
+MULTIPROCESSORS = {
+    80: Multiprocessor(164 << 10, 2048),
+    86: Multiprocessor(100 << 10, 1536),
+    89: Multiprocessor(100 << 10, 1536),
+    90: Multiprocessor(228 << 10, 2048),
+    100: Multiprocessor(228 << 10, 2048),
+    103: Multiprocessor(228 << 10, 2048),
+    110: Multiprocessor(228 << 10, 1536),
+    120: Multiprocessor(100 << 10, 1536),
+    121: Multiprocessor(100 << 10, 1536),
+}
+"""By architecture, as in the CUDA C++ Programming Guide, "Compute Capabilities"."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +115,6 @@ def findings(compiled: Compiled, arch: int) -> Findings:
         shared_bytes=compiled.shared,
         programs_per_multiprocessor=_programs(compiled, registers, MULTIPROCESSORS[arch]),
     )
-
-
-def program_of(compiled: Compiled, arch: int) -> Program:
-    """The loop of a kernel as the cycle model takes it. Raises ValueError where there is none that it can follow."""
-    return program_from(compiled.sass, _threads(compiled), findings(compiled, arch).programs_per_multiprocessor)
-
-
-def program_from(sass: str, threads: int, programs: int) -> Program:
-    """The same of any machine code; warps that copy, as warp specialisation has them, are not counted."""
-    code = instructions(sass)
-    step = steady_loop(code, ("HGMMA", "HMMA"))
-    if step is None:
-        raise ValueError("no loop with products that the cycle model knows (HGMMA, HMMA)")
-    if threads < 128:  # fewer warps than schedulers: several programs have one warp on each
-        return Program(step, 1, max(1, programs * threads // 128))
-    specialised = any(one.name == "USETMAXREG" for one in code)
-    return Program(step, threads // 128 - specialised, programs)
 
 
 def _step(compiled: Compiled, code: Sequence[Instruction]) -> Step | None:

@@ -1,9 +1,4 @@
-"""Instructions of NVIDIA's machine code with the control bits that ptxas gave them, read from cuobjdump's text.
-
-Since Volta the compiler schedules: each instruction says how many cycles its warp waits after it, which of six
-scoreboards its result or its reading of operands releases, and for which ones it waits (Jia et al., arXiv:1804.06826,
-section 2.1).
-"""
+"""Instructions of NVIDIA's machine code, read from cuobjdump's text."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PRODUCTS", "Instruction", "in_flight_at_exponentials", "instructions", "loops", "queue_of_products"]
+__all__ = ["PRODUCTS", "Instruction", "in_flight_at_exponentials", "instructions", "loops"]
 
 PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA")
 """Tensor-core products in SASS: of a warpgroup on Hopper, of tensor memory on Blackwell, of a warp elsewhere."""
@@ -24,24 +19,10 @@ class Instruction:
     Attributes:
         at: Address in the function.
         text: As cuobjdump writes it, with its predicate.
-        stall: Cycles until the warp's next instruction can start.
-        releases: Scoreboard (0 … 5) that its result sets free; None: none.
-        releases_operands: The one that is free when it has read its operands.
-        waits: Scoreboards that it waits for.
     """
 
     at: int
     text: str
-    stall: int = 1
-    releases: int | None = None
-    releases_operands: int | None = None
-    waits: tuple[int, ...] = ()
-
-    @property
-    def predicate(self) -> str | None:
-        """Such as "!P0"; None: it always runs."""
-        match = re.match(r"@(!?U?P\w+) ", self.text)
-        return match[1] if match else None
 
     @property
     def opcode(self) -> str:
@@ -66,26 +47,8 @@ class Instruction:
 def instructions(sass: str) -> list[Instruction]:
     """Those of the longest function in what cuobjdump -sass wrote, in order."""
     parts = re.split(r"(?m)^\s+Function : \S+", sass)
-    found = re.findall(
-        r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);(?:\s+/\* 0x[0-9a-f]{16} \*/\n\s+/\* 0x([0-9a-f]{16}) \*/)?",
-        max(parts, key=len),
-        re.MULTILINE,
-    )
-    return [
-        _instruction(int(at, 16), text.strip(), int(bits or "fc20000000000", 16) >> 41) for at, text, bits in found
-    ]
-
-
-def _instruction(at: int, text: str, control: int) -> Instruction:
-    released, operands = control >> 5 & 7, control >> 8 & 7
-    return Instruction(
-        at,
-        text,
-        stall=control & 15,
-        releases=released if released < 6 else None,
-        releases_operands=operands if operands < 6 else None,
-        waits=tuple(board for board in range(6) if control >> 11 + board & 1),
-    )
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", max(parts, key=len), re.MULTILINE)
+    return [Instruction(int(at, 16), text.strip()) for at, text in found]
 
 
 def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
@@ -103,7 +66,7 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
     return found
 
 
-def queue_of_products(waiting: list[int], one: Instruction) -> list[int]:
+def _queue_of_products(waiting: list[int], one: Instruction) -> list[int]:
     """The warpgroup's groups of products that have not been waited for, after an instruction; the last one is open."""
     if one.name == "HGMMA":
         waiting = [*waiting[:-1], waiting[-1] + 1]
@@ -123,10 +86,10 @@ def in_flight_at_exponentials(loop: Sequence[Instruction]) -> float | None:
         return None
     waiting: list[int] = [0]
     for one in loop:  # a step before, for what it leaves in flight
-        waiting = queue_of_products(waiting, one)
+        waiting = _queue_of_products(waiting, one)
     counted = []
     for one in loop:
-        waiting = queue_of_products(waiting, one)
+        waiting = _queue_of_products(waiting, one)
         if one.name == "MUFU.EX2":
             counted.append(sum(waiting))
     return sum(counted) / len(counted) if counted else None

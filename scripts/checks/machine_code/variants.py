@@ -23,7 +23,6 @@ from dbsp_kernels.triton.row_bits import triton_expand_rows, triton_pack_rows
 from dbsp_kernels.triton.segment_copy import triton_copy_segments
 from dbsp_kernels.triton.tile_config import SHIPPED
 from scripts.checks.machine_code.compiler import Compiled
-from scripts.checks.machine_code.dense_reference import dense_attention
 from scripts.checks.machine_code.launches import compiled_launches
 
 __all__ = ["ATTENTION", "DTYPES", "KERNELS", "Variant", "compiled", "shipped"]
@@ -172,22 +171,16 @@ def _pack(of: Variant) -> None:
     triton_pack_rows(mask, rows, rows, rows, columns, here, here)
 
 
-def _dense(of: Variant) -> None:
-    q, k, v = (_tensor(16, 4096, of.width, dtype=DTYPES[of.dtype]) for _ in range(3))
-    dense_attention(q, k, v, of.width**-0.5, of.block_q, of.block_k)
-
-
 LAUNCHES: dict[str, Callable[[Variant], object]] = {
     "triton": lambda of: triton_attention(_inputs(of)), "triton-dq": _backward, "triton-dkv": _backward,
     "sum-tokens": _sum_tokens, "pool-rows": _pool_rows, "scores": _scores, "select": _select, "merge": _merge,
     "copy": _copy, "quantise": _quantise, "restore": _restore, "expand-rows": _expand, "pack-rows": _pack,
-    "dense-reference": _dense,
 }  # fmt: skip
 KERNELS = {
     "triton": "forward_kernel", "triton-dq": "backward_rows_kernel", "triton-dkv": "backward_keys_kernel",
     "sum-tokens": "sum_kernel", "pool-rows": "pool_kernel", "scores": "score_kernel", "select": "select_kernel",
     "merge": "merge_kernel", "copy": "copy_kernel", "quantise": "quantise_kernel", "restore": "restore_kernel",
-    "expand-rows": "expand_kernel", "pack-rows": "pack_kernel", "dense-reference": "dense_kernel",
+    "expand-rows": "expand_kernel", "pack-rows": "pack_kernel",
 }  # fmt: skip
 """Names here, and those of the functions that Triton compiles."""
 ATTENTION = ("triton", "triton-dq", "triton-dkv")

@@ -1,13 +1,11 @@
 """Masks of other projects' own code against ours: run as a yardstick from checkouts of theirs, nothing of it kept.
 
-    python -m scripts.checks.upstream.compare_masks --radial FOLDER --svg FOLDER --paro FOLDER --sol FOLDER
-        --vsa FOLDER --nabla [--out FILE.csv]
+    python -m scripts.checks.upstream.compare_masks --radial FOLDER --svg FOLDER --paro FOLDER
+        --nabla [--out FILE.csv]
 
     --radial  a checkout of https://github.com/mit-han-lab/radial-attention
     --svg     of https://github.com/svg-project/Sparse-VideoGen
     --paro    of https://github.com/jamescsq47/PAROAtten
-    --sol     of https://github.com/NVIDIA/TensorRT-LLM, of whose files one is read
-    --vsa     of https://github.com/hao-ai-lab/FastVideo
     --nabla   the installed diffusers
 
 Their packages for GPUs are stood in for by mocks; what is compared needs none. Each runs in a process of its own.
@@ -29,8 +27,6 @@ YARDSTICKS = {
     "radial": "radial_attention",
     "svg": "sparse_videogen",
     "paro": "paroattention",
-    "sol": "tensorrt_llm",
-    "vsa": "fastvideo",
 }
 INSTALLED = {"nabla": "diffusers_nabla"}
 

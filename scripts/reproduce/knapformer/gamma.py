@@ -14,14 +14,21 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from dbsp_core.cost.hardware import SHIPPED, load_hardware
-from dbsp_core.cost.sequences import FLUX, gamma_of
+from dbsp_core.cost.hardware import SHIPPED, Hardware, load_hardware
+from dbsp_core.cost.latency import block_s
+from dbsp_core.cost.sequences import LayerSize
 from dbsp_core.reports.style import INK, ROLES
-from scripts.reproduce.knapformer.shared import knapformer_arguments
+from scripts.reproduce.knapformer.shared import FLUX, knapformer_arguments
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
 
 WIDTH, HEAD_DIM = 512, 64
+
+
+def gamma_of(layer: LayerSize, hardware: Hardware) -> float:
+    """Returns KnapFormer's γ (Eq. 2): seconds per FLOP of attention over seconds per FLOP of everything else."""
+    known = hardware.constants
+    return block_s(1, 1, layer.head_dim, known) / (4 * layer.head_dim) * known.linear_flops_per_s
 
 
 @dataclass(frozen=True)

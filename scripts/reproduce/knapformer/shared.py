@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import FLUX, SequencePlanMetrics, SequenceWork, evaluate
+from dbsp_core.cost.sequences import LayerSize, SequencePlanMetrics, SequenceWork, evaluate, even_owners
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
-from dbsp_core.planning.sequences.streams import DrawnSequences, StreamAssumptions, draw, parse_streams
 from dbsp_core.reports.style import PLANNERS
+from scripts.reproduce.knapformer.chunks import chunks
+from scripts.reproduce.knapformer.drawing import DrawnSequences, StreamAssumptions, draw, parse_streams
 from scripts.results.result import FOLDER
 
 WORLD, BLOCK = 32, 64
+FLUX = LayerSize(layers=57, heads=24, head_dim=128, token_flops=24 * 3072**2)
+"""KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
 GAMMA = 0.4
 """Of Eq. 2: what the example in the README of KnapFormer's program runs with."""
 FLOPS_PER_S = 1e15  # scales all costs alike
@@ -63,7 +67,7 @@ TABLE_1 = {
 }
 COLOURS = {
     "as loaded": PLANNERS["contiguous"],
-    "KnapFormer's, rebuilt": PLANNERS["knapsack"],
+    "KnapFormer's, rebuilt": "#8c6bb1",
     "dbsp": PLANNERS["dbsp"],
 }
 """By who shares sequences out."""
@@ -92,8 +96,18 @@ def share_out(sequences: DrawnSequences, bags: str, balancer: str) -> tuple[Sequ
     """A plan by Eq. 2, and int64[n], what each sequence costs by it."""
     tokens = sequences.tokens
     cost = pair_cost().picoseconds(tokens, tokens**2)
-    plan = plan_sequences(cost, tokens, sequences.loader, BagTopology.parse(TOPOLOGIES[bags], WORLD), balancer)
-    return plan, cost
+    plan = plan_sequences(cost, tokens, sequences.loader, BagTopology.parse(TOPOLOGIES[bags], WORLD))
+    return _by(plan, tokens, balancer), cost
+
+
+def _by(plan: SequencePlan, tokens: np.ndarray, balancer: str) -> SequencePlan:
+    """The plan, in KnapFormer's chunks for "knapsack"."""
+    return replace(plan, runs=chunks(tokens, plan.bag, plan.topology)) if balancer == "knapsack" else plan
+
+
+def whole_heads(rows: np.ndarray, ranks: int) -> np.ndarray:
+    """Returns int64[H, nq], the rank of a bag that computes each row: KnapFormer's ranks have runs of whole heads."""
+    return np.broadcast_to(contiguous_heads(len(rows), ranks)[:, None], rows.shape)
 
 
 def loads(plan: SequencePlan, cost: np.ndarray) -> np.ndarray:
@@ -119,5 +133,6 @@ def by_ranks(
     cost = SequenceCost(pair.token_s, pair.block_s * BLOCK**2)
     picoseconds = cost.picoseconds(work.tokens, work.blocks)
     topology = BagTopology.parse(TOPOLOGIES[bags], WORLD)
-    plan = plan_sequences(picoseconds, work.tokens, sequences.loader, topology, balancer)
-    return plan, evaluate(plan, work, sequences.loader, cost, FLUX, load_hardware("h200"))
+    plan = _by(plan_sequences(picoseconds, work.tokens, sequences.loader, topology), work.tokens, balancer)
+    owners = whole_heads if balancer == "knapsack" else even_owners
+    return plan, evaluate(plan, work, sequences.loader, cost, FLUX, load_hardware("h200"), owners=owners)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_core.planning.sequences.streams import parse_streams
 from dbsp_core.reports.style import rank_colour
+from scripts.reproduce.knapformer.drawing import parse_streams
 from scripts.reproduce.knapformer.shared import (
     ASSUMPTIONS,
     COLOURS,

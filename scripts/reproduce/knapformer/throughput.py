@@ -24,11 +24,11 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dbsp_core.cost.sequences import FLUX
 from dbsp_core.planning.sequences.cost import PICO
 from dbsp_core.reports.style import PLANNERS, ROLES
 from scripts.reproduce.knapformer.shared import (
     FLOPS_PER_S,
+    FLUX,
     GAMMA,
     MIXED,
     TABLE_1,

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_core.cost.sequences import FLUX, SequenceWork
+from dbsp_core.cost.sequences import SequenceWork
 from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.streams import DrawnSequences
 from dbsp_core.reports.style import INK
 from dbsp_core.sources import MaskRequest, SyntheticSource
+from scripts.reproduce.knapformer.drawing import DrawnSequences
 from scripts.reproduce.knapformer.shared import (
     COLOURS,
+    FLUX,
     GAMMA,
     STREAMS,
     TABLE_1,

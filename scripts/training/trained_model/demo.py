@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors.torch import load_file
 
+from dbsp_cli.commands.report import run_tables
 from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_cli.generate.supervisor import run_watched
 from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.output import print_tables
-from dbsp_cli.report_tables import run_tables
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_writer import save_mask

@@ -35,9 +35,7 @@ from scripts.training.trained_model.small_model import (
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge cdf": [{"source": "sparge", "cdf": value} for value in (0.3, 0.6, 0.85, 0.95)],
     "sparge topk": [{"source": "sparge", "topk": value} for value in (0.15, 0.3, 0.6)],
-    "sparge cdf, pooled keys": [{"source": "sparge", "cdf": value, "pooled_keys": True} for value in (0.3, 0.6, 0.85)],
     "sol": [{"source": "sol", "tau": value} for value in (2.0, 1.0, 0.5, 0.0)],
-    "sol, no pooled keys": [{"source": "sol", "tau": value, "pooled_keys": False} for value in (2.0, 1.0, 0.5, 0.0)],
     "vsa, no gate": [{"source": "vsa", "sparsity": value, "tile": [2, 2, 4]} for value in (0.85, 0.7, 0.4)],
     "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
@@ -46,7 +44,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         for value in (0.3, 0.6, 0.85)
     ],
 }
-UNSAID = ("source", "pooled_keys", "tile")
+UNSAID = ("source", "tile")
 """Of a setting, what its source's name here says, or what is the same in all of its settings."""
 SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
 

@@ -113,8 +113,6 @@ class TestHome:
             (("masks", "convert", "~/m.npy", "out", "--tokens", "64"), "file HOME/m.npy does not exist"),
             (("masks", "fit", "~/m", "--out", "x"), "HOME/m holds no recording"),
             (("report", "~/m"), "report HOME/m does not exist; a run leaves one in"),
-            (("simulate", "--hardware", "~/m"), "hardware file HOME/m does not exist"),
-            (("simulate", "--mask", "~/m.safetensors"), "mask 'HOME/m.safetensors' is neither"),
         ],
     )
     def test_other_commands_too(self, home, dbsp, command, said):
@@ -139,8 +137,6 @@ GENERATE = ("generate", "--prompt", "x", "--nproc", "1", *(part for size in SIZE
         ("masks", "record", LONG, "--", "true"),
         ("masks", "fit", LONG, "--out", "x"),
         ("report", LONG),
-        ("simulate", "--hardware", LONG),
-        ("simulate", "--mask", f"{LONG}.safetensors"),
         ("tiny", "wan", LONG),
         (*GENERATE, "--config", LONG),
         (*GENERATE, "--model", LONG),

@@ -14,10 +14,9 @@ from dbsp_core import BlockMask, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.peak_memory import peak_bytes
 from dbsp_core.masks.mask_counts import MaskCounts
+from dbsp_core.planning.key_chunks import KEYS
 from dbsp_core.planning.key_travel import KeyTravel
-from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.runtime.rank_plan import RankPlan
 from tests.core.runtime.gradients.gradient_cases import run_gradients
@@ -29,7 +28,6 @@ class GatheredKeys(KeyTravel):
     """Each head's keys and values, all in one exchange before the only kernel, to every rank with rows of the head."""
 
     name = "gathered"
-    planner = "dbsp"
     known_masks = False
     lockstep = False
 
@@ -96,8 +94,8 @@ def errors(rank: int, world: int, case: Case) -> tuple[float, float, float]:
     return (run_case(rank, world, case), *run_gradients(rank, world, case))
 
 
-def modelled(case: Case) -> tuple[list[int], list[int], float, float]:
-    """Tokens that each rank sends to owners, by routes and by the model; modelled seconds and peak bytes."""
+def modelled(case: Case) -> tuple[list[int], list[int], float]:
+    """Tokens that each rank sends to owners, by routes and by the model; and modelled seconds."""
     with travelling():
         given = Inputs.of(case, 0)
         layout, world = given.layout, given.layout.world
@@ -108,5 +106,4 @@ def modelled(case: Case) -> tuple[list[int], list[int], float, float]:
         sent = [RankPlan.of(plan.assignment, layout, rank).route.tokens_sent(rank)[0] for rank in range(world)]
         shape = AttentionShape(1, case.heads, case.tokens, case.width)
         seconds = predict(plan, shape, load_hardware("h200"), Topology(world), layout).total_s
-        peak = peak_bytes(plan.assignment, shape, layout).max()
-        return sent, moved.sum(axis=1).astype(int).tolist(), seconds, float(peak)
+        return sent, moved.sum(axis=1).astype(int).tolist(), seconds

@@ -7,7 +7,6 @@ from unittest import mock
 
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.nodes import gather_nodes
-from dbsp_core.config.config import DbspConfig
 from tests.core.runtime.session_cases import Session
 
 THW = (4, 12, 16)
@@ -22,12 +21,9 @@ def nodes(rank: int, world: int, told: Sequence[Mapping[str, str]], hosts: Seque
         return gather_nodes(SequenceGroup.of())
 
 
-def attention(
-    rank: int, world: int, told: Sequence[Mapping[str, str]], strategy: str, memory_limit: str | None
-) -> tuple[float, int]:
+def attention(rank: int, world: int, told: Sequence[Mapping[str, str]]) -> tuple[float, int]:
     """(largest difference from one process, fingerprint of the plan) of a session's first attention"""
-    config = DbspConfig.load({"mask": MASK, "planner": {"memory_limit": memory_limit}})
     with mock.patch.dict("os.environ", told[rank]):
-        session = Session({"mask": config.mask, "planner": config.planner, "cost_model": "cpu-demo"}, strategy)
+        session = Session({"mask": MASK}, "auto")  # chosen by the nodes
         worst = session.attend(900.0, thw=THW)
     return worst, session.inner.records[0].assignment.fingerprint

@@ -26,8 +26,8 @@ SETTINGS = (
     {"planner": "paper", "reward": 0.0, "equal_heads": True, "padded": True},
     {"planner": "paper", "layout": "striped", "streams": "first", "padded": True},
     {"planner": "dbsp", "padded": True},
-    {"planner": "dbsp", "layout": "learned"},
-    {"planner": "random", "layout": "learned", "padded": True},
+    {"planner": "dbsp", "layout": "striped"},
+    {"planner": "random", "layout": "striped", "padded": True},
 )
 
 
@@ -50,10 +50,10 @@ NEEDED_SHAPES = (
          orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
 )  # fmt: skip
 NEEDED_SETTINGS = (
-    {"planner": "local", "layout": "local", "padded": True},
+    {"planner": "dbsp", "padded": True},
     {"planner": "dbsp", "layout": "striped", "streams": "first", "padded": True},
     {"planner": "contiguous"},
-    {"planner": "random", "layout": "learned"},
+    {"planner": "random", "layout": "striped"},
 )
 CHUNKS = (
     {"chunk_shares": (1,)},

@@ -25,10 +25,9 @@ def test_equals_dense_attention(threads, world, strategy):
 
 @pytest.mark.parametrize(("world", "strategy"), [(4, "U2R2"), (6, "U2R3"), (8, "U1R8")])
 def test_peers_equal_dense_attention(threads, world, strategy):
-    for seed, planner in enumerate(("snake", "knapsack")):
-        case = Case(strategy, planner, heads=5, tokens=700, text_tokens=21, block_q=32, block_k=32, seed=seed)
-        errors = threads(world).run(run_case, case)
-        assert all(error <= TOLERANCE for error in errors), (case, errors)
+    case = Case(strategy, "snake", heads=5, tokens=700, text_tokens=21, block_q=32, block_k=32)
+    errors = threads(world).run(run_case, case)
+    assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
 # Orders of all heads alike, and orders of their own: a block then holds other tokens in other heads.
@@ -46,7 +45,7 @@ ORDERED = (
 def test_token_orders_equal_dense_attention(threads, world):
     ways = itertools.product(Strategy.all_for(world), ORDERED, ("contiguous", "paper", "dbsp", "random"))
     for seed, (strategy, shape, planner) in enumerate(ways):
-        layout = ("contiguous", "striped", "learned")[seed % 3]
+        layout = ("contiguous", "striped")[seed % 2]
         case = replace(
             shape,
             strategy=str(strategy),

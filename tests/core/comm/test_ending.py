@@ -47,13 +47,12 @@ class TestGroups:
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.groups import report_group
 from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.session.replan_rule import ReplanRule
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
 assert world.control() == world.control() != world
 report_group(world).barrier()
-cache = AsyncPlanCache(ReplanRule(), group=world)
+cache = AsyncPlanCache(group=world)
 cache._thread.submit(lambda: world.control().all_gather(torch.zeros(1))).result()
 del cache
 del world

@@ -30,8 +30,6 @@ def test_gradients_equal_those_of_dense_attention(threads, world, strategy):
     ("world", "strategy", "shares"), [(2, "U1R2", (1,)), (4, "U4R1", (1,)), (6, "U2R3", (3, 2, 1))]
 )
 def test_a_needed_block_left_out_does_not_pass(threads, world, strategy, shares):
-    case = Case(
-        strategy, "local", heads=5, tokens=128 * world, keys="needed", layout="local", band=True, chunk_shares=shares
-    )
+    case = Case(strategy, "dbsp", heads=5, tokens=128 * world, keys="needed", band=True, chunk_shares=shares)
     assert all(e <= TOLERANCE for e in threads(world).run(run_case, case))
     assert max(threads(world).run(run_case, replace(case, sabotage="a needed block left out"))) > 100 * TOLERANCE

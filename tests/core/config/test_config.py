@@ -42,7 +42,9 @@ def test_nothing_gives_the_defaults():
 def test_each_planner_has_the_layout_it_is_meant_for():
     assert DbspConfig().effective_layout == "striped"
     assert DbspConfig(planner="paper").effective_layout == "contiguous"
-    assert DbspConfig(planner="paper", layout="learned").effective_layout == "learned"
+    assert DbspConfig(planner="paper", layout="striped").effective_layout == "striped"
+    assert DbspConfig(mask={"source": "window", "window": [3, 3, 3]}, keys="needed").effective_layout == "contiguous"
+    assert DbspConfig(keys="needed", layout="striped").effective_layout == "striped"
 
 
 def test_yaml_and_dict_say_the_same(tmp_path):
@@ -246,7 +248,7 @@ MISTAKES = {
     "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),
     "an unknown planner": ({"planner": "greedy"}, f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"),
     "an unknown kernel": ({"kernel": "cuda"}, f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}"),
-    "an unknown layout": ({"layout": "random"}, "unknown layout 'random'; use one of contiguous, striped, learned"),
+    "an unknown layout": ({"layout": "random"}, "unknown layout 'random'; use one of contiguous, striped"),
     "an unknown dtype": ({"dtype": "int8"}, "unknown dtype 'int8'"),
     "a strategy of another form": ({"strategy": "4x2"}, "not of the form UxRy"),
     "a strategy that is no text": (
@@ -262,21 +264,14 @@ MISTAKES = {
     "a threshold below 1": ({"reuse": {"threshold": 0.9}}, "reuse.threshold=0.9 must be at least 1"),
     "text for a switch": ({"debug": "yes"}, "must be bool, got 'yes'"),
     "a number for a switch": ({"debug": 1}, "must be bool, got 1"),
-    "a switch for a number": ({"planner": {"exchange_cost": True}}, "must be float, got True"),
-    "memory of an unknown unit": (
-        {"planner": {"memory_limit": "8GB/s"}},
-        "planner.memory_limit: size '8GB/s' is not of the form '2GiB'; units are B, KiB, MiB, GiB, TiB, KB, MB, GB",
-    ),
+    "a switch for a number": ({"planner": {"target_rho": True}}, "must be float, got True"),
     "bags that are none": ({"bags": "8x4"}, "bags '8x4' are not of the form gGnN"),
     "bags of nothing": ({"bags": {"topology": "g0n2"}}, "bags 'g0n2' are not of the form gGnN"),
-    "an unknown balancer": ({"bags": {"balancer": "best"}}, "unknown balancer 'best'; use dbsp or knapsack"),
     "bags that hold nothing": ({"bags": {"max_tokens": 0}}, "bags.max_tokens=0 must be at least 1"),
     "a report of bags": ({"bags": "g2n2", "report": "out"}, "leave out report, or bags"),
-    "no memory": ({"planner": {"memory_limit": 0}}, "planner.memory_limit=0 must be positive"),
-    "a list for memory": ({"planner": {"memory_limit": [8]}}, "must be int or str, got [8]"),
     "null where there must be a value": (
         {"planner": None},
-        "must be a mapping of name, target_rho, exchange_cost, memory_limit, paper or str, got None",
+        "must be a mapping of name, target_rho, paper or str, got None",
     ),
 }
 
@@ -322,7 +317,7 @@ BAD_FILES = {
         ":2: unknown key 'reward'; it belongs under 'planner.paper'",
     ),
     "with a wrong type": (b"planner: paper\ndebug: 3", ":2: 'debug' must be bool, got 3"),
-    "with a value out of range": (b"planner: paper\nreuse: {budget: -1}", ":2: "),
+    "with a value out of range": (b"planner: paper\nreuse: {threshold: -1}", ":2: "),
     "with an unknown name": (b"kernel: cpu\nplanner: greedy\nlayout: striped", ":2: unknown planner 'greedy'"),
     "with a strategy of another form": (b"\nstrategy: 4x2", ":2: strategy '4x2' is not of the form UxRy"),
     "with a key at the wrong level": (
@@ -379,8 +374,8 @@ BAD_FILES = {
         ":3: 'tile' in mask source 'window' has a number of 67 bits",
     ),
     "with a number that no float holds": (
-        b"reuse:\n  budget: 1" + b"0" * 400,
-        ":2: 'budget' in 'reuse' has a number of 1329 bits",
+        b"reuse:\n  threshold: 1" + b"0" * 400,
+        ":2: 'threshold' in 'reuse' has a number of 1329 bits",
     ),
     "with more steps than anybody waits for": (
         b"video:\n  steps: 100000000000",
@@ -430,7 +425,6 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
         (lambda: FileSource(), "path"),
         (lambda: DenseSchedule(last_layers=-1), "last_layers"),
         (lambda: VideoSettings(height=720, width=1), "width"),
-        (lambda: ReuseConfig(budget=-1.0), "budget"),
         (lambda: PlannerConfig(target_rho=0.5), "target_rho"),
         (lambda: GenerateSettings(dtype="int8"), "dtype"),
     ],

@@ -11,9 +11,20 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_core.utils.removed import REMOVED_KEYS, REMOVED_VALUES
 
-SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {}
+SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
+    "budget": {"reuse": {"budget": 0.3}},
+    "exchange_cost": {"planner": {"exchange_cost": 0.1}},
+    "memory_limit": {"planner": {"memory_limit": "8GiB"}},
+    "balancer": {"bags": {"topology": "g2n2", "balancer": "dbsp"}},
+    "pooled_keys": {"mask": {"source": "sol", "pooled_keys": True}},
+}
 """Settings that have each removed key, where it used to be."""
 SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
+    ("source", "vllm_selector"): {"mask": {"source": "vllm_selector", "selector": "mine:TopBlocks"}},
+    ("layout", "learned"): {"layout": "learned"},
+    ("layout", "local"): {"layout": "local"},
+    ("planner", "local"): {"planner": "local", "keys": "needed"},
+    ("planner", "knapsack"): {"planner": {"name": "knapsack"}},
     ("keys", "kept"): {"keys": "kept"},
     ("keys", "auto"): {"keys": "auto"},
 }

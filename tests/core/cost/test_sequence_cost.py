@@ -6,29 +6,29 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.cost.bag_choice import fastest_bags
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import block_s
 from dbsp_core.cost.sequences import (
     FLOP_COUNTS,
-    FLUX,
     LayerSize,
     SequenceWork,
     bag_layout,
     evaluate,
-    gamma_of,
+    fastest_bags,
     sequence_cost,
     whole_layout,
 )
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
-from dbsp_core.planning.sequences.sequence_plan import BALANCERS, SequencePlan, plan_sequences
-from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
+from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
+from scripts.reproduce.knapformer.drawing import StreamAssumptions, draw, parse_streams
+from scripts.reproduce.knapformer.gamma import gamma_of
+from scripts.reproduce.knapformer.shared import FLUX, whole_heads
 from tests.core.cost.latency_cases import machine
 from tests.support.generators import random_bits
 
@@ -43,16 +43,15 @@ def small_masks():
 
 
 @pytest.mark.parametrize("bags", ["g1n1", "g3n3", "g2n2+g5n1", "g9n1"])
-@pytest.mark.parametrize("balancer", BALANCERS)
-def test_ranks_compute_and_send_what_packed_plans_say(bags, balancer):
+def test_ranks_compute_and_send_what_packed_plans_say(bags):
     masks, topology = small_masks(), BagTopology.parse(bags, WORLD)
     work, loader = SequenceWork.of(masks), np.array([0, 0, 1, 2, 4, 6, 8])
     layer, cost = LayerSize(3, HEADS, 16, 1e6), SequenceCost(3e-9, 2e-9)
     picoseconds = cost.picoseconds(work.tokens, work.blocks)
-    plan = plan_sequences(picoseconds, work.tokens, loader, topology, balancer)
+    plan = plan_sequences(picoseconds, work.tokens, loader, topology)
     hardware = machine(exchange_bytes_per_s=1e9, network_bytes_per_s=1e8, network_latency_s=0.0)
     found = evaluate(plan, work, loader, cost, layer, hardware, NODE)
-    rhos, planner = [1.0], "contiguous" if balancer == "knapsack" else "dbsp"
+    rhos = [1.0]
     for bag, (first, ranks) in enumerate(zip(topology.first_rank, topology.ranks, strict=True)):
         own, here = np.flatnonzero(plan.bag == bag), slice(first, first + ranks)
         if not len(own):
@@ -61,7 +60,7 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags, balancer):
                 bag_layout(plan, work.tokens, bag)
             continue
         mask, layout = BlockMask.packed([masks[one] for one in own]), bag_layout(plan, work.tokens, bag)
-        packed = make_plan(mask, Strategy(int(ranks), 1), planner, layout=layout)
+        packed = make_plan(mask, Strategy(int(ranks), 1), layout=layout)
         assert found.blocks[here].tolist() == packed.metrics.work[0].tolist()
         assert found.tokens[here].tolist() == np.bincount(layout.rank, minlength=ranks).tolist()
         traffic = traffic_of(packed.assignment, layout)
@@ -149,16 +148,14 @@ def test_ranks_are_even_with_sparse_masks_inside_where_whole_heads_are_not():
     work = SequenceWork.of([source.mask(MaskRequest(0, FLUX.heads, tuple(thw), text)) for text, thw in sizes])
     hardware = load_hardware("h200")
     cost = sequence_cost(FLUX, hardware)
-    found = {}
-    for balancer in BALANCERS:
-        plan = plan_sequences(
-            cost.picoseconds(work.tokens, work.blocks), work.tokens, drawn.loader, BagTopology.nodes(16), balancer
-        )
-        found[balancer] = evaluate(plan, work, drawn.loader, cost, FLUX, hardware)
-    assert found["dbsp"].rho <= 1.01
-    assert found["dbsp"].wir <= 1.005
-    assert found["knapsack"].rho > 1.1
-    assert found["knapsack"].wir > 1.015
+    picoseconds = cost.picoseconds(work.tokens, work.blocks)
+    plan = plan_sequences(picoseconds, work.tokens, drawn.loader, BagTopology.nodes(16))
+    found = evaluate(plan, work, drawn.loader, cost, FLUX, hardware)
+    assert found.rho <= 1.01
+    assert found.wir <= 1.005
+    by_heads = evaluate(plan, work, drawn.loader, cost, FLUX, hardware, owners=whole_heads)
+    assert by_heads.rho > 1.1
+    assert by_heads.wir > 1.015
 
 
 def test_an_idle_rank_is_an_infinite_imbalance():
@@ -212,7 +209,7 @@ def test_the_fastest_bags_are_those_that_evaluate_finds_and_that_hold_everything
     picoseconds = cost.picoseconds(work.tokens, work.blocks)
 
     def planned(topology, most=None):
-        return plan_sequences(picoseconds, work.tokens, drawn.loader, topology, "dbsp", most)
+        return plan_sequences(picoseconds, work.tokens, drawn.loader, topology, most)
 
     def seconds(plan):
         return evaluate(plan, work, drawn.loader, cost, layer, hardware, 4).seconds

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
-from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
-from dbsp_core.sources import FileSource, MaskRequest, ParoSource
+from dbsp_core.masks.coarse_branch import CoarseBranch
 from tests.support.generators import random_bits
 
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
@@ -56,21 +55,9 @@ class TestRoundTrip:
 
 
 class TestSkippedBlocks:
-    def test_pooled_keys_are_kept_beside_dense_layers(self, path):
-        pooled = [BlockMask(a_mask(seed).bits, GRID, PooledKeys()) for seed in (1, 2)]
-        save_mask(path, [pooled[0], BlockMask.dense(3, GRID), pooled[1]])
-        for source in (FileSource(str(path)), ParoSource(str(path))):
-            read = [source.mask(MaskRequest(layer, 3, (1, 12, 16), 11, layers=3)) for layer in range(3)]
-            assert [mask.remainder for mask in read] == [PooledKeys()] * 3
-            assert read[1].bits.all()
-        assert MaskFile(path).layer(2).fingerprint == pooled[1].fingerprint
-        save_mask(path, a_mask())
-        assert MaskFile(path).layer(0).remainder is None
-
-    def test_of_some_masks_alone_they_are_refused(self, path):
-        with pytest.raises(ValueError, match="need the same pooled keys: all have them, or none"):
-            save_mask(path, [a_mask(), BlockMask(a_mask(2).bits, GRID, PooledKeys())])
-        assert not path.exists()
+    def test_a_file_that_says_it_has_no_pooled_keys_is_read(self, path):
+        write(path, metadata={**METADATA, "pooled_keys": "false"})
+        assert MaskFile(path).layer(0).bits.all()
 
     def test_a_coarse_branch_is_refused(self, path):
         branch = CoarseBranch(*(torch.zeros(3, 1, 4),) * 2, torch.ones(1).bool(), torch.zeros(1, 3, 1, 4))
@@ -98,9 +85,9 @@ def truncate_header(path):
 
 
 BAD_FILES = {
-    "pooled keys that are neither": (
-        lambda path: write(path, metadata={**METADATA, "pooled_keys": "yes"}),
-        "pooled_keys must be true or false, got 'yes'",
+    "with pooled keys": (
+        lambda path: write(path, metadata={**METADATA, "pooled_keys": "true"}),
+        "pooled_keys is 'true', but pooled keys of skipped blocks were removed.*remove this key to use the bits alone",
     ),
     "missing": (lambda path: None, "does not exist"),
     "a folder": (lambda path: path.mkdir(), "is a folder, not a file; give the path of one"),

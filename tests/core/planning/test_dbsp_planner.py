@@ -36,10 +36,18 @@ def plan(bits: np.ndarray, ulysses: int, ring: int, **options: float) -> tuple[n
     q_home, k_home = np.arange(bits.shape[1]) % ring, np.arange(bits.shape[2]) % ring
     rows, columns = bits.sum(axis=2), bits.sum(axis=1)
     work_by_slot = functools.partial(count_work_by_slot, bits, ring=ring)
-    inputs = PlannerInput(Strategy(ulysses, ring), rows, columns, q_home, k_home, lambda: q_home, work_by_slot)
+    inputs = PlannerInput(Strategy(ulysses, ring), rows, columns, q_home, k_home, None, work_by_slot)
     owner, slots = plan_rows(inputs, **options)
     work = work_by_ring_step(cell_counts(bits, owner, slots, ulysses * ring, ring), ulysses)
     return owner, slots, work
+
+
+def bound_in(slots: np.ndarray, rows: np.ndarray, columns: np.ndarray, ulysses: int, ring: int) -> float:
+    """ρ_s that no plan of single rows can beat if blocks travel in these slots: x ranks compute with the fullest."""
+    fullest = int(np.bincount(slots.ravel(), weights=columns.ravel()).max())
+    return max(
+        whole_row_bound(rows, columns, ulysses, ring), -(-fullest // ulysses) * ulysses * ring / max(1, rows.sum())
+    )
 
 
 @st.composite
@@ -55,11 +63,11 @@ def masks(draw: st.DrawFn, heads: int = 6, blocks: int = 14) -> np.ndarray:
 degrees = st.integers(1, 5)
 
 
-@given(bits=masks(), ulysses=degrees, ring=degrees, cost=st.sampled_from([0.0, 0.1]))
+@given(bits=masks(), ulysses=degrees, ring=degrees)
 @settings(max_examples=150, deadline=None)
-def test_any_mask_gets_a_valid_plan_the_same_every_time_and_not_below_its_bound(bits, ulysses, ring, cost):
-    owner, slots, work = plan(bits, ulysses, ring, exchange_cost=cost)
-    again = plan(bits, ulysses, ring, exchange_cost=cost)
+def test_any_mask_gets_a_valid_plan_the_same_every_time_and_not_below_its_bound(bits, ulysses, ring):
+    owner, slots, work = plan(bits, ulysses, ring)
+    again = plan(bits, ulysses, ring)
     assert np.array_equal(owner, again[0])
     assert np.array_equal(slots, again[1])
     assert owner.shape == bits.shape[:2]
@@ -69,9 +77,8 @@ def test_any_mask_gets_a_valid_plan_the_same_every_time_and_not_below_its_bound(
     assert slots.min() >= 0
     assert slots.max() < ring
     rows, columns = bits.sum(axis=2), bits.sum(axis=1)
-    free, given_slots = (whole_row_bound(rows, columns, ulysses, ring, s) for s in (None, slots))
-    assert 1 <= free <= imbalance_ratio(work) + 1e-12
-    assert 1 <= given_slots <= imbalance_ratio(work) + 1e-12
+    free = whole_row_bound(rows, columns, ulysses, ring)
+    assert 1 <= free <= bound_in(slots, rows, columns, ulysses, ring) <= imbalance_ratio(work) + 1e-12
 
 
 @given(bits=masks(heads=8), columns=st.integers(1, 9))
@@ -110,26 +117,6 @@ def test_any_number_of_heads_is_level_on_any_number_of_columns(heads, columns):
     assert load.max() * columns <= 1.002 * load.sum()
 
 
-@given(bits=masks(heads=12), ulysses=degrees, ring=degrees, spare=st.integers(0, 2))
-@settings(max_examples=80, deadline=None)
-def test_no_ulysses_rank_has_rows_of_more_heads_than_it_may(bits, ulysses, ring, spare):
-    most = -(-len(bits) // ulysses) + spare
-    owner, slots, work = plan(bits, ulysses, ring, most_heads=most)
-    has = [len({head for head in range(len(bits)) if (owner[head] % ulysses == u).any()}) for u in range(ulysses)]
-    assert max(has) <= most
-    assert work.sum() == bits.sum()
-    assert ((slots >= 0) & (slots < ring)).all()
-
-
-@pytest.mark.parametrize(("heads", "most", "rho"), [(12, 3, 1.002), (5, 2, 1.002), (40, 6, 1.002), (12, 2, 1.1)])
-def test_one_place_more_than_equal_shares_is_enough_to_level_heads(heads, most, rho):
-    rng = np.random.default_rng(heads)
-    rows = rng.binomial(1182, rng.beta(2, 4, heads)[:, None] * np.linspace(1, 0.4, 1182))
-    owner = balance_heads(rows, 8, most_heads=most)
-    load = np.bincount(owner.ravel(), weights=rows.ravel(), minlength=8)
-    assert load.max() * 8 <= rho * load.sum()
-
-
 @given(seed=st.integers(0, 1000), columns=st.integers(2, 3), heads=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_small_cases_of_heads_are_within_one_row_of_the_best_of_all_assignments(seed, columns, heads):
@@ -157,7 +144,7 @@ def test_small_rings_and_hybrids_are_within_one_row_of_the_best_of_all_owners(se
         ring_step = schedule.ring_step[:, owners[:, row]]  # [y, candidates]
         every[np.arange(len(owners)), ring_step, owners[:, row]] += cells[row][:, None]
     best, ours = int(every.max(axis=2).sum(axis=1).min()), int(work.max(axis=1).sum())
-    bound = whole_row_bound(bits.sum(axis=2), bits.sum(axis=1), ulysses, ring, slots)
+    bound = bound_in(slots, bits.sum(axis=2), bits.sum(axis=1), ulysses, ring)
     assert bound * bits.sum() <= best * ulysses * ring + 1e-9
     assert best <= ours <= best + bits.sum(axis=2).max()
 
@@ -178,7 +165,7 @@ def test_slots_become_level_and_pieces_stay_in_their_group(seed, ring):
 
 @given(seed=st.integers(0, 1000), ulysses=st.integers(1, 3), ring=st.integers(2, 4))
 @settings(max_examples=40, deadline=None)
-def test_single_rows_only_make_a_plan_better_and_a_dear_exchange_moves_none(seed, ulysses, ring):
+def test_single_rows_only_make_a_plan_better(seed, ulysses, ring):
     rng = np.random.default_rng(seed)
     cells = rng.binomial(30, rng.random((7, 20, 1)), (7, 20, ring))
     column = np.repeat(greedy_heads(cells.sum(axis=(1, 2)), ulysses), 20).reshape(7, 20)
@@ -190,8 +177,6 @@ def test_single_rows_only_make_a_plan_better_and_a_dear_exchange_moves_none(seed
     assert matched.max(axis=1).sum() <= work.max(axis=1).sum()
     owner, _ = move_rows(cells, column, q_home, work, periods, target_rho=1.0)
     assert _work(cells, owner, periods).max(axis=1).sum() <= work.max(axis=1).sum()
-    dear, _ = move_rows(cells, column, q_home, work, periods, target_rho=1.0, move_cost=1e6)
-    assert np.array_equal(dear, q_home * ulysses + column)
 
 
 def _work(cells: np.ndarray, owner: np.ndarray, periods: RingSchedule) -> np.ndarray:
@@ -213,14 +198,6 @@ def test_stripes_need_few_moved_rows_to_reach_the_tolerance(ulysses, ring, seed)
     moved = ((owner // ulysses != home).mean() + 2 * (slots != home).mean()) / 3
     assert imbalance_ratio(work) <= 1.005
     assert moved <= 0.02
-
-
-def test_a_head_is_not_split_when_the_exchange_costs_more_than_the_wait():
-    rows = np.array([[10] * 10, [10] * 10, [10] * 10])
-    assert len(np.unique(balance_heads(rows, 2)[:, 0])) == 2
-    assert (balance_heads(rows, 2) != balance_heads(rows, 2)[:, :1]).any()
-    dear = balance_heads(rows, 2, split_cost=1.0)
-    assert (dear == dear[:, :1]).all()
 
 
 def test_the_planner_is_never_worse_than_leaving_everything_where_it_is():

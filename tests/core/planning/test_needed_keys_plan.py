@@ -1,4 +1,4 @@
-"""Plans that send only needed keys: what is needed, rows cut in token order, and which layout needs least."""
+"""Plans that send only needed keys: what is needed, and rows cut in token order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.planning.key_chunks import NeededKeys
 from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.row_owners import RowOwners
@@ -46,33 +45,31 @@ def test_needed_is_what_some_row_of_the_rank_attends_to(grid, heads, seed, world
 @pytest.mark.parametrize("name", SOURCES)
 def test_rows_cut_in_token_order_are_even_in_total(name, text):
     mask, strategy = SOURCES[name].mask(REQUEST), Strategy.parse(text)
-    layout = SequenceLayout.named("local", mask.grid, strategy)
-    plan = make_plan(mask, strategy, layout=layout, keys="needed")
+    plan = make_plan(mask, strategy, keys="needed")
     work = plan.metrics.work
-    assert plan.planner == "local", "planner dbsp cuts so where keys are needed"
     assert work.shape == (plan.assignment.periods, strategy.world)
     assert work.sum() == mask.counts.rows.sum()
     assert plan.rho == work.sum(axis=0).max() * strategy.world / work.sum(), "nobody waits between the chunks"
     assert plan.rho_bound - 1e-12 <= plan.rho <= max(1.005, plan.rho_bound + 1e-12), "tiles are few and large"
 
 
-def test_local_rows_need_a_fraction_of_what_others_need():
+def test_runs_of_rows_need_a_fraction_of_what_others_need():
     mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(1, 8)
     striped = SequenceLayout.striped(mask.grid, strategy)
-    local = SequenceLayout.named("local", mask.grid, strategy)
+    runs = SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     received = {
         "ring": traffic_of(make_plan(mask, strategy, layout=striped).assignment, striped).kv_received,
-        "needed": traffic_of(make_plan(mask, strategy, layout=local, keys="needed").assignment, local).kv_received,
+        "needed": traffic_of(make_plan(mask, strategy, layout=runs, keys="needed").assignment, runs).kv_received,
     }
     assert received["needed"] < 0.5 * received["ring"]
     assert received["ring"] == pytest.approx(2 * 7 * 12 * mask.grid.tokens / 8, rel=0.02)
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (2, 1), (3, 2, 1), (1,) * 8], ids=str)
-@pytest.mark.parametrize(("keys", "layout_name"), [("needed", "local"), ("all", "striped"), ("all", "contiguous")])
-def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares, keys, layout_name):
+@pytest.mark.parametrize(("keys", "home"), [("needed", "contiguous"), ("all", "striped"), ("all", "contiguous")])
+def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares, keys, home):
     mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(2, 4)
-    layout = SequenceLayout.named(layout_name, mask.grid, strategy)
+    layout = SequenceLayout.named(home, mask.grid, strategy)
     plan = in_chunks(make_plan(mask, strategy, layout=layout, keys=keys), mask, shares)
     needed, every = plan.assignment.keys.sent, plan.assignment.keys.chunks
     assert len(every) == 1 + len(shares)
@@ -83,10 +80,7 @@ def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares, keys, layo
     traffic = traffic_of(plan.assignment, layout)
     for fetched in (traffic.keys[1:].sum(axis=1), traffic.keys[1:].sum(axis=2)):
         part = fetched / np.array(shares)[:, None]
-        assert (part.max(axis=0) <= 1.15 * part.mean(axis=0)).all(), "of what each rank gets, and sends"
-    about = traffic.in_chunks((1,)).in_chunks(shares)
-    assert about.keys[1:].sum(axis=0) == pytest.approx(traffic.keys[1:].sum(axis=0))
-    assert about.keys.sum(axis=1) == pytest.approx(traffic.keys.sum(axis=1), rel=0.3), "as if all were alike"
+        assert (part.max(axis=0) - part.mean(axis=0) <= 0.15 * part.mean()).all(), "of what each rank gets, and sends"
     for other in (in_chunks(plan, mask, (*shares, 1)), in_chunks(plan, mask, shares, one_ahead=True)):
         assert not plan.assignment.equals(other.assignment)
         assert plan.assignment.fingerprint != other.assignment.fingerprint
@@ -133,30 +127,6 @@ def test_a_split_heads_keys_go_only_where_its_rows_need_them():
     }
     assert sent["ring"] >= 5 * grid.tokens * 1.5
     assert sent["needed"] < 5 * grid.tokens * 1.2
-
-
-class TestLayout:
-    def test_ring_rows_hold_runs_of_tokens_striped_over_their_ranks(self):
-        grid, strategy = BlockGrid.uniform(1024, 16), Strategy(2, 4)
-        layout = SequenceLayout.named("local", grid, strategy)
-        assert (layout.rank // 2 == np.arange(1024) // 256).all()
-        blocks = layout.rank.reshape(-1, 16)
-        assert (blocks == blocks[:, :1]).all()
-        assert (blocks[:, 0] % 2 == np.arange(64) % 2).all()
-
-    def test_the_order_that_needs_least_is_found(self):
-        """A window that is long in time and thin in height: strips of the picture, not frames."""
-        mask = WindowSource(window=(9, 3, 40), block_q=32, block_k=32).mask(REQUEST)
-        strategy = Strategy(1, 4)
-        best = least_keys_layout([mask], strategy)
-        assert list(best.position[:3]) == [0, 9, 18], "time runs fastest"
-        frames = SequenceLayout.named("local", mask.grid, strategy)
-
-        def received(layout):
-            plan = make_plan(mask, strategy, "local", layout=layout, keys="needed")
-            return traffic_of(plan.assignment, layout).kv_received
-
-        assert received(best) < 0.7 * received(frames)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import Strategy
-from dbsp_core.layout.learned import balanced_layout
 from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, majority_rank, snake_heads
 from dbsp_core.planning.bounds import bins_bound, whole_block_bound
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
@@ -125,25 +124,6 @@ class TestBaselines:
 
     def test_resident_parts_hold_most_of_a_block_and_ties_go_to_the_lower(self):
         assert majority_rank(np.array([[0, 16], [9, 7], [8, 8], [0, 3]])).tolist() == [1, 0, 0, 1]
-
-
-class TestLearnedLayout:
-    def test_by_hand(self):
-        # Rounds of two, heaviest first: 4 → part 0, 3 → part 1; then 2 → part 1, which has less, 1 → part 0: 5 | 5.
-        assert balanced_layout(np.array([[4.0], [3.0], [2.0], [1.0]]), 2).tolist() == [0, 1, 1, 0]
-
-    def test_a_swap_evens_out_what_the_sum_of_profiles_hides(self):
-        # All blocks weigh the same in sum; assigned in order, part 0 would have all the work as queries.
-        part = balanced_layout(np.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 2.0]]), 2)
-        assert sorted(part[[0, 2]]) == sorted(part[[1, 3]]) == [0, 1]
-
-    @given(st.integers(1, 30), PARTS, SEEDS)
-    @examples(40)
-    def test_every_part_has_as_many_blocks_up_to_one(self, blocks, parts, seed):
-        part = balanced_layout(np.random.default_rng(seed).random((blocks, 2)), parts)
-        counts = np.bincount(part, minlength=parts)
-        assert len(counts) == parts
-        assert counts.max() - counts.min() <= 1
 
 
 class TestBounds:

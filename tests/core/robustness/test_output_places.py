@@ -13,8 +13,6 @@ from dbsp_core.utils.paths import require_file_place, require_folder_place
 
 COMMANDS = {
     "tiny": ("make_tiny", ["tiny", "wan", "PLACE"], "FOLDER"),
-    "calibrate": ("calibrate", ["calibrate", "--out", "PLACE"], "--out"),
-    "simulate": ("masks_for", ["simulate", "--out", "PLACE"], "--out"),
     "report": ("RunReport", ["report", "run", "--html", "PLACE"], "--html"),
     "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PLACE", "--tokens", "64"], "OUT"),
     "masks record": ("subprocess", ["masks", "record", "PLACE", "--", "true"], "OUT"),

@@ -50,7 +50,7 @@ def test_a_plan(mask):
     assert repr(plan.metrics) == f"<PlanMetrics of {int(mask.bits.sum())} dense blocks: {numbers}>"
     assert repr(plan.assignment) == "<Assignment U2R1 of 3 heads of 125 × 125 blocks, keys: ring>"
     bare = make_plan(mask, "U1R2", keys="needed", compare=False)
-    assert repr(bare) == f"<Plan U1R2 by local, needed keys: ρ_s {bare.rho:.3f}, moved {bare.moved:.1%}>"
+    assert repr(bare) == f"<Plan U1R2 by dbsp, needed keys: ρ_s {bare.rho:.3f}, moved {bare.moved:.1%}>"
 
 
 def test_a_mask(mask):

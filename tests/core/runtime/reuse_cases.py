@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.session.plan_cache import PlansBy
-from dbsp_core.runtime.session.replan_rule import ReplanRule
 
 GRID = BlockGrid.uniform(8 * 16, 16)
 
@@ -27,10 +25,10 @@ def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
 
 def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list[int]:
     """Three calls whose masks ask for new plans. Returns fingerprints of the plans they got."""
-    cache = AsyncPlanCache(ReplanRule(1.0), group=SequenceGroup.of())
+    cache = AsyncPlanCache(1.0, group=SequenceGroup.of())
     wrong = False
 
-    def make(mask: BlockMask) -> Plan:
+    def make(mask: BlockMask, _current: Plan | None) -> Plan:
         if wrong and fault == "raises":
             raise ZeroDivisionError("no planner today")
         planner = "contiguous" if wrong and fault == "differs" else "snake"
@@ -41,7 +39,7 @@ def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) 
         for call in range(3):
             mask = mask_of(*np.random.default_rng(call).integers(1, 60, 2 * world))
             wrong = wrong or (call == 1 and rank == odd)
-            fingerprints.append(cache.plan_for("layer", mask, PlansBy(make)).plan.assignment.fingerprint)
+            fingerprints.append(cache.plan_for("layer", mask, make).plan.assignment.fingerprint)
             dist.all_reduce(torch.ones(1))  # the main group goes on meanwhile
     finally:
         dist.barrier()
@@ -52,23 +50,23 @@ def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) 
 def two_caches_of_one_group(rank: int, world: int) -> list[int]:
     """The first cache's job is late on rank 0, until the second's is queued. Returns the next plans' fingerprints."""
     late, queued = threading.Event(), threading.Event()
-    caches = [AsyncPlanCache(ReplanRule(1.0), group=SequenceGroup.of()) for _ in range(2)]
+    caches = [AsyncPlanCache(1.0, group=SequenceGroup.of()) for _ in range(2)]
 
-    def make(mask: BlockMask) -> Plan:
+    def make(mask: BlockMask, _current: Plan | None) -> Plan:
         if late.is_set() and rank == 0:
             queued.wait(30)  # ends a hang
         return make_plan(mask, f"U{world}R1", "snake")
 
     first, *later = (mask_of(*np.random.default_rng(seed).integers(1, 60, 2 * world)) for seed in range(3))
     for cache in caches:
-        cache.plan_for("layer", first, PlansBy(make))
+        cache.plan_for("layer", first, make)
         cache.flush()
     late.set()
     for cache, mask in zip(caches, later, strict=True):
-        cache.plan_for("layer", mask, PlansBy(make))
+        cache.plan_for("layer", mask, make)
     queued.set()
     return [
-        cache.plan_for("layer", mask, PlansBy(make)).plan.assignment.fingerprint
+        cache.plan_for("layer", mask, make).plan.assignment.fingerprint
         for cache, mask in zip(caches, later, strict=True)
     ]
 

@@ -60,7 +60,7 @@ class Drifting(BlockSizes):
 
 @dataclass
 class Session:
-    """One rank of a session that attends and compares. device, dtype: of its q, k and v"""
+    """One rank of a session that attends and compares. strategy: UxRy or auto; device, dtype: of its q, k and v"""
 
     settings: dict[str, Any]
     strategy: str
@@ -72,10 +72,11 @@ class Session:
     feed: MaskProvider = field(init=False)
 
     def __post_init__(self) -> None:
-        config = DbspConfig(**self.settings)
-        self.inner = observed_session(
-            config, SequenceGroup.of(), Strategy.parse(self.strategy), HEADS, self.layers, lambda: self.steps
+        config, strategy = (
+            DbspConfig(**self.settings),
+            None if self.strategy == "auto" else Strategy.parse(self.strategy),
         )
+        self.inner = observed_session(config, SequenceGroup.of(), strategy, HEADS, self.layers, lambda: self.steps)
         self.feed = once(self._feed_alone)
 
     def _feed_alone(self) -> MaskProvider:
@@ -121,7 +122,7 @@ PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block
 
 def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) -> list[float]:
     """A new plan is waiting at every call, as every mask asks for one; then the batch changes. Returns errors."""
-    settings = PREDICTED | {"reuse": {"threshold": 1.0, "budget": None}, "planner": {"exchange_cost": 0.0}}
+    settings = PREDICTED | {"reuse": {"threshold": 1.0}}
     session = Session(settings, strategy)
     errors = [session.attend(900.0 - step, batch, settle=True) for step, batch in enumerate(batches)]
     assert session.inner.reuse.replans > len(set(batches)), "plans must have been waiting"
@@ -160,7 +161,7 @@ def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
 
 def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int, int]:
     """Generations of one step each, at one timestep. Returns plans made, and plans and executors kept."""
-    session = Session(PREDICTED | {"reuse": {"threshold": 9.0, "budget": None}}, f"U{world}R1", layers=2)
+    session = Session(PREDICTED | {"reuse": {"threshold": 9.0}}, f"U{world}R1", layers=2)
     for _ in range(generations):
         assert session.attend(900.0) <= 1e-5
     session.inner.flush()
@@ -229,7 +230,7 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
 
 def agreements(rank: int, world: int, mask: Any, debug: bool) -> list[int]:
     """How often the ranks compare numbers in each attention of three passes over one layer."""
-    settings = {"mask": mask, "debug": debug, "reuse": {"mode": "sync", "budget": None}}
+    settings = {"mask": mask, "debug": debug, "reuse": {"mode": "sync"}}
     session, counts, gather = (
         AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy.parse(f"U{world}R1"), HEADS, 1),
         [],
@@ -373,7 +374,7 @@ def needed_keys_of_growing_masks(
     rank: int, world: int, strategy: str, keys: str, mode: str, look: bool
 ) -> tuple[float, int, list[bool]]:
     """Eight steps; `look`: whether growing masks are noticed. Returns the worst error, plans, layers by need."""
-    settings = {"mask": Growing(8, 8), "keys": keys, "reuse": {"mode": mode, "threshold": 9.0, "budget": None}}
+    settings = {"mask": Growing(8, 8), "keys": keys, "reuse": {"mode": mode, "threshold": 9.0}}
     session = Session(settings, strategy, layers=2)
     fits = mock.patch.object(Plan, "fits", return_value=True) if not look else nullcontext()
     with fits:
@@ -382,11 +383,10 @@ def needed_keys_of_growing_masks(
     return worst, session.inner.reuse.replans, [plan.assignment.keys.name == "needed" for plan in plans]
 
 
-def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str, machine: str) -> tuple[float, set[str]]:
-    """Masks of every call, of other batches and sizes too, on two nodes. Returns the worst error, how keys travel."""
-    settings = PREDICTED | {"keys": keys, "cost_model": machine, "reuse": {"threshold": 1.0, "budget": None}}
-    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"}):
-        session, names = Session(settings, strategy), set()
+def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str) -> tuple[float, set[str]]:
+    """Masks of every call, of other batches and sizes too. Returns the worst error, and how keys travel."""
+    settings = PREDICTED | {"keys": keys, "reuse": {"threshold": 1.0}}
+    session, names = Session(settings, strategy), set()
     for step, (batch, text) in enumerate(((1, 0), (1, 0), (2, 0), (1, 7), (2, 7), (1, 0))):
         worst = session.attend(900.0 - step, batch, text_tokens=text, settle=True)
         names |= {plan.assignment.keys.name for plan in session.inner.records.values()}

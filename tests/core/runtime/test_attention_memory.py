@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from scripts.bench.peak_memory import peak_of_attention
+from tests.support.attention_peak import peak_of_attention
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from dbsp_core import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.remainder import CoarseBranch
+from dbsp_core.masks.coarse_branch import CoarseBranch
 from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session.async_plan_cache import PlanningThread
 from dbsp_core.runtime.session.session import AttentionSession

@@ -18,7 +18,6 @@ from tests.support.thread_ranks import ThreadRanks
 
 KNOWN = "synthetic:density=0.4,block_q=16,block_k=8"
 PREDICTED = "sparge:cdf=0.4,similarity=-1,block_q=16,block_k=8"
-SELECTED = "vllm_selector:selector=tests.support.block_selectors:LikelyBlocks,block_q=16,block_k=8"
 THW, HEADS, LAYERS, WIDTH = (3, 5, 5), 3, 2, 8
 LAYOUTS = {
     "video": EngineLayout(THW),
@@ -80,9 +79,9 @@ def error_of(rank: int, world: int, name: str, mask: str, strategy: str) -> floa
     ("name", "mask", "strategy"),
     [
         *((name, KNOWN, "U2R2") for name in LAYOUTS),
-        *(("whole text and others", mask, "U1R3") for mask in (KNOWN, PREDICTED, SELECTED)),
+        *(("whole text and others", mask, "U1R3") for mask in (KNOWN, PREDICTED)),
         ("whole text first", PREDICTED, "U2R1"),
-        ("padding on several ranks", SELECTED, "U2R2"),
+        ("padding on several ranks", PREDICTED, "U2R2"),
     ],
 )
 def test_it_equals_one_process(name, mask, strategy):

@@ -17,8 +17,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.session.replan_rule import KeptPlan, ReplanRule
+from dbsp_core.runtime.session.plan_cache import KeptPlan, PlanCache
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.runtime.session.size_context import plan_cache_of
 from dbsp_core.sources import SpargeSource, WindowSource
@@ -26,7 +25,7 @@ from tests.core.runtime.reuse_cases import mask_of, plan_where_one_rank_goes_wro
 from tests.support.workers import WorkerError
 
 
-def plan_u2(mask: BlockMask) -> Plan:
+def plan_u2(mask: BlockMask, _current: Plan | None = None) -> Plan:
     return make_plan(mask, "U2R1", "paper")
 
 
@@ -40,36 +39,34 @@ ABOVE = mask_of(7, 3, 2, 4)
 
 @pytest.fixture
 def cache():
-    cache = SyncPlanCache(ReplanRule(1.25))
-    assert cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan.rho == 1.0
+    cache = PlanCache(1.25)
+    assert cache.plan_for(0, FIRST, plan_u2).plan.rho == 1.0
     return cache
 
 
 def test_a_plan_is_kept_up_to_the_threshold_with_the_numbers_of_the_new_mask(cache):
-    first = cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan
-    kept = cache.plan_for(0, AT_THRESHOLD, PlansBy(plan_u2)).plan
+    first = cache.plan_for(0, FIRST, plan_u2).plan
+    kept = cache.plan_for(0, AT_THRESHOLD, plan_u2).plan
     assert kept.assignment.fingerprint == first.assignment.fingerprint
     assert kept.rho == 1.25
     assert (cache.counters.calls, cache.counters.replans) == (3, 1)
 
 
 def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(cache):
-    plan = cache.plan_for(0, ABOVE, PlansBy(plan_u2)).plan
+    plan = cache.plan_for(0, ABOVE, plan_u2).plan
     assert (
         plan.assignment.fingerprint == plan_u2(ABOVE).assignment.fingerprint != plan_u2(FIRST).assignment.fingerprint
     )
     assert plan.rho == 9 / 8
-    assert cache.plan_for(0, ABOVE, PlansBy(plan_u2)).plan.assignment.fingerprint == plan.assignment.fingerprint
+    assert cache.plan_for(0, ABOVE, plan_u2).plan.assignment.fingerprint == plan.assignment.fingerprint
     assert (cache.counters.calls, cache.counters.replans) == (3, 2)
 
 
 def test_every_layer_has_a_plan_of_its_own(cache):
-    cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2))
+    cache.plan_for(1, AT_THRESHOLD, plan_u2)
+    assert cache.plan_for(0, FIRST, plan_u2).plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
     assert (
-        cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
-    )
-    assert (
-        cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2)).plan.assignment.fingerprint
+        cache.plan_for(1, AT_THRESHOLD, plan_u2).plan.assignment.fingerprint
         == plan_u2(AT_THRESHOLD).assignment.fingerprint
     )
     assert (cache.counters.calls, cache.counters.replans) == (4, 2)
@@ -79,7 +76,7 @@ def test_every_layer_has_a_plan_of_its_own(cache):
     "mask", [mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)], ids=["grid", "heads"]
 )
 def test_another_grid_or_number_of_heads_needs_a_new_plan(cache, mask):
-    plan = cache.plan_for(0, mask, PlansBy(plan_u2)).plan
+    plan = cache.plan_for(0, mask, plan_u2).plan
     assert (plan.grid, plan.heads) == (mask.grid, mask.heads)
     assert cache.counters.replans == 2
 
@@ -91,52 +88,44 @@ MIRRORED = mask_of(1, 1, 1, 9)
 
 
 class TestAMaskWhoseBestPlanIsAboveTheThreshold:
-    @pytest.mark.parametrize("budget", [None, 0.3])
-    @pytest.mark.parametrize("kind", [SyncPlanCache, AsyncPlanCache])
-    def test_is_planned_once(self, kind, budget):
+    @pytest.mark.parametrize("kind", [PlanCache, AsyncPlanCache])
+    def test_is_planned_once(self, kind):
         group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
-        cache = kind(ReplanRule(1.25, budget), **group)
-        plan = cache.plan_for(0, UNEVEN, PlansBy(plan_u2), "uneven").plan
+        cache = kind(1.25, **group)
+        plan = cache.plan_for(0, UNEVEN, plan_u2, "uneven").plan
         assert plan.rho == 1.5
         for _ in range(8):
             assert cache.count_reuse(0, plan, "uneven")
         assert (cache.counters.calls, cache.counters.replans) == (9, 1)
 
-    @pytest.mark.parametrize("kind", [SyncPlanCache, AsyncPlanCache])
+    @pytest.mark.parametrize("kind", [PlanCache, AsyncPlanCache])
     def test_is_planned_once_after_others(self, kind):
         group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
-        cache = kind(ReplanRule(1.25), **group)
-        cache.plan_for(0, FIRST, PlansBy(plan_u2), "first")
+        cache = kind(1.25, **group)
+        cache.plan_for(0, FIRST, plan_u2, "first")
         for _ in range(4):
-            cache.plan_for(0, UNEVEN, PlansBy(plan_u2), "uneven")
+            cache.plan_for(0, UNEVEN, plan_u2, "uneven")
         cache.flush()
         assert (cache.counters.calls, cache.counters.replans) == (5, 2)
         assert cache.latest[0].rho == 1.5
 
     def test_a_plan_made_for_another_mask_expires(self):
-        cache = SyncPlanCache(ReplanRule(1.25))
+        cache = PlanCache(1.25)
         for mask, name in ((UNEVEN, "uneven"), (MIRRORED, "mirrored"), (UNEVEN, "uneven"), (UNEVEN, "uneven")):
-            assert cache.plan_for(0, mask, PlansBy(plan_u2), name).plan.rho == 1.5
+            assert cache.plan_for(0, mask, plan_u2, name).plan.rho == 1.5
         assert cache.counters.replans == 3
 
     def test_without_a_name_it_could_be_any_mask(self):
-        cache = SyncPlanCache(ReplanRule(1.25))
+        cache = PlanCache(1.25)
         for _ in range(3):
-            cache.plan_for(0, UNEVEN, PlansBy(plan_u2))
+            cache.plan_for(0, UNEVEN, plan_u2)
         assert cache.counters.replans == 3
 
     def test_another_plan_than_the_one_made_for_it_expires(self):
-        kept, rule = KeptPlan.new(plan_u2(UNEVEN), "uneven"), ReplanRule(1.25)
-        assert not rule.expired(kept.used_with(plan_u2(UNEVEN)), "uneven")
-        assert rule.expired(kept.used_with(plan_u2(MIRRORED).evaluate(UNEVEN)), "uneven")
-        assert rule.expired(kept.used_with(plan_u2(UNEVEN).evaluate(MIRRORED)), "mirrored")
-
-    def test_an_attention_that_begins_with_its_plan_goes_on_with_it(self):
-        cache = SyncPlanCache(ReplanRule(1.25))
-        cache.plan_for("one step", UNEVEN, PlansBy(plan_u2), "uneven")
-        cache.begin_with("the next", "one step")
-        cache.plan_for("the next", UNEVEN, PlansBy(plan_u2), "uneven")
-        assert cache.counters.replans == 1
+        kept = KeptPlan.new(plan_u2(UNEVEN), "uneven")
+        assert not kept.used_with(plan_u2(UNEVEN)).expired(1.25, "uneven")
+        assert kept.used_with(plan_u2(MIRRORED).evaluate(UNEVEN)).expired(1.25, "uneven")
+        assert kept.used_with(plan_u2(UNEVEN).evaluate(MIRRORED)).expired(1.25, "mirrored")
 
 
 class TestPlannedAsync:
@@ -144,24 +133,24 @@ class TestPlannedAsync:
 
     @pytest.fixture
     def planned_async(self):
-        return AsyncPlanCache(ReplanRule(1.25), group=SequenceGroup(0, 1))
+        return AsyncPlanCache(1.25, group=SequenceGroup(0, 1))
 
     def test_the_first_call_plans_at_once(self, planned_async):
         assert (
-            planned_async.plan_for(0, FIRST, PlansBy(plan_u2)).plan.assignment.fingerprint
+            planned_async.plan_for(0, FIRST, plan_u2).plan.assignment.fingerprint
             == plan_u2(FIRST).assignment.fingerprint
         )
 
     def test_a_new_plan_is_adopted_one_call_later(self, planned_async):
         masks = [FIRST, ABOVE, ABOVE, ABOVE, FIRST]
-        plans = [planned_async.plan_for(0, mask, PlansBy(plan_u2)).plan.assignment.fingerprint for mask in masks]
+        plans = [planned_async.plan_for(0, mask, plan_u2).plan.assignment.fingerprint for mask in masks]
         old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert old != new
         assert plans == [old, old, new, new, new]
 
     def test_counters_cover_every_call_once_settled(self, planned_async):
         for mask in (FIRST, ABOVE, ABOVE):
-            planned_async.plan_for(0, mask, PlansBy(plan_u2))
+            planned_async.plan_for(0, mask, plan_u2)
         planned_async.flush()
         counters = planned_async.counters
         assert (counters.calls, counters.replans, counters.evaluated) == (3, 2, 3)
@@ -171,7 +160,7 @@ class TestPlannedAsync:
 
     def test_at_the_threshold_the_plan_is_kept(self, planned_async):
         for mask in (FIRST, AT_THRESHOLD, FIRST):
-            plan = planned_async.plan_for(0, mask, PlansBy(plan_u2)).plan
+            plan = planned_async.plan_for(0, mask, plan_u2).plan
         assert plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
         assert planned_async.counters.replans == 1
 
@@ -180,13 +169,12 @@ class TestPlannedAsync:
         layout = SequenceLayout.contiguous(grid.tokens, 2)
         threads = []
 
-        class Prepares(PlansBy):
-            def rank_plan(self, assignment: Assignment) -> RankPlan:
-                threads.append(threading.current_thread().name)
-                return RankPlan.of(assignment, layout, 0)
+        def part_of(assignment: Assignment) -> RankPlan:
+            threads.append(threading.current_thread().name)
+            return RankPlan.of(assignment, layout, 0)
 
         masks = (FIRST, ABOVE, ABOVE, ABOVE)
-        planned = [planned_async.plan_for(0, mask, Prepares(plan_u2)) for mask in masks]
+        planned = [planned_async.plan_for(0, mask, plan_u2, part_of=part_of) for mask in masks]
         planned_async.flush()
         old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert threads == ["dbsp-planning"]
@@ -198,46 +186,45 @@ class TestPlannedAsync:
         """Guidance is switched off between two calls: the prepared part is of a plan for more heads."""
         layout = SequenceLayout.contiguous(FIRST.grid.tokens, 2)
 
-        class Prepares(PlansBy):
-            def rank_plan(self, assignment: Assignment) -> RankPlan:
-                return RankPlan.of(assignment, layout, 0)
+        def part_of(assignment: Assignment) -> RankPlan:
+            return RankPlan.of(assignment, layout, 0)
 
         for mask in (FIRST, ABOVE):
-            planned_async.plan_for(0, mask, Prepares(plan_u2))
-        planned = planned_async.plan_for(0, mask_of(6, 4), PlansBy(plan_u2))
+            planned_async.plan_for(0, mask, plan_u2, part_of=part_of)
+        planned = planned_async.plan_for(0, mask_of(6, 4), plan_u2)
         assert (planned.plan.heads, planned.part) == (2, None)
 
     def test_attentions_do_not_mix(self, planned_async):
         for _ in range(2):
-            planned_async.plan_for("cond", FIRST, PlansBy(plan_u2))
-            planned_async.plan_for("uncond", ABOVE, PlansBy(plan_u2))
+            planned_async.plan_for("cond", FIRST, plan_u2)
+            planned_async.plan_for("uncond", ABOVE, plan_u2)
         planned_async.flush()
         assert planned_async.latest["cond"].rho == 1.0
         assert planned_async.latest["uncond"].rho == 9 / 8
         assert planned_async.counters.replans == 2
 
     def test_what_went_wrong_is_raised_at_the_next_call_with_its_traceback(self, planned_async):
-        planned_async.plan_for(0, FIRST, PlansBy(plan_u2))
+        planned_async.plan_for(0, FIRST, plan_u2)
 
-        def fail(mask: BlockMask) -> Plan:
+        def fail(mask: BlockMask, _current: Plan | None = None) -> Plan:
             raise ZeroDivisionError("no planner today")
 
-        planned_async.plan_for(0, ABOVE, PlansBy(fail))
+        planned_async.plan_for(0, ABOVE, fail)
         with pytest.raises(RuntimeError, match=r"(?s)planning failed.*Traceback.*no planner today"):
-            planned_async.plan_for(0, ABOVE, PlansBy(plan_u2))
+            planned_async.plan_for(0, ABOVE, plan_u2)
 
 
 class TestStandingStill:
     def test_a_thread_that_stands_still_is_waited_for_as_long_as_the_group_would_wait(self, monkeypatch):
         monkeypatch.setattr(SequenceGroup, "timeout", timedelta(seconds=0.05))
-        cache, answer = AsyncPlanCache(ReplanRule(1.25), group=SequenceGroup(0, 1)), threading.Event()
+        cache, answer = AsyncPlanCache(1.25, group=SequenceGroup(0, 1)), threading.Event()
 
-        def stand_still(mask: BlockMask) -> Plan:
+        def stand_still(mask: BlockMask, _current: Plan | None = None) -> Plan:
             answer.wait(30)  # ends a hang
             return plan_u2(mask)
 
-        cache.plan_for(0, FIRST, PlansBy(plan_u2))
-        cache.plan_for(0, ABOVE, PlansBy(stand_still))
+        cache.plan_for(0, FIRST, plan_u2)
+        cache.plan_for(0, ABOVE, stand_still)
         try:
             with pytest.raises(RuntimeError, match=r"planning thread of rank 0 has not answered for 0\.05 s"):
                 cache.flush()
@@ -274,8 +261,8 @@ def test_ranks_that_agree_go_on(pool):
     ("settings", "kind"),
     [
         ({"mask": SpargeSource(cdf=0.9)}, AsyncPlanCache),
-        ({"mask": SpargeSource(cdf=0.9), "reuse": {"mode": "sync"}}, SyncPlanCache),
-        ({"mask": WindowSource()}, SyncPlanCache),
+        ({"mask": SpargeSource(cdf=0.9), "reuse": {"mode": "sync"}}, PlanCache),
+        ({"mask": WindowSource()}, PlanCache),
         ({"mask": WindowSource(), "reuse": {"mode": "async"}}, AsyncPlanCache),
     ],
 )
@@ -295,7 +282,7 @@ def test_planning_thread_works_on_the_device_of_the_mask():
 
         return call
 
-    cache, device = AsyncPlanCache(ReplanRule(), group=SequenceGroup(0, 1)), torch.device("cuda", 3)
+    cache, device = AsyncPlanCache(1.10, group=SequenceGroup(0, 1)), torch.device("cuda", 3)
     patched = {name: noting(name) for name in ("set_device", "Stream", "stream")}
     with mock.patch.multiple(torch.cuda, **patched):
         for _ in range(2):

@@ -142,7 +142,6 @@ def test_masks_that_depend_on_step_and_guidance_pass_equal_one_process(pool, tmp
 ON_ONE_RANK = "rank(s) [1]: mask function tests.support.user_masks:on_one_rank"
 
 
-@pytest.mark.parametrize("layout", ["striped", "learned"])  # "learned" asks for all masks beforehand
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -152,10 +151,10 @@ ON_ONE_RANK = "rank(s) [1]: mask function tests.support.user_masks:on_one_rank"
         ("bits", "the mask of layer 1 differs on rank(s) [1]; it must be the same on every rank"),
     ],
 )
-def test_what_one_rank_does_raises_on_all(pool, fault, message, layout):
+def test_what_one_rank_does_raises_on_all(pool, fault, message):
     workers = pool(3)
     mask = {"source": "callable", "function": "tests.support.user_masks:on_one_rank", "parameters": {"fault": fault}}
-    config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3", "layout": layout}
+    config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3"}
     for raised in workers.run(run_until_error, ParaCase("wan", (3, 5, 7), config)):
         assert message in raised
         assert "\n" not in raised

@@ -51,7 +51,7 @@ class BagCase:
     fsdp: bool = False
     moved: bool = False
     """Whether each step has the sizes of the first, loaded by the next ranks."""
-    balancer: str = "dbsp"
+    planner: str = "dbsp"
     max_tokens: int | None = None
     model: str = "wan"
     broken: bool = False
@@ -59,7 +59,7 @@ class BagCase:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"topology": self.bags, "balancer": self.balancer, "max_tokens": self.max_tokens}
+        return {"topology": self.bags, "max_tokens": self.max_tokens}
 
     def step(self, step: int, world: int) -> tuple[list[PackedSample], list[int]]:
         """The samples, and the rank that is given each; some ranks have none."""
@@ -99,8 +99,7 @@ def _reversed(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayou
 def in_bags(rank: int, world: int, case: BagCase) -> list[tuple[float, float, int]]:
     """By step: largest differences of predictions and gradients, each as a share of the largest, and this rank's
     attentions."""
-    planner = {"dbsp": "dbsp", "knapsack": "contiguous"}[case.balancer]
-    config = {"mask": CONFIGS[case.mask], "planner": planner, "debug": case.checkpointing}
+    config = {"mask": CONFIGS[case.mask], "planner": case.planner, "debug": case.checkpointing}
     results = []
     wrong = patch("dbsp_diffusers.bags.bag_layout", _reversed) if case.broken else nullcontext()
     with wide_floats(case.dtype), wrong:

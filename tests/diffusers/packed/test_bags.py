@@ -20,7 +20,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
         (4, BagCase("g1n2+g2n1", seed=3, checkpointing=True)),
         (4, BagCase("g2n2", "sparge", samples=(1, 9, 1), seed=4, checkpointing=True)),
         (4, BagCase("g2n2", seed=5, local=False)),
-        (4, BagCase("g2n2", seed=6, balancer="knapsack")),
+        (4, BagCase("g2n2", seed=6, planner="contiguous")),
         (4, BagCase("auto", seed=7, dtype=torch.float32)),
         (4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, fsdp=True, checkpointing=True)),
         (4, BagCase("g2n2", "sparge", seed=13, model="flux", checkpointing=True)),

@@ -9,7 +9,7 @@ from scripts.checks.campaign.faults.acts import THREAD
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
-ALWAYS_ANEW = {"reuse": {"threshold": 1.0, "budget": None}, "planner": {"exchange_cost": 0.0}}
+ALWAYS_ANEW = {"reuse": {"threshold": 1.0}}
 RUNTIME, COMM, REPORTS = "dbsp_core.runtime", "dbsp_core.comm", "dbsp_core.reports"
 
 
@@ -51,9 +51,9 @@ PHASES: dict[str, Phase] = {
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),
     "mask exchange: travel": _session("dbsp_core.comm.block_pooling.exchange_heads", 4),
     "mask exchange: bits": _session("dbsp_core.sources.sparge.gather_bits", 2),
-    "planning": _session(f"{RUNTIME}.session.plan_maker.ConfiguredPlanMaker.make"),
-    "planning thread": _session(f"{RUNTIME}.session.async_plan_cache.AsyncPlanCache._evaluate", **_THREAD),
-    "planning thread: a new plan": _session(f"{RUNTIME}.session.plan_maker.make_plan", **_THREAD),
+    "planning": _session(f"{RUNTIME}.session.size_context.SizeContext._new_plan"),
+    "planning thread": _session(f"{RUNTIME}.session.async_plan_cache.AsyncPlanCache._found_out", **_THREAD),
+    "planning thread: a new plan": _session(f"{RUNTIME}.session.size_context.make_plan", **_THREAD),
     "planning thread: agreement": _session(f"{RUNTIME}.session.async_plan_cache.check_consistent", **_THREAD),
     "planning thread: the last": _session(f"{RUNTIME}.session.async_plan_cache.AsyncPlanCache._run", 3, **_THREAD),
     "recomputed plan adopted": _session(f"{RUNTIME}.session.async_plan_cache.AsyncPlanCache._adopt", 3),

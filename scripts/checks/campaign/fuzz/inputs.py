@@ -16,7 +16,6 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.models.lookup import signature_of_model
 from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.streams import parse_streams
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.sources.spec import mask_settings
@@ -31,6 +30,7 @@ from scripts.checks.campaign.fuzz.mutations import (
     mutated_words,
 )
 from scripts.checks.campaign.fuzz.originals import Originals
+from scripts.reproduce.knapformer.drawing import parse_streams
 
 SIZES = "--thw 3,4,8 --block-q 16 --block-k 16"
 
@@ -177,18 +177,13 @@ def _model(rng: random.Random, originals: Originals, folder: Path) -> Trial:
 COMMANDS = (
     "plan masks.safetensors --gpus 4 --strategy U2R2 --planner dbsp --layout striped --keys needed --target-rho 1.01",
     "plan masks.safetensors --gpus 4 --strategy all --planner all --json",
-    "plan --sequences g2b2i256,g2b1i256f9 --bags g2n2 --mask window:window=[5,9,9] --node-size 4 --max-tokens 9000",
-    "masks info masks.safetensors --gpus 2 --planner dbsp,snake --threshold 1.1 --budget 0.3 --sample 1 --thw 3,4,8",
+    "masks info masks.safetensors --gpus 2 --planner dbsp,snake --threshold 1.1 --sample 1 --thw 3,4,8",
     "masks info masks.safetensors --gpus 2 --quality --thw 3,4,8 --json",
     f"masks convert foreign.pt out.safetensors --key sparse {SIZES} --orders hwt,thw --text-tokens 0 --groups 0-4",
     f"masks convert foreign.npz out.safetensors --key mask {SIZES} --tail-dense --joined-text --crop",
     "masks convert recording out.safetensors --step 1 --branch 0",
     "masks fit recording -o out.safetensors --rank 4",
     "report report.json report.json --json --html out.html",
-    "simulate --model wan2.1-t2v-1.3b --gpus 2,4 --hardware a800 --mask 0.3 --planner dbsp,paper --strategy U2R1 "
-    "--coarsen 8 --layers 1 --json",
-    "simulate --model wan2.1-t2v-1.3b --nodes 2 --bandwidth 25 --keys ring,needed --coarsen 16 --out a.csv",
-    "simulate --model wan2.1-t2v-1.3b --gpus 4 --strategy U2R2 --mask window:window=[5,9,9] --coarsen 16",
     "masks --help",
 )
 

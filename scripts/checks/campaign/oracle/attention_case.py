@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from dbsp_core import Strategy
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, Streams
+from dbsp_core.layout.sequence_layout import LAYOUTS, Streams
 from dbsp_core.planning.planners import PLANNERS
 
 WORLDS = (2, 3, 4, 1, 6, 5, 8, 7)
@@ -134,7 +134,7 @@ def _draw(rng: random.Random, world: int) -> Draw:
         planner=rng.choice([*PLANNERS, "dbsp", "dbsp", "random"]),
         reward=rng.choice([0.0, 0.3, 1.0, 50.0]),
         equal_heads=rng.random() < 0.3,
-        layout=rng.choice([*LAYOUT_ORDERS, "shuffled", "least"]),
+        layout=rng.choice([*LAYOUTS, "shuffled"]),
         streams="first" if rng.random() < 0.3 else None,
         padded=rng.random() < 0.5,
         keys=rng.choice(["ring", "ring", "all", "needed"]),

@@ -20,10 +20,7 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.cost.layout_choice import least_keys_layout
-from dbsp_core.layout.sequence_layout import MaskProfile
-from dbsp_core.planning.key_chunks import KeysInChunks
-from dbsp_core.planning.keys import KEYS
+from dbsp_core.planning.key_chunks import KEYS, KeysInChunks
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import LocalQK
@@ -105,14 +102,10 @@ def _run(rank: int, world: int, case: Draw, scale: float) -> dict[str, float]:
 
 def _layout_of(case: Draw, sources: Sequence[tuple[BlockGrid, object]], strategy: Strategy) -> SequenceLayout:
     grid = BlockGrid.packed([grid for grid, _ in sources])
-    rng = np.random.default_rng(case.seed)
     if case.layout == "shuffled":
-        return SequenceLayout.from_streams([rng.permutation(grid.tokens)], strategy.world)
-    if case.layout == "least":
-        bits = rng.random((case.heads, grid.nq, grid.nk)) < case.density
-        return least_keys_layout([BlockMask.packed(_parts(bits, grid))], strategy)
-    profile = MaskProfile(*rng.random((2, grid.tokens)))
-    return SequenceLayout.named(case.layout, grid, strategy, streams=case.streams, profile=profile)
+        order = np.random.default_rng(case.seed).permutation(grid.tokens)
+        return SequenceLayout.from_streams([order], strategy.world)
+    return SequenceLayout.named(case.layout, grid, strategy, streams=case.streams)
 
 
 def _parts(bits: np.ndarray, grid: BlockGrid) -> list[BlockMask]:

@@ -54,7 +54,7 @@ STANDS = (
     Stand("diffusers", "wan", _of(BY_STEP, "U1R2", dense_schedule={"first_layers": 1})),
     Stand("para-attn", "wan", {"mask": RADIAL}),
     Stand("xdit", "wan", _of(SPARGE, "auto", cost_model="a800")),
-    Stand("diffusers", "hunyuan", _of(SVG, "U1R2", layout="learned")),
+    Stand("diffusers", "hunyuan", _of(SVG, "U1R2", layout="contiguous")),
     Stand("diffusers", "wan", _of(WINDOW, "U1R2"), cache="first block"),
     Stand("xdit", "cogvideox", _of(SPARGE, "U2R1", reuse={"mode": "sync"})),
     Stand("diffusers", "flux", _of(WINDOW, "U1R2", keys="needed")),

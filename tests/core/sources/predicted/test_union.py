@@ -15,8 +15,8 @@ from tests.core.sources.predicted.sparge_cases import predict_together
 from tests.core.sources.predicted.union_cases import (
     APART,
     BAND,
-    POOLED,
     PREDICTED,
+    SOL,
     WINDOW,
     UnionCase,
     joined,
@@ -29,7 +29,7 @@ CASES = {
     "window and predicted": UnionCase(),
     "by step and predicted, batch of two": UnionCase(mask=f"{PREDICTED}+{BAND},depends_on=step", batch=2),
     "by layer, dense first step, text": UnionCase(mask=f"{BAND}+{APART}", text_tokens=9, dense_first=1),
-    "window and predicted, pooled keys for what both skip": UnionCase(mask=f"{WINDOW}+{POOLED}", batch=2),
+    "window and a threshold": UnionCase(mask=f"{WINDOW}+{SOL}", batch=2),
     "tiles, three of them": UnionCase(
         mask=f"window:tile=[2,4,4],window=[1,1,1],block_q=16,block_k=8,shifted=false+{PREDICTED},token_order=tile:2x4x4"
         f"+{BAND},token_orders=['tile:2x4x4']",
@@ -159,12 +159,16 @@ def test_blocks_that_differ_are_refused_in_one_line(mask, message):
     assert "\n" not in str(caught.value)
 
 
-def test_two_parts_that_add_different_things_are_refused():
-    source = UnionCase(mask="vsa+sol:token_order=tile:4x4x4").source
+def test_coarse_branch_of_one_part_is_kept_and_of_two_refused():
     case = UnionCase(thw=(4, 8, 8))
     q, k = case.tensors()
-    with pytest.raises(UserError, match="differ in what they add for skipped blocks; leave it out of all but one"):
-        source.mask(case.request, LocalQK.alone(q, k, v=k, gate=q))
+    tokens = LocalQK.alone(q, k, v=k, gate=q)
+    kept = UnionCase(mask="vsa+sol:token_order=tile:4x4x4").source.mask(case.request, tokens).coarse
+    alone = UnionCase(mask="vsa+window:tile=[4,4,4]").source.of[0].mask(case.request, tokens).coarse
+    assert kept is not None
+    assert torch.equal(kept.coarse, alone.coarse)
+    with pytest.raises(UserError, match="several masks of a union have a coarse branch; give all but one"):
+        UnionCase(mask="vsa+vsa:sparsity=0.5").source.mask(case.request, tokens)
 
 
 def test_a_part_that_fails_on_one_rank_fails_on_all(threads):

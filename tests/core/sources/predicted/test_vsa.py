@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core import Strategy
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.remainder import CoarseBranch
+from dbsp_core.masks.coarse_branch import CoarseBranch
 from dbsp_core.sources import LocalQK, VsaSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
 
@@ -78,7 +78,7 @@ def test_follows_its_definition(case):
     mask = alone(case)
     assert mask.grid.q_axis.lengths.tolist() == [len(tile) for tile in tiles(case)]
     assert torch.equal(mask.bits, bits)
-    assert (branch_of(mask.remainder, case.tensors()[0]) - branch).abs().max() < 1e-5
+    assert (branch_of(mask.coarse, case.tensors()[0]) - branch).abs().max() < 1e-5
 
 
 def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, float]:
@@ -95,7 +95,7 @@ def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int
     for values in local[1:]:
         values[:, :, padding] = 1e4
     mask = case.source.mask(case.request, replace(tokens, gate=local[0], v=local[1]))
-    branch = branch_of(mask.remainder, tokens.q)
+    branch = branch_of(mask.coarse, tokens.q)
     assert not branch[:, padding].any()
     return mask.fingerprint, float((branch[:, places] - written_out(case)[1][:, mine]).abs().max())
 
@@ -112,7 +112,7 @@ def test_every_number_of_ranks_gives_the_same(threads, world, strategy, name):
 
 def test_without_a_gate_it_is_a_mask_alone(caplog):
     case = CASES["smaller tiles at the far sides"]
-    assert case.source.mask(case.request, LocalQK.alone(*case.tensors())).remainder is None
+    assert case.source.mask(case.request, LocalQK.alone(*case.tensors())).coarse is None
     assert torch.equal(case.source.mask(case.request, LocalQK.alone(*case.tensors())).bits, alone(case).bits)
 
 

@@ -20,7 +20,7 @@ from tests.support.oracle import dense_attention, largest_difference
 LAYERS = 2
 TIMESTEPS = (900.0, 800.0)
 PREDICTED = "sparge:cdf=0.4,similarity=-1,block_q=16,block_k=8"
-POOLED = "sol:tau=1.0,block_q=16,block_k=8"
+SOL = "sol:tau=1.0,block_q=16,block_k=8"
 APART = "callable:function=tests.support.user_masks:heads_apart,block_q=16,block_k=8"
 BAND = "callable:function=tests.support.user_masks:band,block_q=16,block_k=8"
 WINDOW = "window:window=[1,3,3],block_q=16,block_k=8"
@@ -56,8 +56,7 @@ def joined(masks: list[BlockMask], batch: int) -> BlockMask:
             for head in range(heads)
         ]
     )
-    remainder = next((mask.remainder for mask in masks if mask.remainder is not None), None)
-    return BlockMask(bits, masks[-1].grid, remainder)
+    return BlockMask(bits, masks[-1].grid)
 
 
 def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[float, float, bool]:
@@ -82,7 +81,7 @@ def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[
             for sample in range(case.batch):
                 per = union.heads // case.heads
                 bits = union.bits.view(per, case.heads, *union.bits.shape[1:])[sample % per]
-                own = BlockMask(bits, union.grid, union.remainder)
+                own = BlockMask(bits, union.grid)
                 expected = dense_attention(*(t[[sample]] for t in (q[:, :, mine], k, v)), own, mine)
                 worst = max(worst, largest_difference(out[[sample]][:, :, places], expected))
     return worst, gained, session.by_step

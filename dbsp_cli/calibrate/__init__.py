@@ -1,1 +1,0 @@
-"""Measuring this machine for the latency model: `dbsp calibrate`."""

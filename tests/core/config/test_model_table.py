@@ -1,0 +1,25 @@
+"""Sizes of the models in the table, and the description of its fields."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS
+
+
+def test_the_zoo_has_the_paper_models_sizes():
+    wan, cog = MODEL_SPECS["wan2.1-t2v-14b"], MODEL_SPECS["cogvideox1.5-5b"]
+    assert (wan.tokens, wan.width, wan.calls) == (21 * 3600, 5120, 100)
+    assert (cog.tokens, cog.width) == (21 * 4080 + 226, 3072)
+    keys = 2 * 40 * 5120**2  # of cross-attention, which are left out
+    assert 12e9 < wan.linear_flops / 2 / wan.tokens < 14.3e9 - keys + 1e9
+    assert MODEL_SPECS["wan2.1-t2v-1.3b"].tokens == 32760
+
+
+def test_the_model_s_description_is_of_its_fields():
+    described = re.findall(r"^        ([a-z_, ]+): ", ModelSpec.__doc__, re.M)
+    names = {name for names in described for name in names.split(", ")}
+    assert names
+    assert names <= {field.name for field in fields(ModelSpec)}
