@@ -1,4 +1,4 @@
-"""The installed commands.
+"""The installed command.
 
 Standard streams take all text, also if they are closed or not UTF-8. An interrupt while libraries are being imported
 ends a command at once.
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from dbsp_start.quick_end import quick_end
 
-__all__ = ["dbsp", "dbsp_xdit"]
+__all__ = ["dbsp"]
 
 
 def dbsp() -> None:
@@ -33,14 +33,6 @@ def _dbsp() -> None:
     if passing:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, before)
-    main()
-
-
-def dbsp_xdit() -> NoReturn:
-    _open_streams()
-    _end_when_interrupted()  # until it becomes torchrun, there is nothing to clean up
-    from dbsp_xdit.run import main
-
     main()
 
 

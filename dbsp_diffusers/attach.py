@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from dbsp_core.comm.consistency import check_consistent, run_consistently
@@ -48,22 +47,18 @@ class Host:
         sequence: The ranks that share a sequence and make one video together.
         attentions: Returns a transformer's self-attention modules, one a layer.
         choose_strategy: Returns the strategy for a configuration; None for "auto".
-        shard: Shards a transformer by a session; returns the value, not false, of its attribute `_is_parallelized`.
-        full_latents: Makes a rank's latents the whole video's, where each rank is given and denoises a part.
+        shard: Shards a transformer by a session; returns the value of its attribute `_is_parallelized`.
         vae: Whether videos are decoded in parallel, whatever the configuration says.
         decoders: The ranks that decode a video together, if more than `sequence`.
-        refused_vae: Why a pipeline's videos cannot be decoded in parallel, if so.
     """
 
     name: str
     sequence: SequenceGroup
     attentions: Callable[[Any], Sequence[nn.Module]]
     choose_strategy: Callable[[DbspConfig], Strategy | None]
-    shard: Callable[[Any, AttentionSession, PatchSet], object]
-    full_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
+    shard: Callable[[Any, AttentionSession, PatchSet], ForwardRanks]
     vae: bool = False
     decoders: SequenceGroup | None = None
-    refused_vae: str | None = None
 
 
 def attach_host(
@@ -71,8 +66,12 @@ def attach_host(
     config: ConfigLike,
     host: Host,
     steps: Callable[[], int | None] | None = None,
+    patches: PatchSet | None = None,
 ) -> AttentionSession:
-    """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective."""
+    """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective.
+
+    `patches` are changes made already, which are undone with the others.
+    """
     transformers = run_consistently(host.sequence.control(), lambda: _require_attachable(model, host))
     use_model_device(transformers.values(), host.sequence)
     pipe = None if model in transformers.values() else model
@@ -101,31 +100,31 @@ def attach_host(
         log_config(own, identify(transformer, pipe), host.sequence, strategy, like)
         sessions.append((transformer, session))
     debug = any(session.config.debug for _, session in sessions)
-    changes = PatchSet()
+    changes = patches or PatchSet()
 
     def change() -> None:
+        together: list[ForwardRanks] = []
         for attention, gate in gates.items():
             changes.add_module(attention, GATE, gate)
         for transformer, session in sessions:
-            generations.hook(transformer, changes, whole_inputs=host.full_latents is None, always=debug)
+            generations.hook(transformer, changes, always=debug)
             ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)
-            if packing is not None and isinstance(ranks, ForwardRanks):
+            if packing is not None:
                 packing.attach(transformer, changes)
             changes.set_attribute(transformer, "_is_parallelized", ranks)
+            together.append(ranks)
         generations.attach(
             changes,
             functools.partial(_exchanged, pipe, list(transformers.values())),
-            shares_state=host.full_latents is None and host.decoders is None,
+            shares_state=host.decoders is None,
         )
-        for transformer, session in sessions:
-            ranks = transformer._is_parallelized
-            reached = ranks.sharding.reached if isinstance(ranks, ForwardRanks) else session.end
+        for (transformer, _), ranks in zip(sessions, together, strict=True):
             on_host = next(transformer.parameters()).device.type == "cpu"
             patience = host.sequence.timeout if on_host else None
-            Coverage(transformer, host.attentions, reached, generations.board, patience).attach(changes)
+            Coverage(transformer, host.attentions, ranks.sharding.reached, generations.board, patience).attach(changes)
         _share_decoding(model, host, sessions[0][1].config.vae, generations.agreement, changes)
         if pipe is not None:
-            report_calls(pipe, [session for _, session in sessions], changes, host.name, host.full_latents)
+            report_calls(pipe, [session for _, session in sessions], changes, host.name)
         for transformer, _ in sessions:
             state = Attached(changes, sessions, host.name, generations)
             changes.set_attribute(transformer, STATE, state)
@@ -143,8 +142,6 @@ def _share_decoding(model: Any, host: Host, shared: bool, agreement: GenerationA
         check_consistent(host.decoders.control(), None, {VAE_DIFFERS: int(shared)})
     if not shared:
         return
-    if host.refused_vae is not None:
-        raise UserError(host.refused_vae)
     share_decoding(model, agreement, patches)
 
 

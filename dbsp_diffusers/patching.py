@@ -105,6 +105,21 @@ class PatchSet:
         setattr(place, name, bound)
         self._undo.callback(restore)
 
+    def replace_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
+        """Gives a module another class, and a forward that a library has bound to the module, too."""
+        own, (place, name) = type(module), _innermost_forward(module)
+        bound, new = vars(place).get(name), types.MethodType(cls.forward, module)
+        module.__class__ = cls
+        if getattr(bound, "__func__", None) is own.forward:
+            setattr(place, name, new)
+
+        def restore() -> None:
+            module.__class__ = own
+            if vars(place).get(name) is new:
+                setattr(place, name, bound)
+
+        self._undo.callback(restore)
+
     def hook(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:
         """Registers a module hook, for example hook(module.register_forward_hook, function, with_kwargs=True)."""
         self._undo.callback(register(function, **options).remove)

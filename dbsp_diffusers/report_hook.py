@@ -30,7 +30,6 @@ def report_calls(
     sessions: Sequence[AttentionSession],
     patches: PatchSet,
     host: str,
-    full_latents: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
@@ -38,7 +37,6 @@ def report_calls(
 
     Args:
         sessions: One for each of its transformers, in the order in which the report numbers their layers.
-        full_latents: Makes a rank's latents the whole video's, where each rank denoises a part. Collective.
     """
     for session in sessions:
         _warn_of_dense_calls(pipe, session, patches)
@@ -58,8 +56,6 @@ def report_calls(
                 raise
             finally:
                 kept.detach()
-            if full_latents is not None and observer.latents is not None:
-                observer.latents = full_latents(observer.latents)
             if observer.device.type == "cuda":
                 torch.cuda.synchronize(observer.device)
             observer.seconds = time.perf_counter() - start

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
@@ -15,32 +17,25 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.api import disable, session_of
 from dbsp_diffusers.attach import Host, attach_host
-from dbsp_diffusers.attached import attached_to, transformers_of
-from dbsp_diffusers.models import ARCHITECTURES, architecture_of
+from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_or_say_why_not, shown_name
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
-from dbsp_diffusers.sharding.step_caches import refuse_step_caches
-from dbsp_xdit.cogvideox import attach_strips, gather_latents
 from dbsp_xdit.flags import strategy_from
-from dbsp_xdit.wan import attach_wan
+from dbsp_xdit.stock import turned_back
 
 __all__ = ["attach", "detach", "recorded", "session_of"]
-
-_WANS = ("xFuserWanTransformer3DWrapper", "xFuserWanVACETransformer3DWrapper")
-_COGVIDEOX = "xFuserCogVideoXTransformer3DWrapper"
-_KNOWN = (*_WANS, _COGVIDEOX)
-"""xfuser's transformers that db-SP knows."""
 
 
 def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     """Makes the self-attention of a pipeline's transformers dual-balanced, on xfuser's sequence-parallel group.
 
-    Call it on all ranks together, once xfuser's groups are initialised, before `torch.compile`.
+    Transformers and pipelines of xfuser's own classes are turned back into diffusers' until `detach`, and db-SP shards
+    them. Call it on all ranks together, once xfuser's groups are initialised, before `torch.compile`.
 
     Args:
-        pipe: A pipeline with xfuser's Wan or CogVideoX transformer, which keep their own sharding, or with diffusers'
-            stock one, which db-SP then shards.
+        pipe: A pipeline of diffusers' or xfuser's, with a transformer whose class in diffusers db-SP knows.
         config: A `DbspConfig`, a mapping, the path of a YAML file, or None for the settings shipped for the
             transformer's checkpoint, dense attention where none are shipped.
 
@@ -53,44 +48,28 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     """
     sequence, guidance = _groups()
     _require_parallel_kinds()
-
-    def look() -> dict[int, str | None]:
-        return {id(transformer): _kind_of(transformer) for transformer in transformers_of(pipe).values()}
-
-    kinds = run_consistently(sequence.control(), look)
-
-    def attentions_of(transformer: Any) -> list[Any]:
-        if kinds[id(transformer)] != _COGVIDEOX:
-            return architecture_of(transformer).attentions_of(transformer)
-        refuse_step_caches(transformer, transformer.transformer_blocks)
-        return [block.attn1 for block in transformer.transformer_blocks]
-
-    def shard(transformer: Any, session: AttentionSession, patches: PatchSet) -> object:
-        kind = kinds[id(transformer)]
-        if kind == _COGVIDEOX:
-            attach_strips(transformer, session, patches)
-            return True
-        _require_parallel_guidance(pipe, guidance)
-        if kind is None:
-            return shard_transformer(transformer, session, patches)
-        attach_wan(transformer, session, patches)
-        return True
-
-    full_latents = gather_latents(sequence) if _COGVIDEOX in kinds.values() else None
-    return attach_host(
-        pipe,
-        config,
-        Host(
+    with PatchSet() as patches:
+        stock = run_consistently(sequence.control(), lambda: turned_back(pipe, patches))
+        host = Host(
             "xdit",
             sequence,
-            attentions_of,
-            _strategy,
-            shard,
-            full_latents=full_latents,
+            attentions=lambda transformer: _attentions_of(stock, transformer, guidance),
+            choose_strategy=_strategy,
+            shard=shard_transformer,
             decoders=_decoders(sequence, guidance),
-            refused_vae=_refused_vae(pipe),
-        ),
-    )
+        )
+        return attach_host(stock, config, host, patches=patches)
+
+
+def _attentions_of(pipe: Any, transformer: Any, guidance: SequenceGroup) -> Sequence[nn.Module]:
+    """Returns a transformer's self-attentions. Raises UserError if it, or guidance in parallel, does not fit."""
+    attentions = architecture_of(transformer).attentions_of(transformer)
+    if guidance.size > 1 and not type(pipe).__module__.startswith("xfuser."):
+        raise UserError(
+            f"use_cfg_parallel: {type(pipe).__name__} does not run the two guidance passes on two groups of ranks; "
+            "leave it out and double the Ulysses or ring degree"
+        )
+    return attentions
 
 
 def detach(pipe: Any) -> None:
@@ -100,21 +79,6 @@ def detach(pipe: Any) -> None:
         pipe: The pipeline; its transformer may have been compiled since.
     """
     disable(pipe)
-
-
-def _kind_of(transformer: Any) -> str | None:
-    """The name of xfuser's class; None for a transformer of diffusers'. Raises UserError for others."""
-    for cls in type(transformer).__mro__:
-        if cls.__name__ in _KNOWN:
-            return cls.__name__
-        if cls.__module__.partition(".")[0] == "xfuser":
-            break  # a transformer that shards itself in a way that db-SP does not know
-        if cls.__name__ in ARCHITECTURES:
-            return None
-    raise UserError(
-        f"db-SP knows {', '.join((*_KNOWN, *ARCHITECTURES))} in xDiT, not {type(transformer).__name__}; load the "
-        "transformer with one of these classes, or use --sp-backend usp"
-    )
 
 
 def _strategy(config: DbspConfig) -> Strategy | None:
@@ -154,22 +118,6 @@ def _decoders(sequence: SequenceGroup, guidance: SequenceGroup) -> SequenceGroup
 
     world = SequenceGroup.of(get_world_group().device_group)
     return world if guidance.size > 1 and world.size == sequence.size * guidance.size else None
-
-
-def _refused_vae(pipe: Any) -> str | None:
-    """Why a pipeline's videos cannot be decoded in parallel, or None."""
-    if not any(cls.__name__ == "xFuserPipelineBaseWrapper" for cls in type(pipe).__mro__):
-        return None
-    return f"vae: {type(pipe).__name__} decodes on its last rank alone; leave it out, or use --use_parallel_vae"
-
-
-def _require_parallel_guidance(pipe: Any, guidance: SequenceGroup) -> None:
-    """Raises UserError for guidance in parallel with a pipeline that does not split the two passes itself."""
-    if guidance.size > 1 and not type(pipe).__module__.startswith("xfuser."):
-        raise UserError(
-            f"use_cfg_parallel: {type(pipe).__name__} does not run the two guidance passes on two groups of ranks; "
-            "leave it out and double the Ulysses or ring degree"
-        )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Teaches the unmodified `xdit` command db-SP's flags, from `dbsp_cli.autoload`. `dbsp-xdit` needs none of this.
+"""Teaches the unmodified `xdit` command db-SP's flags, from `dbsp_cli.autoload`.
 
 In an xfuser run the patches are installed before xfuser's modules are imported; in a run with db-SP, torchrun also
 ends when `xdit` does, and ranks when their torchrun does. A user's own script that is given the flags fails with what

@@ -19,7 +19,7 @@ __all__ = [
 
 RUNNER = "xfuser.runner"
 BACKEND = "--sp_backend"
-FLAGS = (BACKEND, "--sp_config", "--sp_strategy", "--sp_planner", "--sp_mask", "--sp_vae", "--sp_report")
+FLAGS = (BACKEND, "--sp_config")
 """db-SP's flags as xfuser's parser stores them: it turns dashes into underscores, and takes abbreviations."""
 
 

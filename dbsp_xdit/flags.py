@@ -10,16 +10,20 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.of_model import default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.lookup import find_model_spec, signature_of_model
-from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.sources import SOURCES
-from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
 from dbsp_xdit.command_line import full_name
 
 __all__ = ["add_flags", "config_from", "parse_known", "strategy_from"]
 
 BACKENDS = ("usp", "dbsp")
-_SETTINGS = ("sp_config", "sp_strategy", "sp_planner", "sp_mask", "sp_vae", "sp_report")
+_REMOVED = {
+    "--sp_mask": "write --sp-config MASK",
+    "--sp_strategy": "the degrees say it; others: strategy in the file of --sp-config",
+    "--sp_planner": "write planner in the file of --sp-config",
+    "--sp_vae": "write vae: true in the file of --sp-config",
+    "--sp_report": "write report: DIR in the file of --sp-config",
+}
+"""Flags of earlier versions, and what to write instead."""
 _DEGREES = ("ulysses_degree", "ring_degree", "pipefusion_parallel_degree", "tensor_parallel_degree")
 _SIZES = ("height", "width", "num_frames")
 _SWITCHES = {
@@ -46,24 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--sp_config",
-        help="YAML file with db-SP's settings, or a shipped one's name; the flags below override it. Default: what is "
-        "shipped for the model.",
+        help="db-SP's settings: a YAML file, the name of a shipped one, or a mask alone, such as sparge:cdf=0.92, "
+        "window:window=[7,21,33] or a mask file. Default: what is shipped for the model.",
     )
-    group.add_argument(
-        "--sp_strategy", help="UxRy, for example U4R2, or auto; default: --ulysses_degree and --ring_degree."
-    )
-    group.add_argument("--sp_planner", help=f"How work is shared out: {', '.join(PLANNERS)}.")
-    group.add_argument(
-        "--sp_mask",
-        help=f"Mask source ({', '.join(SOURCES)}), with settings as in 'window:window=[7,21,33]', or a mask file.",
-    )
-    group.add_argument(
-        "--sp_vae",
-        action="store_true",
-        default=None,
-        help="Decode the video on all ranks together, tile by tile; turns tiling on.",
-    )
-    group.add_argument("--sp_report", help="Folder for report.json, balance.png and the final latents.")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,6 +83,9 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
     for argument in argv:
         name, equals, value = argument.partition("=")
         name = full_name(name)
+        removed = name.replace("-", "_").replace("__", "--", 1)
+        if removed in _REMOVED:
+            raise UserError(f"{name} was removed; {_REMOVED[removed]}")
         normal.append(name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else argument)
     return vars(parser.parse_known_args(normal)[0])
 
@@ -102,34 +94,25 @@ def config_from(args: Mapping[str, Any], read: DbspConfig | None = None) -> Dbsp
     """Returns the configuration that parsed arguments ask for, or None for backend "usp".
 
     Args:
-        read: The configuration, where it has been read already; other flags override it.
+        read: The configuration, if it has been read already.
 
     Raises:
         UserError: Settings make no sense, each or together.
     """
     if args.get("sp_backend", "usp") == "usp":
-        given = [name for name in _SETTINGS if args.get(name) is not None]
-        if given:
-            raise UserError(f"--{given[0].replace('_', '-')} has no effect without --sp-backend dbsp; add it")
+        if args.get("sp_config") is not None:
+            raise UserError("--sp-config has no effect without --sp-backend dbsp; add it")
         return None
-    mask = args.get("sp_mask")
     model = None if args.get("model") is None else signature_of_model(args["model"])
     if read is not None:
-        base = read
-    elif mask is None and args.get("sp_config") is None:
-        base = default_config(model, find_model_spec(args.get("model") or ""))
+        config = read
+    elif args.get("sp_config") is None:
+        config = default_config(model, find_model_spec(args.get("model") or ""))
     else:
-        base = DbspConfig.load(args.get("sp_config"))
-    require_same_model(base, model)
-    config = base.with_overrides(
-        strategy=args.get("sp_strategy"),
-        planner=args.get("sp_planner"),
-        mask=None if mask is None else mask_settings(mask),
-        vae=args.get("sp_vae"),
-        report=args.get("sp_report"),
-    )
+        config = DbspConfig.load(args["sp_config"])
+    require_same_model(config, model)
     if config.vae and args.get("use_parallel_vae"):
-        raise UserError("--use_parallel_vae shares decoding out already; leave it out, or setting vae (--sp-vae)")
+        raise UserError("--use_parallel_vae shares decoding out already; leave it out, or setting vae")
     for name in _DEGREES[2:]:
         if (args.get(name) or 1) > 1:
             raise UserError(f"--{name} {args[name]} does not go with --sp-backend dbsp; leave it at 1")
@@ -152,7 +135,7 @@ def _require_no_rival(args: Mapping[str, Any]) -> None:
     if backend is not None and any(word in str(backend).upper() for word in _SPARSE):
         raise UserError(
             f"--attention_backend {backend} computes sparse self-attention of its own; leave it out, and choose the "
-            "mask with --sp-mask"
+            "mask with --sp-config"
         )
 
 

@@ -166,7 +166,7 @@ def preflight(argv: Sequence[str], read: DbspConfig | None = None) -> str | None
         return None
     require_possible(settings[0])
     if settings[0].report and args["nnodes"] == "1":  # one of several nodes writes it
-        require_folder_place(Path(settings[0].report).absolute(), "--sp-report" if args["sp_report"] else "report")
+        require_folder_place(Path(settings[0].report).absolute(), "report")
     return settings[1].source
 
 

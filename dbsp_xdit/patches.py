@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -87,7 +88,9 @@ def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
 
         with exit_on_user_error():
             require_checkpoint(preflight(sys.argv[1:] if args is None else args))
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal ends the ranks as SIGTERM does
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, which torchrun would ignore
+            os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+        else:  # a closed terminal ends the ranks as SIGTERM does
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         original(args)
 

@@ -63,9 +63,7 @@ def _wan(model: Model, base: Any, own: bool, dtype: torch.dtype) -> type:
         def _load_model(self) -> Any:
             if dtype == torch.bfloat16:  # all of xfuser's ways to load are for this dtype
                 return super()._load_model()
-            pipe = _pipeline(model, self.config.task).from_pretrained(
-                model.source, torch_dtype=dtype, **_transformers(model, dtype)
-            )
+            pipe = _pipeline(model, self.config.task).from_pretrained(model.source, torch_dtype=dtype)
             return in_float64(pipe) if dtype == torch.float64 else pipe
 
     return WanModel
@@ -78,20 +76,6 @@ def _pipeline(model: Model, task: str | None) -> Any:
 
     from_image = model.like.pipeline == "WanImageToVideoPipeline" or task == "i2v"
     return xFuserWanImageToVideoPipeline if from_image else getattr(diffusers, model.like.pipeline)
-
-
-def _transformers(model: Model, dtype: torch.dtype) -> dict[str, Any]:
-    """Loads a pipeline's transformers in xfuser's wrappers, by their names in the pipeline."""
-    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
-    from xfuser.model_executor.models.transformers.transformer_wan_vace import xFuserWanVACETransformer3DWrapper
-
-    vace = model.like.pipeline == "WanVACEPipeline"
-    wrapper = xFuserWanVACETransformer3DWrapper if vace else xFuserWanTransformer3DWrapper
-    options = {} if vace else {"attention_kwargs": {"thw": None}}
-    return {
-        name: wrapper.from_pretrained(model.source, subfolder=name, torch_dtype=dtype, **options)
-        for name in ("transformer", "transformer_2")[: 2 if model.like.variant == "two" else 1]
-    }
 
 
 def _cogvideox(model: Model, dtype: torch.dtype) -> type:

@@ -107,7 +107,7 @@ HOSTS = (
         ("xfuser", "diffusers", "transformers", "triton"),
         "xdit",
         "from dbsp_xdit.patches import install; install(active=True); import xfuser.runner, dbsp_xdit.attachment",
-        "for dbsp generate, dbsp-xdit and xdit --sp-backend dbsp",
+        "for dbsp generate and xdit --sp-backend dbsp",
     ),
     Importable(
         "ParaAttention",

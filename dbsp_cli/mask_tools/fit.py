@@ -16,7 +16,7 @@ from dbsp_core.utils.errors import UserError, in_short
 
 __all__ = ["FitSummary", "fit_projections", "fit_recording"]
 
-RECORD = "record one with: xdit … --sp-mask 'record_qk:path=FOLDER', or mask: {source: record_qk, path: FOLDER}"
+RECORD = "record one with: xdit … --sp-config 'record_qk:path=FOLDER', or mask: {source: record_qk, path: FOLDER}"
 
 
 @dataclass(frozen=True)

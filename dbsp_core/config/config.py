@@ -242,7 +242,7 @@ class DbspConfig:
 
         Args:
             source: a DbspConfig (returned as it is), a mapping, None for the defaults, a YAML file: its path, or a
-                shipped one's name; or a mask alone, as `--sp-mask` takes it: "sparge:cdf=0.92", "masks.safetensors".
+                shipped one's name; or a mask alone: "sparge:cdf=0.92", "masks.safetensors".
 
         Returns:
             The configuration. What the source says besides, which model and which video, is in its `generate`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -16,7 +16,7 @@ from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.removed import why_removed
 
-__all__ = ["LAYOUTS", "HostLayout", "SequenceLayout", "ShardSegments", "Streams"]
+__all__ = ["LAYOUTS", "SequenceLayout", "ShardSegments", "Streams"]
 
 Streams = Literal["first", "last"] | None
 """A rank's share of text comes before or after its share of video; None: they are sharded as one stream."""
@@ -228,7 +228,3 @@ def _in_stripes(tokens: np.ndarray, grid: BlockGrid, ring: int) -> np.ndarray:
     in_order = grid.token_permutation(grid.common_order or CANONICAL)
     kept = np.isin(in_order, tokens)
     return in_order[kept][np.argsort((axis.block_of % ring)[kept], kind="stable")]
-
-
-HostLayout = Callable[[], SequenceLayout]
-"""Returns the layout in which a host shards the sequence itself."""

@@ -221,7 +221,7 @@ class RunReport:
         """Reads a report.json, or the one in a folder. Raises UserError when it is no report."""
         path = user_path(path)
         path = path / "report.json" if os.path.isdir(path) else path
-        advice = "a run leaves one in the folder of setting `report`, or --sp-report DIR"
+        advice = "a run leaves one in the folder of setting `report`"
         require_file(path, "report", advice)
         try:
             values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)

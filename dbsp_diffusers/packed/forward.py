@@ -23,7 +23,6 @@ from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed.packing import PACKINGS, packing_of
 from dbsp_diffusers.packed.tokens import Packing
 from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, SampleSpec, check_samples
-from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
 __all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]
 
@@ -222,14 +221,6 @@ def _transformer_of(model: Any) -> tuple[Any, Packing]:
 
 
 def _session_of(transformer: Any) -> AttentionSession | None:
-    """A transformer's session or None. Raises UserError if db-SP is enabled in a way that takes one size at a time."""
+    """Returns a transformer's session, or None if db-SP is not enabled on it."""
     state = attached_to(transformer)
-    if state is None:
-        return None
-    session = next(session for own, session in state.sessions if own is transformer)
-    if not isinstance(transformer._is_parallelized, ForwardRanks):
-        raise UserError(
-            f"{state.host} shards this transformer in a way of its own, which takes one size at a time; use "
-            "dbsp_diffusers.enable"
-        )
-    return session
+    return None if state is None else next(session for own, session in state.sessions if own is transformer)

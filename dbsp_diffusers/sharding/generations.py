@@ -143,7 +143,7 @@ class Generations:
         begin = getattr(scheduler, "begin_index", None) or 0
         return None if timesteps is None else len(timesteps) - begin - left_out
 
-    def hook(self, transformer: nn.Module, patches: PatchSet, *, whole_inputs: bool, always: bool) -> None:
+    def hook(self, transformer: nn.Module, patches: PatchSet, *, always: bool) -> None:
         """Gives the transformer the first rank's inputs on all ranks, once they have compared what each was given.
 
         Ranks compare at the beginning of each generation, and where inputs are of new shapes. Where gradients flow
@@ -152,7 +152,6 @@ class Generations:
         Call it before anything that cuts the inputs is hooked.
 
         Args:
-            whole_inputs: Whether every rank is given all inputs; else sizes and steps are compared alone.
             always: Whether to compare at every pass.
         """
         if self.agreement.group.size == 1:
@@ -172,10 +171,10 @@ class Generations:
             own = training or (torch.is_grad_enabled() and any(one.requires_grad for _, one in tensors))
             kinds = tuple((name, one.shape, one.dtype) for name, one in tensors)
             place = min(self._passes, _COMPARED - 1), kinds
-            if always or (own and whole_inputs) or place not in self._compared:
-                self.agreement.compare(self._pass_inputs(inputs, whole_inputs))
+            if always or own or place not in self._compared:
+                self.agreement.compare(self._pass_inputs(inputs))
                 self._compared.add(place)
-            if own or not whole_inputs:
+            if own:
                 return None
             return self._with_first_rank_values(args, kwargs, [one for _, one in tensors])
 
@@ -203,14 +202,12 @@ class Generations:
             self.agreement.begin_call()
         return first
 
-    def _pass_inputs(self, inputs: Mapping[str, Any], whole: bool) -> PassInputs:
+    def _pass_inputs(self, inputs: Mapping[str, Any]) -> PassInputs:
         guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
         steps = self.steps(), self._passes, guidance
         sample = next(iter(inputs))
         latents = dict(named_tensors(sample, sample_of(inputs)))
         size = [(tuple(one.shape), one.dtype) for one in latents.values()]
-        if not whole:
-            return PassInputs(size, steps)
         others = {name: value for name, value in inputs.items() if name not in (sample, "return_dict")}
         conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
         plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}

@@ -19,7 +19,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
-__all__ = ["ForwardRanks", "StepCaches", "may_skip", "refuse_step_caches"]
+__all__ = ["ForwardRanks", "StepCaches", "may_skip"]
 
 
 class _Sharded(Protocol):
@@ -76,21 +76,6 @@ ALIKE = {
 
 They go by step, timestep, another hook's decision or the whole input, or skip nothing.
 """
-
-
-def refuse_step_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Raises UserError where any step cache is enabled on a transformer that its host shards."""
-    for module in _places(transformer, blocks):
-        for hook in _skipping_hooks(module):
-            raise UserError(
-                f"a step cache ({type(hook).__name__}) does not go with {type(transformer).__name__}, which shards by "
-                "itself; call transformer.disable_cache(), or attach db-SP to diffusers' own transformer"
-            )
-    if getattr(transformer, "_is_cached", False):
-        raise UserError(
-            f"cache-dit does not go with {type(transformer).__name__}, which shards by itself; call "
-            "cache_dit.disable_cache, or attach db-SP to diffusers' own transformer"
-        )
 
 
 def may_skip(transformer: nn.Module, block: nn.Module) -> bool:

@@ -17,13 +17,12 @@ from tests.support.repository import child_environment, python_path
 SLOW = "print('importing', flush=True)\nimport time\ntime.sleep(600)\n"
 
 
-@pytest.mark.parametrize("command", ["dbsp", "dbsp_xdit"])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_an_interrupt_during_imports_is_one_line(tmp_path, command, ignored):
+def test_an_interrupt_during_imports_is_one_line(tmp_path, ignored):
     """torch is a stand-in that says when it is imported, and takes for ever."""
     (tmp_path / "torch.py").write_text(SLOW if not ignored else SLOW.replace("600", "0") + "raise SystemExit(5)\n")
     run = subprocess.Popen(
-        [sys.executable, "-c", f"from dbsp_cli.entry import {command}; {command}()", "--help"],
+        [sys.executable, "-c", "from dbsp_cli.entry import dbsp; dbsp()", "--help"],
         env=child_environment(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,23 +47,10 @@ def test_an_interrupt_after_the_imports_is_one_line_too(dbsp, monkeypatch):
 def test_the_installed_commands_are_there():
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
-    assert set(scripts) == {"dbsp", "dbsp-xdit"}
+    assert set(scripts) == {"dbsp"}
     for place in scripts.values():
         module, name = place.split(":")
         assert callable(getattr(import_module(module), name))
-
-
-def test_dbsp_xdit_without_xfuser_says_how_to_install_it(monkeypatch, capfd):
-    """The command is always installed, whatever else was asked for."""
-    from dbsp_xdit import run
-
-    monkeypatch.setattr(run, "NEEDS", ("torch", "dbsp_no_such_module"))
-    monkeypatch.setattr(sys, "argv", ["dbsp-xdit", "--model", "./tiny", "--prompt", "a"])
-    with pytest.raises(SystemExit) as ended:
-        run.main()
-    assert ended.value.code == 2
-    said = "dbsp: error: dbsp-xdit lacks dbsp_no_such_module; pip install '.[xdit]' in db-SP's repository\n"
-    assert capfd.readouterr().err == said
 
 
 OUR_FAULT_AND_YOURS = [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
@@ -80,19 +66,6 @@ class TestFaultsOfOurOwn:
         monkeypatch.setattr("dbsp_cli.commands.doctor.run_checks", broken)
         with pytest.raises(IndexError, match="a fault"):
             dbsp("doctor")
-
-    @pytest.mark.parametrize(
-        ("error", "ends"), [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
-    )
-    def test_of_dbsp_xdit(self, monkeypatch, error, ends):
-        from dbsp_xdit import run
-
-        monkeypatch.setattr(sys, "argv", ["dbsp-xdit", "--model", "m"])
-        monkeypatch.setattr(run, "NEEDS", ())
-        monkeypatch.setattr(run, "preflight", lambda argv: (_ for _ in ()).throw(error))
-        with pytest.raises(ends) as raised:
-            run.main()
-        assert raised.value is error or raised.value.code == 2
 
     @pytest.mark.parametrize(
         ("error", "ends"), [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]

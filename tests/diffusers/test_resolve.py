@@ -102,9 +102,8 @@ def test_xdit_without_a_configuration():
         return config_from(parse_known(["--sp-backend", "dbsp", *arguments]))
 
     assert asked("--model", "Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
-    assert asked("--model", "Wan2.1-T2V", "--sp-mask", "radial") != asked("--model", "Wan2.1-T2V")
+    assert asked("--model", "Wan2.1-T2V", "--sp-config", "radial") != asked("--model", "Wan2.1-T2V")
     assert asked("--model", "unheard-of") == DbspConfig()
-    assert asked("--model", "Wan2.1-T2V", "--sp-planner", "paper").planner.name == "paper"
     with pytest.raises(ValueError, match=r"is for cogvideox1\.5-5b, the model is wan2.1-t2v-14b"):
         asked("--model", "Wan2.1-T2V", "--sp-config", "cogvideox1.5-5b-sparge")
 

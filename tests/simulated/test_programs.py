@@ -116,12 +116,12 @@ def test_ranks_of_the_unmodified_xdit_command_equal_one_process(tmp_path: Path) 
     tiny = str(make_tiny("cogvideox", tmp_path / "cogvideox"))
     mask = {"source": "window", "window": [2, 3, 3], "block_q": 16, "block_k": 16}
     settings = tmp_path / "settings.yaml"
-    settings.write_text(yaml.safe_dump({"mask": mask, "dtype": "float32"}))
+    settings.write_text(yaml.safe_dump({"mask": mask, "dtype": "float32", "report": str(tmp_path / "report")}))
     size = {"height": 80, "width": 112, "num_frames": 9, "num_inference_steps": 1, "guidance_scale": 2.0}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["tests.gpu_node.program", "xfuser.runner", "--model", tiny, "--prompt", "the sea at dusk"]
     command += [word for name, value in size.items() for word in (f"--{name}", str(value))]
-    command += ["--sp-backend", "dbsp", "--ring_degree", "2", "--sp-report", str(tmp_path / "report")]
+    command += ["--sp-backend", "dbsp", "--ring_degree", "2"]
     command += ["--sp-config", str(settings), "--output_directory", str(tmp_path)]
     environment = child_environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, timeout=240, capture_output=True, text=True)

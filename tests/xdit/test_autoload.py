@@ -42,8 +42,8 @@ def test_an_abbreviated_flag_is_the_flag_as_for_xfuser_s_parser(flag):
     for words in ([flag, "dbsp"], [f"{flag}=dbsp"]):
         assert dbsp_requested(["xdit", *words])
         assert parse_known(words)["sp_backend"] == "dbsp"
-        with pytest.raises(ValueError, match="unknown planner 'magic'"):
-            preflight([*words, "--sp-pl", "magic", "--model", "m"])
+        with pytest.raises(ValueError, match="did you mean 'radial'"):
+            preflight([*words, "--sp-c", "radail:width=1", "--model", "m"])
     assert not dbsp_requested(["xdit", flag, "usp"])
 
 

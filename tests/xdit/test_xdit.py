@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
+from dbsp_core.config.config import DbspConfig
 from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.sources import NablaSource, RadialSource, SolSource, UnionSource, VsaSource, WindowSource
 from dbsp_diffusers.patching import PatchSet
@@ -145,24 +146,36 @@ def test_importing_torch_elsewhere_loads_nothing_of_ours():
     assert out.stdout.strip() == "[]"
 
 
-def test_flags_override_the_file(tmp_path):
+def test_settings_come_from_the_file(tmp_path):
     file = tmp_path / "dbsp.yaml"
-    file.write_text("mask: {source: window}\nplanner: {name: contiguous, paper: {reward: 2}}\n")
-    line = ["--sp-backend=dbsp", "--sp-config", str(file), "--sp-planner", "paper", "--sp-strategy", "u2r2"]
-    config = config_from(parse_known([*line, "--ulysses-degree", "4", "--prompt", "a", "b"]))
-    assert config is not None
-    assert (config.planner.name, config.planner.paper.reward, config.strategy) == ("paper", 2.0, Strategy(2, 2))
-    assert type(config.mask).__name__ == "WindowSource"
+    file.write_text("mask: {source: window}\nplanner: contiguous\nstrategy: U2R2\n")
+    line = ["--sp-backend=dbsp", "--sp-config", str(file), "--ulysses-degree", "4", "--prompt", "a", "b"]
+    assert config_from(parse_known(line)) == DbspConfig.load(file)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "message"),
+    [
+        ("strategy: U3R1", ["--ulysses_degree", "2"], "needs 3 GPUs"),
+        ("strategy: 4x2", [], "not of the form UxRy"),
+        ("planner: magic", [], "unknown planner 'magic'"),
+        ("vae: true", ["--use_parallel_vae"], "--use_parallel_vae shares decoding out already"),
+    ],
+)
+def test_a_file_s_mistakes_are_found_as_well(tmp_path, settings, flags, message):
+    (tmp_path / "dbsp.yaml").write_text(settings)
+    with pytest.raises(ValueError, match=message):
+        preflight(["--sp-backend", "dbsp", "--sp-config", str(tmp_path / "dbsp.yaml"), "--prompt", "x", *flags])
 
 
 @pytest.mark.parametrize(
     ("flag", "mask"),
     [
-        (["--sp-mask", "window:tile=[3,5,8],window=[3,5,5]"], WindowSource(tile=(3, 5, 8), window=(3, 5, 5))),
-        (["--sp_mask=radial:width=0.5"], RadialSource(width=0.5)),
-        (["--sp-mask", "sol:tau=0.5"], SolSource(tau=0.5)),
-        (["--sp-mask", "vsa:sparsity=0.7,tile=[2,4,8]"], VsaSource(sparsity=0.7, tile=(2, 4, 8))),
-        (["--sp-mask", "window+nabla:cdf=0.8"], UnionSource((WindowSource(), NablaSource(cdf=0.8)))),
+        (["--sp-config", "window:tile=[3,5,8],window=[3,5,5]"], WindowSource(tile=(3, 5, 8), window=(3, 5, 5))),
+        (["--sp_config=radial:width=0.5"], RadialSource(width=0.5)),
+        (["--sp-config", "sol:tau=0.5"], SolSource(tau=0.5)),
+        (["--sp-config", "vsa:sparsity=0.7,tile=[2,4,8]"], VsaSource(sparsity=0.7, tile=(2, 4, 8))),
+        (["--sp-config", "window+nabla:cdf=0.8"], UnionSource((WindowSource(), NablaSource(cdf=0.8)))),
     ],
 )
 def test_a_mask_may_come_with_its_settings(flag, mask):
@@ -179,14 +192,16 @@ def test_usp_asks_for_nothing():
     ("arguments", "message"),
     [
         (["--sp-backend", "nonsense"], "invalid choice: 'nonsense'"),
-        (["--sp-strategy", "U2R1"], "no effect without --sp-backend dbsp"),
-        (["--sp-backend", "dbsp", "--sp-strategy", "U3R1", "--ulysses_degree", "2"], "needs 3 GPUs"),
-        (["--sp-backend", "dbsp", "--sp-strategy", "4x2"], "not of the form UxRy"),
-        (["--sp-backend", "dbsp", "--sp-planner", "magic"], "unknown planner 'magic'"),
-        (["--sp-backend", "dbsp", "--sp-mask", "/nowhere.safetensors"], "does not exist"),
-        (["--sp-backend", "dbsp", "--sp-mask", "radail:width=1"], "did you mean 'radial'"),
-        (["--sp-backend", "dbsp", "--sp-mask", "radial:wdith=1"], "unknown key 'wdith' in mask source 'radial'"),
-        (["--sp-backend", "dbsp", "--sp-mask", "radial:width"], "write NAME:key=value"),
+        (["--sp-config", "sparge"], "no effect without --sp-backend dbsp"),
+        (["--sp-mask", "sparge"], "--sp-mask was removed; write --sp-config MASK"),
+        (["--sp_strategy=U2R1"], "--sp_strategy was removed; the degrees say it"),
+        (["--sp-backend", "dbsp", "--sp-planner", "paper"], "removed; write planner in the file of --sp-config"),
+        (["--sp-backend", "dbsp", "--sp-vae"], "removed; write vae: true in the file of --sp-config"),
+        (["--sp-backend", "dbsp", "--sp-report", "out"], "removed; write report: DIR in the file of --sp-config"),
+        (["--sp-backend", "dbsp", "--sp-config", "/nowhere.safetensors"], "does not exist"),
+        (["--sp-backend", "dbsp", "--sp-config", "radail:width=1"], "did you mean 'radial'"),
+        (["--sp-backend", "dbsp", "--sp-config", "radial:wdith=1"], "unknown key 'wdith' in mask source 'radial'"),
+        (["--sp-backend", "dbsp", "--sp-config", "radial:width"], "write NAME:key=value"),
         (["--sp-backend", "dbsp", "--sp-config", "/nowhere.yaml"], "does not exist"),
         (["--sp-backend", "dbsp", "--pipefusion_parallel_degree", "2"], "leave it at 1"),
         (["--sp-backend", "dbsp"], "--model is missing; use one of wan2.1-t2v-14b, .* or a local folder"),
@@ -195,10 +210,8 @@ def test_usp_asks_for_nothing():
         (["--sp-backend", "dbsp", "--use_hybrid_attn_schedule"], "--use_hybrid_attn_schedule does not go with"),
         (["--sp-backend", "dbsp", "--use-spargeattn-head-balance"], "db-SP balances heads itself; leave it out"),
         (["--sp-backend", "dbsp", "--use_fp8_comms"], "8 bits with exchange.precision: int8 in --sp-config; leave"),
-        (["--sp-backend", "dbsp", "--sp-vae", "--use_parallel_vae"], "--use_parallel_vae shares decoding out already"),
-        (["--sp-vae"], "--sp-vae has no effect without --sp-backend dbsp"),
         (["--sp-backend", "dbsp", "--cache_method", "teacache"], "--cache_method teacache does not go with"),
-        (["--sp-backend", "dbsp", "--attention_backend", "aiter_sparge"], "choose the mask with --sp-mask"),
+        (["--sp-backend", "dbsp", "--attention_backend", "aiter_sparge"], "choose the mask with --sp-config"),
         (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--height", "770"], "multiple of 16, for example 768"),
         (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--num_frames", "84"], r"must be 8k \+ 1 .* example 81"),
         (
@@ -309,14 +322,11 @@ def test_local_folders_must_be_known_pipelines(tmp_path):
         assert find_model(str(tmp_path)).like.name == name
 
 
-@pytest.mark.parametrize("command", ["xdit", "dbsp-xdit"])
-def test_commands_exit_2_with_one_line(command):
-    """`dbsp-xdit` starts really; `xdit` does so in test_xdit_runs."""
+def test_a_mistake_exits_2_with_one_line():
     bin_folder = os.path.dirname(sys.executable)
     arguments = ["--sp-backend", "dbsp", "--model", "./nowhere", "--ulysses_degree", "2", "--prompt", "x"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    start = run if command == "xdit" else subprocess.run
-    done = start([os.path.join(bin_folder, command), *arguments], **pipes)
+    done = run([os.path.join(bin_folder, "xdit"), *arguments], **pipes)
     assert done.returncode == 2
     ours = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(ours) == 1

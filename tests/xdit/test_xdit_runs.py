@@ -1,4 +1,4 @@
-"""CogVideoX from the command line: the unmodified `xdit … --sp-backend dbsp`, and `dbsp-xdit`, to mp4 and report."""
+"""CogVideoX from the command line: the unmodified `xdit … --sp-backend dbsp`, to mp4 and report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import imageio_ffmpeg
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
@@ -44,26 +45,38 @@ def expected(tiny):
 
 
 # 5 rows of 7 tokens on 2 ranks
-ON_A_RING = ["xdit", "--sp-backend", "dbsp"], ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]
+ON_A_RING = ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]
 
 
 @pytest.mark.parametrize(
-    ("start", "command", "options"),
+    ("start", "options"),
     [
-        (run, *ON_A_RING),
-        (run, ["dbsp-xdit"], ["--ulysses_degree", "2"]),
-        pytest.param(run, ["dbsp-xdit"], ["--ulysses_degree", "2", "--use_torch_compile"], marks=pytest.mark.long),
+        (run, ON_A_RING),
+        pytest.param(run, ["--ulysses_degree", "2", "--use_torch_compile"], marks=pytest.mark.long),
         # torch must teach `xdit`, its torchrun, and its ranks when they import it
-        pytest.param(subprocess.run, *ON_A_RING, marks=pytest.mark.long),
+        pytest.param(subprocess.run, ON_A_RING, marks=pytest.mark.long),
     ],
-    ids=["xdit", "dbsp-xdit", "compiled", "really started"],
+    ids=["ring", "compiled", "really started"],
 )
-def test_a_video_from_the_command_line(tmp_path, tiny, expected, start, command, options):
+def test_a_video_from_the_command_line(tmp_path, tiny, expected, start, options):
     size = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
-    mask = "synthetic:" + ",".join(f"{key}={value}" for key, value in MASK.items() if key != "source")
-    out = ["--output_directory", str(tmp_path), "--sp-report", str(tmp_path / "report"), "--sp-mask", mask]
+    settings = tmp_path / "dbsp.yaml"
+    settings.write_text(yaml.safe_dump({"mask": MASK, "report": str(tmp_path / "report")}))
+    out = ["--output_directory", str(tmp_path), "--sp-config", str(settings)]
     port = ["--master_port", str(_free_port())]
-    line = [*command, "--model", tiny, "--prompt", "the sea at dusk", *size, *options, *out, *port]
+    line = [
+        "xdit",
+        "--sp-backend",
+        "dbsp",
+        "--model",
+        tiny,
+        "--prompt",
+        "the sea at dusk",
+        *size,
+        *options,
+        *out,
+        *port,
+    ]
     program = os.path.join(os.path.dirname(sys.executable), line[0])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     done = start([program, *line[1:]], env={**os.environ, **ENVIRONMENT}, **pipes)

@@ -15,6 +15,8 @@ from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_i
 from tests.support.references import kept_from_rank_0
 from tests.support.single_process import attach_single_process
 
+THW: dict[str, Any] = {"attention_kwargs": {"thw": None}}
+
 
 @dataclass(frozen=True)
 class WanCase:
@@ -27,12 +29,19 @@ class WanCase:
 
 
 def _load(case: WanCase) -> Any:
-    """xfuser's own pipeline."""
+    """xfuser's own pipeline, with its transformers."""
+    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+    from xfuser.model_executor.models.transformers.transformer_wan_vace import xFuserWanVACETransformer3DWrapper
+
     from dbsp_xdit.models import find_model
-    from dbsp_xdit.runner_models import _pipeline, _transformers
+    from dbsp_xdit.runner_models import _pipeline
 
     model, task = find_model(case.folder), "i2v" if case.image else "t2v"
-    return _pipeline(model, task).from_pretrained(case.folder, **_transformers(model, torch.float32))
+    vace = case.kind == "wan-vace"
+    wrapper, options = (xFuserWanVACETransformer3DWrapper, {}) if vace else (xFuserWanTransformer3DWrapper, THW)
+    names = ("transformer", "transformer_2") if case.kind == "wan2.2" else ("transformer",)
+    parts = {name: wrapper.from_pretrained(case.folder, subfolder=name, **options) for name in names}
+    return _pipeline(model, task).from_pretrained(case.folder, **parts)
 
 
 def run_wan_pipeline(rank: int, world: int, case: WanCase) -> tuple[float, float, list[int]]:

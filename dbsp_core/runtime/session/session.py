@@ -15,7 +15,7 @@ from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import Topology
-from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
+from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import StepClock
 from dbsp_core.masks.video import Video
@@ -125,7 +125,7 @@ class AttentionSession:
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
         cfg_branch: int | None = None,
-        streams: Streams | HostLayout | SequenceLayout = "first",
+        streams: Streams | SequenceLayout = "first",
     ) -> SequenceLayout:
         """Starts a forward pass over a video, or over several that are packed: then none attends to another.
 
@@ -134,8 +134,8 @@ class AttentionSession:
             timestep: Of the denoising, for masks that depend on the step.
             device: Where the group's collectives run.
             cfg_branch: Of the step's guidance passes, where the host says which one this is. None: told by timesteps.
-            streams: How a rank's text and video follow one another, in the layout that db-SP chooses; or what gives
-                the layout in which the host itself shards this size; or this pass's layout.
+            streams: How a rank's text and video follow one another, in the layout that db-SP chooses; or this pass's
+                layout.
 
         Returns:
             The layout in which the sequence must be sharded. What was made for the last `MOST_SIZES` sizes is kept.

@@ -17,7 +17,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology
 from dbsp_core.cost.selection import StrategySelector
-from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
+from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
@@ -193,7 +193,7 @@ def new_size(
     hardware: Hardware | None,
     size: tuple[Video, ...],
     device: torch.device,
-    streams: Streams | HostLayout | SequenceLayout,
+    streams: Streams | SequenceLayout,
 ) -> SizeContext:
     """The context of a size for which nothing was made yet. Collective: all ranks must plan by the same.
 
@@ -202,8 +202,7 @@ def new_size(
         hardware: The constants that ranks have agreed on.
         size: The videos of a forward pass.
         device: Where the group's collectives run.
-        streams: How a rank's text and video follow one another in the layout that is chosen here, or what gives the
-            host's own, or a layout.
+        streams: How a rank's text and video follow one another in the layout that is chosen here, or a layout.
 
     Returns:
         A context without plans.
@@ -218,7 +217,7 @@ def new_size(
     if isinstance(streams, SequenceLayout):
         layout = streams
     else:
-        layout = streams() if callable(streams) else _layout(session, grid, streams)
+        layout = _layout(session, grid, streams)
     selector = None
     if strategy is None:
         topology = session.topology

@@ -118,7 +118,6 @@ _DIFFUSERS = (
             ("_parallel_config", "dbsp_diffusers.attach"),
         )
     ),
-    PrivateName("diffusers.models.attention_processor:CogVideoXAttnProcessor2_0", "dbsp_xdit.cogvideox"),
     PrivateName(
         f"{_HOOKS}.hooks:HookRegistry.__init__", "dbsp_diffusers.patching", says=("self.hooks", "self._fn_refs")
     ),
@@ -178,7 +177,7 @@ _PARA_ATTN = (
     ),
     PrivateName(
         "para_attn.context_parallel:init_context_parallel_mesh",
-        "dbsp_para.mesh",
+        "dbsp_para.attach",
         ("max_batch_dim_size", "max_ring_dim_size"),
     ),
 )
@@ -226,7 +225,7 @@ _TORCH = (
     PrivateName("torch.distributed.distributed_c10d:_world.pg_group_ranks", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed.distributed_c10d:_abort_process_group", "dbsp_core.comm.rank_program"),
     PrivateName("torch.distributed.device_mesh:new_group", "dbsp_diffusers.group_timeouts"),
-    PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dbsp_para.mesh"),
+    PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dbsp_para.attach"),
     PrivateName("torch.accelerator:is_available", "dbsp_xdit.cpu_shim"),
     PrivateName("torch._C._functorch:is_functorch_wrapped_tensor", "dbsp_core.comm.transforms"),
     PrivateName("torch._C._functorch:peek_interpreter_stack", "dbsp_core.comm.transforms"),

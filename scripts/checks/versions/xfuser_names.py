@@ -12,9 +12,7 @@ _BASE = f"{_RUNNERS}.base_model"
 _STATE = "xfuser.core.distributed.runtime_state"
 XFUSER = (
     PrivateName("xfuser.cli:main", "dbsp_xdit.patches", ("args",), ("xfuser.runner", "torch.distributed.run")),
-    PrivateName("xfuser.cli:extract_torchrun_args", "dbsp_xdit.run"),
-    PrivateName("xfuser.cli:get_nproc_from_args", "dbsp_xdit.run"),
-    PrivateName("xfuser.runner", "dbsp_xdit.run", says=('if __name__ == "__main__"',)),
+    PrivateName("xfuser.runner", "dbsp_xdit.generate", says=('if __name__ == "__main__"',)),
     PrivateName("xfuser.config.args:xFuserArgs.add_runner_args", "dbsp_xdit.patches", ("parser",)),
     PrivateName("xfuser.config.args:xFuserArgs.from_runner_args", "dbsp_xdit.patches", ("args",)),
     PrivateName("xfuser.config.args", "dbsp_xdit.flags", says=('.replace("-", "_")',)),
@@ -72,12 +70,6 @@ XFUSER = (
         ("self", "attention_backend"),
     ),
     PrivateName(f"{_STATE}:DiTRuntimeState._check_model_and_parallel_config", "dbsp_xdit.patches", ("self",)),
-    PrivateName(f"{_STATE}:DiTRuntimeState.set_video_input_parameters", "dbsp_xdit.cogvideox", ("height",)),
-    PrivateName(
-        _STATE,
-        "dbsp_xdit.cogvideox",
-        says=("vae_scale_factor_spatial", "backbone_patch_size", "split_text_embed_in_sp"),
-    ),
     *(
         PrivateName(f"xfuser.core.distributed:{name}", "dbsp_xdit.attachment")
         for name in (
@@ -101,14 +93,18 @@ XFUSER = (
     PrivateName(
         "xfuser.model_executor.pipelines.pipeline_wan_i2v:xFuserWanImageToVideoPipeline", "dbsp_xdit.runner_models"
     ),
-    PrivateName(f"{_TRANSFORMERS}.transformer_wan:xFuserWanTransformer3DWrapper", "dbsp_xdit.wan"),
-    PrivateName(
-        f"{_TRANSFORMERS}.transformer_wan",
-        "dbsp_xdit.wan",
-        says=("self.attention_function =", "self.attention_function("),
+    *(
+        PrivateName(f"{_TRANSFORMERS}.{name}", "dbsp_xdit.stock")
+        for name in (
+            "transformer_wan:xFuserWanTransformer3DWrapper",
+            "transformer_wan_vace:xFuserWanVACETransformer3DWrapper",
+            "cogvideox_transformer_3d:xFuserCogVideoXTransformer3DWrapper",
+        )
     ),
-    PrivateName(f"{_TRANSFORMERS}.transformer_wan_vace:xFuserWanVACETransformer3DWrapper", "dbsp_xdit.wan"),
+    PrivateName("xfuser.model_executor.base_wrapper:xFuserBaseWrapper.__init__", "dbsp_xdit.stock", ("module",)),
     PrivateName(
-        f"{_TRANSFORMERS}.cogvideox_transformer_3d:xFuserCogVideoXTransformer3DWrapper", "dbsp_xdit.cogvideox"
+        "xfuser.model_executor.pipelines.base_pipeline:xFuserPipelineBaseWrapper.check_to_use_naive_forward",
+        "dbsp_xdit.stock",
+        says=("self.use_naive_forward()", "self.module("),
     ),
 )

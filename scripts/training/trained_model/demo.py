@@ -90,7 +90,8 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         silence_libraries()
         model = make_tiny("wan-trained", work / "tiny-wan-trained")
         (work / "dbsp.yaml").write_text(
-            yaml.safe_dump({**settings.config(), "record": str(work / "masks")}), encoding="utf-8"
+            yaml.safe_dump({**settings.config(), "record": str(work / "masks"), "report": str(work / "report")}),
+            encoding="utf-8",
         )
         progress.advance(task)
 
@@ -138,7 +139,6 @@ def _xdit_command(model: Path, work: Path, ranks: int, settings: Settings) -> li
         "--ring_degree": strategy.ring,
         "--sp-backend": "dbsp",
         "--sp-config": work / "dbsp.yaml",
-        "--sp-report": work / "report",
         "--prompt": settings.prompt,
         "--negative_prompt": "",
         "--height": settings.height,

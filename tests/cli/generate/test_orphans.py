@@ -208,6 +208,8 @@ class TestXdit:
 
         cli = types.ModuleType("xfuser.cli")
         cli.main = main
+        environment = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"}
+        monkeypatch.setattr(os, "environ", environment)
         _patch_cli(cli, PatchSet())
         monkeypatch.setattr("dbsp_xdit.models.preflight", lambda arguments: None)
         kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
@@ -219,6 +221,7 @@ class TestXdit:
                 with pytest.raises(SystemExit) as ended:
                     cli.main([])
                 assert ended.value.code == 7
+            assert ("PET_SIGNALS_TO_HANDLE" in environment) is ignored
         finally:
             for number, handler in kept.items():
                 signal.signal(number, handler)

@@ -109,11 +109,13 @@ class TestBefore:
 
     def test_xdit_refuses_it_as_well(self, tmp_path):
         (tmp_path / "file").touch()
-        line = ["--model", "wan2.1-t2v-14b", "--sp-backend", "dbsp", "--sp-report"]
-        with pytest.raises(UserError, match=r"--sp-report .*/file is a file; give the name of a folder"):
-            preflight([*line, str(tmp_path / "file")])
-        preflight([*line, str(tmp_path / "folder")])
-        preflight([*line, str(tmp_path / "file"), "--nnodes=2"])
+        for place in ("file", "folder"):
+            (tmp_path / f"{place}.yaml").write_text(f"mask: {{source: sparge}}\nreport: {tmp_path / place}\n")
+        line = ["--model", "wan2.1-t2v-14b", "--sp-backend", "dbsp", "--sp-config"]
+        with pytest.raises(UserError, match=r"report .*/file is a file; give the name of a folder"):
+            preflight([*line, str(tmp_path / "file.yaml")])
+        preflight([*line, str(tmp_path / "folder.yaml")])
+        preflight([*line, str(tmp_path / "file.yaml"), "--nnodes=2"])
 
     def test_nothing_is_made_by_looking(self, tmp_path):
         job(tmp_path, out=tmp_path / "a" / "ball.mp4", report=tmp_path / "b" / "report")

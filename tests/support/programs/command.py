@@ -59,7 +59,7 @@ class Command:
         return None
 
 
-_NO_SUFFIX = ("/dbsp", "/dbsp-xdit", "/xdit", "/torchrun")
+_NO_SUFFIX = ("/dbsp", "/xdit", "/torchrun")
 
 
 def _is_script(path: str) -> bool:
