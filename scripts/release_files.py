@@ -1,6 +1,6 @@
 """Builds the wheel and the source archive of the committed state, checks them, and tags the commit.
 
-The version is `dbsp_core.__version__`, and CHANGELOG.md must have a heading for it. Nothing is uploaded or pushed: the
+The version is `dbsp_core.__version__`, and CHANGES.md must have a heading for it. Nothing is uploaded or pushed: the
 commands for that are printed at the end.
 """
 
@@ -37,8 +37,8 @@ def require_releasable(repository: Path, version: str, tag: str) -> None:
     """Raises UserError for changes that are not committed, a version that nobody describes, or a tag that is there."""
     if _git(repository, "status", "--porcelain"):
         raise UserError("there are changes that are not committed; a release is a commit")
-    if not re.search(rf"^## {re.escape(version)}\b", (repository / "CHANGELOG.md").read_text(encoding="utf-8"), re.M):
-        raise UserError(f"CHANGELOG.md has no heading '## {version}'; say there what is new")
+    if not re.search(rf"^## {re.escape(version)}\b", (repository / "CHANGES.md").read_text(encoding="utf-8"), re.M):
+        raise UserError(f"CHANGES.md has no heading '## {version}'; say there what is new")
     if _git(repository, "tag", "--list", tag):
         raise UserError(f"tag {tag} is there; raise __version__ in dbsp_core/__init__.py")
 

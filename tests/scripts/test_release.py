@@ -30,7 +30,7 @@ def git(folder: Path, *arguments: str) -> str:
 def repository(tmp_path):
     """A repository with a changelog of 0.1.0 and one commit."""
     git(tmp_path, "init", "--quiet")
-    (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 0.1.0\n\n- All.\n")
+    (tmp_path / "CHANGES.md").write_text("# Changes\n\n## 0.1.0\n\n- All.\n")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message", "All")
     return tmp_path
@@ -59,7 +59,7 @@ def test_links_of_the_front_page_lead_to_the_repository():
 
 def test_the_version_stands_where_people_look():
     assert re.search(rf"^version: {re.escape(__version__)}$", (ROOT / "CITATION.cff").read_text(), re.M)
-    assert re.search(rf"^## {re.escape(__version__)}$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert re.search(rf"^## {re.escape(__version__)}$", (ROOT / "CHANGES.md").read_text(), re.M)
     assert f'"{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text()
     assert REPOSITORY in (ROOT / "CITATION.cff").read_text()
     assert ROOT / "CONTRIBUTING.md" in PAGES

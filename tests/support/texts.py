@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.repository import ROOT
 
-_OUTSIDE_DOCS = ("README", "CONTRIBUTING", "CHANGELOG", "examples/README", "scripts/README", "tests/README")
+_OUTSIDE_DOCS = ("README", "CONTRIBUTING", "CHANGES", "examples/README", "scripts/README", "tests/README")
 PAGES = [*(ROOT / f"{name}.md" for name in _OUTSIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
 
