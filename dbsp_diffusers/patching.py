@@ -106,17 +106,24 @@ class PatchSet:
         self._undo.callback(restore)
 
     def replace_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
-        """Gives a module another class, and a forward that a library has bound to the module, too."""
+        """Gives a module another class; libraries that keep the module's forward call that of its current class."""
         own, (place, name) = type(module), _innermost_forward(module)
-        bound, new = vars(place).get(name), types.MethodType(cls.forward, module)
+
+        @functools.wraps(cls.forward)
+        def current(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return type(self).forward(self, *args, **kwargs)
+
+        before, bound = vars(place).get(name, _MISSING), types.MethodType(current, module)
         module.__class__ = cls
-        if getattr(bound, "__func__", None) is own.forward:
-            setattr(place, name, new)
+        setattr(place, name, bound)
 
         def restore() -> None:
             module.__class__ = own
-            if vars(place).get(name) is new:
-                setattr(place, name, bound)
+            if vars(place).get(name) is bound:
+                if before is _MISSING:
+                    delattr(place, name)
+                else:
+                    setattr(place, name, before)
 
         self._undo.callback(restore)
 

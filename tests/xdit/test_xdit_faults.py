@@ -12,6 +12,7 @@ from tests.xdit.xdit_cases import PipelineCase, start_xfuser
 from tests.xdit.xdit_fault_cases import (
     attach_error,
     fail_then_generate,
+    kept_forward,
     run_until_error,
 )
 
@@ -78,6 +79,12 @@ def test_a_size_that_the_mask_refuses(pool, tmp_path, model):
     workers.run(start_xfuser)
     config = {"mask": {"source": "file", "path": str(tmp_path / "masks.safetensors")}, "strategy": "U1R2"}
     assert_alike(workers.run(run_until_error, model, config), "64")
+
+
+def test_a_cache_that_outlives_detach_calls_xfuser_s_own_forward(pool):
+    workers = pool(2)
+    workers.run(start_xfuser)
+    assert workers.run(kept_forward) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -91,6 +91,19 @@ def _cached_before() -> Any:
     return _pipe(transformer)
 
 
+def kept_forward(rank: int, world: int) -> tuple[bool, bool]:
+    """Whether a forward that a library keeps from before `detach` is the transformer's own afterwards, and is gone."""
+    from dbsp_xdit import attach, detach
+
+    pipe = _pipe(hosted_transformer("wan"))
+    attach(pipe, {})
+    kept = pipe.transformer.forward
+    detach(pipe)
+    cls: Any = type(pipe.transformer)
+    with mock.patch.object(cls, "forward", return_value="own"):
+        return kept() == "own", "forward" not in vars(pipe.transformer)
+
+
 PIPES = {
     "stock": lambda: _pipe(make_transformer("wan")),
     "wrapper": lambda: _pipe(hosted_transformer("wan")),
