@@ -90,6 +90,31 @@ def test_the_attention_alone_equals_torch_s_own(tmp_path):
         assert 0 < difference < 1e-5
 
 
+def test_the_method_prints_what_both_plans_give(tmp_path):
+    said = start(tmp_path, "method.py", "--ulysses", "2", "--tokens", "203")
+    lines = re.findall(r"(.+): ρ_s (\S+), K/V received (\S+) MB, difference (\S+)\n", said["0"])
+    assert [name for name, *_ in lines] == ["plain USP", "balanced"]
+    (before, *_), (after, *_) = [map(float, numbers) for _, *numbers in lines]
+    assert 1 <= after < before
+    assert said["1"] == ""
+
+
+def test_the_method_fails_if_outputs_differ_from_dense_attention(tmp_path, monkeypatch):
+    text, scale = (EXAMPLES / "method.py").read_text(), "rows.shape[-1] ** -0.5"
+    assert text.count(scale) == 1
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    (wrong / "method.py").write_text(text.replace(scale, "rows.shape[-1] ** -0.4"))
+    monkeypatch.setattr(sys.modules[__name__], "EXAMPLES", wrong)
+    with pytest.raises(AssertionError, match=r"plain USP: largest difference from dense attention is .*, above 1e-5"):
+        start(tmp_path, "method.py", "--tokens", "203")
+
+
+def test_the_method_rejects_degrees_that_do_not_fit(tmp_path):
+    with pytest.raises(AssertionError, match="--ulysses 3 does not divide 2 ranks; choose a divisor"):
+        start(tmp_path, "method.py", "--ulysses", "3")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "arguments", "made"),
