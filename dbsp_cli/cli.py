@@ -53,17 +53,11 @@ app.add_typer(masks_app, name="masks")
 
 
 _REMOVED = {
-    ("simulate",): "compare the plans of a mask file with dbsp plan; figures of the paper are modelled by "
+    "simulate": "compare the plans of a mask file with dbsp plan; figures of the paper are modelled by "
     "python -m scripts.reproduce.clusters in a checkout",
-    ("calibrate",): "run python -m scripts.calibrate in a checkout, which writes the file that runs look for",
-    (
-        "plan",
-        "--model",
-    ): "write strategy: auto in the configuration, which takes the fastest UxRy for the model's masks",
-    (
-        "plan",
-        "--sequences",
-    ): "write bags: auto in the configuration, which takes the fastest topology for the sequences",
+    "calibrate": "run python -m scripts.calibrate in a checkout, which writes the file that runs look for",
+    "plan --model": "write strategy: auto in the configuration, which takes the fastest UxRy for the model's masks",
+    "plan --sequences": "write bags: auto in the configuration, which takes the fastest topology for the sequences",
 }
 """Commands and options that earlier versions had, and what to use instead."""
 
@@ -72,8 +66,9 @@ def _require_present(words: Sequence[str]) -> None:
     """Raises UserError for a command or an option of one that no longer exists."""
     given = [word.partition("=")[0] for word in words]
     for removed, advice in _REMOVED.items():
-        if given[:1] == [removed[0]] and set(removed) <= set(given):
-            raise UserError(f"dbsp {' '.join(removed)} was removed; {advice}")
+        command, *option = removed.split()
+        if given[:1] == [command] and set(option) <= set(given):
+            raise UserError(f"dbsp {removed} was removed; {advice}")
 
 
 def main() -> None:

@@ -13,10 +13,7 @@ REMOVED_KEYS: dict[str, str] = {
 }
 """Keys that no longer exist, and what to do instead."""
 REMOVED_VALUES: dict[tuple[str, str], str] = {
-    (
-        "source",
-        "vllm_selector",
-    ): "sparge and sol choose blocks by their means; for your own function write callable",
+    ("source", "vllm_selector"): "sparge and sol choose blocks by means; for your own function write callable",
     ("layout", "learned"): "write layout: striped, which is nearly as even, or leave it out",
     ("layout", "local"): "leave layout out, or write contiguous; keys: needed cuts rows into runs of tokens on both",
     ("planner", "local"): "write planner: dbsp, which cuts rows into runs of tokens with keys: needed",
