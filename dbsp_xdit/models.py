@@ -12,10 +12,8 @@ from typing import Any
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.models.lookup import find_model_spec, published_model, signature_of_model
-from dbsp_core.models.pipelines import PIPELINES
-from dbsp_core.models.signature import ModelSignature
-from dbsp_core.models.spec import ModelSpec
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.signature import PIPELINES, ModelSignature
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from dbsp_core.models.video import side_complaint
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.paths import require_folder_place

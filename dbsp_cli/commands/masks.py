@@ -16,10 +16,9 @@ import typer
 
 from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording
 from dbsp_cli.mask_tools.fit import fit_recording
-from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
+from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, MaskSeries, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.output import (
     MOST_GPUS,
     PATH,

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.models.lookup import find_model_spec
-from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import ModelSpec
 from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError
 

@@ -9,10 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_cli.mask_tools.foreign_files import find_array, read_arrays
-from dbsp_cli.mask_tools.paro_plan import empty_heads, head_permutations, token_orders
+from dbsp_cli.mask_tools.foreign_files import (
+    BlockReading,
+    empty_heads,
+    find_array,
+    fit_blocks,
+    head_permutations,
+    read_arrays,
+    token_orders,
+)
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile, one_or_each
 from dbsp_core.masks.mask_writer import MaskLayout, write_masks

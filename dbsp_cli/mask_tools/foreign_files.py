@@ -1,10 +1,11 @@
-"""Reads arrays in other projects' files. Nothing is unpickled: files that need that are refused."""
+"""Masks in other projects' files: tensors, PAROAttention's plans, and text whose blocks are of other sizes."""
 
 from __future__ import annotations
 
 import os
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,26 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.mask_file import Orders, one_or_each
+from dbsp_core.masks.mask_values import block_counts
+from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_file, user_path
 
-__all__ = ["SUFFIXES", "find_array", "read_arrays"]
+__all__ = [
+    "PARO_ORDERS",
+    "SUFFIXES",
+    "BlockReading",
+    "empty_heads",
+    "find_array",
+    "fit_blocks",
+    "head_permutations",
+    "is_file",
+    "read_arrays",
+    "token_orders",
+]
+
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
 
@@ -100,3 +117,185 @@ def _collect(content: Any, name: str, found: dict[str, torch.Tensor]) -> None:
     elif isinstance(content, (list, tuple)):
         for index, value in enumerate(content):
             _collect(value, f"{inside}{index}", found)
+
+
+PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
+"""PAROAttention's numbering of token orders, in its `permute_plan['permute']`."""
+
+
+def is_file(text: str | None) -> bool:
+    """True for the path of a file with arrays, by its suffix."""
+    return text is not None and Path(text).suffix in SUFFIXES
+
+
+def token_orders(given: str | None, stored: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> tuple[Orders, ...]:
+    """Returns the token orders of each mask, or one for all masks.
+
+    Args:
+        given: Orders in words, separated by commas, or the path of a file with indices into PARO_ORDERS.
+        stored: The other tensors in the masks' file; its 'permute' is used where nothing is given.
+        shape: Shape of the masks, […, H, nq, nk].
+
+    Raises:
+        UserError: There is no such order, or the orders don't fit the masks.
+    """
+    if given is not None and not is_file(given):
+        names = [name.strip() for name in given.split(",")]
+        for name in names:
+            require_order(name)
+        if len(names) not in (1, shape[-3]):
+            raise UserError(f"--orders names {len(names)} token orders, the masks have {shape[-3]} heads")
+        return (one_or_each(names),)
+    if given is None and "permute" not in stored:
+        return ((CANONICAL,),)
+    table = by_mask(_one_of(given, stored, "permute", "token orders"), shape, "token orders")
+    if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
+        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
+    return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
+
+
+def empty_heads(given: str | None, stored: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """bool[masks, H]: heads that a permute plan calls empty, in the file `given` or in the masks' own file."""
+    plan = read_arrays(given) if given is not None and is_file(given) else stored
+    if "empty" not in plan:
+        raise UserError("--skip-empty needs a permute plan with a tensor 'empty'; name its file with --orders")
+    return by_mask(plan["empty"], shape, "empty heads").bool()
+
+
+def head_permutations(given: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """int64[masks, H]: the head that is at each place of the stored masks, from the file `given`.
+
+    Raises:
+        UserError: It is no permutation of the heads.
+    """
+    table = by_mask(_one_of(given, {}, "perm_idx", "a permutation of heads"), shape, "permutations of heads").long()
+    if not torch.equal(table.sort(dim=1).values, torch.arange(shape[-3], device="cpu").expand(table.shape)):
+        raise UserError(f"{given}: each row must hold every head from 0 to {shape[-3] - 1} once")
+    return table
+
+
+def by_mask(table: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
+    """Expands [H], [L, H] or [S, L, H] to [masks, H]."""
+    leading = tuple(shape[:-2])
+    if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
+        raise UserError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
+    return table.expand(leading).reshape(-1, leading[-1])
+
+
+def _one_of(given: str | None, stored: Mapping[str, torch.Tensor], name: str, what: str) -> torch.Tensor:
+    """Returns the tensor of that name, or the only one, in the file `given`, else in the masks' own file."""
+    arrays = stored if given is None else read_arrays(given)
+    if name in arrays:
+        return arrays[name]
+    if len(arrays) == 1:
+        return next(iter(arrays.values()))
+    raise UserError(f"{given} has no tensor {name!r} with {what} (it has {', '.join(arrays)})")
+
+
+@dataclass(frozen=True)
+class BlockReading:
+    """A way to count blocks.
+
+    Attributes:
+        joined: Whether blocks are counted from the first token on, so that one may hold text and video; else text and
+            video have blocks of their own.
+        text: Whether blocks of text are among them, or only the video's.
+    """
+
+    grid: BlockGrid
+    joined: bool
+    text: bool = True
+
+    @classmethod
+    def find(
+        cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None, crop: bool = False
+    ) -> BlockReading:
+        """Finds the reading of masks with these numbers of rows and columns of blocks.
+
+        Args:
+            columns: None where unknown.
+            joined: None for whichever fits.
+            crop: Whether there may be more rows and columns at the end, which don't count.
+
+        Raises:
+            UserError: None fits or two do; the message names an option.
+        """
+        aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
+        joinings = (False,) if aligned else (False, True) if joined is None else (joined,)
+        readings = [
+            cls(grid, one, text) for one in joinings for text in ((True, False) if grid.text_tokens else (True,))
+        ]
+        fitting = [r for r in readings if rows == r.rows and columns in (None, r.columns)]
+        if not fitting and crop:
+            fitting = [r for r in readings if r.text and r.rows <= rows and r.columns <= (columns or r.columns)]
+        if len(fitting) > 1:
+            raise UserError(
+                f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: --own-text or "
+                "--joined-text"
+            )
+        if not fitting:
+            wanted = ", or ".join(f"{r.rows}×{r.columns} ({r})" for r in readings)
+            surplus = all(rows >= r.rows and (columns or r.columns) >= r.columns for r in readings)
+            raise UserError(
+                f"masks have {rows}×{'?' if columns is None else columns} blocks; {grid.tokens} tokens "
+                f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {wanted}; correct "
+                "--thw (or --tokens), --text-tokens, --block-q, --block-k"
+                + ("; or drop what is beyond the last block with --crop" if surplus else "")
+            )
+        return fitting[0]
+
+    def __str__(self) -> str:
+        blocks = "blocks that run on from text into video" if self.joined else "blocks of text and of video"
+        if self.text:
+            return blocks if self.grid.text_tokens else "blocks"
+        return f"{blocks}, those of text left out"
+
+    @property
+    def rows(self) -> int:
+        """Rows of masks that are read so."""
+        total = -(-self.grid.tokens // self.grid.block_q) if self.joined else block_counts(self.grid)[0]
+        return total - self.left_out(self.grid.block_q)
+
+    @property
+    def columns(self) -> int:
+        """Columns of masks that are read so."""
+        total = -(-self.grid.tokens // self.grid.block_k) if self.joined else block_counts(self.grid)[1]
+        return total - self.left_out(self.grid.block_k)
+
+    def left_out(self, block: int) -> int:
+        """Number of text rows or columns, in blocks of this size, that the masks lack."""
+        return 0 if self.text else -(-self.grid.text_tokens // block)
+
+    def short(self, axis: BlockAxis) -> bool:
+        """True where the last block is shorter than the others."""
+        return (self.grid.tokens - (0 if self.joined else self.grid.text_tokens)) % axis.block != 0
+
+
+def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = False) -> torch.Tensor:
+    """Fits bool[H, ≥ rows, ≥ columns] to the reading's grid, as bool[H, nq, nk]; drops what is beyond the last block.
+
+    Rows and columns of text that are left out become dense. Where blocks run on from text into video, a block of the
+    grid is dense when any of those that share tokens with it is.
+
+    Args:
+        tail_dense: Whether to make the last row and column dense where the last block is short.
+    """
+    q, k = reading.grid.q_axis, reading.grid.k_axis
+    given = bits[:, : reading.rows, : reading.columns]
+    row, column = reading.left_out(q.block), reading.left_out(k.block)
+    whole = torch.ones(given.shape[0], given.shape[1] + row, given.shape[2] + column, dtype=torch.bool, device="cpu")
+    whole[:, row:, column:] = given
+    if tail_dense and reading.short(q):
+        whole[:, -1] = True
+    if tail_dense and reading.short(k):
+        whole[:, :, -1] = True
+    return _spread(_spread(whole, q, 1), k, 2) if reading.joined else whole
+
+
+def _spread(bits: torch.Tensor, axis: BlockAxis, dim: int) -> torch.Tensor:
+    """Makes each block of the axis from those that share tokens with it, counted from the first token on."""
+    first, last = axis.starts // axis.block, (axis.starts + axis.lengths - 1) // axis.block
+    result = bits.index_select(dim, torch.from_numpy(first))
+    for step in range(1, int((last - first).max()) + 1):
+        result = result | bits.index_select(dim, torch.from_numpy(np.minimum(first + step, last)))
+    return result

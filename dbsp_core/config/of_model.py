@@ -5,7 +5,7 @@ from __future__ import annotations
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.models.lookup import model_title, published_model, signature_of_model
 from dbsp_core.models.signature import ModelSignature
-from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import ModelSpec
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.yaml_file import shipped_configs, shown_config
 

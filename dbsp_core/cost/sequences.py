@@ -19,7 +19,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.imbalance import imbalance_ratio

@@ -6,10 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from dbsp_core.models.pipelines import PIPELINES
-from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
-from dbsp_core.models.spec import ModelSpec
-from dbsp_core.models.table import MODEL_SPECS, PUBLISHED, TINY, TINY_MODELS, TINY_NAMES
+from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
+from dbsp_core.models.table import MODEL_SPECS, PUBLISHED, TINY, TINY_MODELS, TINY_NAMES, ModelSpec
 from dbsp_core.models.video import VideoSettings, side_complaint
 from dbsp_core.utils.errors import SettingError, bad_value
 

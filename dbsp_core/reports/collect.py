@@ -17,9 +17,8 @@ from dbsp_core.comm.consistency import check_consistent, gather_texts
 from dbsp_core.comm.groups import SequenceGroup, report_group
 from dbsp_core.cost.hardware import device_class, software_versions
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.reports.html import report_page
 from dbsp_core.reports.observer import ObservedCall, RunObserver, run_observer
-from dbsp_core.reports.plots import balance_picture
+from dbsp_core.reports.page import balance_picture, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError

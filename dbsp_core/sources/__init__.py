@@ -11,16 +11,14 @@ from dbsp_core.sources.base import (
     packed_mask,
 )
 from dbsp_core.sources.callable import CallableSource
+from dbsp_core.sources.frame_patterns import RadialSource, SvgSource
 from dbsp_core.sources.lowrank import LowRankSource
-from dbsp_core.sources.nabla import NablaSource
-from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.record_qk import RecordQKSource
 from dbsp_core.sources.sol import SolSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
-from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
-from dbsp_core.sources.union import UnionSource, parts_of
+from dbsp_core.sources.union import NablaSource, UnionSource, parts_of
 from dbsp_core.sources.vsa import VsaSource
 from dbsp_core.sources.window import WindowSource
 

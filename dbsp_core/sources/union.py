@@ -1,4 +1,4 @@
-"""The union of several sources' masks: such as a window, or a sink, and what is predicted."""
+"""Unions of mask sources, and NABLA, which is one of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from typing import Any, cast
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import Changes, DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.sources.base import (
+    BlockSizes,
+    Changes,
+    DynamicMaskSource,
+    LocalQK,
+    MaskRequest,
+    MaskSource,
+    StaticMaskSource,
+)
+from dbsp_core.sources.sparge import SpargeSource
+from dbsp_core.sources.window import Sizes, WindowSource
 from dbsp_core.utils.errors import SettingError, UserError, in_short
 from dbsp_kernels.packing.h2d import on_device
 
-__all__ = ["UnionSource", "parts_of"]
+__all__ = ["NablaSource", "UnionSource", "parts_of"]
+
 
 _FASTER: tuple[Changes, ...] = ("never", "per_step", "per_call")
 _MOST_KEPT = 8
@@ -138,3 +149,53 @@ def _in_words(grid: BlockGrid) -> str:
 def parts_of(source: MaskSource) -> tuple[MaskSource, ...]:
     """The sources that a union is of; any other source is its own only part."""
     return source.of if isinstance(source, UnionSource) else (source,)
+
+
+TILE = (1, 8, 8)
+USUAL_CDF = 0.9
+USUAL_WINDOW = (11, 3, 3)
+"""Those of Kandinsky 5's checkpoints for ten seconds."""
+
+
+@dataclass(frozen=True)
+class NablaSource(BlockSizes):
+    """NABLA (Mikhailov et al., 2025, arXiv:2507.13546, Alg. 1): a union of two sources in order "tile:1x8x8".
+
+    A block of 64 queries, 8 × 8 places of a frame, keeps the fewest blocks whose pooled attention is more than `cdf`,
+    as `SpargeSource` with crossing and without similarity; and the tiles around its own, as `WindowSource` not
+    shifted.
+
+    Attributes:
+        cdf: P. None: that of the model's checkpoint, if it has NABLA, or 0.9.
+        window: Frames, and rows and columns of tiles (wT, wH, wW). None: the checkpoint's, or [11, 3, 3].
+    """
+
+    cdf: float | None = None
+    window: Sizes | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._union  # noqa: B018  raises for values out of range
+
+    @property
+    def changes(self) -> Changes:
+        return "per_call"
+
+    def or_else(self, checkpoint: NablaSource) -> NablaSource:
+        """This source with what is not set of it from a checkpoint's."""
+        cdf = checkpoint.cdf if self.cdf is None else self.cdf
+        return replace(self, cdf=cdf, window=checkpoint.window if self.window is None else self.window)
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return self._union.grid(request)
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """Predicts the mask. Collective."""
+        return self._union.mask(request, tokens)
+
+    @cached_property
+    def _union(self) -> UnionSource:
+        sizes, order = (self.block_q, self.block_k), "tile:{}x{}x{}".format(*TILE)
+        near = WindowSource(*sizes, USUAL_WINDOW if self.window is None else self.window, TILE, shifted=False)
+        cdf = USUAL_CDF if self.cdf is None else self.cdf
+        return UnionSource((near, SpargeSource(*sizes, cdf, similarity=-1.0, token_order=order, crossing=True)))

@@ -11,7 +11,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import video_order
 from dbsp_core.sources.base import BlockSizes, MaskRequest
-from dbsp_core.sources.geometry import line_segments, reduce_to_blocks
+from dbsp_core.sources.frame_patterns import line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import bad_value
 
 __all__ = ["WindowSource", "tile_bits", "window_bits"]

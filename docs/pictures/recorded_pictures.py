@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dbsp_cli.mask_tools.info import InfoOptions, examine_masks
-from dbsp_cli.mask_tools.series import MaskSeries
+from dbsp_cli.mask_tools.info import InfoOptions, MaskSeries, examine_masks
 from dbsp_core import SequenceLayout, Strategy, make_plan
-from dbsp_core.reports.plots import balance_picture
+from dbsp_core.reports.page import balance_picture
 
 DOCS = Path(__file__).resolve().parents[1]
 RECORDED = DOCS.parent / "tests" / "data" / "learned-masks.safetensors"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dbsp_core import BlockMask, Plan, make_plan
-from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import ModelSpec
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from scripts.results.result import FOLDER

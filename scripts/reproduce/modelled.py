@@ -9,7 +9,7 @@ from typing import Any
 from dbsp_core import BlockMask
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import Topology
-from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import ModelSpec
 from scripts.reproduce.common import arguments, masks
 from scripts.reproduce.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
 

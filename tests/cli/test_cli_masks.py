@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from dbsp_cli.mask_tools.info import MaskSeries, densities_of, drift_of, spread_out
 from dbsp_cli.mask_tools.plots import heads_to_draw
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_cli.mask_tools.series import MaskSeries, densities_of, drift_of, spread_out
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings

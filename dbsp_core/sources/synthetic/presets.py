@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dbsp_core.models.spec import ModelSpec
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from dbsp_core.utils.errors import bad_value
 
 __all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "Preset"]

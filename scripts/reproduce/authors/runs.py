@@ -10,8 +10,7 @@ import numpy as np
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
 from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, predict
-from dbsp_core.models.spec import ModelSpec
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from scripts.reproduce.authors.measured import BURST, DBSP, DENSITIES, PASSES, SPARGE, STRATEGIES, Bar
 from scripts.reproduce.common import TABLE_1
 

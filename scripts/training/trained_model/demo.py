@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from dbsp_cli.commands.report import run_tables
 from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_cli.generate.supervisor import run_watched
-from dbsp_cli.mask_tools.series import MaskSeries
+from dbsp_cli.mask_tools.info import MaskSeries
 from dbsp_cli.output import print_tables
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_writer import save_mask
-from dbsp_core.reports.html import report_page
+from dbsp_core.reports.page import report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_diffusers.patching import in_float64

@@ -12,8 +12,7 @@ from dbsp_core import BlockMask, save_mask
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_core.models.lookup import find_model_spec, published_model, require_video, signature_of_model
-from dbsp_core.models.pipelines import token_grid
-from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.signature import ModelSignature, token_grid
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.models.video import GenerateSettings, VideoSettings
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from dbsp_core.models.spec import ModelSpec
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 
 
 def test_the_zoo_has_the_paper_models_sizes():

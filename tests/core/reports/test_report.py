@@ -10,9 +10,8 @@ import pytest
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
-from dbsp_core.reports.html import report_page
+from dbsp_core.reports.page import in_a_line, in_seconds, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
-from dbsp_core.reports.summary import in_a_line, in_seconds
 from dbsp_core.utils.byte_sizes import in_bytes
 from tests.core.reports.report_cases import (
     fail_on_one_rank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_cli.mask_tools.series import MaskSeries, drift_of
+from dbsp_cli.mask_tools.info import MaskSeries, drift_of
 from dbsp_core.masks.schedule import MOST_PASSES
 from dbsp_core.runtime.session.session import MOST_SIZES
 from dbsp_core.sources import WindowSource

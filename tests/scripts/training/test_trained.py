@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_cli.mask_tools.series import MaskSeries
+from dbsp_cli.mask_tools.info import MaskSeries
 from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core import make_plan
 from tests.support.repository import ROOT

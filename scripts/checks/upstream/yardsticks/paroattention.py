@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks
-from dbsp_cli.mask_tools.paro_plan import PARO_ORDERS
+from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS
 from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.step_groups import StepGroups

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dbsp_core import BlockGrid
-from dbsp_core.sources.radial import radial_bits
+from dbsp_core.sources.frame_patterns import radial_bits
 from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
 
 __all__ = ["findings"]

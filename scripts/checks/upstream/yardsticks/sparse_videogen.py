@@ -11,8 +11,14 @@ import numpy as np
 import torch
 
 from dbsp_core import BlockGrid
-from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
-from dbsp_core.sources.svg import TIME_FASTEST, spatial_bits, temporal_bits
+from dbsp_core.sources.frame_patterns import (
+    TIME_FASTEST,
+    distances,
+    line_segments,
+    reduce_to_blocks,
+    spatial_bits,
+    temporal_bits,
+)
 from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
 
 __all__ = ["findings"]

@@ -1,0 +1,244 @@
+"""A report as an HTML page and a picture, and its main numbers in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dbsp_core.planning.plan import Plan
+from dbsp_core.reports.run_report import RunReport
+from dbsp_core.reports.style import INK, STYLE, heading, rank_colour
+from dbsp_core.utils.byte_sizes import in_bytes
+
+__all__ = [
+    "LayerSummary",
+    "balance_picture",
+    "flat_settings",
+    "headline",
+    "in_a_line",
+    "in_seconds",
+    "layer_summaries",
+    "render_page",
+    "report_page",
+    "strategies_in_words",
+]
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer: means over its attentions, and sums of replans, seconds of the slowest rank, and bytes."""
+
+    layer: int
+    calls: int
+    density: float
+    rho_before: float
+    rho: float
+    rho_worst: float
+    rho_best: float
+    replans: int
+    seconds: float
+    bytes_sent: int
+
+
+def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
+    """The report's layers."""
+    calls = report.calls
+    layer = np.array(calls.layer, dtype=np.int64)
+    sent = np.array([calls.bytes_to_owners, calls.bytes_ring, calls.bytes_to_homes], dtype=np.int64).sum(axis=0)
+
+    def of(index: int) -> LayerSummary:
+        here = layer == index
+
+        def mean(column: Sequence[float]) -> float:
+            return float(np.array(column)[here].mean())
+
+        return LayerSummary(
+            layer=index,
+            calls=int(here.sum()),
+            density=mean(calls.density),
+            rho_before=mean(calls.rho_before),
+            rho=mean(calls.rho),
+            rho_worst=float(np.array(calls.rho)[here].max()),
+            rho_best=mean(calls.rho_bound),
+            replans=int(np.array(calls.replanned)[here].sum()),
+            seconds=float(np.array(calls.seconds)[here].sum()),
+            bytes_sent=int(sent[here].sum()),
+        )
+
+    return tuple(of(index) for index in sorted(set(layer.tolist())))
+
+
+def headline(report: RunReport) -> list[tuple[str, str, str]]:
+    """The main numbers: name, number, and note."""
+    t = report.totals
+    share = "alone, there is nothing to send"
+    if t.bytes_usp:
+        more = t.bytes_sent / t.bytes_usp - 1
+        share = "as much as plain USP" if abs(more) < 0.005 else f"{more:+.0%} against plain USP"
+    return [
+        (
+            "ρ_s",
+            f"{t.rho_before:.3f} → {t.rho:.3f}",
+            f"imbalance, slowest rank over mean; contiguous → db-SP; at best {t.rho_best:.3f}",
+        ),
+        ("density", f"{t.density:.3f}", "share of blocks computed"),
+        ("plans made", f"{t.replans}", f"in {t.calls} attentions of {t.steps} steps; {in_seconds(t.plan_s)} planning"),
+        ("strategy", strategies_in_words(report), f"on {report.world_size} ranks, planner {report.planner}"),
+        ("sent by all ranks", in_bytes(t.bytes_sent), share),
+        (
+            "time in attention",
+            in_seconds(t.attention_s),
+            f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank of each",
+        ),
+        ("saved", in_seconds(t.saved_s), f"modelled from ρ_s; perfectly even would save {in_seconds(t.left_s)} more"),
+    ]
+
+
+def in_a_line(report: RunReport) -> str:
+    """What attention cost and what balancing brought, in a line. One process has nothing to balance."""
+    t = report.totals
+    parts = [f"attention {t.attention_share:.0%} of {in_seconds(report.seconds)}", f"density {t.density:.3f}"]
+    if report.world_size > 1:
+        saved = f"{'saved' if t.saved_s >= 0 else 'lost'} {in_seconds(abs(t.saved_s))} (modelled)"
+        parts += [f"ρ_s {t.rho_before:.3f} → {t.rho:.3f}", saved]
+    return ", ".join(parts)
+
+
+def strategies_in_words(report: RunReport) -> str:
+    """The strategies of attentions as text, such as "U4R2", or "30 × U4R2, 10 × U8R1"."""
+    used = report.totals.strategies
+    if len(used) == 1:
+        return next(iter(used))
+    return ", ".join(f"{count} × {name}" for name, count in used.items())
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by keys such as "mask.source"."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def in_seconds(seconds: float) -> str:
+    """A time as text, such as "850 µs", "12.3 ms", "4.56 s" or "12 min 5 s"."""
+    if abs(seconds) < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if abs(seconds) < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if abs(seconds) < 100:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def balance_picture(records: Mapping[int, Plan]) -> bytes:
+    """PNG: by layer, the dense blocks of each rank before (contiguous) and after, with ρ_s above."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    layers = sorted(records)
+    plans = [records[layer] for layer in layers]
+    before, after = (float(np.mean(rho)) for rho in zip(*((plan.rho_before, plan.rho) for plan in plans), strict=True))
+    picture = BytesIO()
+    with rc_context(STYLE):
+        figure = Figure(figsize=(max(9.0, 1.5 + 0.95 * len(layers)), 6.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(2, 1, sharex=True, sharey=True)
+        heading(
+            figure,
+            f"How even is the work? Imbalance ρ_s {before:.3f} → {after:.3f}",
+            f"Dense blocks by rank at each layer's last attention, {plans[0].strategy}; dotted: perfectly even",
+        )
+        rows = (
+            (axes[0], "before: plain sequence parallelism", [plan.metrics.compared[1] for plan in plans]),
+            (axes[1], f"after: planner {plans[0].planner}", [plan.metrics.work for plan in plans]),
+        )
+        for axis, title, work in rows:
+            totals = np.array([periods.sum(axis=0) for periods in work])
+            ranks = totals.shape[1]
+            width = 0.8 / ranks
+            for rank in range(ranks):
+                place = np.arange(len(layers)) + (rank - (ranks - 1) / 2) * width
+                axis.bar(place, totals[:, rank], width * 0.92, label=f"rank {rank}", color=rank_colour(rank))
+            middle = np.arange(len(layers))
+            axis.hlines(totals.mean(axis=1), middle - 0.45, middle + 0.45, INK, "dotted")
+            for index, plan in enumerate(plans):
+                rho = plan.rho_before if axis is axes[0] else plan.rho
+                at = (index, totals[index].max())
+                axis.annotate(f"ρ_s {rho:.3f}", at, (0, 7), textcoords="offset points", ha="center", size=9.5)
+            axis.set(ylabel="dense blocks")
+            axis.set_title(title, loc="left")
+            axis.margins(y=0.18)
+            axis.grid(axis="x", visible=False)
+        axes[1].set(xlabel="layer", xticks=np.arange(len(layers)), xticklabels=layers)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, ncols=min(8, len(labels)), loc="outside lower center")
+        figure.savefig(picture, format="png")
+    return picture.getvalue()
+
+
+_TEMPLATES = Path(__file__).with_name("pages")
+
+
+def report_page(report: RunReport) -> str:
+    """HTML of a report: numbers and tables are text, and its script draws heat maps and bars from embedded data."""
+    totals, settings = report.totals, flat_settings(report.environment.settings)
+    modelled = [
+        ("saved against contiguous plans", in_seconds(totals.saved_s)),
+        ("that perfectly even work would still save", in_seconds(totals.left_s)),
+    ]
+    kinds = [
+        ("home → owner (queries, keys, values)", totals.bytes_to_owners),
+        ("ring rotation (keys, values)", totals.bytes_ring),
+        ("owner → home (outputs)", totals.bytes_to_homes),
+        ("sum", totals.bytes_sent),
+        ("plain USP would send", totals.bytes_usp),
+    ]
+    return render_page(
+        "report.html",
+        report=report,
+        totals=totals,
+        headline=headline(report),
+        modelled=modelled,
+        kinds=[(name, in_bytes(count), f"{count:,}") for name, count in kinds],
+        layers=layer_summaries(report),
+        ranks=list(enumerate(zip(report.ranks.attention_s, report.ranks.bytes_sent, strict=True))),
+        prompt=_prompt(report),
+        settings=[(key, json.dumps(value).strip('"')) for key, value in settings.items() if value is not None],
+        unset=[key for key, value in settings.items() if value is None],
+        data=_embedded({"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}),
+    )
+
+
+def _prompt(report: RunReport) -> str:
+    """What the video shows, where the settings say it."""
+    video = report.environment.settings.get("video")
+    return str(video.get("prompt") or "") if isinstance(video, Mapping) else ""
+
+
+def render_page(name: str, **values: Any) -> str:
+    """HTML of a template in the folder `pages`."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES, encoding="utf-8"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"seconds": in_seconds, "bytes": in_bytes}
+    return environment.get_template(name).render(**values)
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON for a script element, which no text in it can end."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

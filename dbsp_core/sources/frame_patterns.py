@@ -1,0 +1,212 @@
+"""Masks of lines in attention between frames: radial attention, and SVG's spatial and temporal heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.sources.base import BlockSizes, MaskRequest
+from dbsp_core.utils.errors import UserError, bad_value, require_value
+
+__all__ = [
+    "LineSegments",
+    "RadialSource",
+    "SvgSource",
+    "distances",
+    "line_segments",
+    "radial_bits",
+    "reduce_to_blocks",
+    "spatial_bits",
+    "temporal_bits",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class LineSegments:
+    """The video blocks of one axis, cut where a line ends.
+
+    Attributes:
+        line: int64[n], the line of each segment; `first` and `last` are the positions of its end tokens there.
+        begins: int64[video blocks], each block's first segment.
+    """
+
+    line: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    begins: np.ndarray
+
+
+def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
+    """The segments of one axis's video blocks.
+
+    `line` and `at` are int64[video tokens] in the order of the blocks: each token's line, and its position there,
+    which never falls along the line.
+    """
+    text_tokens = len(axis.block_of) - len(line)
+    block = axis.block_of[text_tokens:]
+    new_block = np.diff(block, prepend=-1) != 0
+    start = np.flatnonzero(new_block | (np.diff(line, prepend=-1) != 0))
+    end = np.append(start[1:], len(line)) - 1
+    return LineSegments(line[start], at[start], at[end], np.flatnonzero(new_block[start]))
+
+
+def distances(q: LineSegments, k: LineSegments) -> np.ndarray:
+    """int64[q segments, k segments]: least distance of their positions, whatever their lines; 0 if they overlap."""
+    gap = np.maximum(k.first[None] - q.last[:, None], q.first[:, None] - k.last[None])
+    return np.maximum(gap, 0)
+
+
+def reduce_to_blocks(grid: BlockGrid, dense: np.ndarray, q: LineSegments, k: LineSegments) -> np.ndarray:
+    """bool[nq, nk]: blocks with a pair of segments in `dense`, bool[q segments, k segments], and all text."""
+    rows = np.logical_or.reduceat(dense, q.begins, axis=0)
+    bits = np.ones((grid.nq, grid.nk), dtype=bool)
+    bits[grid.nq - len(q.begins) :, grid.nk - len(k.begins) :] = np.logical_or.reduceat(rows, k.begins, axis=1)
+    return bits
+
+
+@dataclass(frozen=True)
+class RadialSource(BlockSizes):
+    """Radial Attention (Li et al., 2025, arXiv:2506.19852, §4), the same for every head; see `radial_bits`.
+
+    Attributes:
+        width: Share of its own frame and of the next that a query attends to.
+        decay: Factor of this share each time that the distance in frames doubles.
+        sink_frames: Number of first frames that every query attends to.
+    """
+
+    width: float = 1.0
+    decay: float = 0.5
+    sink_frames: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        width_fits = 0 < self.width < math.inf
+        require_value(self, "width", width_fits, "must be a positive share of a frame; 1 is the paper's")
+        require_value(self, "decay", 0 < self.decay <= 1, "must lie above 0 and not above 1; 0.5 is the paper's")
+        require_value(self, "sink_frames", self.sink_frames >= 0, "must not be negative")
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        grid = self.grid(request)
+        bits = radial_bits(grid, request.thw, self.width, self.decay, self.sink_frames)
+        return BlockMask(torch.from_numpy(np.tile(bits, (request.heads, 1, 1))), grid)
+
+
+def radial_bits(
+    grid: BlockGrid, thw: tuple[int, int, int], width: float, decay: float, sink_frames: int
+) -> np.ndarray:
+    """bool[nq, nk]: blocks with a pair of tokens that may attend to each other, and all text.
+
+    A frame has s tokens; a query at place x of frame i may attend to a key at place y of frame j if, with d = |i − j|
+    and b = width · s · decay^⌊log₂ max(d, 1)⌋,
+        |x − y| + 1 ≤ b                                if b ≥ B = max(block_q, block_k)
+        |x − y| + 1 ≤ B, and d is a multiple of ⌈B/b⌉  if b < B: a block's width of some frames, not less of each
+        j < sink_frames                                whatever the distance
+    With width 1, decay ½ and B = 1 this is the paper's mask; B is a block because a thinner band costs as much.
+    """
+    frames, frame = thw[0], thw[1] * thw[2]
+    line, at = np.divmod(np.arange(frames * frame), frame)
+    q, k = line_segments(grid.q_axis, line, at), line_segments(grid.k_axis, line, at)
+    reach = _reach(frames, width * frame, decay, max(grid.block_q, grid.block_k))
+    dense = distances(q, k) < reach[np.abs(q.line[:, None] - k.line)]
+    dense |= k.line < sink_frames
+    return reduce_to_blocks(grid, dense, q, k)
+
+
+def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.ndarray:
+    """int64[frames]: by distance in frames, one more than how far apart places may be; 0 for no pair."""
+    reach = []
+    for distance in range(frames):
+        if distance > 1 and distance & (distance - 1) == 0:
+            bandwidth *= decay  # step by step: powers are not rounded alike everywhere
+        if bandwidth >= thinnest:
+            reach.append(math.floor(min(bandwidth, 1 << 40)))
+        else:
+            reach.append(thinnest if distance % math.ceil(thinnest / bandwidth) == 0 else 0)
+    return np.array(reach)
+
+
+TIME_FASTEST = "hwt"
+
+
+@dataclass(frozen=True)
+class SvgSource(BlockSizes):
+    """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4); see `spatial_bits` and `temporal_bits`.
+
+    Temporal heads have token order "hwt", as in the paper: a place's tokens of all frames share a block.
+
+    Attributes:
+        frames: Number of frames, centred on its own, that a query of a spatial head attends to.
+        bandwidth: Share of every frame, centred on its place, that a query of a temporal head attends to.
+        sink_frames: Number of first frames that every query of a spatial head attends to.
+        temporal_heads: The temporal heads of every layer: a share, spread evenly, or their numbers. The paper decides
+            it at every call from a sample of the head's queries, which this source does not have.
+    """
+
+    frames: int = 7
+    bandwidth: float = 0.3
+    sink_frames: int = 1
+    temporal_heads: float | tuple[int, ...] = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_value(self, "frames", self.frames >= 1, "must be at least 1, the query's own")
+        in_range = 0 < self.bandwidth <= 1
+        require_value(self, "bandwidth", in_range, "must lie above 0 and not above 1: a share of a frame's places")
+        require_value(self, "sink_frames", self.sink_frames >= 0, "must not be negative")
+        if isinstance(self.temporal_heads, tuple):
+            no_negative = min(self.temporal_heads, default=0) >= 0
+            require_value(self, "temporal_heads", no_negative, "must be head numbers, from 0")
+        elif not 0 <= self.temporal_heads <= 1:
+            raise bad_value(self, "temporal_heads", "must be a share between 0 and 1, or a list of head numbers")
+
+    def temporal(self, heads: int) -> np.ndarray:
+        """bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""
+        numbers = np.arange(heads)
+        if isinstance(self.temporal_heads, tuple):
+            if max(self.temporal_heads, default=0) >= heads:
+                raise UserError(
+                    f"temporal_heads={list(self.temporal_heads)} has a head that the model lacks; its {heads} heads "
+                    f"are 0 to {heads - 1}"
+                )
+            return np.isin(numbers, self.temporal_heads)
+        wanted = round(self.temporal_heads * heads)
+        return (numbers + 1) * wanted // heads > numbers * wanted // heads
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        temporal = self.temporal(request.heads)
+        return replace(super().grid(request), orders=tuple(TIME_FASTEST if t else "thw" for t in temporal))
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        grid, temporal = self.grid(request), self.temporal(request.heads)
+        spatial = spatial_bits(grid, request.thw, self.frames, self.sink_frames)
+        kinds = np.stack([spatial, temporal_bits(grid, request.thw, self.bandwidth)])
+        return BlockMask(torch.from_numpy(kinds[temporal.astype(np.int64)]), grid)
+
+
+def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_frames: int) -> np.ndarray:
+    """bool[nq, nk] of tokens in order "thw": blocks with a pair of tokens that may attend to each other, and text.
+
+    A query in frame i may attend to all of frame j if |i − j| ≤ ⌊frames / 2⌋ or j < sink_frames.
+    """
+    frame = np.repeat(np.arange(thw[0]), thw[1] * thw[2])
+    everything = np.zeros_like(frame)
+    q, k = line_segments(grid.q_axis, everything, frame), line_segments(grid.k_axis, everything, frame)
+    return reduce_to_blocks(grid, (distances(q, k) <= frames // 2) | (k.first < sink_frames), q, k)
+
+
+def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], bandwidth: float) -> np.ndarray:
+    """bool[nq, nk] of tokens in order "hwt": blocks with a pair of tokens that may attend to each other, and text.
+
+    A query at place x of any frame may attend to place y of every frame if |x − y| ≤ ⌊bandwidth · s / 2⌋, of s places
+    in a frame. The first frame is no sink here: every block has tokens of it, so that all blocks would be dense.
+    """
+    places = thw[1] * thw[2]
+    place = np.repeat(np.arange(places), thw[0])
+    everything = np.zeros_like(place)
+    q, k = line_segments(grid.q_axis, everything, place), line_segments(grid.k_axis, everything, place)
+    return reduce_to_blocks(grid, distances(q, k) <= int(bandwidth * places) // 2, q, k)
