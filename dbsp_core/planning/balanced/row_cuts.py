@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dbsp_core.planning.balanced.heads import balance_heads
+from dbsp_core.planning.heads import balance_heads
 
 __all__ = ["cut_rows"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.planning.balanced.head_swaps import match_ulysses_ranks
-from dbsp_core.planning.balanced.heads import balance_heads, local_search_heads
+from dbsp_core.planning.heads import balance_heads, local_search_heads
 from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.balanced.ring_slots import balance_slots
 from dbsp_core.planning.balanced.row_moves import move_rows
