@@ -11,7 +11,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.planning.assignment import Assignment
 
-__all__ = ["Traffic", "traffic_of"]
+__all__ = ["Traffic", "copies_by_rank", "tokens_at", "traffic_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,8 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
     keys = np.zeros((travel.exchanges, strategy.world, strategy.world))
     blocks = np.zeros((travel.exchanges, strategy.world), dtype=np.int64)
     for order, heads in grid.order_groups(assignment.heads):
-        q_home, k_home = _tokens_at(layout, grid, order)
-        queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
+        q_home, k_home = tokens_at(layout, grid, order)
+        queries += q_home.T @ copies_by_rank(assignment.q_owner[heads], strategy.world).T
         for exchange, copies in enumerate(travel.copies(assignment, heads)):
             keys[exchange] += k_home.T @ copies.T
             blocks[exchange] += np.ceil(copies.sum(axis=1, dtype=np.float64)).astype(np.int64)
@@ -82,7 +82,7 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
     return Traffic(queries, keys, rows, travel.all_blocks(assignment, blocks), grid.block_k)
 
 
-def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
+def copies_by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
     """float64[world, n]: how many heads put each block on each rank, from ranks int64[heads, n]."""
     blocks = ranks.shape[1]
     flat = (ranks * blocks + np.arange(blocks)).ravel()
@@ -90,7 +90,7 @@ def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=32)
-def _tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np.ndarray, np.ndarray]:
+def tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np.ndarray, np.ndarray]:
     """float64[nq, P], float64[nk, P]: tokens of each query and KV block that live on each rank."""
 
     def tokens(pieces: ShardSegments, axis: BlockAxis) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 
-__all__ = ["PeriodTimes", "chunk_times", "ring_times"]
+__all__ = ["PeriodTimes", "chunk_times", "of_the_last", "ring_times"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, ov
             met = np.maximum(began, np.maximum(np.roll(began, 1, axis=0), np.roll(began, -1, axis=0)))
             done = np.maximum(done, met + transfer_s) + (1 - overlap) * np.minimum(own, transfer_s)
         began = done
-    return _of_the_last(compute, p2p, done.ravel())
+    return of_the_last(compute, p2p, done.ravel())
 
 
 def chunk_times(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_once: bool) -> PeriodTimes:
@@ -74,10 +74,10 @@ def chunk_times(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_on
         else:
             done = np.maximum(done, began + transfer_s)
     hidden = compute.sum(axis=0) + sum(p2p) - done
-    return _of_the_last(compute, p2p, done + (1 - overlap) * hidden)
+    return of_the_last(compute, p2p, done + (1 - overlap) * hidden)
 
 
-def _of_the_last(compute: np.ndarray, p2p: Sequence[float], done: np.ndarray) -> PeriodTimes:
+def of_the_last(compute: np.ndarray, p2p: Sequence[float], done: np.ndarray) -> PeriodTimes:
     last = int(done.argmax())
     periods = tuple((float(c), float(p)) for c, p in zip_longest(compute[:, last], p2p, fillvalue=0.0))
     return PeriodTimes(periods, float(done[last]))

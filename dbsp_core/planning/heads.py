@@ -142,6 +142,7 @@ def balance_heads(
     ulysses_degree: int,
     target_rho: float = 1.002,
     row_order: np.ndarray | None = None,
+    whole_rho: float = 1.0,
 ) -> np.ndarray:
     """Assigns rows to Ulysses ranks: heads whole where that is balanced, a few of them split otherwise.
 
@@ -149,6 +150,7 @@ def balance_heads(
         row_work: int[H, nq], dense blocks per (head, query block).
         target_rho: Fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough.
         row_order: int[nq], order of the query blocks in which a head is cut; by number when None.
+        whole_rho: The same with which no head is split: the price of sending its keys to two ranks.
 
     Returns:
         int64[H, nq], the Ulysses rank of each row.
@@ -163,7 +165,7 @@ def balance_heads(
     head_work_by_rank[np.arange(len(work)), ulysses_rank] = work
     # 2. Where a rank stays too full, runs of rows are cut off its largest head.
     load = head_work_by_rank.sum(axis=0).tolist()
-    splits = _choose_splits(load, limit)
+    splits = _choose_splits(load, limit) if max(load) * ulysses_degree > total * whole_rho else []
     owner = np.repeat(ulysses_rank, row_work.shape[1]).reshape(row_work.shape)
     row_order = np.arange(row_work.shape[1]) if row_order is None else row_order
     for split in splits:

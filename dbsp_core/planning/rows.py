@@ -23,6 +23,7 @@ def plan_rows(
     ring: int,
     target_rho: float = 1.002,
     position: np.ndarray | None = None,
+    whole_rho: float = 1.01,
 ) -> np.ndarray:
     """Assigns rows: heads whole where that is even, rows where they live where that is even.
 
@@ -34,6 +35,8 @@ def plan_rows(
         target_rho: ρ_s at which to stop.
         position: float64[nq], where query blocks are in the order of tokens. Given, each column's rows are cut into
             runs of it instead of staying where they live: rows near one another need much the same keys.
+        whole_rho: ρ_s with which no head is split where there is no ring. Then nothing hides that the keys of a split
+            head are sent twice: by the latency model that takes about as long as a hundredth of the kernel's time.
 
     Returns:
         int64[H, nq], the owner of each row: ring rank · x + Ulysses rank.
@@ -42,7 +45,9 @@ def plan_rows(
     # 1. Heads to columns of ranks, the fewest split: their keys would be sent to two columns.
     share = 1 if ring == 1 else COLUMN_SHARE
     order = _interleaved(home, ring) if position is None else np.argsort(position, kind="stable")
-    owner = balance_heads(work, ulysses, 1 + share * (target_rho - 1), order)
+    owner = balance_heads(work, ulysses, 1 + share * (target_rho - 1), order, whole_rho if ring == 1 else 1.0)
+    if ring == 1 and (owner == owner[:, :1]).all() and _fullest(work, owner) * ulysses <= total * whole_rho:
+        return owner
     if ring > 1:
         # 2. Each column's rows to its ring ranks.
         places = np.ascontiguousarray(np.broadcast_to(home, work.shape))
@@ -84,7 +89,9 @@ def level_rows(work: np.ndarray, place: np.ndarray, places: int, limit: int) -> 
         return
     order = np.flatnonzero(work)
     falling = work.max() - work[order]
-    order = order[np.argsort(falling.astype(np.uint16) if work.max() < 1 << 16 else falling, kind="stable")]  # by radix
+    order = order[
+        np.argsort(falling.astype(np.uint16) if work.max() < 1 << 16 else falling, kind="stable")
+    ]  # by radix
     sizes, where = work[order], place[order]
     for _ in range(8 * places):
         if load.max() <= limit or not _relieve(sizes, where, load):

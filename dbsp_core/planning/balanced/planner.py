@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from dbsp_core.planning.balanced.head_swaps import match_ulysses_ranks
-from dbsp_core.planning.heads import balance_heads
 from dbsp_core.planning.balanced.ring_slots import balance_slots
 from dbsp_core.planning.balanced.row_moves import move_rows, trade_rows
 from dbsp_core.planning.balanced.work import RingSchedule, head_shards
 from dbsp_core.planning.baselines import contiguous_assignment
+from dbsp_core.planning.heads import balance_heads
 from dbsp_core.planning.imbalance import imbalance_ratio, owned_work
 from dbsp_core.planning.planner_input import PlannerInput
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.planning.balanced.head_swaps import match_ulysses_ranks
-from dbsp_core.planning.heads import balance_heads, local_search_heads
 from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.balanced.ring_slots import balance_slots
 from dbsp_core.planning.balanced.row_moves import move_rows
 from dbsp_core.planning.balanced.work import RingSchedule, head_shards
 from dbsp_core.planning.baselines import greedy_heads
 from dbsp_core.planning.bounds import bins_bound, whole_row_bound
+from dbsp_core.planning.heads import balance_heads, local_search_heads
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
 from dbsp_core.planning.planner_input import PlannerInput
 from tests.support.oracle import cell_counts

@@ -22,6 +22,11 @@ def loads(work: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
     return np.bincount(owner.ravel(), work.ravel(), ranks).astype(np.int64)
 
 
+def split(owner: np.ndarray) -> bool:
+    """Whether, without a ring, some head is on several ranks."""
+    return bool((owner != owner[:, :1]).any())
+
+
 def rho(work: np.ndarray, owner: np.ndarray, ranks: int) -> float:
     of_rank = loads(work, owner, ranks)
     return float(of_rank.max() / of_rank.mean()) if of_rank.any() else 1.0
@@ -64,7 +69,8 @@ def test_plans_reach_two_parts_in_a_thousand_or_what_whole_rows_allow(name, ulys
     # Where a rank has a handful of rows, one of the lightest may be left over.
     few = np.count_nonzero(work) < 16 * ranks
     slack = int(work[work > 0].min(initial=work.max(initial=0))) if few else 0
-    assert bound <= loads(work, owner, ranks).max() <= max(bound, int(work.sum() * 1.002) // ranks) + slack
+    most = max(bound, int(work.sum() * (1.002 if ring > 1 or split(owner) else 1.01)) // ranks)
+    assert bound <= loads(work, owner, ranks).max() <= most + slack
 
 
 @pytest.mark.parametrize(("layout", "most"), [("striped", 0.005), ("contiguous", 0.06)])
@@ -90,7 +96,9 @@ def test_runs_of_tokens_are_as_even_and_lie_together(name, ulysses, ring):
     position = np.arange(float(work.shape[1]))
     owner = plan_rows(work, homes(work.shape[1], ring, "contiguous"), ulysses, ring, position=position)
     free = plan_rows(work, homes(work.shape[1], ring, "contiguous"), ulysses, ring)
-    assert loads(work, owner, ranks).max() <= max(int(work.sum() * 1.002) // ranks, loads(work, free, ranks).max() * 1.02)
+    assert loads(work, owner, ranks).max() <= max(
+        int(work.sum() * 1.002) // ranks, loads(work, free, ranks).max() * 1.02
+    )
     if name == "paper":
         assert (np.diff(owner, axis=1) != 0).sum(axis=1).mean() <= 2 * (ring - 1) + 12  # a run each, and single rows
 
@@ -112,7 +120,7 @@ def test_any_work_gets_a_valid_plan_the_same_every_time_and_within_a_row_of_the_
     stay = home * ulysses + contiguous_heads(len(work), ulysses)[:, None]
     most = loads(work, owner, ranks).max()
     assert bins_bound(work.ravel(), ranks) <= most <= -(-work.sum() // ranks) + work.max()
-    assert most <= max(loads(work, stay, ranks).max(), int(work.sum() * 1.002) // ranks)
+    assert most <= max(loads(work, stay, ranks).max(), int(work.sum() * 1.01) // ranks)
 
 
 @given(seed=st.integers(0, 1000), shape=st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 1), (2, 1)]))
@@ -122,7 +130,7 @@ def test_small_cases_are_within_one_row_of_the_best_of_all_owners(seed, shape):
     work = np.random.default_rng(seed).integers(0, 9, (2, 3))
     ranks = ulysses * ring
     best = min(loads(work, np.array(owner), ranks).max() for owner in itertools.product(range(ranks), repeat=6))
-    owner = plan_rows(work, homes(3, ring, "striped"), ulysses, ring, target_rho=1.0)
+    owner = plan_rows(work, homes(3, ring, "striped"), ulysses, ring, target_rho=1.0, whole_rho=1.0)
     assert best <= loads(work, owner, ranks).max() <= best + work.max()
 
 
@@ -161,4 +169,14 @@ def test_any_number_of_heads_is_level_on_any_number_of_columns(heads, columns):
     rng = np.random.default_rng(heads)
     rows = rng.binomial(1182, rng.beta(1, 2, heads)[:, None] * np.linspace(1, 0.4, 1182))
     owner = plan_rows(rows, np.zeros(1182, dtype=np.int64), columns, 1)
-    assert rho(rows, owner, columns) <= 1.002
+    assert rho(rows, owner, columns) <= (1.002 if split(owner) else 1.01)
+
+
+def test_a_split_has_a_price_where_there_is_no_ring():
+    work = np.full((2, 100), 100)
+    work[1] = 99
+    home = np.zeros(100, dtype=np.int64)
+    assert not split(plan_rows(work, home, 2, 1))
+    assert split(plan_rows(work, home, 2, 1, whole_rho=1.001))
+    work[1] = 97
+    assert split(plan_rows(work, home, 2, 1))
