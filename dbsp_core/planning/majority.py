@@ -1,4 +1,4 @@
-"""The assignment that leaves blocks where they are before the exchange: plain Ulysses, Ring and USP."""
+"""Where blocks are outside attention, and who owns rows in plain Ulysses, Ring and USP."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
-from dbsp_core.planning.key_travel import RingKeys
+from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_heads, majority_rank
 
-__all__ = ["baseline_assignment", "block_positions", "majority_ring_ranks"]
+__all__ = ["block_positions", "majority_ring_ranks", "plain_owners"]
 
 
 @lru_cache(maxsize=16)
-def baseline_assignment(grid: BlockGrid, heads: int, strategy: Strategy) -> Assignment:
-    """The contiguous assignment on the contiguous layout, which is what runs without db-SP; equal for all masks."""
+def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:
+    """int64[H, nq]: the rank of each row without db-SP: heads in equal runs, blocks in contiguous shards."""
     layout = SequenceLayout.contiguous(grid.tokens, strategy.world)
-    rings = majority_ring_ranks(layout, grid, heads, strategy)
-    q_owner, slot = _read_only(contiguous_assignment(heads, *rings, strategy.ulysses))
-    return Assignment(strategy, grid, q_owner, RingKeys(slot, strategy.ring))
+    home, _ = majority_ring_ranks(layout, grid, heads, strategy)
+    (owner,) = _read_only((home * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None],))
+    return owner
 
 
 @lru_cache(maxsize=16)
@@ -44,11 +42,13 @@ def majority_ring_ranks(
         return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
 
     if grid.common_order is not None:
-        return _read_only(by_order(grid.common_order))
+        q_ring, k_ring = _read_only(by_order(grid.common_order))
+        return q_ring, k_ring
     q_ring, k_ring = (np.empty((heads, len(axis)), dtype=np.int64) for axis in (grid.q_axis, grid.k_axis))
     for order, in_order in grid.order_groups(heads):
         q_ring[in_order], k_ring[in_order] = by_order(order)
-    return _read_only((q_ring, k_ring))
+    q_ring, k_ring = _read_only((q_ring, k_ring))
+    return q_ring, k_ring
 
 
 def block_positions(grid: BlockGrid) -> np.ndarray:
@@ -61,7 +61,7 @@ def block_positions(grid: BlockGrid) -> np.ndarray:
     return np.add.reduceat(grid.token_permutation(grid.common_order), grid.q_axis.starts) / grid.q_axis.lengths
 
 
-def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _read_only(arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     """The same arrays, protected: all plans made from them share them."""
     for array in arrays:
         array.flags.writeable = False

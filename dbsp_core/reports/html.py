@@ -25,7 +25,7 @@ def report_page(report: RunReport) -> str:
     ]
     kinds = [
         ("home → owner (queries, keys, values)", totals.bytes_to_owners),
-        ("ring rotation (keys, values)", totals.bytes_ring),
+        ("further chunks (keys, values)", totals.bytes_chunks),
         ("owner → home (outputs)", totals.bytes_to_homes),
         ("sum", totals.bytes_sent),
         ("plain USP would send", totals.bytes_usp),

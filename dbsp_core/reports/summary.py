@@ -42,7 +42,7 @@ def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
     """The report's layers."""
     calls = report.calls
     layer = np.array(calls.layer, dtype=np.int64)
-    sent = np.array([calls.bytes_to_owners, calls.bytes_ring, calls.bytes_to_homes], dtype=np.int64).sum(axis=0)
+    sent = np.array([calls.bytes_to_owners, calls.bytes_chunks, calls.bytes_to_homes], dtype=np.int64).sum(axis=0)
 
     def of(index: int) -> LayerSummary:
         here = layer == index

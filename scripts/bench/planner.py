@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from dbsp_core.planning.balanced.planner import plan_rows
+from dbsp_core.planning.bounds import whole_row_bound
+from dbsp_core.planning.planner_input import PlannerInput
 from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.baselines import contiguous_heads, majority_rank
-from dbsp_core.planning.bounds import whole_row_bound
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
-from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 

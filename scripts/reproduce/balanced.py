@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_core import BlockMask, Plan, Strategy, make_plan
+from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
-from dbsp_core.planning.bounds import whole_row_bound
+from dbsp_core.planning.imbalance import rho_bound
 from dbsp_core.planning.planners import PLANNERS, PaperConfig
 from dbsp_core.reports.style import INK
 from dbsp_core.reports.style import PLANNERS as COLOURS
@@ -49,7 +49,7 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
     layers = list(masks(preset, options))
     plans: dict[tuple[str, str, str], list[Plan | RingPlan]] = {}
     before = {strategy: [rho_before(mask, strategy) for mask in layers] for strategy in STRATEGIES}
-    bound = {name: [_bound(mask, Strategy.parse(name)) for mask in layers] for name in STRATEGIES}
+    bound = {name: [rho_bound(mask.counts.rows, Strategy.parse(name).world) for mask in layers] for name in STRATEGIES}
     paper = PaperConfig(reward=options.reward)
     for strategy, way in itertools.product(STRATEGIES, options.ways):
         planner, home = way.split("@")
@@ -61,11 +61,6 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
             found = [plan_ring(mask, parsed, planner, layout, paper) for mask in layers]
         plans[strategy, planner, home] = found
     return [_row(preset, *key, here, before[key[0]], bound[key[0]]) for key, here in plans.items()]
-
-
-def _bound(mask: BlockMask, strategy: Strategy) -> float:
-    """ρ_s that no plan of whole rows can beat."""
-    return whole_row_bound(mask.counts.rows, mask.counts.columns, strategy.world, 1, None)
 
 
 def _row(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, Strategy
+from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.planning.planners import PaperConfig
-from scripts.reproduce.lockstep import eq_1, plan_ring, ring_times, work_by_ring_step
+from scripts.reproduce.lockstep import eq_1, plan_ring, work_by_ring_step
 from tests.support.generators import EVERY_STRATEGY, SEEDS, examples
 from tests.support.oracle import cell_counts
 
@@ -142,14 +142,3 @@ def test_plans_are_of_whole_heads_and_blocks_and_their_work_is_eq_1s(planner, st
     cells = cell_counts(mask.bits.numpy(), plan.q_owner, plan.slot, 4, y)
     assert (plan.work == work_by_ring_step(cells, x)).all()
     assert (plan.evaluate(mask).work == plan.work).all()
-
-
-def test_ranks_of_a_ring_wait_for_their_neighbours():
-    """By hand: ranks that take 1, 2 and 4 s in turn."""
-    compute = np.array([[1.0, 2.0, 4.0], [4.0, 1.0, 2.0], [2.0, 4.0, 1.0]])
-    # Rank 1 is done with step 1 at 3 s, but its next keys come from rank 2, which begins step 1 at 4 s.
-    free = ring_times(compute, [0.0, 0.0], Strategy(1, 3), 1.0)
-    assert free.attention_s == 4 + 4
-    slow = ring_times(compute, [5.0, 5.0], Strategy(1, 3), 1.0)
-    assert slow.attention_s == 5 + 5 + 4
-    assert ring_times(compute, [1.0, 1.0], Strategy(1, 3), 0.0).attention_s > free.attention_s
