@@ -23,7 +23,7 @@ REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("planner", "knapsack"): "write planner: paper, whose heads are assigned by the same greedy rule",
     ("keys", "kept"): "for masks predicted at every call write keys: all, for others needed",
     ("keys", "auto"): "leave it out, or write keys: needed for masks that are known beforehand",
-    ("keys", "ring"): "write keys: all, or leave it out: keys come from where they live, in as many chunks as slots",
+    ("keys", "ring"): "write keys: all, or leave it out: keys come in chunks from where they live",
 }
 """Values that a key no longer takes, and what to write instead."""
 

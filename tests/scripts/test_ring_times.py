@@ -1,4 +1,4 @@
-"""When ranks of a ring are done with their steps: by hand, against events played through, and between what bounds it lies."""
+"""When ranks of a ring are done with their steps: by hand, against events played through, and between bounds."""
 
 from __future__ import annotations
 
