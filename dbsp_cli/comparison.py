@@ -82,7 +82,7 @@ _NUMBERS = (
     ("saved against contiguous (modelled)", "saved_s", "s"),
     ("even work would still save (modelled)", "left_s", "s"),
     ("home → owner", "bytes_to_owners", "bytes"),
-    ("ring rotation", "bytes_ring", "bytes"),
+    ("further chunks", "bytes_chunks", "bytes"),
     ("owner → home", "bytes_to_homes", "bytes"),
     ("sent, sum", "bytes_sent", "bytes"),
     ("plain USP would send", "bytes_usp", "bytes"),

@@ -26,7 +26,7 @@ from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.planning.key_chunks import require_keys
+from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.planning.wire_format import MODEL, require_wire_format
@@ -54,7 +54,7 @@ def plan_command(
     layout: Annotated[
         str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUTS)}; default: the planner's own.")
     ] = None,
-    keys: Annotated[str, typer.Option(help="ring, all, or needed: what ranks are sent.")] = "ring",
+    keys: Annotated[str, typer.Option(help="all or needed: what ranks are sent.")] = ALL,
     precision: Annotated[str, typer.Option(help="model or int8: how q, k and v travel.")] = MODEL.name,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     picture: Annotated[
@@ -110,7 +110,8 @@ def _plans(mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
     strategies = tuple(map(Strategy.parse, strategies))
     for strategy in strategies:
         strategy.require_world(request.gpus)
-    way, wire = require_keys(request.keys), require_wire_format(request.precision)
+    require_keys(request.keys)
+    wire = require_wire_format(request.precision)
     names = tuple(PLANNERS) if request.planner == "all" else tuple(request.planner.split(","))
     for name in names:
         require_planner(name)
@@ -118,7 +119,7 @@ def _plans(mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
     plans = []
     for strategy in strategies:
         for name in names:
-            usual = "contiguous" if way.known_masks else require_planner(name).layout
+            usual = "contiguous" if request.keys == NEEDED else require_planner(name).layout
             layout = SequenceLayout.named(request.layout or usual, mask.grid, strategy)
             config = PlannerConfig(name, request.target_rho, paper=PaperConfig(request.reward, request.equal_heads))
             plan = make_plan(mask, strategy, config, layout=layout, keys=request.keys, precision=request.precision)
@@ -160,7 +161,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
 def _picture(title: str, mask: BlockMask, plans: list[_FilePlan], request: _FileRequest) -> bytes:
     """PNG of the most even plan, below the contiguous one of the same strategy."""
     best = _most_even([one.plan for one in plans])
-    blind = replace(request, strategy=str(best.strategy), planner="contiguous", layout=None, keys="ring")
+    blind = replace(request, strategy=str(best.strategy), planner="contiguous", layout=None, keys=ALL)
     ((contiguous, _),) = _plans(mask, blind)
     rows = [("plain sequence parallelism", contiguous), (best.planner, best)]
     figure = owners_picture(f"{title}: {best.strategy}", rows if best.planner != "contiguous" else rows[:1])

@@ -1,9 +1,10 @@
 """The uneven all-to-all that takes (head, block) pieces from the ranks that hold them to their owners, and back.
 
 Each piece goes straight from holder to owner; nothing is sent to the rank that holds it. q, k and v share one
-exchange, except that q has its own where memory is short (`exchange_q_separately`), and so do chunks of keys of other
-ring rows, which arrive while attention to the first keys runs. An exchange is made of tables of segments: one pass
-over memory packs what is sent, from the host's own strides, and one unpacks what arrives, into the kernel's form.
+exchange, except that q has its own where memory is short (`exchange_q_separately`), and so has each chunk of keys of
+another ring row, which arrives while attention to the chunk before it runs. An exchange is made of tables of segments:
+one pass over memory packs what is sent, from the host's own strides, and one unpacks what arrives, into the kernel's
+form.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,10 @@ from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 
-__all__ = ["Exchange", "KeysAtHome", "PendingKeys", "Route", "by_batch", "exchange_q_separately"]
+__all__ = ["CHUNKS_IN_FLIGHT", "Exchange", "KeysAtHome", "PendingKeys", "Route", "by_batch", "exchange_q_separately"]
+
+CHUNKS_IN_FLIGHT = 2
+"""Chunks of keys and values that a rank holds or awaits at a time: the one that its kernel reads, and the next."""
 
 UNEVEN = 1.05
 """Most rows of a rank over the mean. Above it, saving memory is worth an exchange more."""
@@ -109,8 +114,7 @@ class Route:
     Attributes:
         dispatch_exchanges: One for q, k and v; or one for q, then one for k and v.
         q_places: Rq·Bq, tokens with the places beyond short blocks; kv_places, Ck·Bk, likewise.
-        fetch_exchanges: For the k and v of later periods, where these come from their homes too; each brings so many
-            `fetched_blocks`. All start together if `at_once`, otherwise each when the one before it has arrived.
+        fetch_exchanges: For the k and v of chunks after the first; each brings so many `fetched_blocks`.
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
@@ -120,7 +124,6 @@ class Route:
     block_k: int
     fetch_exchanges: tuple[Exchange, ...] = ()
     fetched_blocks: tuple[int, ...] = ()
-    at_once: bool = False
 
     def to(self, device: torch.device) -> Route:
         """The same with its tables on a device."""
@@ -136,16 +139,19 @@ class Route:
         """All exchanges that bring q, k and v to their owners."""
         return (*self.dispatch_exchanges, *self.fetch_exchanges)
 
-    def tokens_sent(self, rank: int) -> tuple[int, int]:
-        """Tokens of one head that `rank`, whose route this is, sends to others: in dispatch, and in combine."""
-        return sum(one.to_others(rank) for one in self.key_exchanges), self.combine_exchange.to_others(rank)
+    def tokens_sent(self, rank: int) -> tuple[int, int, int]:
+        """Tokens of one head that `rank`, whose route this is, sends to others: dispatched, chunks, combined."""
+        dispatched, fetched = (
+            sum(one.to_others(rank) for one in some) for some in (self.dispatch_exchanges, self.fetch_exchanges)
+        )
+        return dispatched, fetched, self.combine_exchange.to_others(rank)
 
     def dispatch(self, q: torch.Tensor, keys: KeysAtHome, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """Brings q [B, H, n_local, D] of any strides, and keys and values, to their owners. Collective.
 
         Returns:
-            Packed q [B, Rq·Bq, W], and packed k and v [2, B, Ck·Bk, W], as they are written on the way; zero beyond
-            short blocks.
+            Packed q [B, Rq·Bq, W], and the first chunk of k and v [2, B, Ck, Bk, W], as they are written on the way;
+            zero beyond short blocks.
         """
         (k, v, mean), (first, *second) = keys, self.dispatch_exchanges
         together = first.send_buffer(q) if second else first.send_buffer(q, k, v, less=(None, mean, None))
@@ -158,21 +164,26 @@ class Route:
             came = second[0].run(second[0].send_buffer(k, v, less=(mean, None)), group)
         packed_kv = came.new_empty(2, len(q), self.kv_places, came.shape[-1])
         copy_segments(by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
-        return packed_q, packed_kv
+        return packed_q, packed_kv.view(2, len(q), -1, self.block_k, came.shape[-1])
 
-    def fetch(self, keys: KeysAtHome, group: SequenceGroup) -> Iterator[PendingKeys]:
-        """Yields the keys and values of later periods, in flight. Collective."""
+    def chunks(self, first: list[torch.Tensor], keys: KeysAtHome, group: SequenceGroup) -> Iterator[torch.Tensor]:
+        """Yields chunks of keys and values [2, B, Ck, Bk, W], as they are written on the way. Collective.
 
-        started: Iterator[PendingKeys] = (
-            exchange.start(keys, blocks, self.block_k, group)
-            for exchange, blocks in zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
-        )
-        if not self.at_once:
-            yield from started
-            return
-        in_flight = deque(started)
-        while in_flight:  # popped: what has arrived is not kept alive here
-            yield in_flight.popleft()
+        A rank holds or awaits `CHUNKS_IN_FLIGHT` of them: one that was yielded is to be released before the next one
+        is asked for.
+
+        Args:
+            first: The first chunk, which is taken out of the list.
+            keys: All ranks' k and v.
+        """
+        to_come = zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
+        coming: deque[PendingKeys] = deque()
+        while first:
+            for exchange, blocks in islice(to_come, CHUNKS_IN_FLIGHT - 1 - len(coming)):
+                coming.append(exchange.start(keys, blocks, self.block_k, group))
+            yield first.pop()  # popped: what has been yielded is not kept alive here
+            if coming:
+                first.append(coming.popleft().wait())
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """Returns the packed output [B, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""

@@ -6,14 +6,13 @@ to several ranks, whose gradients are added in the order of ranks, so that sums 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dbsp_core.comm.all_to_all import Exchange, Route, by_batch
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 
 __all__ = ["BackwardRoute"]
@@ -42,7 +41,14 @@ class _BackwardExchange:
 
     def run(self, packed: tuple[torch.Tensor, ...], homes: tuple[torch.Tensor, ...], group: SequenceGroup) -> None:
         """Sends the gradients `packed` of what forward made, and adds them to `homes`; all [B, heads, places, D]."""
-        came = self.exchange.run(self.exchange.send_buffer(*packed), group)
+        self.add(self.exchange.run(self.exchange.send_buffer(*packed), group), homes)
+
+    def start(self, packed: tuple[torch.Tensor, ...], group: SequenceGroup) -> PendingTransfer:
+        """Starts what `run` does; what comes is for `add`."""
+        buffer = self.exchange.send_buffer(*packed)
+        return group.start_all_to_all(buffer, self.exchange.received, self.exchange.sent)
+
+    def add(self, came: torch.Tensor, homes: tuple[torch.Tensor, ...]) -> None:
         for tensor, layers in zip(homes, self.unpack, strict=True):
             for segments in layers:
                 copy_segments(by_batch(came), tensor, segments, add=True)
@@ -71,29 +77,57 @@ class BackwardRoute:
         self.combine.run((dout,), (packed[:, None],), group)
         return packed
 
-    def from_owners(
-        self,
-        dq: torch.Tensor,
-        dkv: torch.Tensor,
-        fetched: Sequence[torch.Tensor],
-        shape: torch.Size,
-        group: SequenceGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Brings packed gradients home: those of q, k and v, each of `shape`, [B, H, n_local, D].
+    def gradients_at_home(self, shape: torch.Size, like: torch.Tensor) -> GradientsAtHome:
+        """Zeros of q's shape [B, H, n_local, D], of the dtype and on the device of `like`."""
+        return GradientsAtHome(self, *(like.new_zeros(shape) for _ in range(3)))
 
-        dq is [B, Rq·Bq, D] and dkv [2, B, Ck·Bk, D], as is each of `fetched`, from further chunks of keys.
-        """
-        dq_home, dk_home, dv_home = (dq.new_zeros(shape) for _ in range(3))
-        packed_q, packed_kv = dq[:, None], dkv.transpose(0, 1)
-        first, *second = self.dispatch
+
+@dataclass(eq=False)
+class GradientsAtHome:
+    """Gradients of one attention's q, k and v on their way home, [B, H, n_local, D] each.
+
+    Those of a chunk of keys set off when its kernel is done, and are added when those of the next have set off: in the
+    order of chunks, so that sums have the same bits every time.
+    """
+
+    route: BackwardRoute
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    _coming: tuple[_BackwardExchange, PendingTransfer] | None = None
+
+    def add_chunk(self, number: int, dkv: torch.Tensor, group: SequenceGroup) -> None:
+        """Starts to return [2, B, Ck, Bk, D] of a chunk after the first. Collective."""
+        exchange = self.route.fetch[number - 1]
+        started = exchange, exchange.start((_packed(dkv),), group)
+        self._settle()
+        self._coming = started
+
+    def finish(
+        self, dq: torch.Tensor, dkv: torch.Tensor, group: SequenceGroup
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns dq [B, Rq·Bq, D] and the first chunk's dk and dv; then all gradients are complete. Collective."""
+        packed_q, packed_kv = dq[:, None], _packed(dkv)
+        first, *second = self.route.dispatch
+        self._settle()
         if second:
-            first.run((packed_q,), (dq_home,), group)
-            second[0].run((packed_kv,), (dk_home, dv_home), group)
+            first.run((packed_q,), (self.dq,), group)
+            second[0].run((packed_kv,), (self.dk, self.dv), group)
         else:
-            first.run((packed_q, packed_kv), (dq_home, dk_home, dv_home), group)
-        for exchange, of_chunk in zip(self.fetch, fetched, strict=True):
-            exchange.run((of_chunk.transpose(0, 1),), (dk_home, dv_home), group)
-        return dq_home, dk_home, dv_home
+            first.run((packed_q, packed_kv), (self.dq, self.dk, self.dv), group)
+        return self.dq, self.dk, self.dv
+
+    def _settle(self) -> None:
+        """Adds what is under way."""
+        if self._coming is not None:
+            exchange, pending = self._coming
+            exchange.add(pending.wait(), (self.dk, self.dv))
+            self._coming = None
+
+
+def _packed(dkv: torch.Tensor) -> torch.Tensor:
+    """[B, 2, Ck·Bk, D] of a chunk's gradients, [2, B, Ck, Bk, D]."""
+    return dkv.flatten(2, 3).transpose(0, 1)
 
 
 def _reversed(segments: CopySegments, table: np.ndarray) -> CopySegments:

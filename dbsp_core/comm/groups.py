@@ -6,13 +6,12 @@ peers within the same group. So there is nothing to build when the strategy chan
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -219,26 +218,6 @@ class SequenceGroup:
         with explain_broken_connection():
             work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=asynchronous)
         return PendingTransfer(received, sent, (work,) if asynchronous else (), board)
-
-    def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingTransfer:
-        """Starts to send a tensor to rank `to` and to receive one of another shape from rank `source`."""
-        if self._board(sent) is not None:  # gloo does not tell whether point-to-point transfers are complete
-            received_splits, sent_splits = [0] * self.size, [0] * self.size
-            received_splits[source], sent_splits[to] = math.prod(received_shape), sent.numel()
-            pending = self.start_all_to_all(sent.reshape(-1), received_splits, sent_splits)
-            return replace(pending, received=pending.received.view(tuple(received_shape)))
-        received = sent.new_empty(tuple(received_shape))
-        group = self.group
-        if group is None:
-            raise RuntimeError("a single process has no ring to shift along")
-        operations = []
-        if sent.numel():
-            operations.append(dist.P2POp(dist.isend, sent, dist.get_global_rank(group, to), group))
-        if received.numel():
-            operations.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group))
-        with explain_broken_connection():
-            works = dist.batch_isend_irecv(operations) if operations else []
-        return PendingTransfer(received, sent, tuple(works))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, by rank; all have one shape."""

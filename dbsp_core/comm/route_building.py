@@ -25,12 +25,11 @@ def build_route(
     """The route of one rank, which holds `n_local` tokens (padding included) outside attention."""
     world, grid, wire = assignment.strategy.world, assignment.grid, assignment.wire
     queries, keys = _axes(assignment, layout)
-    own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.blocks_by_period(rank)
+    own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.chunks.of(rank)
     # 1. Places of this rank's pieces: at home by the rank that needs them, packed by the rank they come from.
     q_home = queries.at_home(rank, lambda heads, blocks: assignment.q_owner[np.ix_(heads, blocks)][..., None])
     kv_homes = [
-        keys.at_home(rank, functools.partial(assignment.keys.holders, assignment, exchange))
-        for exchange in range(assignment.keys.exchanges)
+        keys.at_home(rank, functools.partial(assignment.chunks.readers, chunk)) for chunk in range(1 + len(later))
     ]
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
     empty = _padding(layout, rank, n_local, assignment.heads)
@@ -38,16 +37,16 @@ def build_route(
     of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_homes[0], kv_packed)
     apart = exchange_q_separately(assignment)
     dispatch = [_exchange(world, part, device, wire) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
-    # 3. Keys that are fetched for later periods have exchanges of their own.
+    # 3. Each further chunk of keys has an exchange of its own.
     fetch = tuple(
         _exchange(world, [_Travelling.of_keys(home, keys.packed(*blocks))], device, wire)
-        for home, blocks in zip(kv_homes[1:], later, strict=False)
+        for home, blocks in zip(kv_homes[1:], later, strict=True)
     )
-    fetched_blocks = tuple(len(head) for head, _ in later[: len(fetch)])
+    fetched_blocks = tuple(len(head) for head, _ in later)
     # 4. The output returns the way the queries came, with zeros at padding.
     combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
     places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
-    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, assignment.keys.at_once)
+    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
-from dbsp_core.planning.key_chunks import KEYS, require_keys
-from dbsp_core.planning.key_travel import KeyTravel
+from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
@@ -117,9 +116,8 @@ class DbspConfig:
         layout: How tokens are laid out between attentions: "contiguous" or "striped"; None: contiguous with needed
             keys, else as the planner is meant for.
         planner: A `PlannerConfig`, a mapping for one, or only its name.
-        keys: "ring": keys and values travel round the ring; "all": each rank is sent all of its heads', in chunks from
-            where they live; "needed": those that its rows need, for masks that are known beforehand. See
-            docs/needed-keys.md.
+        keys: Keys and values come in chunks from where they live. "all": each rank is sent all of its heads';
+            "needed": those that its rows need, for masks that are known beforehand. See docs/needed-keys.md.
         exchange: An `ExchangeConfig`, or a mapping for one.
         reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Constants that predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`. None:
@@ -143,7 +141,7 @@ class DbspConfig:
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     layout: str | None = None
     planner: PlannerConfig = field(default_factory=PlannerConfig, metadata={"read": _read_planner})
-    keys: str = "ring"
+    keys: str = ALL
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     cost_model: str | None = field(default=None, metadata={"read": read_path})
@@ -170,10 +168,10 @@ class DbspConfig:
             require_kernel_name(self.kernel)
         with blame_setting("keys"):
             require_keys(self.keys)
-        if self.key_way.known_masks and self.mask.changes == "per_call":
+        if self.keys == NEEDED and self.mask.changes == "per_call":
             raise SettingError(
                 f"keys: {self.keys} is for masks that are known beforehand, and these are predicted from the queries "
-                "and keys of each call, too late to choose what is sent; use keys: all or ring",
+                "and keys of each call, too late to choose what is sent; leave keys out",
                 ("keys",),
             )
         if self.bags is not None:
@@ -210,14 +208,9 @@ class DbspConfig:
     def effective_layout(self) -> str:
         """The name of the layout that is used: the one that is set, else the default.
 
-        Stripes make rings nearly even. Runs of tokens need few keys of other ring ranks, and stripes need all of them.
+        Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
-        return self.layout or ("contiguous" if self.key_way.known_masks else require_planner(self.planner.name).layout)
-
-    @property
-    def key_way(self) -> type[KeyTravel]:
-        """How keys travel."""
-        return KEYS[self.keys]
+        return self.layout or ("contiguous" if self.keys == NEEDED else require_planner(self.planner.name).layout)
 
     @property
     def effective_planning(self) -> str:

@@ -11,7 +11,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.planning.assignment import Assignment
 
-__all__ = ["Traffic", "traffic_of"]
+__all__ = ["Traffic", "copies_by_rank", "tokens_at", "traffic_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,40 +20,30 @@ class Traffic:
 
     Attributes:
         queries: float64[P, P], queries from home rank (row) to owner (column); outputs go the same way back.
-        keys: float64[exchanges, P, P], keys from home rank to the rank that computes with them first; values likewise.
+        keys: float64[y, P, P], keys from home rank to the ranks that compute with them, by chunk; values likewise.
         rows: int64[P], rows each rank owns.
-        blocks: int64[periods, P], KV blocks that each rank computes with. Those of periods that no exchange serves are
-            handed on from rank (r + 1, u), which had them the period before.
-        block_k: Tokens of a whole KV block.
+        blocks: int64[y, P], KV blocks that each rank computes with, by chunk.
     """
 
     queries: np.ndarray
     keys: np.ndarray
     rows: np.ndarray
     blocks: np.ndarray
-    block_k: int = 0
 
     @property
     def dispatch(self) -> np.ndarray:
-        """float64[P, P]: queries, and the first period's keys and values, from home to owner."""
+        """float64[P, P]: queries, and the first chunk's keys and values, from home to owner."""
         return self.queries + 2 * self.keys[0]
 
     @property
     def key_exchanges(self) -> tuple[np.ndarray, ...]:
-        """float64[P, P] by exchange, tokens of keys and values together."""
+        """float64[P, P] by chunk, tokens of keys and values together."""
         return tuple(2 * self.keys)
 
     @property
-    def handed_on(self) -> np.ndarray:
-        """float64[P]: tokens of keys and values that each rank gets from its neighbour."""
-        handed_on: np.ndarray = 2.0 * self.block_k * self.blocks[len(self.keys) :].sum(axis=0)
-        return handed_on
-
-    @property
     def kv_received(self) -> float:
-        """Tokens of K and V that a rank receives from others, mean over ranks: exchanged, and handed on."""
-        exchanged = sum(float(sent.sum() - sent.trace()) for sent in self.key_exchanges)
-        return (exchanged + float(self.handed_on.sum())) / len(self.rows)
+        """Tokens of K and V that a rank receives from others, mean over ranks."""
+        return sum(float(sent.sum() - sent.trace()) for sent in self.key_exchanges) / len(self.rows)
 
     @property
     def combine(self) -> np.ndarray:
@@ -63,26 +53,26 @@ class Traffic:
 
 def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
     """Counts what an assignment moves under `layout`. Raises ValueError when they do not fit each other."""
-    strategy, grid, travel = assignment.strategy, assignment.grid, assignment.keys
+    strategy, grid, chunks = assignment.strategy, assignment.grid, assignment.chunks
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise ValueError(
             f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit a plan of {grid.tokens} "
             f"tokens on {strategy.world}; give the one the plan was made for"
         )
     queries = np.zeros((strategy.world, strategy.world))
-    keys = np.zeros((travel.exchanges, strategy.world, strategy.world))
-    blocks = np.zeros((travel.exchanges, strategy.world), dtype=np.int64)
+    keys = np.zeros((chunks.ring, strategy.world, strategy.world))
+    blocks = np.zeros((chunks.ring, strategy.world), dtype=np.int64)
     for order, heads in grid.order_groups(assignment.heads):
-        q_home, k_home = _tokens_at(layout, grid, order)
-        queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
-        for exchange, copies in enumerate(travel.copies(assignment, heads)):
-            keys[exchange] += k_home.T @ copies.T
-            blocks[exchange] += np.ceil(copies.sum(axis=1, dtype=np.float64)).astype(np.int64)
+        q_home, k_home = tokens_at(layout, grid, order)
+        queries += q_home.T @ copies_by_rank(assignment.q_owner[heads], strategy.world).T
+        for chunk, copies in enumerate(chunks.copies(heads)):
+            keys[chunk] += k_home.T @ copies.T
+            blocks[chunk] += copies.sum(axis=1, dtype=np.int64)
     rows = np.bincount(assignment.q_owner.ravel(), minlength=strategy.world)
-    return Traffic(queries, keys, rows, travel.all_blocks(assignment, blocks), grid.block_k)
+    return Traffic(queries, keys, rows, blocks)
 
 
-def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
+def copies_by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
     """float64[world, n]: how many heads put each block on each rank, from ranks int64[heads, n]."""
     blocks = ranks.shape[1]
     flat = (ranks * blocks + np.arange(blocks)).ravel()
@@ -90,7 +80,7 @@ def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=32)
-def _tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np.ndarray, np.ndarray]:
+def tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np.ndarray, np.ndarray]:
     """float64[nq, P], float64[nk, P]: tokens of each query and KV block that live on each rank."""
 
     def tokens(pieces: ShardSegments, axis: BlockAxis) -> np.ndarray:

@@ -16,9 +16,8 @@ from dbsp_core.comm.all_to_all import exchange_q_separately
 from dbsp_core.comm.token_mean import mean_bytes
 from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware
-from dbsp_core.cost.periods import PeriodTimes, chunk_times, ring_times
+from dbsp_core.cost.periods import PeriodTimes, chunk_times
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.utils.errors import UserError
@@ -108,9 +107,9 @@ class Prediction:
 
     Attributes:
         exchange_s: Exchanges to owners and back home.
-        times: The periods between them.
+        times: The chunks between them.
         pack_s: Gathering into exchange buffers and placing from them.
-        launch_s: Launches outside the periods.
+        launch_s: Launches outside of chunks.
     """
 
     exchange_s: float
@@ -131,7 +130,7 @@ def predict(
     layout: SequenceLayout | None = None,
     traffic: Traffic | None = None,
 ) -> Prediction:
-    """The corrected form of Eq. 4: every rank's real work in each period, real bytes, real packing.
+    """The corrected form of Eq. 4: every rank's real work, real bytes, real packing.
 
     Args:
         topology: Default: one node.
@@ -154,16 +153,10 @@ def predict(
     exchanged = [*(tokens * sent_bytes for tokens in dispatched), traffic.combine * shape.token_bytes]
     if plan.assignment.wire.centred:
         exchanged.append(_of_means(shape, strategy.world))
-    compute, keys = _compute_s(plan, traffic, shape, known), plan.assignment.keys
-    if keys.lockstep:
-        held = traffic.blocks[:-1] * (2 * plan.grid.block_k * sent_bytes)
-        times = ring_times(compute, hand_overs_s(strategy, held, known, topology), strategy, known.overlap)
-    else:
-        fetches = fetches_s(traffic, sent_bytes, known, topology)
-        times = chunk_times(compute, fetches, known.overlap, keys.at_once)
+    compute, fetches = _compute_s(plan, traffic, shape, known), fetches_s(traffic, sent_bytes, known, topology)
     return Prediction(
         exchange_s=sum(exchange_s(sent, known, topology) for sent in exchanged),
-        times=times,
+        times=chunk_times(compute, fetches, known.overlap),
         pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
     )
@@ -208,7 +201,7 @@ def _busiest(sent: np.ndarray) -> float:
 
 
 def fetches_s(traffic: Traffic, sent_bytes: int, known: Constants, topology: Topology) -> list[float]:
-    """Seconds of each exchange of further keys, of so many bytes a token, which is beside the period before."""
+    """Seconds of each exchange of further keys, of so many bytes a token, beside the kernel on the chunk before."""
     return [exchange_s(sent * sent_bytes, known, topology) for sent in traffic.key_exchanges[1:]]
 
 
@@ -218,9 +211,16 @@ def _of_means(shape: AttentionShape, world: int) -> np.ndarray:
 
 
 def _compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants) -> np.ndarray:
-    """float64[periods, P]: launch, blocks, rows, and from the second period on the merge."""
+    """float64[chunks, P]: launch, blocks, rows, and from the second chunk on the merge.
+
+    A rank's work is spread over its chunks as its KV blocks are: only its sum is counted.
+    """
     grid = plan.grid
-    rank_s: np.ndarray = plan.metrics.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
+    share = traffic.blocks / np.maximum(1, traffic.blocks.sum(axis=0))
+    seconds: np.ndarray = plan.metrics.work * (
+        shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known)
+    )
+    rank_s: np.ndarray = share * seconds
     rank_s += traffic.rows * (shape.batch * known.row_s)
     merge_s = traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
     rank_s[1:] += merge_s
@@ -232,29 +232,16 @@ def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> floa
     return block_q * block_k * (4 * head_dim / known.flops_per_s + known.score_s)
 
 
-def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topology: Topology) -> list[float]:
-    """Seconds of each hand-over of `held`, float64[hand-overs, P] bytes, from rank (r, u) to (r − 1, u)."""
-    nodes = topology.nodes.reshape(strategy.ring, strategy.ulysses)
-    near = nodes == np.roll(nodes, 1, axis=0)
-    latency, rate = np.full(near.shape, known.p2p_latency_s), np.full(near.shape, known.p2p_bytes_per_s)
-    if known.network_latency_s is not None and known.network_bytes_per_s is not None:
-        latency[~near], rate[~near] = known.network_latency_s, known.network_bytes_per_s
-    return [float((latency + sent.reshape(near.shape) / rate).max()) if strategy.ring > 1 else 0.0 for sent in held]
-
-
 def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
     """Bytes of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner.
 
-    Keys that come in chunks are gathered once for each of their readers. What is written otherwise on its way is
-    placed as it came, and then read; and keys that travel less their mean are read once more before.
+    Keys are gathered once for each of their readers. What is written otherwise on its way is placed as it came, and
+    then read; and keys that travel less their mean are read once more before.
     """
     wire, token = plan.assignment.wire, shape.token_bytes
-    at_home: np.ndarray | float = 4 * shape.heads * layout.shard
-    exchanged = traffic.blocks[: len(traffic.keys)].sum(axis=0)
-    placed = traffic.rows * plan.grid.block_q + 2 * exchanged * plan.grid.block_k
+    placed = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k
     packed = placed + traffic.rows * plan.grid.block_q
-    if not plan.assignment.keys.lockstep:
-        at_home = 2 * shape.heads * layout.shard + np.sum(traffic.key_exchanges, axis=(0, 2))
+    at_home = 2 * shape.heads * layout.shard + np.sum(traffic.key_exchanges, axis=(0, 2))
     total = (at_home + packed) * token
     if wire is not MODEL:
         total = total + placed * shape.sent_bytes(wire)

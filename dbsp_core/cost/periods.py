@@ -8,9 +8,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from dbsp_core.layout.strategy import Strategy
-
-__all__ = ["PeriodTimes", "chunk_times", "ring_times"]
+__all__ = ["PeriodTimes", "chunk_times", "of_the_last"]
 
 
 @dataclass(frozen=True)
@@ -37,47 +35,22 @@ class PeriodTimes:
         return self.attention_s - self.compute_s
 
 
-def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, overlap: float) -> PeriodTimes:
-    """A ring, whose ranks wait for their neighbours alone: a fast one runs up to a period ahead of the next.
-
-    A hand-over begins when both of its ranks have begun the period, and the next period when this one's kernel and the
-    hand-overs to and from the rank are done.
+def chunk_times(compute: np.ndarray, transfers: Sequence[float], overlap: float) -> PeriodTimes:
+    """Ranks wait for further chunks alone: one is there when the busiest rank's is, requested a kernel before its own.
 
     Args:
-        compute: float64[periods, P], seconds.
-        p2p: Seconds of the hand-over beside each period; without the last period's where there is none.
-        overlap: Share of the shorter of compute and P2P that hides behind the longer.
+        compute: float64[chunks, P], seconds.
+        transfers: Seconds of the exchange of each chunk after the first.
+        overlap: Share of the shorter of compute and transfer that hides behind the longer.
     """
-    done = began = np.zeros((strategy.ring, strategy.ulysses))
-    for period, own in enumerate(compute.reshape(-1, *began.shape)):
-        done = began + own
-        if period < len(p2p):
-            transfer_s = p2p[period]
-            met = np.maximum(began, np.maximum(np.roll(began, 1, axis=0), np.roll(began, -1, axis=0)))
-            done = np.maximum(done, met + transfer_s) + (1 - overlap) * np.minimum(own, transfer_s)
-        began = done
-    return _of_the_last(compute, p2p, done.ravel())
+    done = np.zeros(compute.shape[1])
+    for kernel_s, transfer_s in zip(compute, [*transfers, 0.0], strict=True):
+        done = np.maximum(done + kernel_s, done + transfer_s)
+    hidden = compute.sum(axis=0) + sum(transfers) - done
+    return of_the_last(compute, transfers, done + (1 - overlap) * hidden)
 
 
-def chunk_times(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_once: bool) -> PeriodTimes:
-    """Keys in chunks, whose ranks wait for further chunks alone: these are there when the busiest rank's are.
-
-    The transfer of what the next period needs starts with its period; or, `at_once`, all follow one another from the
-    first period on. Other arguments are those of `ring_times`; the last period has no transfer.
-    """
-    done, came = np.zeros(compute.shape[1]), 0.0
-    for period_s, transfer_s in zip(compute, [*p2p, 0.0], strict=True):
-        began = np.maximum(done, came)
-        done = began + period_s
-        if at_once:
-            came += transfer_s
-        else:
-            done = np.maximum(done, began + transfer_s)
-    hidden = compute.sum(axis=0) + sum(p2p) - done
-    return _of_the_last(compute, p2p, done + (1 - overlap) * hidden)
-
-
-def _of_the_last(compute: np.ndarray, p2p: Sequence[float], done: np.ndarray) -> PeriodTimes:
+def of_the_last(compute: np.ndarray, p2p: Sequence[float], done: np.ndarray) -> PeriodTimes:
     last = int(done.argmax())
     periods = tuple((float(c), float(p)) for c, p in zip_longest(compute[:, last], p2p, fillvalue=0.0))
     return PeriodTimes(periods, float(done[last]))

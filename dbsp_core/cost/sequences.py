@@ -21,10 +21,9 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.balanced.planner import plan_rows
+from dbsp_core.planning.chunks import Chunks
 from dbsp_core.planning.imbalance import imbalance_ratio
-from dbsp_core.planning.key_travel import RingKeys
-from dbsp_core.planning.planner_input import PlannerInput
+from dbsp_core.planning.rows import plan_rows
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
@@ -207,10 +206,7 @@ def even_owners(rows: np.ndarray, ranks: int) -> np.ndarray:
     """Returns int64[H, nq], the rank of a bag that computes each row, from rows int64[H, nq], dense blocks."""
     if ranks == 1:
         return np.zeros(rows.shape, dtype=np.int64)
-    home = np.zeros(rows.shape[1], dtype=np.int64)
-    # without a ring, a planner asks nothing of keys or positions
-    inputs = PlannerInput(Strategy(ranks, 1), rows, rows, home, home, None, lambda slots: rows[:, :, None])
-    return plan_rows(inputs)[0]
+    return plan_rows(rows, np.zeros(rows.shape[1], dtype=np.int64), ranks, 1)
 
 
 def evaluate(
@@ -243,7 +239,7 @@ def evaluate(
         blocks[here] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
         if ranks == 1:
             continue
-        rhos.append(imbalance_ratio(blocks[here][None]))
+        rhos.append(imbalance_ratio(blocks[here]))
         sent = _sent(owner, [work.grids[one] for one in own], bag_layout(plan, lengths, bag))
         sent = sent * both_ways[:, None, None]
         both = sent.sum(axis=0)
@@ -328,7 +324,8 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
 def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> np.ndarray:
     """float64[2, b, b]: tokens of one head from rank (row) to rank (column), to owners and back."""
     grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
-    assignment = Assignment(strategy, grid, owner, RingKeys(np.zeros((len(owner), grid.nk), dtype=np.int64), 1))
+    home = np.zeros(grid.nk, dtype=np.int64)
+    assignment = Assignment(strategy, grid, owner, Chunks.of_heads(owner, home, strategy))
     traffic = traffic_of(assignment, layout)
     return np.stack([traffic.dispatch, traffic.combine])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -15,14 +14,12 @@ __all__ = ["MaskCounts"]
 SUM = torch.float32  # exact: sums stay below 2**24
 AT_ONCE = 2**20  # bits to turn into numbers together: as such they take several times their bytes
 AT_ONCE_ON_GPU = 2**26  # where few launches matter more: 128 MiB
-REMEMBERED = 4  # assignments of slots whose counts are kept: a planner's own, the baseline's, and those before
 
 
 class MaskCounts:
     """Counts of a mask's bits, a few heads at a time.
 
-    Each is made once, or by each of several threads that ask at the same time; every thread gets its own. `seconds`
-    were spent so far on counting work by slot, which is no part of planning.
+    Each is made once, or by each of several threads that ask at the same time; every thread gets its own.
 
     Args:
         parts: bool[H, nq, nk] each, one for each sequence.
@@ -30,8 +27,6 @@ class MaskCounts:
 
     def __init__(self, *parts: torch.Tensor) -> None:
         self._parts = parts
-        self.seconds = 0.0
-        self._cells: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._sums: tuple[np.ndarray, np.ndarray] | None = None
         self._by_rank: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -84,59 +79,6 @@ class MaskCounts:
                 head += len(wide)
             found.append(torch.cat(of_heads))
         return torch.cat(found, dim=2).transpose(0, 1)
-
-    def work_by_slot(self, slots: np.ndarray, ring: int) -> np.ndarray:
-        """int[H, nq, ring]: dense blocks of each row by the ring slot its keys travel in.
-
-        In 32 bits, as planners read them many times.
-
-        Args:
-            slots: int[H, nk].
-        """
-        return self.work_by_slots([slots], ring)[0]
-
-    def work_by_slots(self, many: Sequence[np.ndarray], ring: int) -> list[np.ndarray]:
-        """`work_by_slot` of several assignments of slots; those not counted before in one pass over the bits."""
-        if ring == 1:
-            return [self.rows[:, :, None]] * len(many)
-        known = [self._known(slots, ring) for slots in many]
-        missing = [slots for slots, cells in zip(many, known, strict=True) if cells is None]
-        start = time.perf_counter()
-        counted = iter(self._counted(missing, ring) if missing else ())
-        self.seconds += time.perf_counter() - start
-        return [next(counted) if cells is None else cells for cells in known]
-
-    def _counted(self, missing: Sequence[np.ndarray], ring: int) -> list[np.ndarray]:
-        """The cells of each of these slots, counted and remembered."""
-        device, width, summed = self._parts[0].device, ring * len(missing), self._sums is not None
-        wanted = to_device(np.concatenate([s + ring * n for n, s in enumerate(missing)], axis=1), device)
-        to_slot = torch.nn.functional.one_hot(wanted, width).unflatten(1, (len(missing), -1)).sum(dim=1)
-        cells, columns, first = [], [], 0
-        for part in self._parts:
-            here, head = to_slot[:, first : first + part.shape[2]], 0
-            first += part.shape[2]
-            of_heads, sums = [], []
-            for wide in _widened(part):
-                of_heads.append(wide @ here[head : head + len(wide)].to(wide.dtype))
-                head += len(wide)
-                if not summed:
-                    sums.append(wide.sum(dim=1, dtype=SUM))
-            cells.append(torch.cat(of_heads))
-            columns.extend([torch.cat(sums)] if sums else [])
-        # Slot by slot in memory: what is summed over rows is one slot's counts.
-        by_slot = torch.cat(cells, dim=1).permute(2, 0, 1).int().contiguous().cpu().numpy().transpose(1, 2, 0)
-        counted = np.split(by_slot, len(missing), axis=2)
-        if not summed:
-            rows = np.ascontiguousarray(counted[0].sum(axis=2, dtype=np.int64))
-            self._sums = rows, _integers(torch.cat(columns, dim=1))
-        found = [(ring, slots.copy(), one) for slots, one in zip(missing, counted, strict=True)]
-        self._cells = [*found, *self._cells][:REMEMBERED]
-        return counted
-
-    def _known(self, slots: np.ndarray, ring: int) -> np.ndarray | None:
-        """Cells that were counted before."""
-        found = (cells for r, known, cells in self._cells if r == ring and np.array_equal(known, slots))
-        return next(found, None)
 
 
 def _sums(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

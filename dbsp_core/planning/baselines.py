@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 __all__ = [
-    "assign_whole_heads",
     "balanced_majority_rank",
     "biased_greedy",
-    "contiguous_assignment",
     "contiguous_heads",
     "greedy_heads",
     "majority_rank",
@@ -72,34 +70,6 @@ def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
         part[block] = next(preferred for preferred in preferences[block] if room[preferred])
         room[part[block]] -= 1
     return part
-
-
-def assign_whole_heads(
-    ulysses_rank: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, ulysses_degree: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Whole heads to Ulysses ranks and whole blocks to ring ranks and slots: owner = ring rank · x + Ulysses rank.
-
-    Args:
-        ulysses_rank: int64[H].
-        q_ring: int64[nq] or [H, nq].
-        slot: int64[nk] or [H, nk].
-        ulysses_degree: x.
-
-    Returns:
-        int64[H, nq] owner of each row, int64[H, nk] slot of each KV block.
-    """
-    return q_ring * ulysses_degree + ulysses_rank[:, None], np.tile(
-        slot, (len(ulysses_rank), 1)
-    ) if slot.ndim == 1 else slot.copy()
-
-
-def contiguous_assignment(
-    heads: int, q_home: np.ndarray, k_home: np.ndarray, ulysses_degree: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live. Arguments as for
-    `assign_whole_heads`.
-    """
-    return assign_whole_heads(contiguous_heads(heads, ulysses_degree), q_home, k_home, ulysses_degree)
 
 
 def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: float) -> np.ndarray:

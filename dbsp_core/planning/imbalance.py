@@ -1,49 +1,44 @@
-"""The sparse imbalance ratio ρ_s (paper §3.2, Eq. 1–3). Only numpy."""
+"""The sparse imbalance ratio ρ_s (paper §3.2) of ranks' totals, and what no plan can beat. Only numpy.
+
+Keys come in chunks, for which no rank waits for another: of Eq. 1 to 3 the sums over ring steps remain, Eq. 2.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["imbalance_ratio", "owned_work", "work_by_ring_step"]
+__all__ = ["bins_bound", "imbalance_ratio", "rho_bound", "work_by_rank"]
 
 
-def work_by_ring_step(work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
-    """b(i, g) of Eq. 1: dense blocks by (ring step, rank).
-
-    In ring step i, ring rank r computes with slot (r + i) mod y, and r = rank // ulysses.
-
-    Args:
-        work_by_slot: int64[..., world, ring].
-
-    Returns:
-        int64[..., ring, world].
-    """
-    world, ring = work_by_slot.shape[-2:]
-    rank = np.arange(world)
-    ring_step = np.arange(ring)[:, None]
-    return work_by_slot[..., rank, (rank // ulysses + ring_step) % ring]
-
-
-def owned_work(owner: np.ndarray, work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
-    """int64[y, P]: dense blocks by (ring step, rank), where each row is its owner's.
-
-    Args:
-        owner: int[H, nq].
-        work_by_slot: int[H, nq, y], dense blocks of each row by the slot their keys travel in.
-    """
-    ring = work_by_slot.shape[2]
-    of_slot = (work_by_slot[..., slot].ravel() for slot in range(ring))
-    by_rank = [np.bincount(owner.ravel(), one, ulysses * ring) for one in of_slot]
-    return work_by_ring_step(np.stack(by_rank, axis=1).astype(np.int64), ulysses)
+def work_by_rank(owner: np.ndarray, row_work: np.ndarray, world: int) -> np.ndarray:
+    """int64[P]: dense blocks of each rank, from int64[H, nq] each: the rows' ranks, and dense blocks."""
+    return np.bincount(owner.ravel(), row_work.ravel(), world).astype(np.int64)
 
 
 def imbalance_ratio(work: np.ndarray) -> float:
-    """ρ_s of Eq. 1: Σ_i max_g b(i,g) over Σ_i,g b(i,g) / P. One ring step makes it Eq. 2, P ring steps Eq. 3.
-
-    Args:
-        work: int64[ring steps, P]. No work at all is balanced: 1.0.
-    """
+    """ρ_s: the slowest rank's work over the mean, from int64[P]. No work at all is balanced: 1.0."""
     total = int(work.sum())
-    if total == 0:
-        return 1.0
-    return int(work.max(axis=1).sum()) * work.shape[1] / total
+    return int(work.max()) * len(work) / total if total else 1.0
+
+
+def rho_bound(row_work: np.ndarray, world: int) -> float:
+    """ρ_s ≥ 1 that no plan of whole rows can beat, from int64[H, nq] dense blocks of each row."""
+    total = int(row_work.sum())
+    return bins_bound(row_work.ravel(), world) * world / total if total else 1.0
+
+
+def bins_bound(items: np.ndarray, bins: int) -> int:
+    """Least possible load of the fullest of `bins` bins when `items` (int[n]) are packed whole.
+
+    The mean, rounded up; and, by the pigeonhole principle for every k, k + 1 of the k·bins + 1 largest items share a
+    bin, which then holds at least the k + 1 smallest of them.
+    """
+    total = int(items.sum())
+    if bins == 1:
+        return total
+    small = items.astype(np.uint16) if items.max(initial=0) < 1 << 16 else items  # sorted by radix: much faster
+    prefix = np.zeros(len(items) + 1, dtype=np.int64)
+    np.cumsum(np.sort(small, kind="stable")[::-1], out=prefix[1:])
+    bound = -(-total // bins)
+    last = np.arange(0, len(items), bins)  # the k·bins + 1 largest are items[: last + 1]
+    return max(bound, int((prefix[last + 1] - prefix[last - last // bins]).max(initial=0)))

@@ -8,26 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.planning.balanced.planner import plan_rows
-from dbsp_core.planning.balanced.row_cuts import cut_rows
-from dbsp_core.planning.baselines import (
-    assign_whole_heads,
-    biased_greedy,
-    contiguous_assignment,
-    greedy_heads,
-    snake_heads,
-)
-from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
-from dbsp_core.planning.planner_input import PlannerInput
+from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, snake_heads
+from dbsp_core.planning.rows import plan_rows
 from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short
 from dbsp_core.utils.removed import why_removed
 
-__all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "require_planner"]
-
-RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
-
-OwnersAndSlots = tuple[np.ndarray, np.ndarray]
-"""(int64[H, nq] owner of each row, int64[H, nk] slot of each KV block)"""
+__all__ = ["PLANNERS", "PaperConfig", "Planner", "PlannerConfig", "Problem", "require_planner"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,8 @@ class PlannerConfig:
 
     Attributes:
         name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous", and others.
-        target_rho: ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring.
+        target_rho: ρ_s at which planner "dbsp" stops balancing. None: 1.002, but without a ring heads are only split
+            above 1.01.
     """
 
     name: str = "dbsp"
@@ -69,47 +56,60 @@ class PlannerConfig:
 
 
 @dataclass(frozen=True)
-class Planner:
-    """How work is assigned, and what bounds it.
+class Problem:
+    """What a planner may look at.
 
     Attributes:
-        granularity_bound: ρ_s that no plan of this granularity can beat, from row work, KV-block work, x and y.
-        layout: The sequence layout it is meant for: where blocks are when nothing else is asked for.
-        heeds_cap: Whether `PaperConfig.equal_heads` binds it.
+        row_work: int64[H, nq], dense blocks per (head, query block).
+        home: int64[nq], ring rank that holds most of each query block outside attention; int64[H, nq] where heads have
+            token orders of their own.
+        position: float64[nq], mean position of each query block's tokens, if each rank is sent only the keys that its
+            rows need; else None.
     """
 
-    assign: Callable[[PlannerInput, PlannerConfig], OwnersAndSlots]
-    granularity_bound: Callable[..., float] = whole_block_bound
+    strategy: Strategy
+    row_work: np.ndarray
+    home: np.ndarray
+    position: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Planner:
+    """How rows are assigned.
+
+    Attributes:
+        assign: Returns int64[H, nq], the owner of each row.
+        layout: The sequence layout it is meant for: where blocks are when nothing else is asked for.
+    """
+
+    assign: Callable[[Problem, PlannerConfig], np.ndarray]
     layout: str = "contiguous"
-    heeds_cap: bool = False
-
-    def bound(
-        self, row_work: np.ndarray, kv_block_work: np.ndarray, strategy: Strategy, config: PlannerConfig
-    ) -> float:
-        """ρ_s that no plan of this kind can beat; see `PlannerInput` for the arrays."""
-        capped = {"equal_heads": True} if config.paper.equal_heads and self.heeds_cap else {}
-        return self.granularity_bound(row_work, kv_block_work, strategy.ulysses, strategy.ring, **capped)
 
 
-def contiguous(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
+def contiguous(problem: Problem, config: PlannerConfig) -> np.ndarray:
     """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
-    return contiguous_assignment(inputs.heads, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
+    return _whole_heads(contiguous_heads(len(problem.row_work), problem.strategy.ulysses), problem.home, problem)
 
 
-def snake(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
+def snake(problem: Problem, config: PlannerConfig) -> np.ndarray:
     """xDiT's head balancing: heads, densest first, back and forth in equal numbers; blocks where they live."""
-    ulysses_rank = snake_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
-    return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
+    return _whole_heads(snake_heads(problem.row_work.sum(axis=1), problem.strategy.ulysses), problem.home, problem)
 
 
-def paper(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
-    x, y, told = inputs.strategy.ulysses, inputs.strategy.ring, config.paper
-    cap = -(-inputs.heads // x) if told.equal_heads else None
-    ulysses_rank = greedy_heads(inputs.row_work.sum(axis=1), x, cap)
-    q_ring = biased_greedy(inputs.row_work.sum(axis=0), y, _of_most_heads(inputs.q_home), told.reward)
-    slot = biased_greedy(inputs.kv_block_work.sum(axis=0), y, _of_most_heads(inputs.k_home), told.reward)
-    return assign_whole_heads(ulysses_rank, q_ring, slot, x)
+def paper(problem: Problem, config: PlannerConfig) -> np.ndarray:
+    """Alg. 1: greedy heads, then biased greedy query blocks on counts summed over heads.
+
+    What it does with KV blocks balances ring steps, for which nobody waits here: they come from where they live.
+    """
+    x, y, told, work = problem.strategy.ulysses, problem.strategy.ring, config.paper, problem.row_work
+    cap = -(-len(work) // x) if told.equal_heads else None
+    ring_rank = biased_greedy(work.sum(axis=0), y, _of_most_heads(problem.home), told.reward)
+    return _whole_heads(greedy_heads(work.sum(axis=1), x, cap), ring_rank, problem)
+
+
+def _whole_heads(column: np.ndarray, ring_rank: np.ndarray, problem: Problem) -> np.ndarray:
+    """int64[H, nq]: ring rank · x + Ulysses rank, from int64[H], and int64[nq] or int64[H, nq]."""
+    return ring_rank * problem.strategy.ulysses + column[:, None]
 
 
 def _of_most_heads(home: np.ndarray) -> np.ndarray:
@@ -119,24 +119,18 @@ def _of_most_heads(home: np.ndarray) -> np.ndarray:
     return (home[:, :, None] == np.arange(home.max() + 1)).sum(axis=0).argmax(axis=1)
 
 
-def dbsp(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`.
-
-    Where ranks are sent needed keys alone, rows are cut into runs of tokens instead; see `planning.balanced.row_cuts`.
-    """
-    if inputs.q_position is not None:
-        target_rho = config.target_rho or HEAD_TOLERANCE
-        owner = cut_rows(inputs.row_work, inputs.q_position, inputs.strategy.ulysses, inputs.strategy.ring, target_rho)
-        return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
-    ring, heads = config.target_rho or RING_TOLERANCE, config.target_rho or HEAD_TOLERANCE
-    return plan_rows(inputs, target_rho=ring, head_target_rho=heads)
+def dbsp(problem: Problem, config: PlannerConfig) -> np.ndarray:
+    """Ours: whole heads and the fewest splits, single rows moved; see `planning.rows`."""
+    target, ulysses, ring = config.target_rho, problem.strategy.ulysses, problem.strategy.ring
+    told = {} if target is None else {"target_rho": target, "whole_rho": target}
+    return plan_rows(problem.row_work, problem.home, ulysses, ring, position=problem.position, **told)
 
 
 PLANNERS = {
-    "dbsp": Planner(dbsp, granularity_bound=whole_row_bound, layout="striped"),
+    "dbsp": Planner(dbsp, layout="striped"),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
-    "paper": Planner(paper, heeds_cap=True),
+    "paper": Planner(paper),
 }
 
 

@@ -55,7 +55,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     check_consistent(group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, RuntimeError)
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
-    measured = [(c.seconds, c.sent.dispatch, c.sent.ring, c.sent.combine) for c in calls]
+    measured = [(c.seconds, c.sent.dispatch, c.sent.chunks, c.sent.combine) for c in calls]
     own = torch.tensor(measured, device="cpu").double()
     by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
     hardware = gather_texts(group, device_class(observer.device))
@@ -117,7 +117,7 @@ def _columns(calls: list[ObservedCall], observer: RunObserver, by_rank: np.ndarr
         seconds=seconds.max(axis=0).round(9).tolist(),
         seconds_mean=seconds.mean(axis=0).round(9).tolist(),
         bytes_to_owners=kinds[:, 0].tolist(),
-        bytes_ring=kinds[:, 1].tolist(),
+        bytes_chunks=kinds[:, 1].tolist(),
         bytes_to_homes=kinds[:, 2].tolist(),
         bytes_busiest=sent.sum(axis=2).max(axis=0).tolist(),
         bytes_usp=[c.sent.usp * len(by_rank) for c in calls],

@@ -37,15 +37,15 @@ class BytesByStage:
     """Bytes that this rank sends to other ranks in each stage of one attention.
 
     Attributes:
-        dispatch: Queries, keys and values, in all exchanges of theirs, and sums for the mean of keys that travel less
+        dispatch: Queries, with the keys and values of the first chunk, and sums for the mean of keys that travel less
             it.
-        ring: KV slots passed on.
+        chunks: Keys and values of further chunks.
         combine: Outputs.
         usp: What it would send in all stages of plain USP: equal shards, whole heads, the same strategy.
     """
 
     dispatch: int
-    ring: int
+    chunks: int
     combine: int
     usp: int
 
@@ -56,14 +56,12 @@ class BytesByStage:
         x, y = plan.strategy.ulysses, plan.strategy.ring
         shape, wire = AttentionShape.of(q, plan.heads, plan.grid.tokens), plan.assignment.wire
         token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(wire)
-        rank, keys = executor.group.rank, plan.assignment.keys
         means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if wire.centred else 0
-        dispatched, combined = executor.route.tokens_sent(rank)
-        passed_on = sum(len(table.kv_len) for table in executor.tables[:-1]) if keys.lockstep else 0
+        dispatched, fetched, combined = executor.route.tokens_sent(executor.group.rank)
         tensor = plan.heads * q.shape[2] * token_bytes  # one of q, k, v or the output, at home
         return cls(
             dispatch=dispatched * sent_bytes + means,
-            ring=passed_on * 2 * plan.grid.block_k * sent_bytes,
+            chunks=fetched * sent_bytes,
             combine=combined * token_bytes,
             usp=4 * tensor * (x - 1) // x + 2 * tensor * (y - 1),
         )
@@ -101,7 +99,7 @@ class ObservedCall:
         """Sets the numbers that a plan has."""
         self.density, self.moved = plan.density, plan.moved
         self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
-        self.work, self.work_before = (one.sum(axis=0) for one in plan.metrics.compared)
+        self.work, self.work_before = plan.metrics.compared
 
     @property
     def seconds(self) -> float:

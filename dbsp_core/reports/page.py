@@ -50,7 +50,7 @@ def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
     """The report's layers."""
     calls = report.calls
     layer = np.array(calls.layer, dtype=np.int64)
-    sent = np.array([calls.bytes_to_owners, calls.bytes_ring, calls.bytes_to_homes], dtype=np.int64).sum(axis=0)
+    sent = np.array([calls.bytes_to_owners, calls.bytes_chunks, calls.bytes_to_homes], dtype=np.int64).sum(axis=0)
 
     def of(index: int) -> LayerSummary:
         here = layer == index
@@ -196,7 +196,7 @@ def report_page(report: RunReport) -> str:
     ]
     kinds = [
         ("home → owner (queries, keys, values)", totals.bytes_to_owners),
-        ("ring rotation (keys, values)", totals.bytes_ring),
+        ("further chunks (keys, values)", totals.bytes_chunks),
         ("owner → home (outputs)", totals.bytes_to_homes),
         ("sum", totals.bytes_sent),
         ("plain USP would send", totals.bytes_usp),

@@ -64,7 +64,7 @@ class CallColumns:
         plan_ms: Time of making this plan on rank 0; 0 for a plan used before.
         rho_bound: ρ_s that no plan of this granularity falls below.
         seconds: From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks.
-        bytes_to_owners: Sent to other ranks by all ranks, as in bytes_ring and bytes_to_homes.
+        bytes_to_owners: Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_homes.
         bytes_busiest: Sum of these three for the rank that sends most.
         bytes_usp: What all ranks would send in plain USP.
     """
@@ -82,7 +82,7 @@ class CallColumns:
     seconds: Sequence[float]
     seconds_mean: Sequence[float]
     bytes_to_owners: Sequence[int]
-    bytes_ring: Sequence[int]
+    bytes_chunks: Sequence[int]
     bytes_to_homes: Sequence[int]
     bytes_busiest: Sequence[int]
     bytes_usp: Sequence[int]
@@ -151,7 +151,7 @@ class Totals:
     attention_share: float
     plan_s: float
     bytes_to_owners: int
-    bytes_ring: int
+    bytes_chunks: int
     bytes_to_homes: int
     bytes_sent: int
     bytes_usp: int
@@ -163,7 +163,7 @@ class Totals:
     def of(cls, calls: CallColumns, seconds: float) -> Totals:
         """The totals of a run that took `seconds`."""
         time, rho, before = (np.array(column) for column in (calls.seconds, calls.rho, calls.rho_before))
-        kinds = [sum(column) for column in (calls.bytes_to_owners, calls.bytes_ring, calls.bytes_to_homes)]
+        kinds = [sum(column) for column in (calls.bytes_to_owners, calls.bytes_chunks, calls.bytes_to_homes)]
         attention_s = float(time.sum())
         return cls(
             calls=len(calls),
@@ -179,7 +179,7 @@ class Totals:
             attention_share=attention_s / seconds if seconds else 0.0,
             plan_s=float(sum(calls.plan_ms)) / 1e3,
             bytes_to_owners=kinds[0],
-            bytes_ring=kinds[1],
+            bytes_chunks=kinds[1],
             bytes_to_homes=kinds[2],
             bytes_sent=sum(kinds),
             bytes_usp=sum(calls.bytes_usp),

@@ -1,6 +1,6 @@
 """Dual-balanced attention: the one place where the steps meet.
 
-q, k, v at home → plan → route to owners → y periods of kernel beside rotation → route home.
+q, k, v at home → plan → rows to their owners → y chunks of keys, each beside the kernel on the one before → home.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dbsp_core.comm.transforms import outside_transforms
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
+from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.agreement import (
@@ -52,7 +53,7 @@ class DualBalancedAttention(AttentionExecutor):
     Attributes:
         part: This rank's part in the plan, with its tables on the device.
         plan: The same plan, with the numbers of the mask.
-        tables: The mask's, one a period.
+        tables: The mask's, one a chunk of keys.
         group: The ranks that share the sequence.
         kernels: The choice of its kernel.
         mask_mark: Under debug, the mask's fingerprint.
@@ -101,7 +102,7 @@ class DualBalancedAttention(AttentionExecutor):
         problem = None
         try:
             ragged = dense_head_layout(plan.assignment, group.rank) is None
-            require_supported(kernel, KernelRequirements(lse=plan.assignment.periods > 1, ragged_rows=ragged))
+            require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
             if not plan.assignment.serves(mask):
                 raise UserError(KEYS_LEFT_OUT)
@@ -180,7 +181,7 @@ def dual_balanced_attention(
     scale: float | None = None,
     kernel: str = "auto",
     debug: bool = False,
-    keys: str = "ring",
+    keys: str = ALL,
     precision: str = "model",
 ) -> torch.Tensor:
     """Block-sparse attention over all ranks of `group`, called by every one of them.
@@ -199,7 +200,7 @@ def dual_balanced_attention(
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
-        keys: "ring", "all" or "needed": how keys and values travel; see `make_plan`.
+        keys: "all" or "needed": which keys and values each rank is sent; see `make_plan`.
         precision: "model" or "int8": how q, k and v are written on their way; see `make_plan`.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Dual-balanced attention with gradients: its forward, and its backward along the same route and ring.
+"""Dual-balanced attention with gradients: its forward, and its backward, which reads the same tables.
 
-What is kept is at the owners: packed q, the first slot of k and v, out and its log-sum-exp. Later slots travel again.
-So do keys of further chunks, from k and v outside attention, which are kept for it.
+What is kept is at the owners: packed q, the first chunk of k and v, out and its log-sum-exp. Further chunks travel
+again, from k and v outside attention, which are kept for it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.all_to_all import KeysAtHome
-from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.runtime.forward import PreparedAttention, forward
-from dbsp_core.runtime.ring import hand_over
 from dbsp_kernels import BackwardInputs, Kernel, KernelInputs, block_attention_backward
 
 __all__ = ["attention_with_gradients"]
@@ -65,19 +63,28 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         prepared: PreparedAttention = ctx.prepared
-        rows, slot, out, lse, *at_home = ctx.saved_tensors
+        rows, first, out, lse, *at_home = ctx.saved_tensors
         if ctx.check_gradient is not None:
             ctx.check_gradient(dout)
         route, group, wide = prepared.part.backward_route, prepared.group, lse.dtype
-        batch, width = ctx.shape[0], ctx.shape[3]
+        keys = KeysAtHome(*at_home) if at_home else KeysAtHome(dout, dout)  # of which no further chunks come
         # 1. dOut to the owners of rows, as queries came to them.
         dout_rows = route.to_owners(dout, group).view(rows.shape)
-        # 2. The ring again, or all chunks: dQ stays, dK and dV travel with their slot.
+        # 2. All chunks again: dQ is added up; dK and dV of each return beside the kernel on the next.
         call = _Call(prepared, ctx.kernel, rows, out, lse, dout_rows, ctx.scale)
-        dq, *dkv = _chunks_backward(call, slot, *at_home) if at_home else _ring_backward(call, slot)
-        # 3. Back to the layout outside attention, summed over the readers of each key.
-        first, *fetched = (one.reshape(2, batch, -1, width) for one in dkv)
-        grads = route.from_owners(dq.view(batch, -1, width), first, fetched, ctx.shape, group)
+        dq, dkv = torch.zeros_like(rows, dtype=wide), []
+        home = route.gradients_at_home(ctx.shape, lse)
+        for number, chunk in enumerate(prepared.part.route.chunks([first], keys, group)):
+            dq_part, here = call.chunk(number, chunk)
+            del chunk  # before another comes
+            dq += dq_part
+            if number == 0:
+                dkv.append(here)
+            else:
+                home.add_chunk(number, here, group)
+            del here
+        # 3. dQ returns, and with it what came with queries, summed over the readers of each key.
+        grads = home.finish(dq.view(ctx.shape[0], -1, ctx.shape[3]), dkv.pop(), group)
         return (*(grad.to(rows.dtype) if wide != rows.dtype else grad for grad in grads), None, None, None, None)
 
 
@@ -87,7 +94,7 @@ class _Call:
 
     Attributes:
         rows, out, dout: [B·Rq, Bq, D].
-        lse: [B·Rq, Bq], of all periods together.
+        lse: [B·Rq, Bq], of all chunks together.
     """
 
     prepared: PreparedAttention
@@ -98,14 +105,14 @@ class _Call:
     dout: torch.Tensor
     scale: float
 
-    def period(self, period: int, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One period's part of dq [B·Rq, Bq, D], and dk, dv of its keys and values `slot`, [2, B, Ck, Bk, D].
+    def chunk(self, number: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One chunk's part of dq [B·Rq, Bq, D], and dk, dv of its keys and values [2, B, Ck, Bk, D].
 
-        With the whole attention's log-sum-exp, periods need no merging.
+        With the whole attention's log-sum-exp, chunks need no merging.
         """
-        table, transposed = self.prepared.tables[period], self.prepared.part.transposed[period]
-        keys, values = slot.flatten(1, 2).unbind(0)
-        expanded, batch = table.expanded(slot.shape[1]), slot.shape[1]
+        table, transposed = self.prepared.tables[number], self.prepared.part.transposed[number]
+        keys, values = kv.flatten(1, 2).unbind(0)
+        expanded, batch = table.expanded(kv.shape[1]), kv.shape[1]
         given = KernelInputs(
             self.rows,
             keys,
@@ -118,64 +125,4 @@ class _Call:
         )
         inputs = BackwardInputs(given, self.dout, self.out, self.lse, lambda: transposed.table(table, batch))
         dq, dk, dv = block_attention_backward(inputs, self.kernel)
-        return dq, torch.stack([dk, dv]).view(slot.shape)
-
-
-def _ring_backward(call: _Call, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All periods of one attention's backward on one rank.
-
-    Keys make y − 1 hand-overs, as in the forward; their gradients y, one period behind: after period i a rank adds
-    what came from ring rank r + 1 to its own and hands the sum to r − 1. The last hand-over brings every slot's sums
-    to the rank that the slot started from.
-
-    Args:
-        slot: [2, B, Ck, Bk, D], the first.
-
-    Returns:
-        dq [B·Rq, Bq, D] and dk, dv of the first slot, [2, B, Ck, Bk, D], of lse's dtype.
-    """
-    strategy, group, tables = call.prepared.plan.strategy, call.prepared.group, call.prepared.tables
-    own = slot.shape[2]
-    dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)
-    sums: torch.Tensor | None = None
-    coming_sums: PendingTransfer | None = None
-    for period in range(len(tables)):
-        last = period + 1 == len(tables)
-        next_blocks = own if last else len(tables[period + 1].kv_len)
-        # 1. The next slot's keys and values start to travel.
-        coming = None if last else hand_over(slot, next_blocks, strategy, group)
-        # 2. This period's part of the gradients.
-        dq_part, here = call.period(period, slot)
-        dq += dq_part
-        # 3. The sums of the slot's earlier periods, which came beside the kernel, are added and handed on.
-        sums = here if coming_sums is None else here.add_(coming_sums.wait())
-        if len(tables) > 1:
-            coming_sums = hand_over(sums, next_blocks, strategy, group)
-        if coming is not None:
-            slot = coming.wait()
-    if sums is None:
-        raise ValueError("attention needs at least one period")
-    return dq, sums if coming_sums is None else coming_sums.wait()
-
-
-def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """All chunks of keys; further ones are fetched again beside the kernels of those before them.
-
-    Args:
-        first: [2, B, Ck, Bk, D], the first chunk.
-        k, v: [B, H, n_local, D], outside attention.
-
-    Returns:
-        dq [B·Rq, Bq, D] and by chunk dk, dv, [2, B, Ck, Bk, D], of lse's dtype.
-    """
-    fetched = call.prepared.part.route.fetch(KeysAtHome(k, v), call.prepared.group)
-    dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)
-    chunk, dkv = first, []
-    for period in range(len(call.prepared.tables)):
-        coming = next(fetched, None)
-        dq_part, here = call.period(period, chunk)
-        dq += dq_part
-        dkv.append(here)
-        if coming is not None:
-            chunk = coming.wait()
-    return dq, *dkv
+        return dq, torch.stack([dk, dv]).view(kv.shape)

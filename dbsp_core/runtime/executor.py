@@ -15,7 +15,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.backward import attention_with_gradients
 from dbsp_core.runtime.forward import PreparedAttention, forward
-from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_spans_of
+from dbsp_core.runtime.kernel_tables import ChunkTable, build_tables, dense_spans_of
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
@@ -88,7 +88,7 @@ class AttentionExecutor(PreparedAttention):
 
         Args:
             part: This rank's part, on the device of the calls to come.
-            plan: The part's plan, or one with the same owners and slots.
+            plan: The part's plan, or one with the same owners and chunks.
             mark: Whether ranks will compare masks, whose bits are read back for it.
         """
         if not plan.assignment.equals(part.assignment):
@@ -96,7 +96,7 @@ class AttentionExecutor(PreparedAttention):
         tables, whole_heads = _tables(part, plan, mask), part.head_layout
         needs = KernelRequirements(
             (plan.grid.block_q, plan.grid.block_k),
-            lse=plan.assignment.periods > 1,
+            lse=plan.strategy.ring > 1,
             ragged_rows=whole_heads is None,
             tokens=None if whole_heads is None else whole_heads.tokens,
         )
@@ -104,7 +104,7 @@ class AttentionExecutor(PreparedAttention):
         return cls(part, plan, tables, group, choice, mask_mark, coarse=mask.coarse)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool) -> AttentionExecutor:
-        """The executor for another mask, under a plan with the same owners and slots; see `of_part`."""
+        """The executor for another mask, under a plan with the same owners and chunks; see `of_part`."""
         tables, mask_mark = _tables(self.part, plan, mask), mask.fingerprint if mark else 0
         return replace(self, plan=plan, tables=tables, mask_mark=mask_mark, coarse=mask.coarse)
 
@@ -149,7 +149,7 @@ class AttentionExecutor(PreparedAttention):
         return self.kernels.question(q, backward=needs_gradients(q, k, v))
 
 
-def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
-    """The kernel tables of a mask under a part's plan, one a period."""
+def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[ChunkTable, ...]:
+    """The kernel tables of a mask under a part's plan, one a chunk of keys."""
     plan.assignment.require_fit(mask)
     return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))

@@ -1,7 +1,7 @@
-"""Kernel tables: from mask bits to the packed KV blocks that each of a rank's rows attends to, period by period.
+"""Kernel tables: from mask bits to the packed KV blocks that each of a rank's rows attends to, chunk by chunk.
 
 What follows from the plan alone is a `TableLayout`, made once per plan. What follows from the mask is made from it
-where the mask's bits are, for all periods at once: a fixed number of operations, and no host synchronisation.
+where the mask's bits are, for all chunks at once: a fixed number of operations, and no host synchronisation.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask, row_places
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.row_owners import RowOwners
+from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_kernels import DenseHeadLayout, DensePart
 from dbsp_kernels.packing.h2d import on_device, to_device
 from dbsp_kernels.packing.row_bits import expand_rows, pack_rows
 
 __all__ = [
+    "ChunkTable",
     "DenseRows",
     "KernelTable",
     "RankRows",
-    "RingStepTable",
     "TableLayout",
     "build_tables",
     "dense_head_layout",
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KernelTable:
-    """What the kernel reads in one period; see `dbsp_kernels.block_attention`.
+    """What the kernel reads in one chunk; see `dbsp_kernels.block_attention`.
 
     Attributes:
         kv_index: int32[B·Rq, width].
@@ -53,7 +53,7 @@ class KernelTable:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseRows:
-    """Rows of heads (or of their sequences) whose every block is dense, in one period.
+    """Rows of heads (or of their sequences) whose every block is dense, in one chunk.
 
     Attributes:
         parts: Head by head.
@@ -68,8 +68,8 @@ class DenseRows:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RingStepTable:
-    """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
+class ChunkTable:
+    """What is kept for one chunk: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
 
     Attributes:
         bits: uint8[Rq, ceil(width / 8)]; row r attends to packed block base[r] + j where bit j is set.
@@ -79,7 +79,7 @@ class RingStepTable:
         row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its
             rows run, and no long row starts last, while the rest of the chip waits for it.
         kv_len: int32[Ck], tokens of each packed block.
-        width: Blocks of a head in any period, at most.
+        width: Blocks of a head in any chunk, at most.
         block_k: Tokens.
     """
 
@@ -129,13 +129,13 @@ class TableLayout:
         spans_of: int64[Rq], each row's span.
         rows: int64[Rq], its place in the mask's `row_bits`.
         turn: int64[Rq], grows from span to span by more than any row has blocks.
-        columns: int64[periods, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of
+        columns: int64[chunks, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of
             its span's in the slot, in packing order.
-        present: bool[periods, spans, width], whether there is such a block.
+        present: bool[chunks, spans, width], whether there is such a block.
         full: Whether it has a whole block's tokens.
-        spans: By period, on the host: of each span with rows, where its rows and blocks are.
-        base: By period int32[Rq], the packed block of each row's column 0.
-        kv_len: By period int32[Ck], tokens of each packed block.
+        spans: By chunk, on the host: of each span with rows, where its rows and blocks are.
+        base: By chunk int32[Rq], the packed block of each row's column 0.
+        kv_len: By chunk int32[Ck], tokens of each packed block.
         as_masked: Whether column j is KV block j for all rows: then a mask's bits are taken as they are.
     """
 
@@ -194,29 +194,29 @@ class RankRows:
     places: np.ndarray
 
     @classmethod
-    def of(cls, owners: RowOwners, rank: int) -> RankRows:
-        grid, sequences = owners.grid, len(owners.grid.sequences)
-        heads_here = np.flatnonzero(owners.head_ulysses_ranks[:, rank % owners.strategy.ulysses])
-        number = np.zeros(owners.heads, dtype=np.int64)
+    def of(cls, assignment: Assignment, rank: int) -> RankRows:
+        grid, sequences, ulysses = assignment.grid, len(assignment.grid.sequences), assignment.strategy.ulysses
+        heads_here = np.flatnonzero(columns_of_heads(assignment.q_owner, ulysses)[:, rank % ulysses])
+        number = np.zeros(assignment.heads, dtype=np.int64)
         number[heads_here] = np.arange(len(heads_here))
-        head, block = owners.rows_of(rank)
+        head, block = assignment.rows_of(rank)
         row_span = number[head] * sequences + grid.q_axis.sequence_of[block]
         span_numbers = (heads_here[:, None] * sequences + np.arange(sequences)).ravel()
-        return cls(grid, number, span_numbers, row_span, row_places(grid, owners.heads, head, block))
+        return cls(grid, number, span_numbers, row_span, row_places(grid, assignment.heads, head, block))
 
     def table_layout(self, packed: Sequence[tuple[np.ndarray, np.ndarray]]) -> TableLayout:
-        """The layout of the rank's tables, with the (head, KV block) of what is packed for each period."""
+        """The layout of the rank's tables, with the (head, KV block) of what is packed for each chunk."""
         axis, row_span, sequences = self.grid.k_axis, self.row_span, len(self.grid.sequences)
         # 1. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
         spans = len(self.span_numbers)
         of_blocks = (self.number[head] * sequences + axis.sequence_of[block] for head, block in packed)
-        per_span = np.stack([np.bincount(span, minlength=spans) for span in of_blocks])  # int64[periods, spans]
+        per_span = np.stack([np.bincount(span, minlength=spans) for span in of_blocks])  # int64[chunks, spans]
         first = np.cumsum(per_span, axis=1) - per_span
         width = max(1, int(per_span.max(initial=0)))
         whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
         as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
         width += 0 if as_masked else -width % 8  # whole bytes of bits
-        # 2. Blocks are packed by period and span, as these arrays have them.
+        # 2. Blocks are packed by chunk and span, as these arrays have them.
         present = np.arange(width) < per_span[..., None]
         block = np.concatenate([block for _, block in packed])
         columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
@@ -229,11 +229,11 @@ class RankRows:
             columns=torch.from_numpy(columns),
             present=torch.from_numpy(present),
             full=torch.from_numpy(full),
-            base=tuple(torch.from_numpy(of_period[row_span]) for of_period in first.astype(np.int32)),
+            base=tuple(torch.from_numpy(of_chunk[row_span]) for of_chunk in first.astype(np.int32)),
             kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
             spans=tuple(
-                _spans(self.span_numbers, row_span, start, count, axis.lengths[of_period])
-                for start, count, (_, of_period) in zip(first, per_span, packed, strict=True)
+                _spans(self.span_numbers, row_span, start, count, axis.lengths[of_chunk])
+                for start, count, (_, of_chunk) in zip(first, per_span, packed, strict=True)
             ),
             block_k=axis.block,
             as_masked=as_masked,
@@ -242,7 +242,7 @@ class RankRows:
 
 def table_layout(assignment: Assignment, rank: int) -> TableLayout:
     """The layout of one rank's tables."""
-    return RankRows.of(assignment, rank).table_layout(assignment.blocks_by_period(rank))
+    return RankRows.of(assignment, rank).table_layout(assignment.chunks.of(rank))
 
 
 def _spans(
@@ -268,23 +268,23 @@ def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
 
 def build_tables(
     layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray | None = None
-) -> tuple[RingStepTable, ...]:
-    """One table per period, on the layout's device.
+) -> tuple[ChunkTable, ...]:
+    """One table per chunk, on the layout's device.
 
     Args:
         mask: Of the plan's grid.
         dense_spans: See `dense_spans_of`.
     """
-    # 1. The rows' bits by period, and what rows have to do.
+    # 1. The rows' bits by chunk, and what rows have to do.
     bits = on_device(mask.row_bits, layout.rows.device)
     of_mask = layout.columns, layout.present, layout.full, layout.as_masked
     packed, count, full, key = pack_rows(bits, layout.rows, layout.spans_of, layout.turn, *of_mask)
     # 2. In which order they start.
     order = torch.argsort(key, dim=1, stable=True).to(torch.int32)
-    # 3. Period by period.
+    # 3. Chunk by chunk.
     of_rows = (of_all.unbind(0) for of_all in (packed, count, full, order))
     tables = tuple(
-        RingStepTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
+        ChunkTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
         for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)
     )
     if dense_spans is None or not dense_spans.any():
@@ -293,7 +293,7 @@ def build_tables(
     return tuple(replace(table, dense=_dense_rows(table, spans, dense_spans)) for table, spans in both)
 
 
-def _dense_rows(table: RingStepTable, spans: tuple[Span, ...], dense_spans: np.ndarray) -> DenseRows | None:
+def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndarray) -> DenseRows | None:
     rest = np.ones(len(table.kv_count), dtype=np.int32)
     parts = []
     for span in spans:
@@ -319,6 +319,6 @@ def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | No
     only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
         return None
-    if not assignment.keys.sends_all:  # a block that nobody needs, or that comes by itself
+    if not assignment.chunks.sends_every_block:  # a block that nobody needs, or that comes by itself
         return None
     return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)

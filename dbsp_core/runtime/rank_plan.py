@@ -55,7 +55,7 @@ class RankPlan:
 
     @cached_property
     def transposed(self) -> tuple[TransposedLayout, ...]:
-        """What transposes the kernel tables of each period, for backward. Made at the first use."""
+        """What transposes the kernel tables of each chunk, for backward. Made at the first use."""
         return transposed_layouts(self.table_layout)
 
     @cached_property

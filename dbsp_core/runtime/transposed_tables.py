@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_core.runtime.kernel_tables import RingStepTable, TableLayout
+from dbsp_core.runtime.kernel_tables import ChunkTable, TableLayout
 from dbsp_kernels import TransposedTable
 from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
 
@@ -15,7 +15,7 @@ __all__ = ["TransposedLayout", "transposed_layouts"]
 
 @dataclass(frozen=True, eq=False)
 class TransposedLayout:
-    """The rows of each packed block in one period: those of its span, one after the other.
+    """The rows of each packed block in one chunk: those of its span, one after the other.
 
     Attributes:
         first: int32[Ck], the first of them.
@@ -29,7 +29,7 @@ class TransposedLayout:
     column: torch.Tensor
     most: int
 
-    def table(self, table: RingStepTable, batch: int = 1) -> TransposedTable:
+    def table(self, table: ChunkTable, batch: int = 1) -> TransposedTable:
         """Which rows attend to each block, for `batch` copies; made where the bits are, without a synchronisation."""
         blocks, device = len(self.first), table.bits.device
         if not blocks or not self.most:
@@ -50,7 +50,7 @@ class TransposedLayout:
 
 
 def transposed_layouts(layout: TableLayout) -> tuple[TransposedLayout, ...]:
-    """Returns for each period what the transposed tables of all masks under one plan share. Synchronises."""
+    """Returns for each chunk what the transposed tables of all masks under one plan share. Synchronises."""
     per_span = torch.bincount(layout.spans_of, minlength=layout.columns.shape[1])  # rows are packed span by span
     first = per_span.cumsum(0) - per_span
     most = int(per_span.max()) if len(per_span) else 0

@@ -18,8 +18,9 @@ REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("layout", "local"): "leave layout out, or write contiguous; keys: needed cuts rows into runs of tokens on both",
     ("planner", "local"): "write planner: dbsp, which cuts rows into runs of tokens with keys: needed",
     ("planner", "knapsack"): "write planner: paper, whose heads are assigned by the same greedy rule",
-    ("keys", "kept"): "for masks predicted at every call write keys: all or ring, for others needed",
-    ("keys", "auto"): "name the way: keys: ring, all, or needed for masks that are known beforehand",
+    ("keys", "kept"): "for masks predicted at every call write keys: all, for others needed",
+    ("keys", "auto"): "leave it out, or write keys: needed for masks that are known beforehand",
+    ("keys", "ring"): "write keys: all, or leave it out: keys come in chunks from where they live",
 }
 """Values that a key no longer takes, and what to write instead."""
 

@@ -17,7 +17,7 @@ from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.reports.style import INK, PLANNERS, RANKS, STYLE, WAITING, WIDTH, heading
+from dbsp_core.reports.style import INK, PLANNERS, STYLE, WIDTH, heading
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 
@@ -60,7 +60,7 @@ def figure_of(height: float, title: str, note: str = "") -> Figure:
 def waiting_picture(mask: BlockMask) -> Figure:
     """One attention on eight GPUs: waiting, and none."""
     plans = {planner: plan_of(mask, STRATEGY, planner) for planner in NAMES}
-    ends = {planner: int(plan.metrics.work.sum(axis=0).max()) for planner, plan in plans.items()}
+    ends = {planner: int(plan.metrics.work.max()) for planner, plan in plans.items()}
     earlier = 1 - ends["dbsp"] / ends["contiguous"]
     figure = figure_of(
         5.4,
@@ -70,7 +70,7 @@ def waiting_picture(mask: BlockMask) -> Figure:
     )
     axes = figure.subplots(2, 1, sharex=True)
     for axis, (planner, plan) in zip(axes, plans.items(), strict=True):
-        work, end = plan.metrics.work.sum(axis=0), ends[planner]
+        work, end = plan.metrics.work, ends[planner]
         lanes = range(len(work))
         axis.barh(lanes, work, 0.8, color=PLANNERS[planner])
         axis.barh(lanes, end - work, 0.8, left=work, color="white", hatch="////", edgecolor="#a8a196", linewidth=0)
@@ -114,36 +114,6 @@ def owners_of(mask: BlockMask, strategy: str) -> Figure:
     return figure
 
 
-def timeline_picture(mask: BlockMask, strategy: str) -> Figure:
-    """A ring's steps: each ends when the slowest rank is through, and the others wait."""
-    figure = figure_of(
-        4.6,
-        "In a ring, the slowest GPU of every step holds up the others",
-        f"{strategy}, in dense blocks of each step's slowest GPU (counted, not timed); hatched: waiting",
-    )
-    axes = figure.subplots(2, 1, sharex=True)
-    for axis, planner in zip(axes, NAMES, strict=True):
-        plan = plan_of(mask, strategy, planner)
-        start = 0
-        for step, work in enumerate(plan.metrics.work):
-            slowest = int(work.max())
-            for rank, blocks in enumerate(work):
-                axis.barh(rank, blocks, left=start, color=RANKS[rank], edgecolor="white")
-                axis.barh(
-                    rank, slowest - blocks, left=start + blocks, color=WAITING, edgecolor="#a8a196", hatch="////", lw=0
-                )
-            axis.text(start + slowest / 2, -0.62, f"step {step}", ha="center", va="bottom", size=10)
-            start += slowest
-            axis.axvline(start, color=INK, linewidth=1)
-        axis.set_title(f"{NAMES[planner]}: ρ_s {plan.rho:.3f}", loc="left", pad=16)
-        axis.set(yticks=range(plan.strategy.world), ylim=(plan.strategy.world - 0.4, -0.6))
-        axis.set_yticklabels([f"GPU {rank}" for rank in range(plan.strategy.world)])
-        axis.grid(visible=False)
-        axis.tick_params(axis="y", length=0)
-    axes[1].set_xlabel("dense blocks of the slowest GPU")
-    return figure
-
-
 def call_picture() -> Figure:
     """One call, from the layout outside attention and back."""
     figure = figure_of(2.5, "One call: every query goes to its owner, and its output comes home")
@@ -154,8 +124,8 @@ def call_picture() -> Figure:
         (1, "q, k, v\nsharded", "each rank: its shard\nof the sequence"),
         (18, "mask\nand plan", "the same bits\non every rank"),
         (35, "dispatch\nto owners", "one uneven\nall-to-all"),
-        (52, "ring step 0 … y−1", "kernel on slot (r + i) mod y\n∥ next slot in flight"),
-        (72, "merge\nby LSE", "with the step's\nkernel"),
+        (52, "chunk 0 … y−1", "kernel on one chunk of keys\n∥ the next in flight"),
+        (72, "merge\nby LSE", "with the chunk's\nkernel"),
         (87, "combine", "the same\nbackwards"),
     )
     for index, (left, title, detail) in enumerate(steps):
@@ -180,7 +150,6 @@ def main() -> None:
         "waiting": waiting_picture(model_mask()),
         "masks": masks_picture(mask),
         "owners": owners_of(mask, "U2R2"),
-        "timeline": timeline_picture(mask, "U1R4"),
         "call": call_picture(),
     }
     for name, figure in pictures.items():

@@ -39,11 +39,11 @@ def plan_of(strategy: str) -> tuple[Plan, SequenceLayout]:
     return make_plan(mask, strategy, "contiguous", layout=layout), layout
 
 
-def keys_of(plan: Plan, period: int) -> np.ndarray:
-    """int64[H, nk]: the rank that computes with each head's key blocks in a ring step; -1: none."""
+def keys_of(plan: Plan, chunk: int) -> np.ndarray:
+    """int64[H, nk]: the rank that computes with each head's key blocks in a chunk; -1: none."""
     found = np.full((plan.heads, plan.grid.nk), -1)
     for rank in range(plan.strategy.world):
-        found[plan.assignment.blocks_by_period(rank)[period]] = rank
+        found[plan.assignment.chunks.of(rank)[chunk]] = rank
     return found
 
 
@@ -55,12 +55,12 @@ def travels(plan: Plan, layout: SequenceLayout) -> str:
     def received(sent: np.ndarray) -> float:
         return float(sent.sum() - sent.trace()) / share
 
-    first, handed = received(traffic.dispatch), float(traffic.handed_on.sum()) / share
+    first, fetched = received(traffic.dispatch), sum(received(sent) for sent in traffic.key_exchanges[1:])
     exchange = f"all-to-all, q, k and v: {first:g}" if first else "nothing"
-    steps = plan.strategy.ring - 1
-    ring = f"ring, k and v, {steps} time{'s' if steps > 1 else ''}: {handed:g}" if handed else "no ring"
+    further = plan.strategy.ring - 1
+    chunks = f"k and v, {further} chunk{'s' if further > 1 else ''}: {fetched:g}" if fetched else "no further keys"
     back = f"all-to-all, outputs: {received(traffic.combine):g}" if first else "nothing"
-    return f"before: {exchange}     during: {ring}     after: {back}"
+    return f"before: {exchange}     during: {chunks}     after: {back}"
 
 
 def strategies_picture() -> Figure:
@@ -68,7 +68,7 @@ def strategies_picture() -> Figure:
     heading(
         figure,
         "How do Ulysses, Ring and both cut one attention?",
-        f"Four GPUs, {HEADS} heads, {BLOCKS} blocks of tokens; a colour is a GPU, arrows: where keys go after a step\n"
+        f"Four GPUs, {HEADS} heads, {BLOCKS} blocks of tokens; a colour is a GPU, arrows: who needs the keys next\n"
         "Numbers: what a GPU receives, counted, in multiples of its share of q",
     )
     parts = figure.subfigures(len(CUTS), 1)
@@ -80,7 +80,7 @@ def strategies_picture() -> Figure:
         home = np.broadcast_to(layout.rank[::BLOCK], (HEADS, BLOCKS))
         for axis, name, ranks in zip(axes, COLUMNS, (home, plan.assignment.q_owner, keys_of(plan, 0)), strict=True):
             _ranks(axis, ranks)
-            later = ", ring step 0" if plan.strategy.ring > 1 and name == COLUMNS[-1] else ""
+            later = ", chunk 0" if plan.strategy.ring > 1 and name == COLUMNS[-1] else ""
             axis.set_title(name + later, size=10, weight="normal")
         if plan.strategy.ring > 1:
             _arrows(axes[2], keys_of(plan, 0), keys_of(plan, 1))

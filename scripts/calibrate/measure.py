@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -115,5 +116,10 @@ def _exchange(size: int, group: SequenceGroup, device: str) -> Callable[[], obje
 
 def _rotate(size: int, group: SequenceGroup, device: str) -> Callable[[], object]:
     sent = torch.zeros(max(1, size // 4), device=device)
-    previous, following = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-    return lambda: group.shift(sent, to=previous, received_shape=sent.shape, source=following).wait()
+    previous, following = ((group.rank + way) % group.size for way in (-1, 1))
+    received, torchs = torch.empty_like(sent), group.group
+    if torchs is None:
+        raise RuntimeError("a single process has no neighbour")
+    ways = [(dist.isend, sent, previous), (dist.irecv, received, following)]
+    both = [dist.P2POp(call, what, dist.get_global_rank(torchs, rank), torchs) for call, what, rank in ways]
+    return lambda: [work.wait() for work in dist.batch_isend_irecv(both)]

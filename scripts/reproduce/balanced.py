@@ -1,4 +1,7 @@
-"""§4.2: ρ_s after balancing, for every planner and strategy on 8 GPUs, on synthetic masks, beside the paper's."""
+"""§4.2: ρ_s after balancing, for every planner and strategy on 8 GPUs, on synthetic masks, beside the paper's.
+
+Others run on rings, whose ranks wait for one another in every ring step (Eq. 1); db-SP's ranks in none.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from matplotlib.figure import Figure
 
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
-from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
+from dbsp_core.planning.imbalance import rho_bound
+from dbsp_core.planning.planners import PLANNERS, PaperConfig
 from dbsp_core.reports.style import INK
 from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.sources.synthetic.presets import PRESETS
 from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks
+from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
 from scripts.results.figures import ON_WHITE, in_words, panels
 from scripts.results.result import Result
 
@@ -42,18 +47,31 @@ class Row:
 def measure(preset: str, options: argparse.Namespace) -> list[Row]:
     """Every planner and strategy on the same masks."""
     layers = list(masks(preset, options))
-    plans: dict[tuple[str, str, str], list[Plan]] = {}
+    plans: dict[tuple[str, str, str], list[Plan | RingPlan]] = {}
+    before = {strategy: [rho_before(mask, strategy) for mask in layers] for strategy in STRATEGIES}
+    bound = {name: [rho_bound(mask.counts.rows, Strategy.parse(name).world) for mask in layers] for name in STRATEGIES}
     paper = PaperConfig(reward=options.reward)
     for strategy, way in itertools.product(STRATEGIES, options.ways):
         planner, home = way.split("@")
         parsed = Strategy.parse(strategy)
         layout = SequenceLayout.named(home, layers[0].grid, parsed)
-        config = PlannerConfig(planner, paper=paper)
-        plans[strategy, planner, home] = [make_plan(mask, parsed, config, layout=layout) for mask in layers]
-    return [_row(preset, *key, here) for key, here in plans.items()]
+        if planner == "dbsp":
+            found = [make_plan(mask, parsed, layout=layout, compare=False) for mask in layers]
+        else:
+            found = [plan_ring(mask, parsed, planner, layout, paper) for mask in layers]
+        plans[strategy, planner, home] = found
+    return [_row(preset, *key, here, before[key[0]], bound[key[0]]) for key, here in plans.items()]
 
 
-def _row(preset: str, strategy: str, planner: str, layout: str, plans: list[Plan]) -> Row:
+def _row(
+    preset: str,
+    strategy: str,
+    planner: str,
+    layout: str,
+    plans: list[Plan | RingPlan],
+    before: list[float],
+    bound: list[float],
+) -> Row:
     return Row(
         preset,
         strategy,
@@ -61,8 +79,8 @@ def _row(preset: str, strategy: str, planner: str, layout: str, plans: list[Plan
         layout,
         rho=float(np.mean([plan.rho for plan in plans])),
         rho_max=max(plan.rho for plan in plans),
-        rho_before=float(np.mean([plan.rho_before for plan in plans])),
-        bound=float(np.mean([plan.rho_bound for plan in plans])),
+        rho_before=float(np.mean(before)),
+        bound=float(np.mean(bound)),
         moved=float(np.mean([plan.moved for plan in plans])),
         paper=BALANCED[strategy][0],
         slides=BALANCED[strategy][1],

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from dbsp_core import BlockMask, Plan, make_plan
+from dbsp_core import BlockMask
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.reproduce.lockstep import RingPlan, plan_ring
 from scripts.results.result import FOLDER
 
 STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
@@ -100,14 +101,14 @@ def mask_of(model: ModelSpec, density: float | None = None, coarsen: int = 1, se
 def contiguous_rho(
     name: str, strategies: Iterable[str], options: argparse.Namespace, **style: Any
 ) -> list[list[float]]:
-    """ρ_s of the contiguous plan by strategy and layer. It looks at nothing in a mask: one plan serves all layers."""
-    plans: dict[str, Plan] = {}
+    """ρ_s (Eq. 1) of the contiguous plan by strategy and layer: one plan serves all, as it looks at no mask."""
+    plans: dict[str, RingPlan] = {}
     rho: dict[str, list[float]] = {strategy: [] for strategy in strategies}
     for mask in masks(name, options, **style):
         for strategy, values in rho.items():
             if strategy not in plans:
-                plans[strategy] = make_plan(mask, strategy, "contiguous")
-            values.append(plans[strategy].evaluate(mask, compare=False).rho)
+                plans[strategy] = plan_ring(mask, strategy)
+            values.append(plans[strategy].evaluate(mask).rho)
     return list(rho.values())
 
 

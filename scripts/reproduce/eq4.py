@@ -15,6 +15,7 @@ from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, block_s, require_fit, require_network
 from dbsp_core.models.table import MODEL_SPECS
 from scripts.reproduce.common import mask_of
+from scripts.reproduce.lockstep import RingPlan
 from scripts.reproduce.simulate import ELEMENT_BYTES, RunConfig, simulate_layer
 
 
@@ -38,7 +39,7 @@ def as_printed(
 
 
 def predict_as_printed(
-    plan: Plan, density: float, shape: AttentionShape, hardware: Hardware, topology: Topology | None = None
+    plan: Plan | RingPlan, density: float, shape: AttentionShape, hardware: Hardware, topology: Topology | None = None
 ) -> float:
     """Eq. 4 of a plan: its ρ_s, and communication of equal shards as the paper's text describes it.
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_core import Plan, make_plan
-from dbsp_core.planning.planners import PaperConfig, PlannerConfig
+from dbsp_core.planning.planners import PaperConfig
 from dbsp_core.reports.style import INK
 from dbsp_core.reports.style import STRATEGIES as COLOURS
 from dbsp_core.sources.synthetic.presets import PRESETS
 from scripts.reproduce.common import MEASURED, arguments, masks
+from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
 from scripts.results.figures import imbalance_axis, in_words, legend_below, panels
 from scripts.results.result import Result
 
@@ -43,16 +43,18 @@ class Row:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    plans: dict[tuple[str, float], list[Plan]] = {}
+    plans: dict[tuple[str, float], list[RingPlan]] = {}
+    before: dict[str, list[float]] = {}
     for mask in masks(options.preset, options):
         for strategy in STRATEGIES:
+            before.setdefault(strategy, []).append(rho_before(mask, strategy))
             for reward in REWARDS:
-                plan = make_plan(mask, strategy, PlannerConfig("paper", paper=PaperConfig(reward)))
+                plan = plan_ring(mask, strategy, "paper", paper=PaperConfig(reward))
                 plans.setdefault((strategy, reward), []).append(plan)
-    return [_row(options.preset, *key, here) for key, here in plans.items()]
+    return [_row(options.preset, *key, here, before[key[0]]) for key, here in plans.items()]
 
 
-def _row(preset: str, strategy: str, reward: float, plans: list[Plan]) -> Row:
+def _row(preset: str, strategy: str, reward: float, plans: list[RingPlan], before: list[float]) -> Row:
     moved = float(np.mean([plan.moved for plan in plans]))
     elements = 3 * plans[0].heads * plans[0].grid.tokens * HEAD_DIM
     return Row(
@@ -60,7 +62,7 @@ def _row(preset: str, strategy: str, reward: float, plans: list[Plan]) -> Row:
         strategy,
         reward,
         rho=float(np.mean([plan.rho for plan in plans])),
-        rho_before=float(np.mean([plan.rho_before for plan in plans])),
+        rho_before=float(np.mean(before)),
         moved=moved,
         moved_mb=moved * elements * BYTES_PER_ELEMENT / 1e6,
         paper_rho=f"≤ {PAPER_LIMIT} (§4.2.2)" if strategy == "U1R8" else "–",

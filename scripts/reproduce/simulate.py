@@ -14,6 +14,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
+from scripts.reproduce.lockstep import RingPlan, plan_ring, predict_ring, rho_before
 
 __all__ = [
     "MODELLED",
@@ -73,20 +74,25 @@ class SimulationResult:
 
 @dataclass(frozen=True, eq=False)
 class LayerTime:
-    """One layer's plan and its predicted time."""
+    """One layer's plan and its predicted time; and ρ_s of contiguous plans of its mask."""
 
-    plan: Plan
+    plan: Plan | RingPlan
     prediction: Prediction
+    rho_before: float
 
 
 def simulate_layer(
     run: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology
 ) -> LayerTime:
-    """Plans one layer's mask and predicts one call of it, of one batch item."""
+    """Plans one layer's mask and predicts one call of it, of one batch item: db-SP's own, or others on a ring."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     layout = run.layout(mask)
-    plan = make_plan(mask, run.strategy, run.planner, layout=layout)
-    return LayerTime(plan, predict(plan, shape, hardware, topology, layout))
+    before = rho_before(mask, run.strategy)
+    if run.planner != "dbsp":
+        ring = plan_ring(mask, run.strategy, run.planner, layout)
+        return LayerTime(ring, predict_ring(ring, shape, hardware, topology, layout), before)
+    plan = make_plan(mask, run.strategy, run.planner, layout=layout, compare=False)
+    return LayerTime(plan, predict(plan, shape, hardware, topology, layout), before)
 
 
 def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
@@ -97,7 +103,7 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         gpus=world,
         strategy=str(run.strategy),
         planner=run.planner,
-        rho_before=sum(t.plan.rho_before for t in times) / count,
+        rho_before=sum(t.rho_before for t in times) / count,
         rho=sum(t.plan.rho for t in times) / count,
         attention_s=calls * sum(t.prediction.total_s for t in times),
         exchange_s=calls * sum(t.prediction.exchange_s for t in times),

@@ -20,7 +20,7 @@ class AttentionCase:
 
     strategy: str
     planner: str = "dbsp"
-    keys: str = "ring"
+    keys: str = "all"
     heads: int = 3
     tokens: int = 60
     text_tokens: int = 0

@@ -11,10 +11,8 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.key_chunks import KEYS, KeysInChunks
-from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.chunks import NEEDED, Chunks
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
-from dbsp_core.planning.row_owners import RowOwners
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference, rounded_to_int8
 from tests.support.shared import shared
@@ -26,8 +24,7 @@ RUBBISH = 1e4  # fills padding, which must not be seen
 class Case:
     """One attention. Everything random comes from `seed`; `sabotage` names a negative control.
 
-    planner: a planner's name, or "random" for any owner and any slot, per head
-    chunk_shares, one_ahead: of keys that come in chunks, see `KeysInChunks`
+    planner: a planner's name, or "random" for any owner and any chunk, per head
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     pooled: whether rows attend to the mean key of each block that they skip
     whole_tiles: see `BlockGrid`
@@ -54,10 +51,8 @@ class Case:
     thw: tuple[int, int, int] | None = None
     orders: tuple[str, ...] = ("thw",)
     dtype: torch.dtype = torch.float32
-    keys: str = "ring"
+    keys: str = "all"
     band: bool = False
-    chunk_shares: tuple[int, ...] = (1,)
-    one_ahead: bool = False
     precision: str = "model"
     whole_tiles: bool = False
 
@@ -73,8 +68,7 @@ class Case:
 
 
 _WAYS = {
-    *("strategy", "planner", "layout", "reward", "equal_heads", "streams", "padded", "kernel", "sabotage"),
-    *("keys", "chunk_shares", "one_ahead"),
+    *("strategy", "planner", "layout", "reward", "equal_heads", "streams", "padded", "kernel", "sabotage", "keys"),
 }
 _OF_ATTENTION = [field.name for field in fields(Case) if field.name not in _WAYS]
 
@@ -184,43 +178,42 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
     config = PlannerConfig(planner, paper=PaperConfig(case.reward, case.equal_heads))
     plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner == "random":
-        rng = np.random.default_rng(case.seed)
-        owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
-        slots = rng.integers(strategy.ring, size=plan.assignment.keys.slot.shape)
-        keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, mask)
-        plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, keys=keys))
-    if isinstance(plan.assignment.keys, KeysInChunks):
-        plan = in_chunks(plan, mask, case.chunk_shares, case.one_ahead)
+        plan = replace(plan, assignment=random_assignment(plan.assignment, mask, case.seed))
     if case.sabotage == "a needed block left out":
-        plan = replace(plan, assignment=without_a_block(plan.assignment))
+        plan = replace(plan, assignment=without_a_block(plan.assignment, mask))
         mask = BlockMask(mask.bits & _sent(plan.assignment), mask.grid)
     executor = DualBalancedAttention.prepare(
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
-    if case.sabotage == "wrong slot order":
+    if case.sabotage == "wrong order of chunks":
         executor = replace(executor, tables=(executor.tables[0], *reversed(executor.tables[1:])))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
     return executor(*local, scale=scale)
 
 
-def in_chunks(plan: Plan, mask: BlockMask, shares: tuple[int, ...], one_ahead: bool = False) -> Plan:
-    """The same with its keys in these further chunks."""
-    assert isinstance(plan.assignment.keys, KeysInChunks)
-    return plan.with_keys(plan.assignment.keys.in_chunks(shares, one_ahead), mask)
+def random_assignment(like: Assignment, mask: BlockMask, seed: int) -> Assignment:
+    """Any owner of any row; blocks come in any chunk, other ones in heads whose token orders differ."""
+    rng, strategy, grid = np.random.default_rng(seed), like.strategy, like.grid
+    owner = rng.integers(strategy.world, size=like.q_owner.shape)
+    home = np.empty((like.heads, grid.nk), dtype=np.int64)
+    for _, heads in grid.order_groups(like.heads):
+        home[heads] = rng.integers(strategy.ring, size=grid.nk)
+    if like.chunks.keys == NEEDED:
+        return replace(like, q_owner=owner, chunks=Chunks.of_rows(owner, home, strategy, mask))
+    return replace(like, q_owner=owner, chunks=Chunks.of_heads(owner, home, strategy))
 
 
-def without_a_block(assignment: Assignment) -> Assignment:
-    """The same, but the last rank that is sent any keys in the last chunk is sent one block of them less."""
-    keys = assignment.keys
-    assert isinstance(keys, KeysInChunks)
-    rank, head, block = (int(index[-1]) for index in np.nonzero(keys.chunks[-1]))
-    needed = keys.sent.copy()
-    needed[rank, head, block] = False
-    return replace(assignment, keys=replace(keys, sent=needed))
+def without_a_block(assignment: Assignment, mask: BlockMask) -> Assignment:
+    """The same, but a rank is not sent the block of its last chunk that most of its rows attend to."""
+    chunks = assignment.chunks
+    readers = mask.counts.columns_by_rank(assignment.q_owner, assignment.strategy.world)
+    last = [(rank, *place) for rank in range(len(readers)) for place in zip(*chunks.of(rank)[-1], strict=True)]
+    sent = chunks.sent.copy()
+    sent[max(last, key=lambda place: readers[place])] = False
+    return replace(assignment, chunks=replace(chunks, sent=sent))
 
 
 def _sent(assignment: Assignment) -> torch.Tensor:
     """bool[H, nq, nk]: whether each row's owner is sent each block."""
-    assert isinstance(assignment.keys, KeysInChunks)
     heads = np.arange(assignment.heads)[:, None]
-    return torch.from_numpy(assignment.keys.sent[assignment.q_owner, heads])
+    return torch.from_numpy(assignment.chunks.sent[assignment.q_owner, heads])

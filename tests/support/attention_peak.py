@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 import dbsp_core.comm.all_to_all
 import dbsp_core.runtime.forward
-import dbsp_core.runtime.ring
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
@@ -73,11 +72,6 @@ def peak_of_attention(
     def start_all_to_all(group: SequenceGroup, *sent_and_splits: Any) -> PendingTransfer:
         return PendingTransfer(all_to_all(group, *sent_and_splits), sent_and_splits[0], ())
 
-    def shift(
-        _: SequenceGroup, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int
-    ) -> PendingTransfer:
-        return PendingTransfer(sent.new_empty(tuple(received_shape)), sent, ())
-
     def kernel(
         q: torch.Tensor, *_: Any, partial: Any = None, out_dtype: torch.dtype = torch.float32, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,8 +96,7 @@ def peak_of_attention(
     with (
         mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
         mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all),
-        mock.patch.object(SequenceGroup, "shift", shift),
-        mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
+        mock.patch.object(dbsp_core.runtime.forward, "block_attention", kernel),
         mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", copy_segments),
         mock.patch.object(wire_format, "gather_segments", copy_segments),
         mock.patch.object(wire_format, "quantise_segments", copy_segments),

@@ -239,10 +239,6 @@ class ThreadGroup(SequenceGroup):
             pending.wait()
         return pending
 
-    def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingTransfer:
-        received = _rubbish(sent, tuple(received_shape))
-        return self._start(f"shift of {sent.dtype}", sent, [len(sent)], [to], received, [len(received)], [source])
-
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:
             return [mine]

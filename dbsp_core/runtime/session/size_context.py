@@ -24,7 +24,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.schedule import MOST_PASSES
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.plan import Plan, make_plan, require_slots
+from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
@@ -212,8 +212,6 @@ def new_size(
     """
     config, group, strategy = session.config, session.group, session.strategy
     grid = session.masks.grid()  # which all ranks have alike
-    if strategy is not None:
-        require_slots(strategy, grid)
     if isinstance(streams, SequenceLayout):
         layout = streams
     else:

@@ -65,20 +65,15 @@ def _rank(rank: int, world: int, port: int, setting: Setting, names: tuple[str, 
 
 
 def exchange(rank: int, world: int, setting: Setting, strategies: list[str]) -> Iterator[Row]:
-    """Bytes a second that a rank sends in an all-to-all, and to a neighbour."""
+    """Bytes a second that a rank sends in an all-to-all."""
     group = SequenceGroup.of()
     for megabytes in (1,) if setting.dry else (1, 16, 128, 512):
         sent = torch.zeros(megabytes << 19, 1, device=setting.device, dtype=torch.bfloat16)
         even = [len(sent) // world + (r < len(sent) % world) for r in range(world)]
         came = [even[rank]] * world
-        ways: dict[str, Callable[[], object]] = {
-            "all-to-all": lambda s=sent, c=came, e=even: group.start_all_to_all(s, c, e).wait(),
-            "to a neighbour": lambda s=sent: group.shift(s, (rank - 1) % world, s.shape, (rank + 1) % world).wait(),
-        }
-        for name, way in ways.items():
-            seconds = _seconds(setting, way)
-            share = (world - 1) / world if name == "all-to-all" else 1
-            yield Row(f"{name}, {megabytes} MB a rank", sent.nbytes * share / seconds / 1e9, "GB/s")
+        seconds = _seconds(setting, lambda s=sent, c=came, e=even: group.start_all_to_all(s, c, e).wait())
+        rate = sent.nbytes * (world - 1) / world / seconds / 1e9
+        yield Row(f"all-to-all, {megabytes} MB a rank", rate, "GB/s")
 
 
 def sessions(rank: int, world: int, setting: Setting, strategies: list[str]) -> Iterator[Row]:

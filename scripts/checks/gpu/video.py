@@ -40,9 +40,6 @@ class AloneRank(SequenceGroup):
     ) -> PendingTransfer:
         return PendingTransfer(sent.new_zeros(sum(receive_splits), *sent.shape[1:]), sent, ())
 
-    def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingTransfer:
-        return PendingTransfer(sent.new_zeros(tuple(received_shape)), sent, ())
-
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         return [mine] * self.size
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
+from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.hardware import Constants, Hardware
-from dbsp_core.cost.latency import AttentionShape, Prediction, predict
+from dbsp_core.cost.latency import AttentionShape, Prediction
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from scripts.reproduce.authors.measured import BURST, DBSP, DENSITIES, PASSES, SPARGE, STRATEGIES, Bar
 from scripts.reproduce.common import TABLE_1
+from scripts.reproduce.lockstep import plan_ring, predict_ring
 
 BALANCED_RHO = 1.015
 """Of db-SP's plans: the slides' 1.025 for heads and below 1.01 for rings."""
@@ -50,7 +51,7 @@ def _without_blocks(model: str, strategy: Strategy, constants: Constants) -> Pre
     empty = BlockMask(np.zeros((spec.heads, grid.nq, grid.nk), dtype=bool), grid)
     machine = Hardware("", "", "", constants, dict.fromkeys((*vars(constants), "gpus_per_node"), "assumed"))
     shape = AttentionShape(1, spec.heads, spec.tokens, spec.head_dim)
-    return predict(make_plan(empty, strategy, "contiguous"), shape, machine)
+    return predict_ring(plan_ring(empty, strategy), shape, machine)
 
 
 def dense_s(model: str, known: Constants) -> float:

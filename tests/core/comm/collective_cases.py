@@ -48,16 +48,6 @@ def several_in_flight(rank: int, world: int) -> list[torch.Tensor]:
     return [*between, *(found[index] for index in range(4)), pending[0].wait()]
 
 
-def shifts(rank: int, world: int) -> list[torch.Tensor]:
-    """Along rings of all ranks both ways, in flight together, of shapes that differ by rank and may be empty."""
-    group = SequenceGroup.of()
-    pending = []
-    for way in (1, -1):
-        source = (rank - way) % world
-        pending.append(group.shift(numbers(rank, rank, 2), (rank + way) % world, (source, 2), source))
-    return [one.wait() for one in pending]
-
-
 def gathers(rank: int, world: int) -> list[Any]:
     group, found = SequenceGroup.of(), []
     for dtype in DTYPES:
@@ -140,7 +130,7 @@ def other_order(rank: int, world: int, odd: int) -> None:
     group = SequenceGroup.of()
     calls = [
         lambda: group.start_all_to_all(torch.zeros(world), [1] * world, [1] * world),
-        lambda: group.shift(torch.zeros(1), (rank + 1) % world, (1,), (rank - 1) % world),
+        lambda: group.start_all_to_all(torch.zeros(world, 2), [1] * world, [1] * world),
     ]
     for pending in [call() for call in (reversed(calls) if rank == odd else calls)]:
         pending.wait()
@@ -157,12 +147,6 @@ def other_kind(rank: int, world: int, odd: int, what: str) -> None:
     if what == "splits":
         rows = 2 if rank == odd else 1
         group.all_to_all(torch.zeros(rows * world), [1] * world, [rows] * world)
-
-
-def other_neighbour(rank: int, world: int, odd: int) -> None:
-    """One rank sends the wrong way round, so that another gets nothing."""
-    way = -1 if rank == odd else 1
-    SequenceGroup.of().shift(torch.zeros(1), (rank + way) % world, (1,), (rank - 1) % world).wait()
 
 
 def one_starts_more(rank: int, world: int, odd: int) -> None:

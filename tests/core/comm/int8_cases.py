@@ -15,7 +15,7 @@ from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import Int8Format
 from dbsp_kernels.packing.segment_copy import CopySegments
-from tests.support.attention_cases import Case, Inputs, as_sent, in_chunks
+from tests.support.attention_cases import Case, Inputs, as_sent
 from tests.support.oracle import dense_attention, largest_difference
 
 
@@ -82,10 +82,7 @@ FAULTS = {
 
 
 def planned(case: Case, given: Inputs) -> Plan:
-    plan = make_plan(given.mask, case.strategy, layout=given.layout, keys=case.keys, precision="int8")
-    if case.keys in ("all", "needed"):
-        plan = in_chunks(plan, given.mask, case.chunk_shares, case.one_ahead)
-    return plan
+    return make_plan(given.mask, case.strategy, layout=given.layout, keys=case.keys, precision="int8")
 
 
 def error_with(rank: int, world: int, case: Case, fault: str) -> float:
@@ -123,7 +120,7 @@ def _rows(assignment: Assignment, rank: int, rows: torch.Tensor) -> list[tuple[A
 
 def _slots(assignment: Assignment, rank: int, slots: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
     lengths, found = assignment.grid.k_axis.lengths, []
-    for slot, (heads, blocks) in zip(slots, assignment.blocks_by_period(rank), strict=True):
+    for slot, (heads, blocks) in zip(slots, assignment.chunks.of(rank), strict=True):
         for place, (head, block) in enumerate(zip(heads.tolist(), blocks.tolist(), strict=True)):
             both = slot[:, :, place, : lengths[block]]
             found += [(("k", head, block), both[0]), (("v", head, block), both[1])]

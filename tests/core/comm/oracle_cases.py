@@ -31,13 +31,11 @@ SETTINGS = (
 )
 
 
-def ring_cases(strategy: Strategy) -> list[Case]:
-    """Every shape with every setting, where keys travel along rings."""
+def every_case(strategy: Strategy) -> list[Case]:
+    """Every shape with every setting, and all keys."""
     cases = []
     for seed, (shape, settings) in enumerate(itertools.product(SHAPES, SETTINGS)):
-        case = replace(shape, strategy=str(strategy), seed=seed, **settings)
-        if strategy.ring <= -(-case.tokens // case.block_k):
-            cases.append(case)
+        cases.append(replace(shape, strategy=str(strategy), seed=seed, **settings))
     return cases
 
 
@@ -55,20 +53,12 @@ NEEDED_SETTINGS = (
     {"planner": "contiguous"},
     {"planner": "random", "layout": "striped"},
 )
-CHUNKS = (
-    {"chunk_shares": (1,)},
-    {"chunk_shares": (3, 2, 1)},
-    {"chunk_shares": (1, 1, 1, 1)},
-    {"chunk_shares": (2, 1), "one_ahead": True},
-    {"chunk_shares": (1, 1, 1, 1), "one_ahead": True},
-)
 
 
-def chunked_key_cases(strategy: Strategy, keys: str) -> list[Case]:
-    """Every shape with every setting, where keys come in chunks: "all", or those that are "needed"."""
+def key_cases(strategy: Strategy, keys: str) -> list[Case]:
+    """Every shape with every setting, and "all" keys or those that are "needed"."""
     ways = enumerate(itertools.product(NEEDED_SHAPES, NEEDED_SETTINGS))
-    every = (
-        replace(shape, strategy=str(strategy), keys=keys, seed=seed, band=bool(seed % 3), **how, **CHUNKS[seed % 5])
+    return [
+        replace(shape, strategy=str(strategy), keys=keys, seed=seed, band=bool(seed % 3), **how)
         for seed, (shape, how) in ways
-    )
-    return [case for case in every if strategy.ring <= -(-case.tokens // case.block_k)]
+    ]

@@ -7,27 +7,27 @@ from dataclasses import replace
 import pytest
 
 from dbsp_core import Strategy
-from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, chunked_key_cases
+from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, key_cases
 from tests.core.runtime.gradients.gradient_cases import run_gradients
 from tests.support.attention_cases import Case, run_case
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
 def test_equals_dense_attention(threads, world, strategy):
-    for case in chunked_key_cases(strategy, "all")[world % 2 :: 2]:
+    for case in key_cases(strategy, "all")[world % 2 :: 2]:
         errors = threads(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in (2, 4, 6) for s in Strategy.all_for(w)], ids=str)
 def test_gradients_equal_those_of_dense_attention(threads, world, strategy):
-    for case in chunked_key_cases(strategy, "all")[world % 3 :: 3]:
+    for case in key_cases(strategy, "all")[world % 3 :: 3]:
         errors = threads(world).run(run_gradients, case)
         assert all(max(error) <= TOLERANCE for error in errors), (case, errors)
 
 
-@pytest.mark.parametrize(("world", "strategy", "shares"), [(2, "U1R2", (1,)), (4, "U2R2", (2, 1))])
-def test_a_block_left_out_does_not_pass(threads, world, strategy, shares):
-    case = Case(strategy, heads=5, tokens=128 * world, keys="all", layout="striped", chunk_shares=shares)
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U2R2"), (6, "U1R6")])
+def test_a_block_left_out_does_not_pass(threads, world, strategy):
+    case = Case(strategy, heads=5, tokens=128 * world, layout="striped")
     assert all(e <= TOLERANCE for e in threads(world).run(run_case, case))
     assert max(threads(world).run(run_case, replace(case, sabotage="a needed block left out"))) > 100 * TOLERANCE

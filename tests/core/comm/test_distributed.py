@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, ring_cases
+from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, every_case
 from tests.support.attention_cases import Case, run_case, run_case_apart
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
 def test_equals_dense_attention(threads, world, strategy):
-    for case in ring_cases(strategy):
+    for case in every_case(strategy):
         errors = threads(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
@@ -62,7 +62,7 @@ def test_token_orders_equal_dense_attention(threads, world):
 @pytest.mark.parametrize("strategy", ["U2R2", "U1R4"])
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 def test_float64_is_kept_to_its_last_digits(threads, strategy, kernel):
-    """Also where periods are merged: by a log-sum-exp in float32 they would differ by 1e-7."""
+    """Also where chunks are merged: by a log-sum-exp in float32 they would differ by 1e-7."""
     case = Case(strategy, batch=2, text_tokens=21, kernel=kernel, dtype=torch.float64)
     assert all(error <= 1e-13 for error in threads(4).run(run_case, case))
 
@@ -79,8 +79,8 @@ def test_the_triton_kernel_equals_dense_attention(pool, world, strategy):
     ("sabotage", "world", "strategy"),
     [
         ("local tokens only", 2, "U2R1"),
-        ("wrong slot order", 3, "U1R3"),
-        ("wrong slot order", 8, "U2R4"),
+        ("wrong order of chunks", 3, "U1R3"),
+        ("wrong order of chunks", 8, "U2R4"),
         ("wrong scale", 4, "U2R2"),
         ("token order off by one", 4, "U4R1"),
         ("token order off by one", 4, "U1R4"),
@@ -88,7 +88,7 @@ def test_the_triton_kernel_equals_dense_attention(pool, world, strategy):
     ],
 )
 def test_negative_controls_fail(threads, sabotage, world, strategy):
-    # Equal slots, so that a wrong order gives wrong numbers and not merely wrong shapes.
+    # Equal chunks, so that a wrong order gives wrong numbers and not merely wrong shapes.
     orders = ("thw", "hwt", "wht", "twh") if "orders" in sabotage else ("thw",)
     case = Case(
         strategy, "contiguous", heads=4, tokens=128 * world, thw=(2 * world, 8, 8), orders=orders, sabotage=sabotage

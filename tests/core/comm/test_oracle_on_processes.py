@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core import Strategy
-from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, chunked_key_cases, ring_cases
+from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, every_case, key_cases
 from tests.core.runtime.gradients import gradient_cases
 from tests.core.sequences import packed_cases
 from tests.support.attention_cases import run_case_apart
@@ -17,8 +17,8 @@ from tests.support.attention_cases import run_case_apart
 @pytest.mark.parametrize("world", WORLDS)
 def test_attention(pool, world):
     for row, strategy in enumerate(Strategy.all_for(world)):
-        chunked = chunked_key_cases(strategy, "needed")[row::7] + chunked_key_cases(strategy, "all")[row::17]
-        for case in ring_cases(strategy)[row::11] + chunked:
+        in_chunks = key_cases(strategy, "needed")[row::7] + key_cases(strategy, "all")[row::17]
+        for case in every_case(strategy)[row::11] + in_chunks:
             errors = pool(world).run(run_case_apart, case)
             assert all(error <= TOLERANCE for error in errors), (case, errors)
 

@@ -182,8 +182,8 @@ def test_ranks_choose_by_the_rule_where_nothing_was_measured(pool, tmp_path, wor
 
 
 def test_ranks_choose_by_the_constants_that_were_measured(pool, tmp_path, monkeypatch):
-    """A ring is predicted to be faster once an exchange is measured to take a second."""
-    constants = replace(load_hardware("cpu-demo").constants, exchange_latency_s=1.0)
+    """A ring is predicted to be faster where exchanges take longest and no kernel hides them."""
+    constants = replace(load_hardware("cpu-demo").constants, exchange_bytes_per_s=1.0, flops_per_s=1.0)
     measured = replace(load_hardware("cpu-demo"), name="here", constants=constants)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured_file("cpu").parent.mkdir(parents=True)

@@ -61,7 +61,7 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags):
             continue
         mask, layout = BlockMask.packed([masks[one] for one in own]), bag_layout(plan, work.tokens, bag)
         packed = make_plan(mask, Strategy(int(ranks), 1), layout=layout)
-        assert found.blocks[here].tolist() == packed.metrics.work[0].tolist()
+        assert found.blocks[here].tolist() == packed.metrics.work.tolist()
         assert found.tokens[here].tolist() == np.bincount(layout.rank, minlength=ranks).tolist()
         traffic = traffic_of(packed.assignment, layout)
         sent = (traffic.dispatch + traffic.combine) * (layer.head_dim * layer.element_bytes)

@@ -39,7 +39,6 @@ DERIVED: dict[str, Callable[[BlockMask], object]] = {
     "rows": lambda mask: mask.counts.rows.tolist(),
     "columns": lambda mask: mask.counts.columns.tolist(),
     "columns by rank": lambda mask: mask.counts.columns_by_rank(OWNER[mask.grid], 2).tolist(),
-    "work by slot": lambda mask: mask.counts.work_by_slot(OWNER[mask.grid] * 0 + 1, 2).tolist(),
     "parts": lambda mask: [part.counts.rows.tolist() for part in mask.parts],
     "fingerprints of parts": lambda mask: [part.fingerprint for part in mask.parts],
     "density": lambda mask: mask.density,

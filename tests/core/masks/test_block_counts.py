@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -20,26 +18,6 @@ def test_columns_by_rank_are_counted_alike_by_numpy_and_on_a_device():
     by_rank = counts.columns_by_rank_on_device(torch.from_numpy(owner), 5)
     assert np.array_equal(by_rank.numpy(), counts.columns_by_rank(owner, 5))
     assert by_rank.sum() == sum(int(part.sum()) for part in parts)
-
-
-def test_threads_that_count_one_mask_do_not_mix_up_their_counts():
-    draws = np.random.default_rng(0)
-    bits = torch.from_numpy(draws.random((3, 40, 30)) < 0.4)
-    slots = [draws.integers(0, 3, (3, 30)) for _ in range(12)]
-    expected = [MaskCounts(bits).work_by_slot(one, 3) for one in slots]
-    shared = MaskCounts(bits)
-
-    def wrong(first: int) -> int:
-        places = [(first + 5 * turn) % len(slots) for turn in range(400)]
-        return sum(not np.array_equal(shared.work_by_slot(slots[place], 3), expected[place]) for place in places)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(3) as threads:
-            assert sum(threads.map(wrong, range(3))) == 0
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_columns_remembered_for_other_owners_meanwhile_are_not_returned():

@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.planning.key_chunks import NeededKeys
-from dbsp_core.planning.key_travel import RingKeys
-from dbsp_core.planning.row_owners import RowOwners
+from dbsp_core.planning.chunks import Chunks
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
-from tests.support.attention_cases import in_chunks
 from tests.support.generators import SEEDS, examples, grids, random_bits
 
 REQUEST = MaskRequest(0, 12, (9, 24, 40), layers=2)
@@ -34,8 +31,7 @@ SOURCES = {
 def test_needed_is_what_some_row_of_the_rank_attends_to(grid, heads, seed, world):
     mask = BlockMask(random_bits(heads, grid, seed), grid)
     owner = np.random.default_rng(seed).integers(world, size=(heads, grid.nq))
-    slot = np.zeros((heads, grid.nk), dtype=np.int64)
-    needed = NeededKeys.of(RowOwners(Strategy(1, world), grid, owner), slot, mask).sent
+    needed = Chunks.of_rows(owner, np.zeros(grid.nk, dtype=np.int64), Strategy(1, world), mask).sent
     for rank in range(world):
         rows = torch.from_numpy(owner == rank)[..., None]
         assert (needed[rank] == (mask.bits & rows).any(dim=1).numpy()).all()
@@ -47,9 +43,9 @@ def test_rows_cut_in_token_order_are_even_in_total(name, text):
     mask, strategy = SOURCES[name].mask(REQUEST), Strategy.parse(text)
     plan = make_plan(mask, strategy, keys="needed")
     work = plan.metrics.work
-    assert work.shape == (plan.assignment.periods, strategy.world)
+    assert work.shape == (strategy.world,)
     assert work.sum() == mask.counts.rows.sum()
-    assert plan.rho == work.sum(axis=0).max() * strategy.world / work.sum(), "nobody waits between the chunks"
+    assert plan.rho == work.max() * strategy.world / work.sum()
     assert plan.rho_bound - 1e-12 <= plan.rho <= max(1.005, plan.rho_bound + 1e-12), "tiles are few and large"
 
 
@@ -58,32 +54,28 @@ def test_runs_of_rows_need_a_fraction_of_what_others_need():
     striped = SequenceLayout.striped(mask.grid, strategy)
     runs = SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     received = {
-        "ring": traffic_of(make_plan(mask, strategy, layout=striped).assignment, striped).kv_received,
+        "all": traffic_of(make_plan(mask, strategy, layout=striped).assignment, striped).kv_received,
         "needed": traffic_of(make_plan(mask, strategy, layout=runs, keys="needed").assignment, runs).kv_received,
     }
-    assert received["needed"] < 0.5 * received["ring"]
-    assert received["ring"] == pytest.approx(2 * 7 * 12 * mask.grid.tokens / 8, rel=0.02)
+    assert received["needed"] < 0.5 * received["all"]
+    assert received["all"] == pytest.approx(2 * 7 * 12 * mask.grid.tokens / 8, rel=0.02)
 
 
-@pytest.mark.parametrize("shares", [(1,), (1, 1), (2, 1), (3, 2, 1), (1,) * 8], ids=str)
 @pytest.mark.parametrize(("keys", "home"), [("needed", "contiguous"), ("all", "striped"), ("all", "contiguous")])
-def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares, keys, home):
+def test_chunks_bring_every_key_once_from_one_ring_rank_each(keys, home):
     mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(2, 4)
     layout = SequenceLayout.named(home, mask.grid, strategy)
-    plan = in_chunks(make_plan(mask, strategy, layout=layout, keys=keys), mask, shares)
-    needed, every = plan.assignment.keys.sent, plan.assignment.keys.chunks
-    assert len(every) == 1 + len(shares)
-    assert (np.sum(every, axis=0) == needed).all(), "every key once"
+    assignment = make_plan(mask, strategy, layout=layout, keys=keys).assignment
     for rank in range(strategy.world):
-        rows = mask.bits.numpy() & (plan.assignment.q_owner == rank)[..., None]
-        assert [(rows & chunk[rank][:, None]).sum() for chunk in every] == plan.metrics.work[:, rank].tolist()
-    traffic = traffic_of(plan.assignment, layout)
-    for fetched in (traffic.keys[1:].sum(axis=1), traffic.keys[1:].sum(axis=2)):
-        part = fetched / np.array(shares)[:, None]
-        assert (part.max(axis=0) - part.mean(axis=0) <= 0.15 * part.mean()).all(), "of what each rank gets, and sends"
-    for other in (in_chunks(plan, mask, (*shares, 1)), in_chunks(plan, mask, shares, one_ahead=True)):
-        assert not plan.assignment.equals(other.assignment)
-        assert plan.assignment.fingerprint != other.assignment.fingerprint
+        came = np.zeros_like(assignment.chunks.sent[rank], dtype=int)
+        for head, block in assignment.chunks.of(rank):
+            np.add.at(came, (head, block), 1)
+        assert (came == assignment.chunks.sent[rank]).all()
+    traffic = traffic_of(assignment, layout)
+    by_ring_rank = traffic.keys.reshape(4, 4, 2, 4, 2).sum(axis=(2, 4))  # [chunk, from, to]
+    for chunk in range(4):
+        own = sum(by_ring_rank[chunk, (to - chunk) % 4, to] for to in range(4))
+        assert own >= 0.9 * by_ring_rank[chunk].sum(), "but for blocks that are cut between ranks"
 
 
 def test_a_mask_with_further_keys_does_not_fit():
@@ -93,26 +85,25 @@ def test_a_mask_with_further_keys_does_not_fit():
     fewer = mask.bits.clone()
     fewer[:, ::2] = False
     assert plan.fits(BlockMask(fewer, mask.grid))
-    rank, head, block = (int(index[0]) for index in np.nonzero(~plan.assignment.keys.sent))
+    rank, head, block = (int(index[0]) for index in np.nonzero(~plan.assignment.chunks.sent))
     row = int(np.flatnonzero(plan.assignment.q_owner[head] == rank)[0])
     more = mask.bits.clone()
     more[head, row, block] = True
     assert not plan.fits(BlockMask(more, mask.grid))
-    for keys in ("ring", "all"):
-        assert make_plan(mask, "U2R2", keys=keys).fits(BlockMask(more, mask.grid)), "these bring every key"
+    assert make_plan(mask, "U2R2").fits(BlockMask(more, mask.grid)), "which brings every key"
 
 
 def test_assignments_that_send_other_keys_differ():
     mask = SOURCES["window"].mask(REQUEST)
     plan = make_plan(mask, "U2R2", keys="needed").assignment
-    other = plan.keys.sent.copy()
+    other = plan.chunks.sent.copy()
     other[0, 0, 0] ^= True
-    for keys in (RingKeys(plan.keys.slot, 2), replace(plan.keys, sent=other)):
-        another = replace(plan, keys=keys)
+    for chunks in (Chunks.of_heads(plan.q_owner, plan.chunks.home, plan.strategy), replace(plan.chunks, sent=other)):
+        another = replace(plan, chunks=chunks)
         assert not plan.equals(another)
         assert not another.equals(plan)
         assert plan.fingerprint != another.fingerprint
-    assert plan.equals(replace(plan, keys=replace(plan.keys, sent=plan.keys.sent.copy())))
+    assert plan.equals(replace(plan, chunks=replace(plan.chunks, sent=plan.chunks.sent.copy())))
 
 
 def test_a_split_heads_keys_go_only_where_its_rows_need_them():
@@ -123,18 +114,18 @@ def test_a_split_heads_keys_go_only_where_its_rows_need_them():
     layout = SequenceLayout.contiguous(grid.tokens, 4)
     sent = {
         keys: traffic_of(make_plan(mask, "U4R1", layout=layout, keys=keys).assignment, layout).keys.sum()
-        for keys in ("ring", "needed")
+        for keys in ("all", "needed")
     }
-    assert sent["ring"] >= 5 * grid.tokens * 1.5
+    assert sent["all"] >= 5 * grid.tokens * 1.5
     assert sent["needed"] < 5 * grid.tokens * 1.2
 
 
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ("auto", "auto was removed; name the way"),
+        ("auto", "auto was removed; leave it out"),
         ("neded", "did you mean 'needed'"),
-        ("every", "one of ring, all, needed$"),
+        ("every", "one of all, needed$"),
     ],
 )
 def test_a_wrong_way_of_keys(keys, complaint):

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import Strategy
 from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, majority_rank, snake_heads
-from dbsp_core.planning.bounds import bins_bound, whole_block_bound
-from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
+from dbsp_core.planning.imbalance import bins_bound, imbalance_ratio, rho_bound, work_by_rank
 from tests.support.generators import SEEDS, examples
-from tests.support.oracle import cell_counts
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)
 PARTS = st.integers(1, 6)
@@ -149,43 +146,21 @@ class TestBounds:
         packings = itertools.product(range(bins), repeat=len(items))
         assert bins_bound(work, bins) <= min(loads(work, np.array(p), bins).max() for p in packings)
 
-    def test_whole_block_bound_sees_one_head_that_outweighs_the_others(self):
-        # U2R1, heads of 12 and 4 blocks: whoever has the first does 12, where the mean is 8.
-        rows, columns = np.array([[3, 3, 3, 3], [1, 1, 1, 1]]), np.array([[4, 4, 4], [4, 0, 0]])
-        assert whole_block_bound(rows, columns, ulysses=2, ring=1) == 1.5
+    def test_rho_bound_sees_one_row_that_has_one_owner(self):
+        # Four ranks and a row of 6 blocks among rows of 1: whoever has it does 6, where the mean is 2.25.
+        assert rho_bound(np.array([[6, 1, 1, 1]]), 4) == 6 * 4 / 9
 
-    def test_whole_block_bound_sees_one_slot_that_outweighs_the_others(self):
-        # U1R2: KV block 0 makes 6 of 8 dense blocks, and whoever has its slot is waited for: 6, where the mean is 4.
-        rows, columns = np.array([[2, 2, 1, 1, 1, 1]]), np.array([[6, 2]])
-        assert whole_block_bound(rows, columns, ulysses=1, ring=2) == 1.5
+    def test_rho_bound_of_no_work_is_one(self):
+        assert rho_bound(np.zeros((2, 3), dtype=int), 4) == 1.0
 
-    def test_whole_block_bound_sees_one_row_that_has_one_owner(self):
-        # U2R2 and a single row of 6 blocks: one of four ranks does it all.
-        assert whole_block_bound(np.array([[6]]), np.array([[1, 1, 1, 1, 1, 1]]), ulysses=2, ring=2) == 4.0
 
-    def test_a_cap_on_head_counts_raises_the_bound(self):
-        # Heads of 90, 1, 1 and 1 on two columns: alone, the large head bounds the column at 90; capped at two heads a
-        # column, one of the small ones is with it: 91 of 93, two ranks.
-        rows, columns = np.array([[90], [1], [1], [1]]), np.array([[90], [1], [1], [1]])
-        assert whole_block_bound(rows, columns, ulysses=2, ring=1) == 90 * 2 / 93
-        assert whole_block_bound(rows, columns, ulysses=2, ring=1, equal_heads=True) == 91 * 2 / 93
+class TestRatio:
+    def test_by_hand(self):
+        # Eq. 2. Heads {0, 1} and {2, 3} have 10 and 6 dense blocks: ρ_s = 10 / (16 / 2) = 1.25.
+        owner, work = np.array([[0], [0], [1], [1]]), np.array([[7], [3], [2], [4]])
+        assert work_by_rank(owner, work, 2).tolist() == [10, 6]
+        assert imbalance_ratio(work_by_rank(owner, work, 2)) == 1.25
 
-    def test_whole_block_bound_of_no_work_is_one(self):
-        assert whole_block_bound(np.zeros((2, 3), dtype=int), np.zeros((2, 3), dtype=int), 2, 2) == 1.0
-
-    @pytest.mark.parametrize("name", ["U2R1", "U1R2", "U2R2", "U3R1", "U1R3", "U3R2"])
-    @given(heads=st.integers(1, 3), nq=st.integers(1, 3), nk=st.integers(1, 3), seed=SEEDS)
-    @examples(60)
-    def test_whole_block_bound_is_never_above_the_best_plan(self, name, heads, nq, nk, seed):
-        strategy = Strategy.parse(name)
-        x, y = strategy.ulysses, strategy.ring
-        rng = np.random.default_rng(seed)
-        bits = rng.random((heads, nq, nk)) < rng.uniform(0.2, 1)
-        best = np.inf
-        for column in itertools.product(range(x), repeat=heads):
-            for ring in itertools.product(range(y), repeat=nq):
-                for slot in itertools.product(range(y), repeat=nk):
-                    owner = np.array(ring)[None, :] * x + np.array(column)[:, None]
-                    cells = cell_counts(bits, owner, np.tile(slot, (heads, 1)), strategy.world, y)
-                    best = min(best, imbalance_ratio(work_by_ring_step(cells, x)))
-        assert 1 <= whole_block_bound(bits.sum(axis=2), bits.sum(axis=1), x, y) <= best
+    def test_ranks_without_rows_count_and_no_work_is_balanced(self):
+        assert imbalance_ratio(np.array([4, 0])) == 2.0
+        assert imbalance_ratio(np.zeros(3, dtype=np.int64)) == 1.0

@@ -16,7 +16,7 @@ import torch
 import dbsp_para
 from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.comm_volume import Traffic, traffic_of
+from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.masks.video import Video
 from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.observed_session import observed_session
@@ -92,31 +92,23 @@ def _recount(
     plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
     work = plan.evaluate(mask).metrics.work
     before = make_plan(mask, strategy, "contiguous").metrics.work
-    traffic, keys = traffic_of(plan.assignment, session.layout), plan.assignment.keys
+    traffic = traffic_of(plan.assignment, session.layout)
     items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)
-    to_owners, to_homes = (int((tokens * apart).sum()) for tokens in (_dispatched(traffic), traffic.combine))
-    ring = int(traffic.blocks[0].sum()) * (strategy.ring - 1) * 2 * plan.grid.block_k * token_bytes
-    if not keys.lockstep:
-        ring, after = 0, work.sum(axis=0, keepdims=True)
-    else:
-        after = work
-    ratios = [float(w.max(axis=1).sum() * strategy.world / w.sum()) for w in (before, after)]
+    further: np.ndarray = np.sum(traffic.key_exchanges[1:], axis=0) + np.zeros_like(apart, dtype=float)
+    to_owners, chunks, to_homes = (
+        int((tokens * apart).sum()) for tokens in (traffic.dispatch, further, traffic.combine)
+    )
+    ratios = [float(w.max() * strategy.world / w.sum()) for w in (before, work)]
     return Recount(
         *(layer, now[1], now[2], str(strategy)),
         density=float(mask.bits.float().mean()),
         rho_before=ratios[0],
         rho=ratios[1],
-        work=work.sum(axis=0).tolist(),
-        sent=(to_owners * token_bytes, ring, to_homes * token_bytes),
+        work=work.tolist(),
+        sent=(to_owners * token_bytes, chunks * token_bytes, to_homes * token_bytes),
     )
-
-
-def _dispatched(traffic: Traffic) -> np.ndarray:
-    """float64[P, P]: queries, and keys and values of all exchanges."""
-    total: np.ndarray = traffic.queries + np.sum(traffic.key_exchanges, axis=0)
-    return total
 
 
 def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def _require_recounted(report, expected, world):
         assert found == {name: getattr(one, name) for name in found}
         for name in ("density", "rho_before", "rho"):
             assert getattr(calls, name)[index] == pytest.approx(getattr(one, name)), (name, index)
-        sent = calls.bytes_to_owners[index], calls.bytes_ring[index], calls.bytes_to_homes[index]
+        sent = calls.bytes_to_owners[index], calls.bytes_chunks[index], calls.bytes_to_homes[index]
         assert sent == one.sent
         assert sum(sent) / world <= calls.bytes_busiest[index] <= sum(sent)
         assert 0 < calls.seconds_mean[index] <= calls.seconds[index]
@@ -79,7 +79,7 @@ def test_plain_usp_sends_what_is_said(pool):
     for strategy in ("U4R1", "U1R4"):  # 4·6·7 = 168 tokens, 7 blocks a rank
         (report, _), *_ = pool(4).run(recounted_session, settings, strategy)
         calls = report.calls
-        first = calls.bytes_to_owners[0] + calls.bytes_ring[0] + calls.bytes_to_homes[0]
+        first = calls.bytes_to_owners[0] + calls.bytes_chunks[0] + calls.bytes_to_homes[0]
         assert first == calls.bytes_usp[0] > 0
 
 
@@ -168,7 +168,7 @@ def small_report(**changes):
         seconds=[0.5] * count,
         seconds_mean=[0.375] * count,
         bytes_to_owners=[1000] * count,
-        bytes_ring=[0, 0, 0, 0, 512, 512],
+        bytes_chunks=[0, 0, 0, 0, 512, 512],
         bytes_to_homes=[300] * count,
         bytes_busiest=[700] * count,
         bytes_usp=[1300] * count,
@@ -246,7 +246,7 @@ def test_json_round_trip(tmp_path):
         (lambda v: json.dumps(v | {"ranks": v["ranks"] | {"attention_s": [1.0] * 9}}), "different numbers of ranks"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": ["a"] * 6}}), "'rho' is no Sequence"),
         (lambda v: json.dumps(v | {"seconds": "long"}), "'seconds' is no float"),
-        (lambda v: json.dumps(v | {"calls": v["calls"] | {"bytes_ring": [2**64] * 6}}), "'bytes_ring' is no Sequence"),
+        (lambda v: json.dumps(v | {"calls": v["calls"] | {"bytes_usp": [2**64] * 6}}), "'bytes_usp' is no Sequence"),
         (lambda v: json.dumps(v | {"layers": [v["layers"][0] | {"rho": None}]}), "'rho' is no float"),
         (lambda v: json.dumps(v | {"calls": 3}), "has 3 where CallColumns belongs"),
         (lambda v: "[" * 100_000, "recursion"),

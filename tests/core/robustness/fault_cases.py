@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import dbsp_core.runtime.ring
+import dbsp_core.runtime.forward
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.config.config import DbspConfig
@@ -49,9 +49,9 @@ def make_a_group_that_one_rank_does_not_come_to(rank: int, world: int) -> str:
 
 
 def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
-    """By period but the last: whether the next slot had arrived before the kernel returned, without being waited for.
+    """By chunk but the last: whether the next had arrived before the kernel returned, without being waited for.
 
-    Ring alone, every token at home: slot s holds the keys of rank s, which are all s + 1.
+    Ring alone, every token at home: the keys of rank s are all s + 1, and chunk i comes from rank r − i.
     """
     config = DbspConfig.load({"mask": {"source": "dense", "block_q": 16, "block_k": 16}, "planner": "contiguous"})
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), heads=2, layers=1)
@@ -59,22 +59,24 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
     k = torch.full((1, 2, layout.shard, 16), float(rank + 1))
     pending: list[PendingTransfer] = []
     arrived: list[bool] = []
-    shift = SequenceGroup.shift
+    start = SequenceGroup.start_all_to_all
 
-    def watched_shift(group: SequenceGroup, *args: Any, **options: Any) -> PendingTransfer:
-        pending.append(shift(group, *args, **options))
-        return pending[-1]
+    def watched_start(group: SequenceGroup, *args: Any, **options: Any) -> PendingTransfer:
+        started = start(group, *args, **options)
+        if options.get("asynchronous", True):
+            pending.append(started)
+        return started
 
     def waiting_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        period = len(arrived)
-        if period + 1 < world:
-            expected = float((rank + period + 1) % world + 1)
-            arrived.append(len(pending) == period + 1 and _comes(pending[period].received, expected))
+        chunk = len(arrived)
+        if chunk + 1 < world:
+            expected = float((rank - chunk - 1) % world + 1)
+            arrived.append(len(pending) == chunk + 1 and _comes(pending[chunk].received, expected))
         return torch.zeros_like(q), torch.zeros(q.shape[:2])
 
     with (
-        mock.patch.object(SequenceGroup, "shift", watched_shift),
-        mock.patch.object(dbsp_core.runtime.ring, "block_attention", waiting_kernel),
+        mock.patch.object(SequenceGroup, "start_all_to_all", watched_start),
+        mock.patch.object(dbsp_core.runtime.forward, "block_attention", waiting_kernel),
     ):
         session.attend(0, k, k, k)
     return arrived

@@ -48,7 +48,7 @@ def test_a_plan(mask):
     numbers = f"ρ_s {plan.rho_before:.3f} → {plan.rho:.3f}, bound {plan.rho_bound:.3f}"
     assert repr(plan) == f"<Plan U2R1 by dbsp: {numbers}, moved 0.0%>"
     assert repr(plan.metrics) == f"<PlanMetrics of {int(mask.bits.sum())} dense blocks: {numbers}>"
-    assert repr(plan.assignment) == "<Assignment U2R1 of 3 heads of 125 × 125 blocks, keys: ring>"
+    assert repr(plan.assignment) == "<Assignment U2R1 of 3 heads of 125 × 125 blocks, keys: all>"
     bare = make_plan(mask, "U1R2", keys="needed", compare=False)
     assert repr(bare) == f"<Plan U1R2 by dbsp, needed keys: ρ_s {bare.rho:.3f}, moved {bare.moved:.1%}>"
 

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
+from dbsp_core.comm.all_to_all import CHUNKS_IN_FLIGHT
 from tests.support.attention_peak import peak_of_attention
+
+WITH_CHUNKS = 2 + 2 * CHUNKS_IN_FLIGHT + 2 * (CHUNKS_IN_FLIGHT - 1)
+"""Packed q and the output; k and v of each chunk in use or on its way, and of each on its way what is sent for it.
+However many chunks there are: those that were used are released."""
 
 
 @pytest.mark.parametrize(
@@ -14,9 +19,9 @@ from tests.support.attention_peak import peak_of_attention
     [
         ("U4R1", 6),  # q, k, v as they came, and packed
         ("U8R1", 6),
-        ("U2R2", 6),
-        ("U1R4", 6),  # packed q, the slot in use, the one that comes, and the output: the first is released
-        ("U1R8", 6),
+        ("U2R2", WITH_CHUNKS),
+        ("U1R4", WITH_CHUNKS),
+        ("U1R8", WITH_CHUNKS),
     ],
 )
 def test_the_peak_beside_the_inputs(strategy, tensors):

@@ -71,7 +71,7 @@ def attention(values: Values) -> float:
         bits &= (torch.arange(grid.nq)[:, None] - torch.arange(grid.nk)).abs() <= 3
     mask = BlockMask(bits, grid)
     layout = SequenceLayout.named(values.home, grid, Strategy.parse(values.strategy))
-    plan = make_plan(mask, values.strategy, values.planner, layout=layout, keys=settings.get("keys", "ring"))
+    plan = make_plan(mask, values.strategy, values.planner, layout=layout, keys=settings.get("keys", "all"))
     attend = DualBalancedAttention.prepare(
         plan, mask, layout, group, kernel=values.kernel, debug=settings.get("debug", False)
     )

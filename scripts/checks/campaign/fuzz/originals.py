@@ -116,7 +116,7 @@ def _models() -> list[tuple[str, str]]:
 
 def _report() -> RunReport:
     floats = ("plan_ms", "density", "rho_before", "rho", "rho_bound", "seconds", "seconds_mean")
-    counts = ("bytes_to_owners", "bytes_ring", "bytes_to_homes", "bytes_busiest", "bytes_usp")
+    counts = ("bytes_to_owners", "bytes_chunks", "bytes_to_homes", "bytes_busiest", "bytes_usp")
     calls = CallColumns(
         layer=[0, 1],
         step=[0, 0],

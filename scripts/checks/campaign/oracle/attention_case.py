@@ -41,8 +41,7 @@ class Draw:
     sequences: packed where there are several
     orders:    of tokens, one for all heads or one per head; for mask source "random"
     keys, precision: as for `make_plan`;  padded: whether ranks hold padding too
-    chunk_shares, one_ahead: of keys in chunks, as for `KeysInChunks`
-    planner:   a name, or "random" for any owner and any slot
+    planner:   a name, or "random" for any owner and any chunk
     layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys travel
     """
 
@@ -63,8 +62,6 @@ class Draw:
     streams: Streams
     padded: bool
     keys: str
-    chunk_shares: tuple[int, ...]
-    one_ahead: bool
     kernel: str
     dtype: str
     backward: bool
@@ -77,22 +74,14 @@ class Draw:
         return any(sequence.source in PREDICTED for sequence in self.sequences)
 
     @property
-    def key_blocks(self) -> int:
-        video = sum(-(-math.prod(one.thw) // self.block_k) for one in self.sequences)
-        return video + sum(-(-one.text // self.block_k) for one in self.sequences)
-
-    @property
     def possible(self) -> bool:
         """Whether db-SP claims to serve it."""
         strategy = Strategy.parse(self.strategy)
-        planned = self.planner != "random" or self.keys == "ring"
         text_alone = self.streams is not None and not any(one.text for one in self.sequences)
         batch = self.batch == 1 or len(self.sequences) == 1 or not self.predicted
         rightly_typed = self.kernel != "triton" or self.dtype != "float64"
         return (
             strategy.world == self.world
-            and strategy.ring <= self.key_blocks
-            and planned
             and not text_alone
             and batch
             and rightly_typed
@@ -137,9 +126,7 @@ def _draw(rng: random.Random, world: int) -> Draw:
         layout=rng.choice([*LAYOUTS, "shuffled"]),
         streams="first" if rng.random() < 0.3 else None,
         padded=rng.random() < 0.5,
-        keys=rng.choice(["ring", "ring", "all", "needed"]),
-        chunk_shares=rng.choice([(1,), (1, 1), (3, 2, 1), (1, 1, 1, 1), (rng.randint(1, 5), rng.randint(1, 5))]),
-        one_ahead=rng.random() < 0.3,
+        keys=rng.choice(["all", "all", "needed"]),
         kernel=kernel,
         dtype=rng.choices(["float32", "float64", "bfloat16"], [6, 2, 2])[0],
         backward=not small and rng.random() < 0.25,

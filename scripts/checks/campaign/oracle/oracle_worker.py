@@ -20,12 +20,11 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.planning.key_chunks import KEYS, KeysInChunks
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
-from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import LocalQK
 from scripts.checks.campaign.oracle.attention_case import Draw
 from scripts.checks.campaign.oracle.drawn_masks import mask_of, sources_of
+from tests.support.attention_cases import random_assignment
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, rounded_to_int8
 
@@ -137,20 +136,8 @@ def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLa
     config = PlannerConfig(name, paper=PaperConfig(case.reward, case.equal_heads))
     plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner != "random":
-        return _in_chunks(plan, mask, case)
-    rng = np.random.default_rng(case.seed)
-    owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
-    slots = rng.integers(strategy.ring, size=plan.assignment.keys.slot.shape)
-    keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, mask)
-    assignment = replace(plan.assignment, q_owner=owners, keys=keys)
-    return _in_chunks(replace(plan, assignment=assignment), mask, case)
-
-
-def _in_chunks(plan: Plan, mask: BlockMask, case: Draw) -> Plan:
-    keys = plan.assignment.keys
-    if not isinstance(keys, KeysInChunks) or plan.strategy.ring == 1:
         return plan
-    return plan.with_keys(keys.in_chunks(case.chunk_shares, case.one_ahead), mask)
+    return replace(plan, assignment=random_assignment(plan.assignment, mask, case.seed))
 
 
 def _expected(mask: BlockMask, tensors: list[torch.Tensor], queries: torch.Tensor) -> torch.Tensor:

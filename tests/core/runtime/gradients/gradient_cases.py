@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 
 from dbsp_core import Strategy
 from dbsp_core.comm import all_to_all_backward
-from dbsp_core.runtime import backward, forward
+from dbsp_core.runtime import forward
 from tests.support.attention_cases import Case, Inputs, attend, whole
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
@@ -112,32 +111,19 @@ def inference_tensors(rank: int, world: int) -> None:
     attend(case, given.mask, given.layout, [given.local[0].requires_grad_(True), k, given.local[2]])
 
 
-@dataclass(frozen=True)
-class _Nothing:
-    """A hand-over of which nothing comes."""
-
-    pending: backward.PendingTransfer
-
-    def wait(self) -> torch.Tensor:
-        return torch.zeros_like(self.pending.wait())
-
-
 @contextlib.contextmanager
 def sabotaged(how: str) -> Iterator[None]:
     """Within it, backward is wrong in this way on all ranks, which are threads."""
-    hand_over, ring = backward.hand_over, forward.ring_attention
-    calls: Counter[int] = Counter()
+    attend = forward._attend
 
-    def all_but_the_last(kv, next_blocks, strategy, group):
-        calls[group.rank] += 1
-        pending = hand_over(kv, next_blocks, strategy, group)
-        return _Nothing(pending) if calls[group.rank] == 2 * strategy.ring - 1 else pending
+    def none_but_the_first(self, number, dkv, group):
+        pass
 
     def another_lse(*args, **kwargs):
-        out, lse = ring(*args, **kwargs)
+        out, lse = attend(*args, **kwargs)
         return out, lse + 0.1
 
-    exchange = all_to_all_backward._BackwardExchange
+    exchange, home = all_to_all_backward._BackwardExchange, all_to_all_backward.GradientsAtHome
     of = exchange.of.__func__
 
     def one_reader(cls, one):
@@ -145,8 +131,8 @@ def sabotaged(how: str) -> Iterator[None]:
         return replace(found, unpack=tuple(layers[:1] for layers in found.unpack))
 
     patches = {
-        "a missing hand-over": lambda: patch.object(backward, "hand_over", all_but_the_last),
-        "a wrong log-sum-exp": lambda: patch.object(forward, "ring_attention", another_lse),
+        "a chunk that does not return": lambda: patch.object(home, "add_chunk", none_but_the_first),
+        "a wrong log-sum-exp": lambda: patch.object(forward, "_attend", another_lse),
         "one reader of a split head": lambda: patch.object(exchange, "of", classmethod(one_reader)),
     }
     with patches[how]():

@@ -46,8 +46,8 @@ def test_the_triton_kernel_in_its_interpreter(pool, world, strategy):
 @pytest.mark.parametrize(
     ("sabotage", "world", "strategy"),
     [
-        ("a missing hand-over", 3, "U1R3"),
-        ("a missing hand-over", 4, "U2R2"),
+        ("a chunk that does not return", 3, "U1R3"),
+        ("a chunk that does not return", 4, "U2R2"),
         ("a wrong log-sum-exp", 2, "U2R1"),
         ("one reader of a split head", 4, "U4R1"),
     ],

@@ -99,17 +99,17 @@ def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
 
 @given(mask=masks(least_key_blocks=3), batch=st.integers(1, 2), data=st.data())
 @examples(60)
-def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(mask, batch, data):
+def test_every_rank_and_chunk_lists_what_the_mask_and_the_plan_say(mask, batch, data):
     grid, square = mask.grid, mask.square()
     strategy = Strategy.parse(data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3", "U2R3"])))
-    keys = data.draw(st.sampled_from(["ring", "needed"]))
+    keys = data.draw(st.sampled_from(["all", "needed"]))
     plan = make_plan(mask, strategy, data.draw(st.sampled_from(["contiguous", "paper", "dbsp"])), keys=keys)
     seen = torch.zeros_like(square, dtype=torch.int64)
     for rank in range(strategy.world):
         row_head, row_block = plan.assignment.rows_of(rank)
-        for period, kept in enumerate(build_tables(table_layout(plan.assignment, rank).to(torch.device("cpu")), mask)):
+        for chunk, kept in enumerate(build_tables(table_layout(plan.assignment, rank).to(torch.device("cpu")), mask)):
             table = kept.expanded(batch)
-            kv_head, kv_block = plan.assignment.blocks_by_period(rank)[period]
+            kv_head, kv_block = plan.assignment.chunks.of(rank)[chunk]
             lengths = grid.k_axis.lengths[kv_block]
             assert table.kv_len.tolist() == lengths.tolist() * batch
             assert sorted(table.row_schedule.tolist()) == list(range(batch * len(row_head)))

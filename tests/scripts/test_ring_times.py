@@ -1,4 +1,4 @@
-"""When ranks are done with their periods: by hand, against events played through, and between what bounds it lies."""
+"""When ranks of a ring are done with their steps: by hand, against events played through, and between bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dbsp_core import Strategy
-from dbsp_core.cost.periods import ring_times
+from scripts.reproduce.lockstep import ring_times
 
 RING = Strategy(1, 2)
 

@@ -1,4 +1,4 @@
-"""The sparse imbalance ratio: examples worked out by hand, and Eq. 1 by plain loops."""
+"""Rings in lockstep: ρ_s of examples worked out by hand, and Eq. 1 by plain loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
+from dbsp_core import BlockGrid, BlockMask
+from dbsp_core.planning.planners import PaperConfig
+from scripts.reproduce.lockstep import eq_1, plan_ring, work_by_ring_step
 from tests.support.generators import EVERY_STRATEGY, SEEDS, examples
 from tests.support.oracle import cell_counts
 
@@ -24,7 +26,7 @@ def test_ulysses_by_hand():
     cells = cell_counts(bits.reshape(4, 4, 4), owner, np.zeros((4, 4), dtype=int), world=2, ring=1)
     work = work_by_ring_step(cells, ulysses=2)
     assert work.tolist() == [[10, 6]]
-    assert imbalance_ratio(work) == 1.25
+    assert eq_1(work) == 1.25
 
 
 FIRST_HEAD = np.array(
@@ -61,7 +63,7 @@ def test_ring_by_hand():
     work = work_by_ring_step(cells, ulysses=1)
     assert cells.tolist() == [[4, 1], [3, 0]]
     assert work.tolist() == [[4, 0], [1, 3]]
-    assert imbalance_ratio(work) == 1.75
+    assert eq_1(work) == 1.75
 
 
 def test_hybrid_by_hand():
@@ -73,11 +75,11 @@ def test_hybrid_by_hand():
     cells = cell_counts(np.stack([FIRST_HEAD, SECOND_HEAD]), owner, np.stack([HALVES, HALVES]), world=4, ring=2)
     work = work_by_ring_step(cells, ulysses=2)
     assert work.tolist() == [[4, 1, 0, 3], [1, 4, 3, 0]]
-    assert imbalance_ratio(work) == 2.0
+    assert eq_1(work) == 2.0
 
 
 def test_no_work_is_balanced():
-    assert imbalance_ratio(np.zeros((3, 6), dtype=np.int64)) == 1.0
+    assert eq_1(np.zeros((3, 6), dtype=np.int64)) == 1.0
 
 
 @pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
@@ -96,4 +98,47 @@ def test_equals_eq_1_by_plain_loops(strategy, heads, nq, nk, seed):
     work = work_by_ring_step(cell_counts(bits, owner, slot, world, y), x)
     assert work.tolist() == [[b[period, rank] for rank in range(world)] for period in range(y)]
     slowest = sum(max(b[period, rank] for rank in range(world)) for period in range(y))
-    assert imbalance_ratio(work) == pytest.approx(slowest / (b.total() / world) if b else 1.0)
+    assert eq_1(work) == pytest.approx(slowest / (b.total() / world) if b else 1.0)
+
+
+def causal() -> BlockMask:
+    """8 tokens in blocks of 2: rows need 1, 2, 3, 4 blocks."""
+    return BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
+
+
+def test_a_contiguous_plan_by_hand():
+    # U1R2: rank 0 has rows 0, 1 and slot 0 has blocks 0, 1. Ring step 0: rank 0 does 3 (blocks 0; 0, 1), rank 1 does 3
+    # (2; 2, 3). Ring step 1: rank 0 with slot 1 does 0, rank 1 with slot 0 does 4. ρ_s = (3 + 4) / (10 / 2) = 1.4.
+    plan = plan_ring(causal(), "U1R2")
+    assert plan.q_owner.tolist() == [[0, 0, 1, 1]]
+    assert plan.slot.tolist() == [[0, 0, 1, 1]]
+    assert plan.work.tolist() == [[3, 3], [0, 4]]
+    assert (plan.rho, plan.moved) == (1.4, 0.0)
+
+
+def test_a_paper_plan_by_hand():
+    # R_b = 0. Rows, largest first: 4 → rank 0, 3 → rank 1, 2 → rank 1, 1 → rank 0: 5 | 5.
+    # Columns have 4, 3, 2, 1 rows: block 0 → slot 0, block 1 → slot 1, block 2 → slot 1, block 3 → slot 0.
+    # Rank 0 (rows 0, 3) does 3 in slot 0 (0; 0, 3) and 2 in slot 1 (1, 2); rank 1 (rows 1, 2) does 3 in slot 1
+    # (1; 1, 2) and 2 in slot 0 (0; 0). Ring step 0: 3, 3; ring step 1: 2, 2. ρ_s = 5 / 5 = 1.
+    # At home ring rank 0 has blocks 0, 1: query blocks 1 and 3, KV blocks 1 and 3 have moved, half of everything.
+    plan = plan_ring(causal(), "U1R2", "paper", paper=PaperConfig(reward=0.0))
+    assert plan.q_owner.tolist() == [[0, 1, 1, 0]]
+    assert plan.slot.tolist() == [[0, 1, 1, 0]]
+    assert plan.work.tolist() == [[3, 3], [2, 2]]
+    assert (plan.rho, plan.moved) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("planner", ["contiguous", "snake", "paper"])
+@pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
+def test_plans_are_of_whole_heads_and_blocks_and_their_work_is_eq_1s(planner, strategy):
+    rng = np.random.default_rng(0)
+    grid = BlockGrid.uniform(320, 16)
+    mask = BlockMask(rng.random((6, 20, 20)) < rng.random((6, 20, 1)), grid)
+    plan = plan_ring(mask, strategy, planner)
+    x, y = plan.strategy.ulysses, plan.strategy.ring
+    assert (plan.q_owner % x == plan.q_owner[:, :1] % x).all()
+    assert (plan.q_owner // x == plan.q_owner[:1] // x).all()
+    cells = cell_counts(mask.bits.numpy(), plan.q_owner, plan.slot, 4, y)
+    assert (plan.work == work_by_ring_step(cells, x)).all()
+    assert (plan.evaluate(mask).work == plan.work).all()

@@ -19,7 +19,9 @@ __all__ = ["balance_heads", "local_search_heads", "trade_single_rows"]
 PAIR_HEADS = 14  # most heads of two Ulysses ranks for which every way to share them is tried
 
 
-def local_search_heads(work: np.ndarray, ulysses_rank: np.ndarray, ulysses_degree: int, limit: int) -> np.ndarray:
+def local_search_heads(
+    work: np.ndarray, ulysses_rank: np.ndarray, ulysses_degree: int, limit: int, cap: int | None = None
+) -> np.ndarray:
     """Moves and swaps whole heads until no Ulysses rank is above `limit`, or the fullest one cannot be helped.
 
     A step takes one head out of the fullest Ulysses rank, with or without one in return; where that does not help, it
@@ -27,6 +29,7 @@ def local_search_heads(work: np.ndarray, ulysses_rank: np.ndarray, ulysses_degre
 
     Args:
         work: int[H], of each head; `ulysses_rank`, int[H], is where it starts.
+        cap: Most heads of a Ulysses rank, or None.
 
     Returns:
         int64[H], the Ulysses rank of each head.
@@ -36,13 +39,14 @@ def local_search_heads(work: np.ndarray, ulysses_rank: np.ndarray, ulysses_degre
     for _ in range(4 * ulysses_degree + len(work)):
         fullest = int(load.argmax())
         if load[fullest] <= limit or not (
-            _swap(work, ulysses_rank, load, fullest) or _share_with_another(work, ulysses_rank, load, fullest)
+            _swap(work, ulysses_rank, load, fullest, cap)
+            or (cap is None and _share_with_another(work, ulysses_rank, load, fullest))
         ):
             break
     return ulysses_rank
 
 
-def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int) -> bool:
+def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int, cap: int | None) -> bool:
     """Makes the best move or swap of one head of `fullest` in place; False when none lowers its load."""
     mine, others = np.flatnonzero(ulysses_rank == fullest), np.flatnonzero(ulysses_rank != fullest)
     # a head of `fullest` goes; another comes back from the Ulysses rank it goes to, or nothing does
@@ -50,6 +54,9 @@ def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest:
     target = np.concatenate([ulysses_rank[others], np.arange(len(load))])
     change = work[mine][:, None] - back
     after = np.maximum(load[fullest] - change, load[target] + change)
+    if cap is not None:
+        full = np.bincount(ulysses_rank, minlength=len(load)) >= cap
+        after[:, len(others) :][:, full] = load[fullest]  # which is no gain
     goes, comes = divmod(int(after.argmin()), len(back))
     if after[goes, comes] >= load[fullest]:
         return False
@@ -142,6 +149,7 @@ def balance_heads(
     ulysses_degree: int,
     target_rho: float = 1.002,
     row_order: np.ndarray | None = None,
+    whole_rho: float = 1.0,
 ) -> np.ndarray:
     """Assigns rows to Ulysses ranks: heads whole where that is balanced, a few of them split otherwise.
 
@@ -149,21 +157,26 @@ def balance_heads(
         row_work: int[H, nq], dense blocks per (head, query block).
         target_rho: Fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough.
         row_order: int[nq], order of the query blocks in which a head is cut; by number when None.
+        whole_rho: The same with which no head is split: the price of sending its keys to two ranks.
 
     Returns:
         int64[H, nq], the Ulysses rank of each row.
     """
-    # 1. Whole heads, largest first, then moved and swapped.
+    # 1. Whole heads, largest first, then moved and swapped: in equal numbers, so that no rank is sent more keys than
+    #    others, or else in any.
     work = row_work.sum(axis=1)
     total = int(work.sum())
     mean = -(-total // ulysses_degree)
     limit = max(mean, int(total * target_rho) // ulysses_degree)
-    ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree), ulysses_degree, limit)
+    good, cap = max(limit, int(total * whole_rho) // ulysses_degree), -(-len(work) // ulysses_degree)
+    ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree, cap), ulysses_degree, limit, cap)
+    if np.bincount(ulysses_rank, work).max() > good:
+        ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree), ulysses_degree, limit)
     head_work_by_rank = np.zeros((len(work), ulysses_degree), dtype=np.int64)
     head_work_by_rank[np.arange(len(work)), ulysses_rank] = work
     # 2. Where a rank stays too full, runs of rows are cut off its largest head.
     load = head_work_by_rank.sum(axis=0).tolist()
-    splits = _choose_splits(load, limit)
+    splits = _choose_splits(load, limit) if max(load) > good else []
     owner = np.repeat(ulysses_rank, row_work.shape[1]).reshape(row_work.shape)
     row_order = np.arange(row_work.shape[1]) if row_order is None else row_order
     for split in splits:

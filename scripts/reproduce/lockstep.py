@@ -1,0 +1,234 @@
+"""Rings in lockstep, as the papers count them: Eq. 1 to 3 of ρ_s, the paper's Algorithm 1 on rings, and their times.
+
+In ring step i, ring rank r computes with slot (r + i) mod y and then hands the slot's keys on: every rank waits for
+the slowest in every ring step. db-SP itself has no ring; what it is compared with here has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dbsp_core.comm.all_to_all import UNEVEN
+from dbsp_core.cost.comm_volume import copies_by_rank, tokens_at
+from dbsp_core.cost.hardware import Constants, Hardware
+from dbsp_core.cost.latency import (
+    MERGE_BYTES,
+    AttentionShape,
+    Prediction,
+    Topology,
+    block_s,
+    exchange_s,
+    require_network,
+)
+from dbsp_core.cost.periods import PeriodTimes, of_the_last
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, snake_heads
+from dbsp_core.planning.majority import majority_ring_ranks
+from dbsp_core.planning.planners import PaperConfig
+
+__all__ = ["RingPlan", "eq_1", "plan_ring", "predict_ring", "ring_times", "work_by_ring_step"]
+
+
+def work_by_ring_step(work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
+    """b(i, g) of Eq. 1, int64[ring, world]: dense blocks by (ring step, rank), from int64[world, ring] by slot."""
+    world, ring = work_by_slot.shape
+    rank = np.arange(world)
+    return work_by_slot[rank, (rank // ulysses + np.arange(ring)[:, None]) % ring]
+
+
+def eq_1(work: np.ndarray) -> float:
+    """ρ_s: Σ_i max_g b(i,g) over Σ_i,g b(i,g) / P. One ring step makes it Eq. 2, P ring steps Eq. 3.
+
+    Args:
+        work: int64[ring steps, P]. No work at all is balanced: 1.0.
+    """
+    total = int(work.sum())
+    return int(work.max(axis=1).sum()) * work.shape[1] / total if total else 1.0
+
+
+def work_by_slot(mask: BlockMask, slot: np.ndarray, ring: int) -> np.ndarray:
+    """int64[H, nq, ring]: dense blocks of each row by the slot that their keys travel in, int64[H, nk]."""
+    if ring == 1:
+        return mask.counts.rows[..., None]
+    found, row, column = [], 0, 0
+    for part in mask.parts:
+        here = torch.from_numpy(slot[:, column : column + part.grid.nk])
+        one_hot = torch.nn.functional.one_hot(here, ring).float()
+        found.append(torch.stack([bits.float() @ to for bits, to in zip(part.bits, one_hot, strict=True)]))
+        row, column = row + part.grid.nq, column + part.grid.nk
+    cells: np.ndarray = torch.cat(found, dim=1).long().numpy()
+    return cells
+
+
+@dataclass(frozen=True, eq=False)
+class RingPlan:
+    """Whole heads on Ulysses ranks, whole blocks on ring ranks and in slots.
+
+    Attributes:
+        q_owner: int64[H, nq], the rank of each row.
+        slot: int64[H, nk], the ring rank that has each KV block in ring step 0.
+        work: int64[y, P], b(i, g) of its mask.
+        moved: Share of Q, K and V whose ring rank is not that of the rank that holds them outside attention.
+    """
+
+    planner: str
+    strategy: Strategy
+    grid: BlockGrid
+    q_owner: np.ndarray
+    slot: np.ndarray
+    work: np.ndarray
+    moved: float
+
+    @property
+    def heads(self) -> int:
+        return len(self.q_owner)
+
+    @property
+    def rho(self) -> float:
+        return eq_1(self.work)
+
+    def evaluate(self, mask: BlockMask) -> RingPlan:
+        """The same plan with the work of another mask."""
+        return replace(self, work=_work(mask, self.q_owner, self.slot, self.strategy))
+
+
+def plan_ring(
+    mask: BlockMask,
+    strategy: Strategy | str,
+    planner: str = "contiguous",
+    layout: SequenceLayout | None = None,
+    paper: PaperConfig | None = None,
+) -> RingPlan:
+    """Plans one attention on a ring by "contiguous", "snake", or "paper": Algorithm 1.
+
+    Args:
+        layout: Which rank holds which tokens. Default: contiguous.
+    """
+    strategy, paper, heads = Strategy.parse(strategy), paper or PaperConfig(), mask.heads
+    layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
+    x, y, counts = strategy.ulysses, strategy.ring, mask.counts
+    q_home, k_home = majority_ring_ranks(layout, mask.grid, heads, strategy)
+    column = contiguous_heads(heads, x)
+    if planner == "snake":
+        column = snake_heads(counts.rows.sum(axis=1), x)
+    if planner == "paper":
+        column = greedy_heads(counts.rows.sum(axis=1), x, -(-heads // x) if paper.equal_heads else None)
+        q_home = biased_greedy(counts.rows.sum(axis=0), y, q_home, paper.reward)
+        k_home = biased_greedy(counts.columns.sum(axis=0), y, k_home, paper.reward)
+    owner = q_home * x + column[:, None]
+    slot = np.array(np.broadcast_to(k_home, (heads, mask.grid.nk)))
+    work = _work(mask, owner, slot, strategy)
+    return RingPlan(planner, strategy, mask.grid, owner, slot, work, _moved(mask.grid, layout, strategy, owner, slot))
+
+
+def rho_before(mask: BlockMask, strategy: Strategy | str) -> float:
+    """ρ_s of plain sequence parallelism, whose ranks wait for one another in every ring step."""
+    return plan_ring(mask, strategy).rho
+
+
+def _work(mask: BlockMask, owner: np.ndarray, slot: np.ndarray, strategy: Strategy) -> np.ndarray:
+    cells = work_by_slot(mask, slot, strategy.ring)
+    by_slot = [np.bincount(owner.ravel(), cells[..., one].ravel(), strategy.world) for one in range(strategy.ring)]
+    return work_by_ring_step(np.stack(by_slot, axis=1).astype(np.int64), strategy.ulysses)
+
+
+def _moved(grid: BlockGrid, layout: SequenceLayout, strategy: Strategy, owner: np.ndarray, slot: np.ndarray) -> float:
+    if strategy.ring == 1:
+        return 0.0
+    stays = 0
+    for order, heads in grid.order_groups(len(owner)):
+        places = owner[heads] // strategy.ulysses, slot[heads]
+        for held, ring_rank, tensors in zip(layout.block_segments(grid, order), places, (1, 2), strict=True):
+            place = held.block * strategy.ring + held.rank // strategy.ulysses
+            tokens = np.bincount(place, held.length, ring_rank.shape[1] * strategy.ring)
+            stays += tensors * int(tokens[np.arange(ring_rank.shape[1]) * strategy.ring + ring_rank].sum())
+    return 1 - stays / (3 * len(owner) * grid.tokens)
+
+
+def predict_ring(
+    plan: RingPlan,
+    shape: AttentionShape,
+    hardware: Hardware,
+    topology: Topology | None = None,
+    layout: SequenceLayout | None = None,
+) -> Prediction:
+    """Eq. 4 as corrected, of a ring: every rank's real work in each ring step, real bytes, real packing.
+
+    Arguments and errors are those of `dbsp_core.cost.latency.predict`.
+    """
+    strategy, grid, known = plan.strategy, plan.grid, hardware.constants
+    topology = topology or Topology(strategy.world, strategy.world)
+    layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
+    require_network(hardware, topology)
+    # 1. Tokens from home (row) to owner (column), and the KV blocks that each rank holds in each ring step.
+    rank_of_key = plan.slot * strategy.ulysses + plan.q_owner[:, :1] % strategy.ulysses
+    queries, keys = np.zeros((2, strategy.world, strategy.world))
+    for order, heads in grid.order_groups(plan.heads):
+        q_home, k_home = tokens_at(layout, grid, order)
+        queries += q_home.T @ copies_by_rank(plan.q_owner[heads], strategy.world).T
+        keys += k_home.T @ copies_by_rank(rank_of_key[heads], strategy.world).T
+    rows = np.bincount(plan.q_owner.ravel(), minlength=strategy.world)
+    by_slot = np.bincount(rank_of_key.ravel(), minlength=strategy.world).reshape(strategy.ring, strategy.ulysses)
+    blocks = np.stack([np.roll(by_slot, -step, axis=0).ravel() for step in range(strategy.ring)])
+    # 2. Seconds.
+    apart = strategy.ring == 1 < strategy.world and rows.max() * strategy.world > UNEVEN * plan.q_owner.size
+    dispatched = [queries, 2 * keys] if apart else [queries + 2 * keys]
+    exchanged = [sent * shape.token_bytes for sent in (*dispatched, queries.T)]
+    held = blocks[:-1] * (2 * grid.block_k * shape.token_bytes)
+    compute = _compute_s(plan, rows, shape, known)
+    times = ring_times(compute, hand_overs_s(strategy, held, known, topology), strategy, known.overlap)
+    placed = 2 * rows * grid.block_q + 2 * blocks[0] * grid.block_k
+    packed = float(((4 * shape.heads * layout.shard + placed) * shape.token_bytes).max())
+    return Prediction(
+        exchange_s=sum(exchange_s(sent, known, topology) for sent in exchanged),
+        times=times,
+        pack_s=packed / known.pack_bytes_per_s,
+        launch_s=known.call_s,
+    )
+
+
+def _compute_s(plan: RingPlan, rows: np.ndarray, shape: AttentionShape, known: Constants) -> np.ndarray:
+    grid = plan.grid
+    seconds: np.ndarray = plan.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
+    seconds += rows * (shape.batch * known.row_s)
+    seconds[1:] += rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
+    return seconds + known.launch_s
+
+
+def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topology: Topology) -> list[float]:
+    """Seconds of each hand-over of `held`, float64[hand-overs, P] bytes, from rank (r, u) to (r − 1, u)."""
+    nodes = topology.nodes.reshape(strategy.ring, strategy.ulysses)
+    near = nodes == np.roll(nodes, 1, axis=0)
+    latency, rate = np.full(near.shape, known.p2p_latency_s), np.full(near.shape, known.p2p_bytes_per_s)
+    if known.network_latency_s is not None and known.network_bytes_per_s is not None:
+        latency[~near], rate[~near] = known.network_latency_s, known.network_bytes_per_s
+    return [float((latency + sent.reshape(near.shape) / rate).max()) if strategy.ring > 1 else 0.0 for sent in held]
+
+
+def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, overlap: float) -> PeriodTimes:
+    """A ring, whose ranks wait for their neighbours alone: a fast one runs up to a ring step ahead of the next.
+
+    A hand-over begins when both of its ranks have begun the ring step, and the next ring step when this one's kernel
+    and the hand-overs to and from the rank are done.
+
+    Args:
+        compute: float64[ring steps, P], seconds.
+        p2p: Seconds of the hand-over beside each ring step; without the last one's where there is none.
+        overlap: Share of the shorter of compute and P2P that hides behind the longer.
+    """
+    done = began = np.zeros((strategy.ring, strategy.ulysses))
+    for step, own in enumerate(compute.reshape(-1, *began.shape)):
+        done = began + own
+        if step < len(p2p):
+            transfer_s = p2p[step]
+            met = np.maximum(began, np.maximum(np.roll(began, 1, axis=0), np.roll(began, -1, axis=0)))
+            done = np.maximum(done, met + transfer_s) + (1 - overlap) * np.minimum(own, transfer_s)
+        began = done
+    return of_the_last(compute, p2p, done.ravel())
