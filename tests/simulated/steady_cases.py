@@ -11,11 +11,11 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
 from dbsp_core.reports.observed_session import observed_session
-from tests.core.runtime.session_cases import HEADS, WIDTH
+from tests.core.runtime.session_cases import WIDTH
 from tests.gpu_node.faults import recorded
 from tests.simulated.session_cases import THW
 
-STEPS = 4
+STEPS, HEADS = 3, 3
 
 
 def waits_of_a_pass(rank: int, world: int, settings: dict[str, Any], strategy: str, training: bool) -> dict[str, int]:
