@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -202,7 +202,9 @@ def _busiest(sent: np.ndarray) -> float:
 
 def fetches_s(traffic: Traffic, sent_bytes: int, known: Constants, topology: Topology) -> list[float]:
     """Seconds of each exchange of further keys, of so many bytes a token, beside the kernel on the chunk before."""
-    return [exchange_s(sent * sent_bytes, known, topology) for sent in traffic.key_exchanges[1:]]
+    # In a chunk a rank sends to the few ranks of one ring rank, and receives from those of another.
+    pairwise = replace(known, exchange_latency_s=known.p2p_latency_s, exchange_bytes_per_s=known.p2p_bytes_per_s)
+    return [exchange_s(sent * sent_bytes, pairwise, topology) for sent in traffic.key_exchanges[1:]]
 
 
 def _of_means(shape: AttentionShape, world: int) -> np.ndarray:
