@@ -52,7 +52,7 @@ def test_table_layout_on_another_device_keeps_its_spans(strategy):
         assert all(span.lengths is not None and span.rows[1] > span.rows[0] for span in spans)
 
 
-@pytest.mark.parametrize("keys", ["all", "all", "needed"])
+@pytest.mark.parametrize("keys", ["all", "needed"])
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R3", "U2R2"])
 def test_rank_plan_on_another_device_differs_in_its_tensors_alone(strategy, keys):
     plan = plan_of(strategy, keys)
