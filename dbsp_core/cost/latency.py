@@ -246,8 +246,9 @@ def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: At
     packed = placed + traffic.rows * plan.grid.block_q
     first, *further = (sent.sum(axis=1) for sent in traffic.key_exchanges)
     at_home = 2 * shape.heads * layout.shard + first
-    if further:  # a rank sends all keys of its heads to one ring rank after another, from one buffer
-        at_home = at_home + (np.max if plan.assignment.chunks.keys == ALL else np.sum)(further, axis=0)
+    if further:  # a rank that sends one ring rank after another the same keys packs them once
+        alike = (plan.assignment.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
+        at_home = at_home + np.where(alike, further[0], np.sum(further, axis=0))
     total = (at_home + packed) * token
     if wire is not MODEL:
         total = total + placed * shape.sent_bytes(wire)
