@@ -72,9 +72,8 @@ class Exchange:
         """Exchanges a send buffer for [tokens received, B, W]."""
         return group.all_to_all(buffer, self.received, self.sent)
 
-    def start(self, keys: KeysAtHome, blocks: int, block_k: int, group: SequenceGroup) -> PendingKeys:
-        """Starts to fetch keys and values, of which so many blocks come, from those of all ranks. Collective."""
-        buffer = self.send_buffer(keys.k, keys.v, less=(keys.mean, None))
+    def start(self, buffer: torch.Tensor, blocks: int, block_k: int, group: SequenceGroup) -> PendingKeys:
+        """Starts to fetch keys and values, of which so many blocks come, for a send buffer of k and v. Collective."""
         transfer = group.start_all_to_all(buffer, self.received, self.sent)
         return PendingKeys(transfer, self.unpack[0], blocks, block_k)
 
@@ -115,6 +114,7 @@ class Route:
         dispatch_exchanges: One for q, k and v; or one for q, then one for k and v.
         q_places: Rq·Bq, tokens with the places beyond short blocks; kv_places, Ck·Bk, likewise.
         fetch_exchanges: For the k and v of chunks after the first; each brings so many `fetched_blocks`.
+        packed_alike: Whether this rank sends the same keys in each of them, so that one send buffer serves them all.
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
@@ -124,6 +124,7 @@ class Route:
     block_k: int
     fetch_exchanges: tuple[Exchange, ...] = ()
     fetched_blocks: tuple[int, ...] = ()
+    packed_alike: bool = False
 
     def to(self, device: torch.device) -> Route:
         """The same with its tables on a device."""
@@ -178,9 +179,12 @@ class Route:
         """
         to_come = zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
         coming: deque[PendingKeys] = deque()
+        buffer = None
         while first:
             for exchange, blocks in islice(to_come, CHUNKS_IN_FLIGHT - 1 - len(coming)):
-                coming.append(exchange.start(keys, blocks, self.block_k, group))
+                if buffer is None or not self.packed_alike:
+                    buffer = exchange.send_buffer(keys.k, keys.v, less=(keys.mean, None))
+                coming.append(exchange.start(buffer, blocks, self.block_k, group))
             yield first.pop()  # popped: what has been yielded is not kept alive here
             if coming:
                 first.append(coming.popleft().wait())

@@ -79,7 +79,7 @@ class BackwardRoute:
 
     def gradients_at_home(self, shape: torch.Size, like: torch.Tensor) -> GradientsAtHome:
         """Zeros of q's shape [B, H, n_local, D], of the dtype and on the device of `like`."""
-        return GradientsAtHome(self, *(like.new_zeros(shape) for _ in range(3)))
+        return GradientsAtHome(self, like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(shape))
 
 
 @dataclass(eq=False)

@@ -46,7 +46,17 @@ def build_route(
     # 4. The output returns the way the queries came, with zeros at padding.
     combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
     places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
-    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks)
+    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, _packed_alike(fetch))
+
+
+def _packed_alike(exchanges: Sequence[Exchange]) -> bool:
+    """Whether all pack the same tokens in the same order, whoever they are for."""
+    first = [one.table for exchange in exchanges[:1] for one in exchange.pack]
+    return all(
+        one.table.shape == table.shape and torch.equal(one.table, table)
+        for exchange in exchanges
+        for one, table in zip(exchange.pack, first, strict=True)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.cost.periods import PeriodTimes, chunk_times
 from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.utils.errors import UserError
@@ -202,7 +203,9 @@ def _busiest(sent: np.ndarray) -> float:
 
 def fetches_s(traffic: Traffic, sent_bytes: int, known: Constants, topology: Topology) -> list[float]:
     """Seconds of each exchange of further keys, of so many bytes a token, beside the kernel on the chunk before."""
-    return [exchange_s(sent * sent_bytes, known, topology) for sent in traffic.key_exchanges[1:]]
+    # In a chunk a rank sends to the few ranks of one ring rank, and receives from those of another.
+    pairwise = replace(known, exchange_latency_s=known.p2p_latency_s, exchange_bytes_per_s=known.p2p_bytes_per_s)
+    return [exchange_s(sent * sent_bytes, pairwise, topology) for sent in traffic.key_exchanges[1:]]
 
 
 def _of_means(shape: AttentionShape, world: int) -> np.ndarray:
@@ -235,13 +238,17 @@ def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> floa
 def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
     """Bytes of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner.
 
-    Keys are gathered once for each of their readers. What is written otherwise on its way is placed as it came, and
-    then read; and keys that travel less their mean are read once more before.
+    Needed keys are gathered once for each of their readers. What is written otherwise on its way is placed as it came,
+    and then read; and keys that travel less their mean are read once more before.
     """
     wire, token = plan.assignment.wire, shape.token_bytes
     placed = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k
     packed = placed + traffic.rows * plan.grid.block_q
-    at_home = 2 * shape.heads * layout.shard + np.sum(traffic.key_exchanges, axis=(0, 2))
+    first, *further = (sent.sum(axis=1) for sent in traffic.key_exchanges)
+    at_home = 2 * shape.heads * layout.shard + first
+    if further:  # a rank that sends one ring rank after another the same keys packs them once
+        alike = (plan.assignment.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
+        at_home = at_home + np.where(alike, further[0], np.sum(further, axis=0))
     total = (at_home + packed) * token
     if wire is not MODEL:
         total = total + placed * shape.sent_bytes(wire)

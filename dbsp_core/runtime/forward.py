@@ -167,7 +167,11 @@ def _attend(
             head_layout=head_layout,
             lse=lse,
         )
-    return running if dense is None else _with_dense_rows(running, rows, keys, values, table, batch, scale, kernel)
+    if dense is not None:
+        running = _with_dense_rows(running, rows, keys, values, table, batch, scale, kernel)
+    if running is None:
+        raise ValueError("a chunk has either rows for the kernel or dense rows")
+    return running
 
 
 def _with_dense_rows(

@@ -71,7 +71,6 @@ def test_files_and_modules_that_are_named_are_there():
 def test_what_is_not_there_is_found():
     gone = ["dbsp_core/gone.py", "scripts/gone", "runtime/gone.py", "scripts.bench.gone"]
     text = "`{}` ./{} `{}` python -m {} ".format(*gone)
-    there = (
-        "`dbsp_core/runtime/ring.py` ./scripts/demo `runtime/ring.py` `runtime/` python -m scripts.bench.nodes --json"
-    )
+    files = "`dbsp_core/runtime/forward.py` ./scripts/demo `runtime/forward.py` `runtime/`"
+    there = f"{files} python -m scripts.bench.nodes --json"
     assert missing(text + there) == gone

@@ -27,6 +27,7 @@ SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("planner", "knapsack"): {"planner": {"name": "knapsack"}},
     ("keys", "kept"): {"keys": "kept"},
     ("keys", "auto"): {"keys": "auto"},
+    ("keys", "ring"): {"keys": "ring"},
 }
 """Settings that have each removed value, where it used to be."""
 

@@ -38,7 +38,7 @@ class TestInt8OnTheWire:
 
     def test_keys_in_chunks_shrink(self):
         plan, mask, layout = a_plan("U1R4")
-        shape, known = shape_of(plan, head_dim=64), machine(exchange_bytes_per_s=1.0)
+        shape, known = shape_of(plan, head_dim=64), machine(p2p_bytes_per_s=1.0)
         times = [
             predict(
                 make_plan(mask, "U1R4", layout=layout, keys="all", precision=name), shape, known, None, layout
@@ -136,9 +136,7 @@ class TestBytes:
         fetched = 2 * traffic_of(plan.assignment, layout).keys[1] * shape.token_bytes
         np.fill_diagonal(fetched, 0)
         busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
-        assert hidden.times.periods[0][1] == pytest.approx(
-            known.exchange_latency_s + busiest / known.exchange_bytes_per_s
-        )
+        assert hidden.times.periods[0][1] == pytest.approx(known.p2p_latency_s + busiest / known.p2p_bytes_per_s)
         slow = replace(known, flops_per_s=1e6)
         slowest = predict(plan, shape, replace(machine, constants=slow), layout=layout)
         assert slowest.times.exposed_s == pytest.approx(0, abs=1e-9)
@@ -175,7 +173,7 @@ class TestBytes:
 
     def test_each_further_chunk_takes_an_exchange(self):
         plan, _, _ = a_plan("U1R4", "contiguous")
-        found = predict(plan, shape_of(plan), machine(exchange_bytes_per_s=1.0, exchange_latency_s=7.0))
+        found = predict(plan, shape_of(plan), machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0))
         fetched = [transfer for _, transfer in found.times.periods]
         assert fetched == pytest.approx([7 + 2 * 128 * 6 * 8 * 2] * 3 + [0])
 
@@ -221,9 +219,7 @@ def test_predictions_are_equal_bit_for_bit():
     assert predict(first, shape_of(first), machine(**rates)) == predict(second, shape_of(second), machine(**rates))
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap", "p2p"))]
-)
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
 def test_every_constant_matters_in_its_direction(name):
     plan, _, _ = a_plan("U2R2", layout_name="striped")
     rates = {n: 1e6 for n in NAMES if n.endswith("_per_s") and not n.startswith("network")}

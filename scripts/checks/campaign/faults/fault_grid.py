@@ -17,8 +17,15 @@ from scripts.checks.campaign.faults.programs import Values
 
 EVERYWHERE = ("kill", "stop", "raise", "out of memory", "slow")
 SOMEWHERE = {
-    "interrupt": ("mask exchange: bits", "planning", "dispatch", "ring: second period", "combine", "backward: ring"),
-    "terminate": ("mask exchange: bits", "ring: second period", "combine", "report: gathering"),
+    "interrupt": (
+        "mask exchange: bits",
+        "planning",
+        "dispatch",
+        "kernel: 2nd chunk",
+        "combine",
+        "backward: kernel",
+    ),
+    "terminate": ("mask exchange: bits", "kernel: 2nd chunk", "combine", "report: gathering"),
     "out of host memory": ("planning", "planning thread: a new plan", "report: gathering", "attaching: session"),
     "stand still": ("planning thread", "planning thread: the last"),
     "disk full": WRITERS,

@@ -63,7 +63,7 @@ PHASES: dict[str, Phase] = {
     "dispatch": Phase("attention", f"{COMM}.all_to_all.Route.dispatch", 2),
     "dispatch: travel": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
     "kernel: first chunk": Phase("attention", f"{RUNTIME}.forward.block_attention", 4),
-    "kernel: second chunk": Phase("attention", f"{RUNTIME}.forward.block_attention", 5),
+    "kernel: 2nd chunk": Phase("attention", f"{RUNTIME}.forward.block_attention", 5),
     "kernel: last chunk": Phase("attention", f"{RUNTIME}.forward.block_attention", 6),
     "chunk: request": Phase("attention", f"{COMM}.all_to_all.Exchange.start", 3),
     "chunk: arrival": Phase("attention", f"{COMM}.all_to_all.PendingKeys.wait", 3),
