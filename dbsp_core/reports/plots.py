@@ -37,7 +37,7 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
             (axes[1], f"after: planner {plans[0].planner}", [plan.metrics.work for plan in plans]),
         )
         for axis, title, work in rows:
-            totals = np.array([periods.sum(axis=0) for periods in work])
+            totals = np.array(work)
             ranks = totals.shape[1]
             width = 0.8 / ranks
             for rank in range(ranks):
