@@ -40,7 +40,7 @@ def owners_picture(title: str, plans: Sequence[tuple[str, Plan]]) -> Any:
         for (left, right), (name, plan) in zip(axes, plans, strict=True):
             _owners(left, plan, colours)
             left.set_title(f"{name}: owner of each row", loc="left")
-            work = plan.metrics.work.sum(axis=0)
+            work = plan.metrics.work
             right.barh(range(world), work, height=0.8 if world <= _NAMED else 1.0, color=colours)
             right.axvline(work.mean(), color=INK, linestyle="dotted")
             right.set_title(f"ρ_s {plan.rho:.3f}", loc="left")

@@ -146,15 +146,14 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
         rows.append((str(p.strategy), p.planner, *numbers, *shares, f"{received:.2f}", f"{p.plan_ms:.2f}"))
     return TextTable(
         f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
-        ("strategy", "planner", "before", "ρ_s", "own bound", "gap", "moved", "+KV", "KV in", "ms"),
+        ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "KV in", "ms"),
         rows,
         f"{_conclusion([one.plan for one in plans])}"
-        "ρ_s: slowest rank over mean; own bound: least for a planner of this kind, which shares out\n"
-        "single rows (dbsp) or whole heads and blocks (the others); gap: above it;\n"
-        "moved: of Q, K, V between ring ranks; +KV: sent again to further ranks; ms: planning;\n"
+        "ρ_s: slowest rank over mean; bound: least for any plan of whole rows; gap: above it;\n"
+        "moved: rows, to other ring ranks; +KV: sent again to further ranks; ms: planning;\n"
         "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
         left=("strategy", "planner"),
-        spare=("ms", "+KV", "KV in", "gap", "own bound"),
+        spare=("ms", "+KV", "KV in", "gap", "bound"),
     )
 
 
