@@ -46,13 +46,13 @@ class Constants:
     Attributes:
         flops_per_s: Rate of the two products of attention on dense blocks.
         score_s: Time for each score of a dense block besides the products (softmax).
-        row_s: Time for each row in every period.
-        launch_s: Time to launch the kernel, once a period.
-        call_s: Time of launches outside the periods and of bookkeeping, once an attention.
+        row_s: Time for each row in every chunk.
+        launch_s: Time to launch the kernel, once a chunk.
+        call_s: Time of launches beside the kernel's and of bookkeeping, once an attention.
         pack_bytes_per_s: Rate of gathering into exchange buffers and placing from them.
-        merge_bytes_per_s: Rate of memory read and written in merging two periods' outputs.
+        merge_bytes_per_s: Rate of memory read and written in merging two chunks' outputs.
         exchange_latency_s: Latency of one all-to-all within a node; `exchange_bytes_per_s` is its rate.
-        p2p_latency_s: Latency of handing a slot to a ring neighbour within a node; `p2p_bytes_per_s` is its rate.
+        p2p_latency_s: Latency of a further chunk of keys within a node; `p2p_bytes_per_s` is its rate.
         network_latency_s: Latency of what crosses nodes in either; `network_bytes_per_s` is the rate, a rank's share
             of its node's adapters. None: not known.
         overlap: Share of the shorter of compute and P2P that hides behind the longer, 0 to 1.

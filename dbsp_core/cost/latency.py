@@ -14,9 +14,9 @@ import torch
 
 from dbsp_core.comm.all_to_all import exchange_q_separately
 from dbsp_core.comm.token_mean import mean_bytes
+from dbsp_core.cost.chunk_times import ChunkTimes, chunk_times
 from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware
-from dbsp_core.cost.periods import PeriodTimes, chunk_times
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan
@@ -114,7 +114,7 @@ class Prediction:
     """
 
     exchange_s: float
-    times: PeriodTimes
+    times: ChunkTimes
     pack_s: float
     launch_s: float
 

@@ -18,7 +18,7 @@ class Strategy:
 
     Attributes:
         ulysses: x, ranks among which heads are divided.
-        ring: y, ranks among which each head's keys and values rotate.
+        ring: y, ranks among which each head's query blocks are divided.
 
     Raises:
         UserError: For a degree below 1.

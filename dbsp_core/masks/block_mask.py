@@ -147,7 +147,7 @@ class BlockMask:
 
     @property
     def counts(self) -> MaskCounts:
-        """Dense blocks by row, column and slot."""
+        """Dense blocks by row, by column, and by column and rank."""
         return self._of_bits("counts", lambda: MaskCounts(*(part.bits for part in self.parts)))
 
     def _of_bits(self, name: str, make: Callable[[], Value]) -> Value:

@@ -1,1 +1,1 @@
-"""Which rank computes which rows, and in which ring slot keys travel."""
+"""Which rank computes which rows, and in which chunks keys and values come to it."""

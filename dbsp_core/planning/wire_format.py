@@ -16,7 +16,7 @@ __all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "ModelFormat", "WireFormat", "
 
 
 class WireFormat(ABC):
-    """One way to write the tokens of a head in exchanges and in ring slots. The output travels as the model has it.
+    """One way to write the tokens of a head in exchanges. The output travels as the model has it.
 
     Attributes:
         name: Its value of the setting `exchange.precision`.

@@ -130,7 +130,7 @@ class TableLayout:
         rows: int64[Rq], its place in the mask's `row_bits`.
         turn: int64[Rq], grows from span to span by more than any row has blocks.
         columns: int64[chunks, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of
-            its span's in the slot, in packing order.
+            its span's in the chunk, in packing order.
         present: bool[chunks, spans, width], whether there is such a block.
         full: Whether it has a whole block's tokens.
         spans: By chunk, on the host: of each span with rows, where its rows and blocks are.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dbsp_core.comm.all_to_all import UNEVEN
+from dbsp_core.cost.chunk_times import ChunkTimes, of_the_last
 from dbsp_core.cost.comm_volume import copies_by_rank, tokens_at
 from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.cost.latency import (
@@ -24,7 +25,6 @@ from dbsp_core.cost.latency import (
     exchange_s,
     require_network,
 )
-from dbsp_core.cost.periods import PeriodTimes, of_the_last
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -212,7 +212,7 @@ def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topolog
     return [float((latency + sent.reshape(near.shape) / rate).max()) if strategy.ring > 1 else 0.0 for sent in held]
 
 
-def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, overlap: float) -> PeriodTimes:
+def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, overlap: float) -> ChunkTimes:
     """A ring, whose ranks wait for their neighbours alone: a fast one runs up to a ring step ahead of the next.
 
     A hand-over begins when both of its ranks have begun the ring step, and the next ring step when this one's kernel

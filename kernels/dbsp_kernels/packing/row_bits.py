@@ -45,7 +45,7 @@ def pack_rows(
     full: torch.Tensor,
     as_masked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packs and counts the bits of a rank's rows, for all ring periods at once.
+    """Packs and counts the bits of a rank's rows, for all chunks of keys at once.
 
     A span is a head, or one sequence of a head, that rows attend to: they share the meaning of columns.
 

@@ -10,6 +10,7 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.route_building import build_route
+from dbsp_core.cost.chunk_times import chunk_times
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import (
@@ -17,7 +18,6 @@ from dbsp_core.cost.latency import (
     Topology,
     predict,
 )
-from dbsp_core.cost.periods import chunk_times
 from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.generators import random_bits
 
@@ -79,8 +79,8 @@ class TestCompute:
         found = predict(plan, shape, machine(score_s=1.0)).times.attention_s
         assert found == pytest.approx(plan.metrics.work.max() * 2 * 256)
         merged = predict(plan, shape, machine(merge_bytes_per_s=1.0))
-        assert [c for c, _ in merged.times.periods][1:] == [pytest.approx(12 * 2 * rows.max() * 16 * 8)] * 3
-        assert merged.times.periods[0][0] == pytest.approx(0)
+        assert [c for c, _ in merged.times.chunks][1:] == [pytest.approx(12 * 2 * rows.max() * 16 * 8)] * 3
+        assert merged.times.chunks[0][0] == pytest.approx(0)
 
 
 class TestBytes:
@@ -130,13 +130,13 @@ class TestBytes:
         plan = make_plan(mask, "U1R2", layout=layout, keys="needed")
         shape, machine = AttentionShape(1, 3, 500, 8), load_hardware("h200")
         hidden = predict(plan, shape, machine, layout=layout)
-        assert len(hidden.times.periods) == 2
-        assert hidden.times.periods[1][1] == 0
+        assert len(hidden.times.chunks) == 2
+        assert hidden.times.chunks[1][1] == 0
         known = machine.constants
         fetched = 2 * traffic_of(plan.assignment, layout).keys[1] * shape.token_bytes
         np.fill_diagonal(fetched, 0)
         busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
-        assert hidden.times.periods[0][1] == pytest.approx(known.p2p_latency_s + busiest / known.p2p_bytes_per_s)
+        assert hidden.times.chunks[0][1] == pytest.approx(known.p2p_latency_s + busiest / known.p2p_bytes_per_s)
         slow = replace(known, flops_per_s=1e6)
         slowest = predict(plan, shape, replace(machine, constants=slow), layout=layout)
         assert slowest.times.exposed_s == pytest.approx(0, abs=1e-9)
@@ -174,14 +174,14 @@ class TestBytes:
     def test_each_further_chunk_takes_an_exchange(self):
         plan, _, _ = a_plan("U1R4", "contiguous")
         found = predict(plan, shape_of(plan), machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0))
-        fetched = [transfer for _, transfer in found.times.periods]
+        fetched = [transfer for _, transfer in found.times.chunks]
         assert fetched == pytest.approx([7 + 2 * 128 * 6 * 8 * 2] * 3 + [0])
 
     def test_one_rank_communicates_nothing(self):
         plan, _, _ = a_plan("U1R1")
         rates = dict.fromkeys(("exchange_bytes_per_s", "p2p_bytes_per_s"), 1.0)
         found = predict(plan, shape_of(plan), machine(exchange_latency_s=9.0, p2p_latency_s=9.0, **rates))
-        assert (found.exchange_s, found.times.periods[0][1], len(found.times.periods)) == (0, 0, 1)
+        assert (found.exchange_s, found.times.chunks[0][1], len(found.times.chunks)) == (0, 0, 1)
 
 
 KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}
@@ -200,8 +200,8 @@ class TestNodes:
         # Ulysses ranks are neighbours: the ring of U2R2 crosses nodes of 2.
         plan, _, _ = a_plan("U2R2", "contiguous")
         slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30)
-        assert predict(plan, shape_of(plan), slow, Topology(4, 2)).times.periods[0][1] == pytest.approx(3)
-        assert predict(plan, shape_of(plan), slow, Topology(4, 4)).times.periods[0][1] == pytest.approx(0)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 2)).times.chunks[0][1] == pytest.approx(3)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 4)).times.chunks[0][1] == pytest.approx(0)
 
     def test_ranks_of_a_group_have_the_nodes_they_are_given(self):
         with pytest.raises(ValueError, match="needs a node for each"):
