@@ -16,8 +16,8 @@ class ChunkTimes:
     """All chunks of one attention.
 
     Attributes:
-        chunks: (compute_s, transfer_s) of each on the rank that is done last; compute includes the kernel's launch and the
-            merge, the transfer is what the next chunk needs: 0 in the last.
+        chunks: (compute_s, transfer_s) of each on the rank that is done last; compute includes the kernel's launch and
+            the merge, the transfer is what the next chunk needs: 0 in the last.
         attention_s: From the first kernel's start until the last rank is done.
     """
 
@@ -31,7 +31,7 @@ class ChunkTimes:
 
     @property
     def exposed_s(self) -> float:
-        """What that rank waits: for transfers that compute does not hide, and in a lockstep ring for its neighbours."""
+        """What that rank waits: for transfers that compute does not hide, and in lockstep for its neighbours."""
         return self.attention_s - self.compute_s
 
 
