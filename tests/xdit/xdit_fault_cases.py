@@ -48,7 +48,7 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
         mock.patch("dbsp_core.runtime.session.session.gather_nodes", lambda group: [0] * group.size),
         mock.patch("dbsp_core.reports.observed_session.gather_texts", lambda group, text: [text]),
         mock.patch("dbsp_diffusers.attach.resolve_config", lambda given, *_, **__: DbspConfig.load(given)),
-        mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused),
+        mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused),
     ):
         try:
             attach(pipe, config)
