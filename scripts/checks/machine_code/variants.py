@@ -165,10 +165,7 @@ def _pack(of: Variant) -> None:
     columns = _tensor(1, HEADS, BLOCKS, dtype=torch.int64)
     here = _tensor(1, HEADS, BLOCKS, dtype=torch.bool)
     rows = _tensor(ROWS, dtype=torch.int64)
-    mask = _tensor(ROWS * BLOCKS if of.case == "sequences" else ROWS, dtype=torch.bool)
-    if of.case != "sequences":
-        mask = _tensor(ROWS, BLOCKS, dtype=torch.bool)
-    triton_pack_rows(mask, rows, rows, rows, columns, here, here)
+    triton_pack_rows(_tensor(ROWS, BLOCKS, dtype=torch.bool), rows, rows, rows, columns, here, here)
 
 
 LAUNCHES: dict[str, Callable[[Variant], object]] = {
@@ -191,5 +188,5 @@ _OF_TOKENS = {
 _OF_TABLES = {
     "select": tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000)),
     "expand-rows": ("",),
-    "pack-rows": ("blocks", "sequences"),
+    "pack-rows": ("",),
 }

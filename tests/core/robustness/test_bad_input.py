@@ -45,7 +45,7 @@ def assert_fails_alike(pool, message, function, *args):
         ),
         ({"kernel": "magic"}, "unknown kernel 'magic'; use one of auto"),
         ({"precision": "in8"}, "precision cannot be 'in8': use one of model, int8; did you mean 'int8'?"),
-        ({"keys": "neded"}, "keys cannot be 'neded'; use one of ring, all, needed; did you mean 'needed'"),
+        ({"keys": "neded"}, "keys cannot be 'neded'; use one of all, needed; did you mean 'needed'"),
     ],
 )
 def test_settings_that_do_not_fit(pool, options, message):

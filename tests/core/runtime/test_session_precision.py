@@ -68,7 +68,7 @@ def attended(
     assert observer is not None
     sent = observer.calls[-1].sent
     error = float((out[:, :, place] - expected[:, :, token]).abs().max())
-    return error, sent.dispatch + sent.ring + sent.combine, transport.sent.get(rank, 0)
+    return error, sent.dispatch + sent.chunks + sent.combine, transport.sent.get(rank, 0)
 
 
 def alone(
