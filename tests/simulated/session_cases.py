@@ -15,8 +15,8 @@ from dbsp_core.reports.observed_session import observed_session
 from tests.core.runtime.session_cases import HEADS, WIDTH, Session
 from tests.gpu_node.faults import recorded
 
-THW = (2, 5, 6)
-"""60 tokens: four blocks of 16 queries, eight of 8 keys, the last ones short."""
+THW = (3, 3, 5)
+"""45 tokens: three blocks of 16 queries, six of 8 keys, the last ones short."""
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def check(node: GpuNode, case: SessionCase, arch: int = 90) -> None:
 def source_with_file(name: str, folder: Path) -> dict[str, Any]:
     """Returns a mask source's settings, with the file that it reads; `record_qk` writes its own."""
     tokens, path = THW[0] * THW[1] * THW[2], folder / "masks.safetensors"
-    bits = np.random.default_rng(0).random((2, HEADS, 4, 8)) < np.linspace(0.3, 0.7, HEADS)[:, None, None]
+    bits = np.random.default_rng(0).random((2, HEADS, 3, 6)) < np.linspace(0.3, 0.7, HEADS)[:, None, None]
     if name == "file":
         save_mask(path, BlockMask(bits[0], BlockGrid(tokens, 0, 16, 8, THW)))
     if name == "paro":
