@@ -14,9 +14,14 @@ import numpy as np
 
 from dbsp_core.planning.baselines import greedy_heads
 
-__all__ = ["balance_heads", "local_search_heads", "trade_single_rows"]
+__all__ = ["balance_heads", "load_limit", "local_search_heads", "trade_single_rows"]
 
 PAIR_HEADS = 14  # most heads of two Ulysses ranks for which every way to share them is tried
+
+
+def load_limit(total: int, places: int, target_rho: float) -> int:
+    """Returns the work of the fullest of `places` that is good enough: what `target_rho` allows, at least the mean."""
+    return max(-(-total // places), int(total * target_rho) // places)
 
 
 def local_search_heads(
@@ -166,9 +171,8 @@ def balance_heads(
     #    others, or else in any.
     work = row_work.sum(axis=1)
     total = int(work.sum())
-    mean = -(-total // ulysses_degree)
-    limit = max(mean, int(total * target_rho) // ulysses_degree)
-    good, cap = max(limit, int(total * whole_rho) // ulysses_degree), -(-len(work) // ulysses_degree)
+    limit = load_limit(total, ulysses_degree, target_rho)
+    good, cap = max(limit, load_limit(total, ulysses_degree, whole_rho)), -(-len(work) // ulysses_degree)
     ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree, cap), ulysses_degree, limit, cap)
     if np.bincount(ulysses_rank, work).max() > good:
         ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree), ulysses_degree, limit)

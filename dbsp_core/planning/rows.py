@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from dbsp_core.planning.baselines import contiguous_heads
-from dbsp_core.planning.heads import balance_heads, local_search_heads
+from dbsp_core.planning.heads import balance_heads, load_limit, local_search_heads
 
 __all__ = ["level_rows", "plan_rows"]
 
@@ -58,11 +58,11 @@ def plan_rows(
         for column in range(ulysses if position is None else 0):
             rows = np.flatnonzero(columns == column)
             of_column = places[rows]
-            level_rows(flat[rows], of_column, ring, _limit(int(flat[rows].sum()), ring, target_rho))
+            level_rows(flat[rows], of_column, ring, load_limit(int(flat[rows].sum()), ring, target_rho))
             places[rows] = of_column
         owner = (places * ulysses + columns).reshape(work.shape)
     # 3. What columns of few or equal rows leave over is evened out over all ranks.
-    limit = _limit(total, ulysses * ring, target_rho)
+    limit = load_limit(total, ulysses * ring, target_rho)
     level_rows(work.ravel(), owner.ravel(), ulysses * ring, limit)
     # 4. With few rows, leaving them where they live may be more even than all of this.
     fullest = _fullest(work, owner)
@@ -166,10 +166,6 @@ def _fitting(sizes: np.ndarray, rows: np.ndarray, room: int) -> np.ndarray:
     better = int(np.searchsorted(-sizes[rows[:start]], -(sizes[rows[start]] + room - runs[start])))
     run[0] = min(better, start)
     return rows[run]
-
-
-def _limit(total: int, places: int, target_rho: float) -> int:
-    return max(-(-total // places), int(total * target_rho) // places)
 
 
 def _runs_by_column(work: np.ndarray, owner: np.ndarray, order: np.ndarray, ulysses: int, ring: int) -> np.ndarray:
