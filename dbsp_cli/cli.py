@@ -15,7 +15,7 @@ from dbsp_cli.commands.plan import plan_command
 from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.tiny import tiny_command
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import ERROR, NOTICE, printable
+from dbsp_core.utils.process import ERROR, NOTICE, printable
 
 __all__ = ["app", "main"]
 

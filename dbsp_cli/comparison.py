@@ -7,7 +7,7 @@ from typing import Any
 
 from dbsp_core.reports.page import LayerSummary, flat_settings, in_seconds, layer_summaries, strategies_in_words
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.utils.byte_sizes import in_bytes
+from dbsp_core.utils.files import in_bytes
 
 __all__ = ["Comparison", "Difference", "LayerDifference", "compare"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbsp_core.utils import env
+from dbsp_core.utils.process import environment_value
 
 __all__ = ["GLOO", "NCCL", "Choice", "choice_of_gloo", "choice_of_nccl"]
 
@@ -37,7 +37,7 @@ class Choice:
 
 def choice_of_gloo() -> Choice:
     """Returns the interface or address that gloo listens at, and whether other nodes can connect to it."""
-    given = env.read(GLOO)
+    given = environment_value(GLOO)
     if given is not None:
         return _named(GLOO, given.split(","), given.split(","))
     host = socket.gethostname()
@@ -52,7 +52,7 @@ def choice_of_gloo() -> Choice:
 
 def choice_of_nccl() -> Choice:
     """Returns the interfaces that NCCL opens connections through, and whether other nodes can connect to them."""
-    here, given = _interfaces(), env.read(NCCL)
+    here, given = _interfaces(), environment_value(NCCL)
     if given is not None:
         exact, excluding = given.startswith(("=", "^=")), given.startswith("^")
         names = given.lstrip("^=").split(",")

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import printable
-from dbsp_core.utils.paths import user_path
+from dbsp_core.utils.files import user_path
+from dbsp_core.utils.process import printable
 
 __all__ = [
     "LARGEST_SEED",

@@ -9,7 +9,7 @@ dbsp_diffusers.disable(pipe)                                 # as it was
 torch.distributed.destroy_process_group()
 """
 
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_diffusers.api import disable, enable, session_of, sessions_of, write_report
 from dbsp_diffusers.packed.denoising import PackedRequest, denoise_packed
 from dbsp_diffusers.packed.forward import LocalPredictions, packed_forward, packed_forward_local

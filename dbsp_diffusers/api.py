@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import ConfigLike
+from dbsp_core.config import ConfigLike
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import run_observer
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attach import Host, attach_host
 from dbsp_diffusers.attached import attached_to, transformers_in

@@ -10,17 +10,17 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.consistency import check_consistent, run_consistently
 from dbsp_core.comm.devices import use_model_device
-from dbsp_core.comm.generation import GenerationAgreement
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import ConfigLike, DbspConfig
+from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.schedule import StepClock
-from dbsp_core.reports.observed_session import observed_session
-from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_core.utils import env
+from dbsp_core.masks.steps import StepClock
+from dbsp_core.reports.observer import observed_session
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import RECORD, environment_value
 from dbsp_diffusers.attached import STATE, Attached, transformers_in, transformers_of
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
@@ -199,5 +199,5 @@ def _own_config(
 ) -> DbspConfig:
     """One transformer's settings; each of several records its masks in a folder of its own. Collective."""
     own = resolve_config(config, transformer, host.sequence, pipe=pipe, name=name, vae=host.vae)
-    record = own.record or env.read(env.RECORD)
+    record = own.record or environment_value(RECORD)
     return replace(own, record=os.path.join(record, name)) if record and several else own

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import known_architecture
 from dbsp_diffusers.patching import PatchSet

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.own_hardware import cost_basis, hardware_for
-from dbsp_core.cost.sequences import (
+from dbsp_core.config import DbspConfig
+from dbsp_core.cost.machine import cost_basis, hardware_for
+from dbsp_core.cost.sequence_cost import (
     FLOP_COUNTS,
     LayerSize,
     SequenceWork,
@@ -27,14 +27,13 @@ from dbsp_core.cost.sequences import (
 )
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.sequence_plan import AUTO, BagConfig, SequencePlan, plan_sequences
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.masks.grid import Video
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.sequences import AUTO, BagConfig, SequencePlan, plan_sequences
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.log import log
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_core.utils.process import log
 
 __all__ = ["BagSessions", "Sharing", "is_text"]
 

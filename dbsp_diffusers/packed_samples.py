@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_core.cost.sequences import LayerSize
-from dbsp_core.masks.video import Video
-from dbsp_core.planning.sequences.sequence_plan import BagConfig
+from dbsp_core.cost.sequence_cost import LayerSize
+from dbsp_core.masks.grid import Video
+from dbsp_core.planning.sequences import BagConfig
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import Sharing
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.config import DbspConfig
+from dbsp_core.cost.machine import load_hardware
 from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.utils.errors import UserError, blame_setting
 from dbsp_kernels import choose_kernel

@@ -15,12 +15,12 @@ import torch
 from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.reports.observer import RunObserver, run_observer
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import DenseSource
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import log
+from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet, around_calls
-from dbsp_kernels.advice import page
+from dbsp_kernels.errors import page
 
 __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name", "write_run_report"]
 

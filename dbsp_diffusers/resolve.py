@@ -12,16 +12,15 @@ import torch
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import ConfigLike, DbspConfig
-from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
+from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.schedule import DenseSchedule
+from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.lookup import model_title
 from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
 from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
 from dbsp_core.utils.errors import UserError, kind_of
-from dbsp_core.utils.log import log
+from dbsp_core.utils.process import log
 from dbsp_core.utils.yaml_file import Settings, shown_config
 from dbsp_diffusers.models import ARCHITECTURES, architecture_of, known_architecture
 from dbsp_kernels import KernelRequirements, choose_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dbsp_core.config.config import ConfigLike
+from dbsp_core.config import ConfigLike
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers import disable, enable
 

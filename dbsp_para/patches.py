@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.config.config import ConfigLike
+from dbsp_core.config import ConfigLike
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 from dbsp_para.attach import parallelize_pipe, parallelize_transformer

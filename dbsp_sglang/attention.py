@@ -14,10 +14,10 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.engine_session import EngineSession
-from dbsp_core.utils.compiling import not_compiled
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.engine_session import EngineSession
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import not_compiled
 
 __all__ = ["DbspImpl", "attach", "attach_pipeline", "begin_pass", "make_attention", "make_block", "skip_together"]
 

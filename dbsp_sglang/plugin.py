@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import version
 
-from dbsp_core.runtime.session.engine_session import CONFIG_VARIABLE
+from dbsp_core.runtime.engine_session import CONFIG_VARIABLE
 
 __all__ = ["HOOKED", "KNOWN_VERSIONS", "NAMES", "knows", "register"]
 

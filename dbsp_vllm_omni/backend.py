@@ -12,10 +12,10 @@ from vllm_omni.diffusion.distributed.parallel_state import get_sp_group
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.schedule import StepClock
-from dbsp_core.runtime.session.engine_session import EngineSession
-from dbsp_core.utils.compiling import not_compiled
+from dbsp_core.masks.steps import StepClock
+from dbsp_core.runtime.engine_session import EngineSession
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import not_compiled
 from dbsp_vllm_omni.transformer import DbspTransformer
 
 __all__ = ["DbspBackend", "DbspImpl", "attach"]

@@ -63,7 +63,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callabl
 
 def _attaching(stock: Callable[..., None]) -> Callable[..., None]:
     def apply(model: Any, od_config: Any) -> None:
-        from dbsp_core.masks.schedule import StepClock
+        from dbsp_core.masks.steps import StepClock
         from dbsp_vllm_omni.backend import attach
 
         stock(model, od_config)

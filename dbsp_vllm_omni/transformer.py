@@ -10,7 +10,7 @@ import torch
 from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata, VideoTokenLayout
 from vllm_omni.diffusion.forward_context import get_forward_context
 
-from dbsp_core.runtime.session.engine_session import QKV, EngineLayout, EngineSession
+from dbsp_core.runtime.engine_session import QKV, EngineLayout, EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import signature_of

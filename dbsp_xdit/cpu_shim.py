@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.utils.log import log
+from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["cpu_patches"]

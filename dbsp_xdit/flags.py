@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.of_model import default_config, require_same_model
+from dbsp_core.config import DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.lookup import find_model_spec, signature_of_model
 from dbsp_core.utils.errors import UserError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.comm.rank_program import exit_on_failure
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.lookup import signature_of_model
 from dbsp_core.models.signature import ModelSignature

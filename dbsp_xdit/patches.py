@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.utils.errors import UserError, exit_on_user_error
+from dbsp_core.config import DbspConfig
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import exit_on_user_error
 from dbsp_diffusers.patching import PatchSet
 from dbsp_start.import_hook import after_import
 from dbsp_xdit.command_line import BACKEND, dbsp_requested, full_name

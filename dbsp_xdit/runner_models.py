@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_diffusers.patching import in_float64
 from dbsp_xdit.models import Model

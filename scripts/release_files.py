@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 
 from dbsp_core import __version__
-from dbsp_core.utils.errors import UserError, exit_on_user_error
-from dbsp_kernels.advice import REPOSITORY
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import exit_on_user_error
+from dbsp_kernels.errors import REPOSITORY
 
 __all__ = ["absolute_links", "require_releasable"]
 

@@ -23,7 +23,7 @@ from dbsp_cli.generate.running import GenerateResult, require_runnable, run_job
 from dbsp_cli.generate.supervisor import end_cleanly_on_signals
 from dbsp_cli.output import PATH, JsonFlag, options_for, print_json
 from dbsp_core.reports.page import in_a_line
-from dbsp_core.utils.log import NOTICE
+from dbsp_core.utils.process import NOTICE
 
 __all__ = ["generate_command"]
 

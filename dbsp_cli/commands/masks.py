@@ -32,12 +32,9 @@ from dbsp_cli.output import (
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers
-from dbsp_core.utils import env
-from dbsp_core.utils.atomic_io import write_atomically
-from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import printable
-from dbsp_core.utils.paths import require_apart, require_file_place, require_folder_place
+from dbsp_core.utils.files import parse_size, require_apart, require_file_place, require_folder_place, write_atomically
+from dbsp_core.utils.process import RECORD, RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, printable
 
 __all__ = ["masks_app"]
 
@@ -114,10 +111,10 @@ def record(
 ) -> None:
     """Run a command and keep the masks of its attentions, on rank 0. The run itself is not changed."""
     parse_size(limit)
-    settings = {env.RECORD: str(folder.absolute()), env.RECORD_EVERY: str(every), env.RECORD_LIMIT: limit}
+    settings = {RECORD: str(folder.absolute()), RECORD_EVERY: str(every), RECORD_LIMIT: limit}
     if layers is not None:
         parse_layers(layers)
-        settings[env.RECORD_LAYERS] = layers
+        settings[RECORD_LAYERS] = layers
     if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
     require_folder_place(folder.absolute(), "OUT")

@@ -20,7 +20,7 @@ from dbsp_cli.output import (
     require_pictures,
 )
 from dbsp_cli.owners_picture import owners_picture
-from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.prediction import traffic_of
 from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -30,9 +30,8 @@ from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.planning.wire_format import MODEL, require_wire_format
-from dbsp_core.utils.atomic_io import write_atomically
-from dbsp_core.utils.log import printable
-from dbsp_core.utils.paths import require_apart, require_file_place
+from dbsp_core.utils.files import require_apart, require_file_place, write_atomically
+from dbsp_core.utils.process import printable
 
 __all__ = ["plan_command"]
 

@@ -11,8 +11,8 @@ import typer
 from dbsp_cli.output import LARGEST_SEED, PATH
 from dbsp_cli.tiny_models import MAKERS, make_tiny, silence_libraries
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import require_place
-from dbsp_kernels.advice import install_command
+from dbsp_core.utils.files import require_place
+from dbsp_kernels.errors import install_command
 
 __all__ = ["tiny_command"]
 

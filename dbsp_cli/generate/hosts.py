@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import dbsp_xdit
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.packages import missing_packages, require_packages
-from dbsp_kernels.advice import install_command
+from dbsp_core.utils.process import missing_packages, require_packages
+from dbsp_kernels.errors import install_command
 
 __all__ = ["HOSTS", "Host", "find_host"]
 

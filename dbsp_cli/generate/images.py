@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dbsp_core.models.video import VideoSettings
+from dbsp_core.models.settings import VideoSettings
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import require_file
+from dbsp_core.utils.files import require_file
 
 __all__ = ["fitted"]
 

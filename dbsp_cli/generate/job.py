@@ -18,8 +18,7 @@ from dbsp_cli.generate.launch import Launch, Rendezvous
 from dbsp_cli.generate.rank_output import require_own_log
 from dbsp_cli.generate.resources import duration_notice
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
+from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.lookup import (
     find_model_spec,
@@ -29,11 +28,11 @@ from dbsp_core.models.lookup import (
     signature_of_model,
     tiny_architecture,
 )
+from dbsp_core.models.settings import VideoSettings
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
-from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean, in_short
-from dbsp_core.utils.paths import expand_path, require_apart, require_file_place, require_folder_place
+from dbsp_core.utils.files import expand_path, require_apart, require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse

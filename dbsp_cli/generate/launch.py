@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import environment_number
 from dbsp_start.module import module_command
 
 __all__ = ["JoinedRank", "Launch", "Rendezvous"]
@@ -58,7 +58,7 @@ class JoinedRank:
             UserError: Nothing says where ranks of several nodes meet, or MASTER_PORT is no port.
         """
         for *placed, local_world in _STARTERS:
-            rank, world, local = (env.number(name, environment) for name in placed)
+            rank, world, local = (environment_number(name, environment) for name in placed)
             if rank is None or world is None or local is None or world < 2:
                 continue
             here = re.match(r"[1-9]\d{0,8}", environment.get(local_world, ""))  # of Slurm's "2(x3),1"
@@ -91,8 +91,8 @@ def _port(environment: Mapping[str, str]) -> int:
     """Returns the port where ranks meet, which several jobs on a machine do not share."""
     given = environment.get("MASTER_PORT")
     if not given:
-        return _PORT + (env.number("SLURM_JOB_ID", environment) or 0) % 1000
-    port = env.number("MASTER_PORT", environment)
+        return _PORT + (environment_number("SLURM_JOB_ID", environment) or 0) % 1000
+    port = environment_number("MASTER_PORT", environment)
     if port is None or not 0 < port < 65536:
         raise UserError(f"MASTER_PORT={given!r} is no port; set a number from 1 to 65535, or none")
     return port

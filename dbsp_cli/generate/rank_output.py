@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dbsp_core.comm.groups import BROKE_OFF
-from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import ERROR, NOTICE
+from dbsp_core.utils.files import write_atomically
+from dbsp_core.utils.process import ERROR, NOTICE
 
 __all__ = ["STARTING", "LogFollower", "RunFailed", "failure_of", "new_log", "require_own_log", "reword_log"]
 

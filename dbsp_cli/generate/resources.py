@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.machine import load_hardware
 from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.models.lookup import find_model_spec
+from dbsp_core.models.settings import VideoSettings
 from dbsp_core.models.table import ModelSpec
-from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["duration_notice", "memory_complaint"]

@@ -22,7 +22,7 @@ from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.models.table import TINY
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import NOTICE
+from dbsp_core.utils.process import NOTICE
 from dbsp_core.utils.yaml_file import Settings, read_settings
 
 __all__ = ["GenerateResult", "require_runnable", "run_job"]

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from dbsp_cli.generate.launch import Rendezvous
 from dbsp_cli.generate.rank_output import STARTING, LogFollower, RunFailed, failure_of, new_log, reword_log
-from dbsp_core.utils.log import NOTICE
+from dbsp_core.utils.process import NOTICE
 from dbsp_start.parents import with_parent
 
 __all__ = ["end_cleanly_on_signals", "run_watched"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from dbsp_core.utils.atomic_io import open_atomically
+from dbsp_core.utils.files import open_atomically
 
 __all__ = ["RESULTS", "WorkFolder", "folder_at", "put_file", "put_folder", "remove_left_over", "work_folder"]
 

@@ -19,12 +19,10 @@ from dbsp_cli.mask_tools.foreign_files import (
     token_orders,
 )
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.masks.mask_file import MaskFile, one_or_each
 from dbsp_core.masks.mask_writer import MaskLayout, write_masks
-from dbsp_core.masks.schedule import DenoisingStep
-from dbsp_core.masks.step_groups import StepGroups
-from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.masks.steps import DenoisingStep, StepGroups
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["ENCODINGS", "ConvertOptions", "convert_masks", "convert_recording", "lut_bits"]

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError, in_short
+from dbsp_core.utils.files import write_atomically
 
 __all__ = ["FitSummary", "fit_projections", "fit_recording"]
 

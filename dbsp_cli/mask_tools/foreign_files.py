@@ -13,12 +13,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
-from dbsp_core.masks.mask_file import Orders, one_or_each
-from dbsp_core.masks.mask_values import block_counts
-from dbsp_core.masks.token_order import CANONICAL, require_order
+from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, require_order
+from dbsp_core.masks.mask_file import Orders, block_counts, one_or_each
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import require_file, user_path
+from dbsp_core.utils.files import require_file, user_path
 
 __all__ = [
     "PARO_ORDERS",

@@ -16,12 +16,12 @@ from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import CANONICAL
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.masks.schedule import DenoisingStep
-from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.runtime.session.plan_cache import PlanCache
+from dbsp_core.runtime.plan_cache import PlanCache
 from dbsp_core.utils.errors import UserError
 
 __all__ = [

@@ -15,10 +15,9 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
-from dbsp_core.masks.token_order import CANONICAL
-from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.prediction.pooling import BlockRuns, block_runs, pool_rows, sum_tokens
+from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid
+from dbsp_kernels.exchange import to_device
+from dbsp_kernels.prediction import BlockRuns, block_runs, pool_rows, sum_tokens
 
 __all__ = ["ShardedBlocks", "exchange_heads", "pool_heads"]
 

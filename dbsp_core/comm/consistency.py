@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.transforms import outside_transforms
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["DEBUG_DIFFERS", "check_consistent", "gather_texts", "require_equal", "run_consistently"]
+__all__ = [
+    "DEBUG_DIFFERS",
+    "DIMENSIONS",
+    "InputsAgreed",
+    "check_consistent",
+    "gather_texts",
+    "needs_gradients",
+    "outside_transforms",
+    "problem_of_inputs",
+    "require_equal",
+    "run_consistently",
+    "unfollowed",
+]
+
 
 Result = TypeVar("Result")
 
@@ -108,3 +123,100 @@ def gather_texts(group: SequenceGroup, text: str) -> list[str]:
     padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
     texts = group.for_host_tensors().all_gather(padded)
     return [bytes(one.tolist()).decode(errors="replace").rstrip() for one in texts]
+
+
+DIMENSIONS = "q, k, v are [batch, heads, tokens, D]"
+INFERENCE_TENSORS = (
+    "q, k or v was made under torch.inference_mode(), so that gradients cannot flow through it; make it under "
+    "torch.no_grad(), or call attention under torch.inference_mode() too"
+)
+
+
+def needs_gradients(*tensors: torch.Tensor) -> bool:
+    """Returns whether autograd records what is computed from these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def problem_of_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    tokens: int,
+    why: str,
+    no_gradients: str | None = None,
+) -> str | None:
+    """Returns what is wrong with this rank's inputs, or None.
+
+    q, k and v must be [B, `heads`, `tokens`, D]; `why` says in the message where these numbers come from, and
+    `no_gradients` why gradients cannot be had, if so.
+    """
+    lost = unfollowed(q, k, v)
+    if lost is not None:
+        return lost
+    if not (q.ndim == 4 and q.shape == k.shape == v.shape):
+        shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        return f"q, k, v must be [batch, heads, n_local, D] of one shape, got {shapes}"
+    if q.shape[1:3] != (heads, tokens):
+        turned = q.shape[1:3] == (tokens, heads)
+        hint = "; this looks like [batch, tokens, heads, D]: transpose(1, 2)" if turned else ""
+        return f"q of shape {tuple(q.shape)} does not fit: {why}{hint}"
+    if not q.dtype == k.dtype == v.dtype:
+        dtypes = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
+        return f"q, k, v must be of one dtype, got {dtypes}; cast them to one"
+    if 0 in (q.shape[0], q.shape[3]):
+        return f"q, k, v of shape {tuple(q.shape)} hold nothing to attend with; leave such a call out, on all ranks"
+    if no_gradients is not None and needs_gradients(q, k, v):
+        return no_gradients
+    if needs_gradients(q, k, v) and any(t.is_inference() for t in (q, k, v)):
+        return INFERENCE_TENSORS
+    return None
+
+
+@dataclass
+class InputsAgreed:
+    """Kinds of q, k and v that all ranks have compared: device, dtype, head size, and whether gradients are needed."""
+
+    _known: set[tuple[torch.device, torch.dtype, torch.Size, bool]] = field(default_factory=set)
+
+    def is_new(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: str | None) -> bool:
+        """Returns whether ranks must compare these inputs, and remembers them as compared.
+
+        A `problem` of one rank alone can be shared only where the others compare too: at the first call.
+        """
+        kind = q.device, q.dtype, q.shape[-1:], needs_gradients(q, k, v)
+        if kind in self._known or (problem is not None and self._known):
+            return False
+        self._known.add(kind)
+        return True
+
+
+_FORWARD_MODE = (
+    "q, k or v carries a forward-mode derivative (torch.autograd.forward_ad), which attention over ranks does not "
+    "follow; take gradients with backward(), or the difference of two calls in place of a tangent"
+)
+_TRANSFORMED = (
+    "q, k or v is inside a transform of torch.func (grad, jvp, vmap), which attention over ranks does not follow; "
+    "take gradients with backward() or torch.autograd.grad, and put what vmap maps over into the batch dimension"
+)
+
+
+def unfollowed(*tensors: torch.Tensor) -> str | None:
+    """Returns the complaint about tensors whose derivatives or batching would be lost, or None."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+        return _TRANSFORMED
+    if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+        return _FORWARD_MODE
+    return None
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Leaves the caller's transform of torch.func, if any: ranks can exchange tensors that are made within the block.
+
+    Tensors that were made inside the transform stay part of it.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # loaded by the transform itself
+
+    return temporarily_clear_interpreter_stack()

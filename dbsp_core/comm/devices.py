@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.utils import env
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.log import log
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_core.utils.process import environment_number, log
 
 __all__ = ["use_local_device", "use_model_device"]
 
@@ -41,7 +39,7 @@ def use_local_device(local_rank: int | None = None) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = (env.number("LOCAL_RANK") or 0) if local_rank is None else local_rank
+    index = (environment_number("LOCAL_RANK") or 0) if local_rank is None else local_rank
     index = 0 if gpus == 1 else index
     if index >= gpus:
         raise UserError(f"local rank {index} has no GPU: this node has {gpus}; start one process per GPU")
@@ -96,7 +94,7 @@ def _gpu_of(model: nn.Module) -> torch.device | None:
 
 def _launchers_gpu() -> torch.device | None:
     """Returns LOCAL_RANK's GPU in a process that torchrun started and that is still on GPU 0; else None."""
-    local = env.number("LOCAL_RANK")
+    local = environment_number("LOCAL_RANK")
     if local is None or "RANK" not in os.environ or not torch.cuda.is_available():
         return None
     return (

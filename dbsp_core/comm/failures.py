@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dbsp_core.comm.auxiliary import parent_of
+from dbsp_core.comm.process_groups import parent_of
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["FailureBoard", "PostedFailure", "board_of", "wait_for_work"]

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.auxiliary import auxiliary_group, over_nccl, part_of, timeout_of
 from dbsp_core.comm.failures import FailureBoard, PostedFailure, board_of, wait_for_work
-from dbsp_core.utils import env
+from dbsp_core.comm.process_groups import auxiliary_group, over_nccl, part_of, timeout_of
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import environment_number
 
 __all__ = [
     "BROKE_OFF",
@@ -291,7 +291,7 @@ class SequenceGroup:
 
 
 def _require_alone() -> None:
-    world = env.number("WORLD_SIZE") or 1
+    world = environment_number("WORLD_SIZE") or 1
     if "RANK" in os.environ and world > 1:
         raise UserError(
             f"torchrun started {world} processes, but torch.distributed is not initialised; call "

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.utils import env
-from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.errors import fingerprint_of
+from dbsp_core.utils.process import environment_number
 
 __all__ = ["gather_nodes"]
 
@@ -36,5 +36,5 @@ def gather_nodes(group: SequenceGroup) -> tuple[int, ...]:
 
 def _number(variable: str, least: int) -> int:
     """The number in an environment variable; −1 without one, or for one below `least`."""
-    found = env.number(variable)
+    found = environment_number(variable)
     return -1 if found is None or found < least else found

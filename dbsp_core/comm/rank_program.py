@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dbsp_core.comm.auxiliary import over_nccl
 from dbsp_core.comm.groups import explain_broken_connection
+from dbsp_core.comm.process_groups import over_nccl
 
 __all__ = ["exit_on_failure", "process_group"]
 

@@ -20,9 +20,8 @@ from torch.autograd.function import once_differentiable
 from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_kernels.packing.h2d import on_device
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_kernels.exchange import on_device
 
 __all__ = ["Rehoming"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dbsp_core.cost.hardware import Hardware
-from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
+from dbsp_core.cost.machine import Hardware
+from dbsp_core.cost.prediction import AttentionShape, Prediction, Topology, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid

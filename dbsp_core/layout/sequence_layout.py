@@ -11,10 +11,8 @@ from typing import Literal
 import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
-from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.utils.errors import UserError, in_short
-from dbsp_core.utils.removed import why_removed
+from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
+from dbsp_core.utils.errors import UserError, in_short, why_removed
 
 __all__ = ["LAYOUTS", "SequenceLayout", "ShardSegments", "Streams"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.exchange import to_device
 
 __all__ = ["MaskCounts"]
 

@@ -12,14 +12,11 @@ import torch
 from safetensors.numpy import save
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_file import SIZES, Orders, require_countable
-from dbsp_core.masks.mask_values import head_values, mask_values
-from dbsp_core.masks.step_groups import StepGroups
-from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
+from dbsp_core.masks.grid import CANONICAL, BlockGrid
+from dbsp_core.masks.mask_file import SIZES, Orders, head_values, mask_values, require_countable
+from dbsp_core.masks.steps import StepGroups
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import user_path
+from dbsp_core.utils.files import ByteTensor, user_path, write_byte_tensors
 
 __all__ = ["MaskLayout", "mask_file_bytes", "save_mask", "write_masks"]
 

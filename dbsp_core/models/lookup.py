@@ -6,9 +6,9 @@ import json
 import os
 from pathlib import Path
 
+from dbsp_core.models.settings import VideoSettings, side_complaint
 from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
 from dbsp_core.models.table import MODEL_SPECS, PUBLISHED, TINY, TINY_MODELS, TINY_NAMES, ModelSpec
-from dbsp_core.models.video import VideoSettings, side_complaint
 from dbsp_core.utils.errors import SettingError, bad_value
 
 __all__ = [

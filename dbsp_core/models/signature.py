@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dbsp_core.models.video import TOKEN_PIXELS
+from dbsp_core.models.settings import TOKEN_PIXELS
 
 __all__ = ["PIPELINES", "ModelSignature", "Pipeline", "Variant", "model_signature", "token_grid", "variant_of"]
 

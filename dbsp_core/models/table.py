@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from dbsp_core.models.settings import TOKEN_PIXELS, VideoSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, token_grid
-from dbsp_core.models.video import TOKEN_PIXELS, VideoSettings
 
 __all__ = ["MODEL_SPECS", "PUBLISHED", "TINY", "TINY_MODELS", "TINY_NAMES", "ModelSpec"]
 
@@ -25,7 +25,7 @@ class ModelSpec:
         ffn: Width of the MLP.
         cross_text: Text tokens that cross-attention looks at; 0: there is none.
         parameters: Number of all transformers' and the text encoder's together, as published.
-        preset: Name in `dbsp_core.sources.synthetic.presets` of the masks that are taken for its own.
+        preset: Name in `dbsp_core.sources.synthetic.source` of the masks that are taken for its own.
         video: Its usual video, with all set but prompt and seed, and flow_shift where the scheduler comes with one.
         paper_thw: The token grid that times are predicted for, where that is not the usual video's.
         token_pixels: Height and width of a token.

@@ -10,8 +10,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.utils.errors import UserError, did_you_mean
-from dbsp_core.utils.removed import why_removed
+from dbsp_core.utils.errors import UserError, did_you_mean, why_removed
 
 __all__ = ["ALL", "KEYS", "NEEDED", "Chunks", "columns_of_heads", "require_keys"]
 

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.planning.baselines import greedy_heads
-
-__all__ = ["balance_heads", "load_limit", "local_search_heads", "trade_single_rows"]
+__all__ = [
+    "balance_heads",
+    "contiguous_heads",
+    "greedy_heads",
+    "load_limit",
+    "local_search_heads",
+    "snake_heads",
+    "trade_single_rows",
+]
 
 PAIR_HEADS = 14  # most heads of two Ulysses ranks for which every way to share them is tried
 
@@ -261,3 +267,52 @@ def _apply_split(
     owner[head, chosen] = split.target
     head_work_by_rank[head, split.source] -= amount
     head_work_by_rank[head, split.target] += amount
+
+
+def contiguous_heads(heads: int, ulysses_degree: int) -> np.ndarray:
+    """Heads in order, in runs as equal as they come (Ulysses).
+
+    Returns:
+        int64[H], the Ulysses rank of each head.
+    """
+    return np.arange(heads, dtype=np.int64) * ulysses_degree // heads
+
+
+def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
+    """Heads by falling work, assigned back and forth: 0 1 2 2 1 0 0 1 2 …
+
+    Args:
+        work: int[H], dense blocks per head.
+
+    Returns:
+        int64[H], the Ulysses rank of each head.
+    """
+    turn, place = np.divmod(np.arange(len(work)), ulysses_degree)
+    ulysses_rank = np.empty(len(work), dtype=np.int64)
+    ulysses_rank[np.argsort(-work, kind="stable")] = np.where(turn % 2 == 0, place, ulysses_degree - 1 - place)
+    return ulysses_rank
+
+
+def greedy_heads(work: np.ndarray, ulysses_degree: int, cap: int | None = None) -> np.ndarray:
+    """Largest head first, each to the Ulysses rank with the least work so far; ties go to the lower index.
+
+    Args:
+        work: int[H], dense blocks per head.
+        cap: Most heads a Ulysses rank may take, or None for Alg. 1 as printed.
+
+    Returns:
+        int64[H], the Ulysses rank of each head.
+    """
+    if cap is not None and cap * ulysses_degree < len(work):
+        least = -(-len(work) // ulysses_degree)
+        raise ValueError(f"{len(work)} heads do not fit {ulysses_degree} ranks of at most {cap}; use cap ≥ {least}")
+    load = [0] * ulysses_degree
+    count = [0] * ulysses_degree
+    ulysses_rank = np.empty(len(work), dtype=np.int64)
+    for head in np.argsort(-work, kind="stable"):
+        open_ranks = [c for c in range(ulysses_degree) if cap is None or count[c] < cap]
+        best = min(open_ranks, key=load.__getitem__)
+        ulysses_rank[head] = best
+        load[best] += int(work[head])
+        count[best] += 1
+    return ulysses_rank

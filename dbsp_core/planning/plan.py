@@ -1,26 +1,95 @@
-"""Plans: an assignment, the numbers it has for a mask, and how it was made."""
+"""Where blocks are outside attention, and who owns rows in plain Ulysses, Ring and USP."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
-from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
-from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, require_keys
-from dbsp_core.planning.imbalance import imbalance_ratio, rho_bound, work_by_rank
-from dbsp_core.planning.majority import block_positions, majority_ring_ranks, plain_owners
-from dbsp_core.planning.planners import PlannerConfig, Problem, require_planner
+from dbsp_core.planning.heads import contiguous_heads
+from dbsp_core.planning.planners import (
+    PlannerConfig,
+    Problem,
+    balanced_majority_rank,
+    imbalance_ratio,
+    majority_rank,
+    require_planner,
+    rho_bound,
+    work_by_rank,
+)
 from dbsp_core.planning.wire_format import require_wire_format
-from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import not_compiled
 
-__all__ = ["Plan", "PlanMetrics", "make_plan"]
+__all__ = [
+    "Plan",
+    "PlanMetrics",
+    "block_positions",
+    "majority_ring_ranks",
+    "make_plan",
+    "plain_owners",
+]
+
+
+@lru_cache(maxsize=16)
+def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:
+    """int64[H, nq]: the rank of each row without db-SP: heads in equal runs, blocks in contiguous shards."""
+    layout = SequenceLayout.contiguous(grid.tokens, strategy.world)
+    home, _ = majority_ring_ranks(layout, grid, heads, strategy)
+    (owner,) = _read_only((home * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None],))
+    return owner
+
+
+@lru_cache(maxsize=16)
+def majority_ring_ranks(
+    layout: SequenceLayout, grid: BlockGrid, heads: int, strategy: Strategy
+) -> tuple[np.ndarray, np.ndarray]:
+    """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
+
+    [H, nq], [H, nk] where heads have token orders of their own.
+    """
+
+    def residents(segments: ShardSegments, axis: BlockAxis, order: Order) -> np.ndarray:
+        tokens = segments.tokens_by_ring(len(axis), strategy)
+        return majority_rank(tokens) if order == CANONICAL else balanced_majority_rank(tokens)
+
+    def by_order(order: Order) -> tuple[np.ndarray, np.ndarray]:
+        q, k = layout.block_segments(grid, order)
+        return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
+
+    if grid.common_order is not None:
+        q_ring, k_ring = _read_only(by_order(grid.common_order))
+        return q_ring, k_ring
+    q_ring, k_ring = (np.empty((heads, len(axis)), dtype=np.int64) for axis in (grid.q_axis, grid.k_axis))
+    for order, in_order in grid.order_groups(heads):
+        q_ring[in_order], k_ring[in_order] = by_order(order)
+    q_ring, k_ring = _read_only((q_ring, k_ring))
+    return q_ring, k_ring
+
+
+def block_positions(grid: BlockGrid) -> np.ndarray:
+    """Returns float64[nq], the mean canonical position of each query block's tokens.
+
+    If heads have token orders of their own, positions follow these orders, which keep what is attended to together.
+    """
+    if grid.common_order is None:
+        return np.arange(float(grid.nq))
+    return np.add.reduceat(grid.token_permutation(grid.common_order), grid.q_axis.starts) / grid.q_axis.lengths
+
+
+def _read_only(arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """The same arrays, protected: all plans made from them share them."""
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
 
 
 @dataclass(frozen=True, eq=False, repr=False)

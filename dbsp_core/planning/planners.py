@@ -1,4 +1,4 @@
-"""The planners: ours, the paper's, plain sequence parallelism, and xDiT's order of heads."""
+"""The sparse imbalance ratio ρ_s (paper §3.2) of ranks' totals, and what no plan can beat. Only numpy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,118 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, snake_heads
+from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
 from dbsp_core.planning.rows import plan_rows
-from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short
-from dbsp_core.utils.removed import why_removed
+from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short, why_removed
 
-__all__ = ["PLANNERS", "PaperConfig", "Planner", "PlannerConfig", "Problem", "require_planner"]
+__all__ = [
+    "PLANNERS",
+    "PaperConfig",
+    "Planner",
+    "PlannerConfig",
+    "Problem",
+    "balanced_majority_rank",
+    "biased_greedy",
+    "bins_bound",
+    "imbalance_ratio",
+    "majority_rank",
+    "require_planner",
+    "rho_bound",
+    "work_by_rank",
+]
+
+
+def work_by_rank(owner: np.ndarray, row_work: np.ndarray, world: int) -> np.ndarray:
+    """int64[P]: dense blocks of each rank, from int64[H, nq] each: the rows' ranks, and dense blocks."""
+    return np.bincount(owner.ravel(), row_work.ravel(), world).astype(np.int64)
+
+
+def imbalance_ratio(work: np.ndarray) -> float:
+    """ρ_s: the slowest rank's work over the mean, from int64[P]. No work at all is balanced: 1.0."""
+    total = int(work.sum())
+    return int(work.max()) * len(work) / total if total else 1.0
+
+
+def rho_bound(row_work: np.ndarray, world: int) -> float:
+    """ρ_s ≥ 1 that no plan of whole rows can beat, from int64[H, nq] dense blocks of each row."""
+    total = int(row_work.sum())
+    return bins_bound(row_work.ravel(), world) * world / total if total else 1.0
+
+
+def bins_bound(items: np.ndarray, bins: int) -> int:
+    """Least possible load of the fullest of `bins` bins when `items` (int[n]) are packed whole.
+
+    The mean, rounded up; and, by the pigeonhole principle for every k, k + 1 of the k·bins + 1 largest items share a
+    bin, which then holds at least the k + 1 smallest of them.
+    """
+    total = int(items.sum())
+    if bins == 1:
+        return total
+    small = items.astype(np.uint16) if items.max(initial=0) < 1 << 16 else items  # sorted by radix: much faster
+    prefix = np.zeros(len(items) + 1, dtype=np.int64)
+    np.cumsum(np.sort(small, kind="stable")[::-1], out=prefix[1:])
+    bound = -(-total // bins)
+    last = np.arange(0, len(items), bins)  # the k·bins + 1 largest are items[: last + 1]
+    return max(bound, int((prefix[last + 1] - prefix[last - last // bins]).max(initial=0)))
+
+
+def majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
+    """Each block stays with the part that holds most of its tokens; ties go to the lower index (Ring).
+
+    Args:
+        tokens_by_part: int[n, parts].
+
+    Returns:
+        int64[n].
+    """
+    return tokens_by_part.argmax(axis=1).astype(np.int64)
+
+
+def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
+    """Assigns as `majority_rank` does, but no part gets more than its even share of blocks, rounded up.
+
+    For blocks whose tokens lie scattered over all parts: the most tokens would be an accident, and the same for most.
+    Blocks with most to lose choose first.
+
+    Args:
+        tokens_by_part: int[n, parts].
+
+    Returns:
+        int64[n].
+    """
+    blocks, parts = tokens_by_part.shape
+    room = [-(-blocks // parts)] * parts
+    preferences = np.argsort(-tokens_by_part, axis=1, kind="stable").tolist()
+    part = np.empty(blocks, dtype=np.int64)
+    for block in np.argsort(-tokens_by_part.max(axis=1), kind="stable").tolist():
+        part[block] = next(preferred for preferred in preferences[block] if room[preferred])
+        room[part[block]] -= 1
+    return part
+
+
+def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: float) -> np.ndarray:
+    """Largest block first, each to the part with the least work so far, its initial part favoured.
+
+    The load of a block's initial part counts `reward` · (the block's own work) less: §4.2.2 multiplies R_b by the
+    block's count, where Alg. 1 prints a constant. Ties go to the lower index. reward 0 is the unbiased greedy. A block
+    without work stays where it is: to move it would cost bytes and gain nothing.
+
+    Args:
+        work: int[n], dense blocks that each block takes part in, summed over heads.
+        initial: int[n], the part that holds each block before the exchange.
+
+    Returns:
+        int64[n], the part of each block.
+    """
+    load = [0] * parts
+    part = np.empty(len(work), dtype=np.int64)
+    for block in np.argsort(-work, kind="stable"):
+        own = int(work[block])
+        home = int(initial[block])
+        best = home if own == 0 else min(range(parts), key=lambda p: load[p] - (reward * own if p == home else 0))
+        part[block] = best
+        load[best] += own
+    return part
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dbsp_core.planning.baselines import contiguous_heads
-from dbsp_core.planning.heads import balance_heads, load_limit, local_search_heads
+from dbsp_core.planning.heads import balance_heads, contiguous_heads, load_limit, local_search_heads
 
 __all__ = ["level_rows", "plan_rows"]
 

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 
 from dbsp_core.utils.errors import UserError, did_you_mean
-from dbsp_kernels.packing.int8_rows import quantise_segments, restore_rows, row_words
-from dbsp_kernels.packing.segment_copy import CopySegments, gather_segments
+from dbsp_kernels.exchange import CopySegments, gather_segments, quantise_segments, restore_rows, row_words
 
 __all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "ModelFormat", "WireFormat", "require_wire_format"]
 
@@ -86,7 +85,7 @@ class ModelFormat(WireFormat):
 
 
 class Int8Format(WireFormat):
-    """A token's numbers as int8, and behind them its scale as float32: see `dbsp_kernels.packing.int8_rows`."""
+    """A token's numbers as int8, and behind them its scale as float32: see `dbsp_kernels.exchange`."""
 
     name = "int8"
     centred = True

@@ -15,20 +15,18 @@ from safetensors.torch import save
 
 from dbsp_core.comm.consistency import check_consistent, gather_texts
 from dbsp_core.comm.groups import SequenceGroup, report_group
-from dbsp_core.cost.hardware import device_class, software_versions
+from dbsp_core.cost.machine import device_class, software_versions
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import ObservedCall, RunObserver, run_observer
 from dbsp_core.reports.page import balance_picture, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
-from dbsp_core.utils.atomic_io import write_atomically
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.packages import package_versions
-from dbsp_core.utils.paths import user_path
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_core.utils.files import user_path, write_atomically
+from dbsp_core.utils.process import package_versions
 
 if TYPE_CHECKING:
     from dbsp_core.planning.plan import Plan
-    from dbsp_core.runtime.session.session import AttentionSession
+    from dbsp_core.runtime.session import AttentionSession
 
 __all__ = ["is_writer", "make_report", "write_report_files"]
 

@@ -15,14 +15,11 @@ import torch.distributed as dist
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_writer import mask_file_bytes
-from dbsp_core.masks.schedule import DenoisingStep
-from dbsp_core.runtime.session.observer import SessionObserver
-from dbsp_core.utils import env
-from dbsp_core.utils.atomic_io import write_atomically
-from dbsp_core.utils.byte_sizes import parse_size
+from dbsp_core.masks.steps import DenoisingStep
+from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import log
-from dbsp_core.utils.paths import expand_path
+from dbsp_core.utils.files import expand_path, parse_size, write_atomically
+from dbsp_core.utils.process import RECORD, RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, environment_value, log
 
 __all__ = ["INDEX", "MaskRecorder", "RecordSettings", "parse_layers"]
 
@@ -46,21 +43,21 @@ class RecordSettings:
     @classmethod
     def of(cls, folder: str | None) -> RecordSettings:
         """Settings from the environment, with a configuration's folder if it has one."""
-        folder = folder or env.read(env.RECORD)
+        folder = folder or environment_value(RECORD)
         if folder is None:
             return cls()
-        layers = env.read(env.RECORD_LAYERS)
+        layers = environment_value(RECORD_LAYERS)
         return cls(
             expand_path(folder),
-            every=_every(env.read(env.RECORD_EVERY) or "1"),
+            every=_every(environment_value(RECORD_EVERY) or "1"),
             layers=parse_layers(layers) if layers else None,
-            limit=parse_size(env.read(env.RECORD_LIMIT) or "2GiB"),
+            limit=parse_size(environment_value(RECORD_LIMIT) or "2GiB"),
         )
 
 
 def _every(text: str) -> int:
     if not re.fullmatch(r"\s*\d{1,9}\s*", text, re.ASCII):  # what int() strips
-        raise UserError(f"{env.RECORD_EVERY}={text!r} is no whole number; 1 keeps every step")
+        raise UserError(f"{RECORD_EVERY}={text!r} is no whole number; 1 keeps every step")
     return max(1, int(text))
 
 

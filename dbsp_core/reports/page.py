@@ -14,7 +14,7 @@ import numpy as np
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.style import INK, STYLE, heading, rank_colour
-from dbsp_core.utils.byte_sizes import in_bytes
+from dbsp_core.utils.files import in_bytes
 
 __all__ = [
     "LayerSummary",

@@ -14,9 +14,8 @@ from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import require_file, user_path
+from dbsp_core.utils.files import require_file, user_path, write_atomically
 
 __all__ = ["FORMAT", "CallColumns", "Environment", "LayerReport", "RankTotals", "RunReport", "Totals"]
 

@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.packages import version_marks
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_core.utils.process import version_marks
 from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.registry import returns_lse
 

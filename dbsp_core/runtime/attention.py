@@ -11,10 +11,16 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup
 
-from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent, run_consistently
+from dbsp_core.comm.consistency import (
+    DEBUG_DIFFERS,
+    DIMENSIONS,
+    InputsAgreed,
+    check_consistent,
+    outside_transforms,
+    problem_of_inputs,
+    run_consistently,
+)
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.inputs import DIMENSIONS, InputsAgreed, problem_of_inputs
-from dbsp_core.comm.transforms import outside_transforms
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
@@ -29,13 +35,10 @@ from dbsp_core.runtime.agreement import (
     agree_on_gradient,
 )
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.kernel_tables import dense_head_layout
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.utils.compiling import not_compiled
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.inference import outside_inference
-from dbsp_core.utils.packages import version_marks
+from dbsp_core.runtime.tables import dense_head_layout
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_core.utils.process import not_compiled, outside_inference, version_marks
 from dbsp_kernels import KernelRequirements, require_supported
 
 __all__ = ["DualBalancedAttention", "dual_balanced_attention"]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.all_to_all import KeysAtHome
-from dbsp_core.runtime.forward import PreparedAttention, forward
+from dbsp_core.comm.exchange import KeysAtHome
+from dbsp_core.runtime.chunk_attention import PreparedAttention, forward
 from dbsp_kernels import BackwardInputs, Kernel, KernelInputs, block_attention_backward
 
 __all__ = ["attention_with_gradients"]

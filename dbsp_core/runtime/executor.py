@@ -8,15 +8,15 @@ from typing import TypeVar
 
 import torch
 
-from dbsp_core.comm.all_to_all import Route
+from dbsp_core.comm.consistency import needs_gradients
+from dbsp_core.comm.exchange import Route
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.backward import attention_with_gradients
-from dbsp_core.runtime.forward import PreparedAttention, forward
-from dbsp_core.runtime.kernel_tables import ChunkTable, build_tables, dense_spans_of
+from dbsp_core.runtime.chunk_attention import PreparedAttention, forward
 from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.runtime.tables import ChunkTable, build_tables, dense_spans_of
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 

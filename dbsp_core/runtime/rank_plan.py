@@ -7,13 +7,12 @@ from functools import cached_property
 
 import torch
 
-from dbsp_core.comm.all_to_all import Route
-from dbsp_core.comm.all_to_all_backward import BackwardRoute
-from dbsp_core.comm.route_building import build_route
+from dbsp_core.comm.exchange import Route
+from dbsp_core.comm.exchange_backward import BackwardRoute
+from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.runtime.kernel_tables import TableLayout, dense_head_layout, table_layout
-from dbsp_core.runtime.transposed_tables import TransposedLayout, transposed_layouts
+from dbsp_core.runtime.tables import TableLayout, TransposedLayout, dense_head_layout, table_layout, transposed_layouts
 from dbsp_kernels import DenseHeadLayout
 
 __all__ = ["RankPlan"]

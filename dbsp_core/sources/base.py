@@ -12,8 +12,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.video import Video
+from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.utils.errors import UserError
 
 __all__ = [

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, kind_of
 from dbsp_core.utils.schema import require_choice

@@ -19,16 +19,14 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.comm.block_pooling import exchange_heads
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.token_order import CANONICAL, require_order
+from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.distributed_pooling import assigned_heads, gather_bits
+from dbsp_core.sources.head_shares import assigned_heads, gather_bits
 from dbsp_core.sources.sparge import SpargeThresholds, always_dense, select_in_parts
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.paths import expand_path, require_file
-from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.prediction.pooling import halving_sum
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of
+from dbsp_core.utils.files import expand_path, require_file
+from dbsp_kernels.exchange import to_device
+from dbsp_kernels.prediction import halving_sum
 
 __all__ = ["LowRankProjections", "LowRankSource", "predicted_mass"]
 

@@ -12,10 +12,9 @@ from safetensors.torch import save
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import SettingError
-from dbsp_core.utils.paths import user_path
-from dbsp_kernels.packing.h2d import to_device
+from dbsp_core.utils.files import user_path, write_atomically
+from dbsp_kernels.exchange import to_device
 
 __all__ = ["Moments", "RecordQKSource", "second_moments"]
 

@@ -11,17 +11,15 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.token_order import CANONICAL, require_order
+from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
+from dbsp_core.sources.head_shares import gather_bits, pool_own_heads
 from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
 from dbsp_core.utils.errors import blame_setting, require_value
 from dbsp_core.utils.schema import require_choice
-from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.packing.row_bits import pack_bits
-from dbsp_kernels.prediction.block_selection import pairs_at_once, pooled_scores
-from dbsp_kernels.prediction.pooling import halving_sum
+from dbsp_kernels.exchange import to_device
+from dbsp_kernels.prediction import halving_sum, pairs_at_once, pooled_scores
+from dbsp_kernels.tables import pack_bits
 
 __all__ = ["SolSource"]
 

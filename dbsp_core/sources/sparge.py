@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.token_order import CANONICAL, require_order
+from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
+from dbsp_core.sources.head_shares import gather_bits, pool_own_heads
 from dbsp_core.utils.errors import SettingError, blame_setting, require_value
-from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.prediction.block_selection import pairs_at_once, pooled_scores, select_blocks
+from dbsp_kernels.exchange import to_device
+from dbsp_kernels.prediction import pairs_at_once, pooled_scores, select_blocks
 
 __all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "require_poolable_blocks", "select_in_parts"]
 
@@ -79,7 +78,7 @@ class SpargeSource(BlockSizes):
             given.
         attention_sink: Whether the first key block is dense in every row.
         dense_text: Whether rows and columns of text are dense.
-        token_order: The token order that is cut into blocks; see `dbsp_core.masks.token_order`.
+        token_order: The token order that is cut into blocks; see `dbsp_core.masks.grid`.
     """
 
     cdf: float | None = None

@@ -10,8 +10,7 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any, cast
 
 from dbsp_core.sources import SOURCES, MaskSource, UnionSource
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
-from dbsp_core.utils.removed import why_removed
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, why_removed
 from dbsp_core.utils.schema import build, plain_value
 from dbsp_core.utils.yaml_file import parse_value
 

@@ -23,7 +23,7 @@ from dbsp_core.sources.base import (
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.window import Sizes, WindowSource
 from dbsp_core.utils.errors import SettingError, UserError, in_short
-from dbsp_kernels.packing.h2d import on_device
+from dbsp_kernels.exchange import on_device
 
 __all__ = ["NablaSource", "UnionSource", "parts_of"]
 

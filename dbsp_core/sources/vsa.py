@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.coarse_branch import CoarseBranch
+from dbsp_core.masks.block_mask import BlockMask, CoarseBranch
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.distributed_pooling import HomeBlocks, gather_bits, pool_own_heads, send_home
+from dbsp_core.sources.head_shares import HomeBlocks, gather_bits, pool_own_heads, send_home
 from dbsp_core.sources.sol import ANY_SIMILARITY
 from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
 from dbsp_core.utils.errors import SettingError, require_value
-from dbsp_core.utils.log import log
-from dbsp_kernels.prediction.block_selection import pairs_at_once, pooled_scores, select_blocks
+from dbsp_core.utils.process import log
+from dbsp_kernels.prediction import pairs_at_once, pooled_scores, select_blocks
 
 __all__ = ["VsaSource"]
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
-from dbsp_core.masks.token_order import video_order
+from dbsp_core.masks.grid import BlockAxis, BlockGrid, video_order
 from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.frame_patterns import line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import bad_value

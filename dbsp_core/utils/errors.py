@@ -1,25 +1,28 @@
-"""A user's mistakes: `UserError`, which the lowest package defines, and `SettingError`, which names the setting."""
+"""Errors that tell users what to fix, and fingerprints by which ranks compare."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from dbsp_core.utils.log import log
 from dbsp_kernels.errors import UserError
 
 __all__ = [
+    "REMOVED_KEYS",
+    "REMOVED_VALUES",
     "SettingError",
     "UserError",
     "bad_value",
     "blame_setting",
     "cut_short",
     "did_you_mean",
-    "exit_on_user_error",
+    "fingerprint_of",
     "in_short",
     "kind_of",
     "require_value",
+    "why_removed",
 ]
 
 
@@ -93,11 +96,34 @@ def blame_setting(key: object) -> Iterator[None]:
         raise SettingError(str(error), (str(key),)) from error.__cause__
 
 
-@contextmanager
-def exit_on_user_error() -> Iterator[None]:
-    """Turns a UserError inside into one line and exit code 2. Also a decorator."""
-    try:
-        yield
-    except UserError as error:
-        log.error(error)
-        raise SystemExit(2) from error
+def fingerprint_of(value: object) -> int:
+    """63 bits of the hash of a value's `repr`: equal for values that are written alike."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
+
+
+REMOVED_KEYS: dict[str, str] = {
+    "budget": "plans are kept by reuse.threshold alone; a lower one asks for more plans",
+    "exchange_cost": "leave it out: planner dbsp puts balance first; planner contiguous moves nothing",
+    "memory_limit": "leave it out: use more GPUs, or a smaller video or batch, where memory is short",
+    "balancer": "KnapFormer's greedy always chooses the bags; leave it out",
+    "pooled_keys": "rows attend to the blocks that they keep, and skipped blocks have no mean keys; leave it out",
+}
+"""Keys that no longer exist, and what to do instead."""
+REMOVED_VALUES: dict[tuple[str, str], str] = {
+    ("source", "vllm_selector"): "sparge and sol choose blocks by means; for your own function write callable",
+    ("layout", "learned"): "write layout: striped, which is nearly as even, or leave it out",
+    ("layout", "local"): "leave layout out, or write contiguous; keys: needed cuts rows into runs of tokens on both",
+    ("planner", "local"): "write planner: dbsp, which cuts rows into runs of tokens with keys: needed",
+    ("planner", "knapsack"): "write planner: paper, whose heads are assigned by the same greedy rule",
+    ("keys", "kept"): "for masks predicted at every call write keys: all, for others needed",
+    ("keys", "auto"): "leave it out, or write keys: needed for masks that are known beforehand",
+    ("keys", "ring"): "write keys: all, or leave it out: keys come in chunks from where they live",
+}
+"""Values that a key no longer takes, and what to write instead."""
+
+
+def why_removed(key: object, value: object = None) -> str | None:
+    """Returns what to say of a removed key, or of a key's removed value; None for one that was never there."""
+    advice = REMOVED_KEYS.get(str(key)) if value is None else REMOVED_VALUES.get((str(key), str(value)))
+    shown = key if value is None else f"{key}: {value}"
+    return f"{shown} was removed; {advice}" if advice else None

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting, in_short
-from dbsp_core.utils.paths import expand_path
-from dbsp_core.utils.removed import why_removed
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, in_short, why_removed
+from dbsp_core.utils.files import expand_path
 from dbsp_core.utils.yaml_file import require_known
 
 __all__ = ["build", "checked", "convert", "keys_within", "plain_value", "read_path", "require_choice", "setting_names"]

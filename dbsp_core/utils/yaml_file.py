@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of
-from dbsp_core.utils.paths import require_file, user_path
-from dbsp_core.utils.removed import why_removed
+from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of, why_removed
+from dbsp_core.utils.files import require_file, user_path
 
 __all__ = [
     "Settings",

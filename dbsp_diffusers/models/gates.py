@@ -15,9 +15,8 @@ from torch import nn
 from dbsp_core.comm.consistency import check_consistent, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.sources import MaskSource, parts_of
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.log import log
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_core.utils.process import log
 from dbsp_diffusers.models.table import known_architecture
 from dbsp_diffusers.preflight import cached_checkpoint
 

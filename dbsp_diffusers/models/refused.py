@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dbsp_kernels.advice import page
+from dbsp_kernels.errors import page
 
 __all__ = ["REFUSED"]
 

@@ -21,7 +21,7 @@ from dbsp_diffusers.models import (
 )
 from dbsp_diffusers.models.architecture import Architecture
 from dbsp_diffusers.models.refused import REFUSED
-from dbsp_kernels.advice import page
+from dbsp_kernels.errors import page
 
 __all__ = ["ARCHITECTURES", "architecture_of", "known_architecture", "register_architecture"]
 

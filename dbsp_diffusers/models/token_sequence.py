@@ -10,8 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dbsp_core.layout.sequence_layout import Streams
-from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.masks.video import Video
+from dbsp_core.masks.grid import CANONICAL, Video
 from dbsp_core.sources import (
     DenseSource,
     LowRankSource,
@@ -22,7 +21,7 @@ from dbsp_core.sources import (
     parts_of,
 )
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.inference import outside_inference
+from dbsp_core.utils.process import outside_inference
 
 __all__ = [
     "Inputs",

@@ -16,7 +16,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.packed.placement import Placement
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
-from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.exchange import to_device
 
 __all__ = ["Exchange", "exchange_of"]
 

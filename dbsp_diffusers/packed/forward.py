@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.comm.inputs import needs_gradients
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.sequences import LayerSize
-from dbsp_core.planning.sequences.sequence_plan import BagConfig, SequencePlan
-from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.comm.consistency import check_consistent, needs_gradients
+from dbsp_core.config import DbspConfig
+from dbsp_core.cost.sequence_cost import LayerSize
+from dbsp_core.planning.sequences import BagConfig, SequencePlan
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed.packing import PACKINGS, packing_of

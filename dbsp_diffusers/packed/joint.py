@@ -14,7 +14,7 @@ from dbsp_diffusers.packed.modulation import modulated, scaled
 from dbsp_diffusers.packed.placement import Placement
 from dbsp_diffusers.packed.tokens import BlockForward, BlockPass, PackedCall, Packing
 from dbsp_diffusers.packed_samples import SampleSpec, Size
-from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.exchange import to_device
 
 __all__ = [
     "JointPass",

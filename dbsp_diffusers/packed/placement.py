@@ -11,7 +11,7 @@ import torch
 
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_diffusers.bags import Sharing
-from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.exchange import to_device
 
 __all__ = ["Placement"]
 

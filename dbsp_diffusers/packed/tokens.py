@@ -12,7 +12,7 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.masks.video import Video
+from dbsp_core.masks.grid import Video
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.models import architecture_of

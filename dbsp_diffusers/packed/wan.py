@@ -12,7 +12,7 @@ import torch
 from dbsp_diffusers.packed.modulation import modulated, scaled
 from dbsp_diffusers.packed.tokens import BlockPass, PackedCall, Packing
 from dbsp_diffusers.packed_samples import SampleSpec, Size
-from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.exchange import to_device
 
 __all__ = ["WAN"]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from dbsp_core.comm.inputs import needs_gradients
+from dbsp_core.comm.consistency import needs_gradients
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.gates import gate_by_head
 from dbsp_diffusers.patching import PatchSet

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.runtime.replicated import attend_shared_keys, count_gradient_once, sum_gradient
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_once, sum_gradient
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import BagSessions, Sharing
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of

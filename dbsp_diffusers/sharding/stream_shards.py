@@ -6,7 +6,7 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.utils.inference import outside_inference
+from dbsp_core.utils.process import outside_inference
 
 __all__ = ["PackedShards", "StreamShards"]
 

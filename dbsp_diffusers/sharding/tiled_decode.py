@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.comm.generation import GenerationAgreement
+from dbsp_core.comm.broadcast import GenerationAgreement
+from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 

@@ -19,7 +19,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.reports.style import INK, PLANNERS, STYLE, WIDTH, heading
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.sources.synthetic.presets import PRESETS
+from dbsp_core.sources.synthetic.source import PRESETS
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 NAMES = {"contiguous": "Plain sequence parallelism", "dbsp": "db-SP"}

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.reports.style import INK, PLANNERS, SOFT, STYLE, WIDTH, heading
-from dbsp_core.runtime.session.plan_cache import PlanCache
+from dbsp_core.runtime.plan_cache import PlanCache
 from scripts.reproduce.common import arguments
 from scripts.reproduce.fig11 import STRATEGY, masks_by_step
 

@@ -17,7 +17,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
-from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.prediction import traffic_of
 from dbsp_core.reports.style import RANKS, STYLE, WIDTH, heading
 
 PICTURES = Path(__file__).resolve().parent

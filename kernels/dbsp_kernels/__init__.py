@@ -1,7 +1,6 @@
 """Attention on packed blocks: `block_attention`, its `block_attention_backward`, and `available`, the kernels here."""
 
 from dbsp_kernels.attention import block_attention, block_attention_backward
-from dbsp_kernels.backward import BackwardInputs, Gradients, TransposedTable
 from dbsp_kernels.dense import (
     DensePart,
     attend_dense,
@@ -10,9 +9,17 @@ from dbsp_kernels.dense import (
     dense_supported,
     fused_kernel,
 )
-from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
+from dbsp_kernels.inputs import (
+    BackwardInputs,
+    DenseHeadLayout,
+    Gradients,
+    KernelInputs,
+    PartialAttention,
+    TransposedTable,
+    merge_into,
+    merge_states,
+)
 from dbsp_kernels.kernel import Kernel, KernelRequirements
-from dbsp_kernels.merge import PartialAttention, merge_into, merge_states
 from dbsp_kernels.registry import (
     KERNELS,
     available,

@@ -6,10 +6,8 @@ import os
 
 import torch
 
-from dbsp_kernels.backward import BackwardInputs, Gradients
-from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
+from dbsp_kernels.inputs import BackwardInputs, DenseHeadLayout, Gradients, KernelInputs, PartialAttention, merge_into
 from dbsp_kernels.kernel import Kernel, KernelRequirements
-from dbsp_kernels.merge import PartialAttention, merge_into
 from dbsp_kernels.registry import choose_kernel
 
 __all__ = ["block_attention", "block_attention_backward"]

@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from dbsp_kernels.attention import block_attention
+from dbsp_kernels.inputs import PartialAttention, lse_dtype
 from dbsp_kernels.kernel import HALVES, Kernel
-from dbsp_kernels.merge import PartialAttention, lse_dtype
 
 __all__ = [
     "DensePart",

@@ -1,8 +1,14 @@
-"""Errors that are the user's to mend, as opposed to db-SP's own."""
+"""Errors that are the user's to mend, and where their messages send the user."""
 
 from __future__ import annotations
 
-__all__ = ["UserError"]
+__all__ = [
+    "DOCS",
+    "REPOSITORY",
+    "UserError",
+    "install_command",
+    "page",
+]
 
 
 class UserError(ValueError):
@@ -17,3 +23,17 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+REPOSITORY = "https://github.com/db-sp/db-sp"
+DOCS = f"{REPOSITORY}/blob/main/docs"
+
+
+def page(name: str) -> str:
+    """The address of docs/NAME.md, which a wheel does not have."""
+    return f"{DOCS}/{name}.md"
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what an extra needs. It names no package index: db-SP is on none."""
+    return f"pip install '.[{extra}]' in db-SP's repository"

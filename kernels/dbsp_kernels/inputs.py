@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from dbsp_kernels.merge import PartialAttention, lse_dtype
+from dbsp_kernels.dispatch import uses_triton
 
-__all__ = ["DenseHeadLayout", "KernelInputs"]
+__all__ = [
+    "BackwardInputs",
+    "DenseHeadLayout",
+    "Gradients",
+    "KernelInputs",
+    "PartialAttention",
+    "TransposedTable",
+    "backward_by_autograd",
+    "lse_dtype",
+    "merge_into",
+    "merge_states",
+]
 
 
 @dataclass(frozen=True)
@@ -118,3 +130,131 @@ class KernelInputs:
             scheduled = self.row_schedule.long().sort().values
             if not torch.equal(scheduled, torch.arange(rows, device=scheduled.device)):
                 raise ValueError(f"row_schedule must name each of the {rows} rows once")
+
+
+PartialAttention = tuple[torch.Tensor, torch.Tensor]
+"""A result over some of the keys: out [..., D] and lse [...], natural log; where it saw no key, 0 and −inf."""
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the log-sum-exp's dtype for queries of `dtype`: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_states(
+    out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets.
+
+    out = out·σ(lse − lse_part) + out_part·σ(lse_part − lse) is the usual update; where both sides are −inf the
+    difference is NaN, so the weights are formed against a finite maximum instead.
+
+    Args:
+        out, out_part: [..., D].
+        lse, lse_part: [...], natural log, of `lse_dtype`; a side that saw no key has lse −inf and out 0.
+
+    Returns:
+        (out in out's dtype, lse).
+    """
+    top = torch.maximum(lse, lse_part)
+    finite_top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+    weight, weight_part = torch.exp(lse - finite_top), torch.exp(lse_part - finite_top)
+    total = weight + weight_part
+    share = weight / torch.where(total == 0, torch.ones_like(total), total)
+    share_part = weight_part / torch.where(total == 0, torch.ones_like(total), total)
+    merged = out * share[..., None] + out_part * share_part[..., None]
+    return merged.to(out.dtype), finite_top + torch.log(total)
+
+
+def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
+    """`merge_states` that writes the result over `out` and `lse`: on CUDA in one pass over memory.
+
+    Args:
+        out: [..., D], a view whose items (along the first dimension) are contiguous, such as some rows of each.
+        lse: [...], likewise.
+        out_part, lse_part: As for `merge_states`.
+    """
+    if uses_triton(out) and lse.dtype == torch.float32 and _contiguous_items(out) and _contiguous_items(lse):
+        from dbsp_kernels.triton.merge import triton_merge_into  # here: triton need not be installed
+
+        triton_merge_into(out, lse, out_part.contiguous(), lse_part.contiguous())
+        return
+    merged, merged_lse = merge_states(out, lse, out_part, lse_part)
+    out.copy_(merged)
+    lse.copy_(merged_lse)
+
+
+def _contiguous_items(t: torch.Tensor) -> bool:
+    """Returns whether t[i] is contiguous for each i."""
+    return len(t) == 0 or t[0].is_contiguous()
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""dq [Rq, Bq, D], dk and dv [Ck, Bk, D], of `lse_dtype`; zero where nothing was attended to."""
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedTable:
+    """Which rows attend to each packed block: `kv_index` and `kv_count` the other way round.
+
+    Attributes:
+        rows: int32[Ck, most], in rising order: the first `count` of each block's entries.
+        count: int32[Ck].
+    """
+
+    rows: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardInputs:
+    """What a kernel's backward is given.
+
+    Attributes:
+        forward: q, k, v, scale and tables, as the forward had them; `partial` and `out_dtype` are None.
+        dout: [Rq, Bq, D].
+        out, lse: The attention's over *all* keys, those of other calls too: the gradients of calls over disjoint keys
+            then just add up, because each one's P = exp(scale·QKᵀ − lse) is its part of the whole softmax.
+        transposed: Makes the transposed table, for kernels that need it.
+    """
+
+    forward: KernelInputs
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    transposed: Callable[[], TransposedTable]
+
+    def delta(self) -> torch.Tensor:
+        """Σ dout · out, [Rq, Bq], of lse's dtype."""
+        return (self.dout.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(dim=-1)
+
+    def check(self) -> None:
+        """Raises ValueError for shapes that do not go together."""
+        q = self.forward.q
+        if not self.dout.shape == self.out.shape == q.shape or self.lse.shape != q.shape[:2]:
+            shapes = ", ".join(str(tuple(t.shape)) for t in (self.dout, self.out, self.lse))
+            raise ValueError(f"expected dout, out {tuple(q.shape)} and lse {tuple(q.shape[:2])}, got {shapes}")
+
+
+def backward_by_autograd(run: Callable[[KernelInputs], PartialAttention]) -> Callable[[BackwardInputs], Gradients]:
+    """A backward for a forward that autograd can follow, out and log-sum-exp both; it is computed once more.
+
+    The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so that of this call's (outᵢ, lseᵢ) the gradients are
+    wᵢ·dout and wᵢ·Σ dout·(outᵢ − out).
+    """
+
+    def backward(inputs: BackwardInputs) -> Gradients:
+        given = inputs.forward
+        wide = lse_dtype(given.q.dtype)
+        leaves = [t.detach().requires_grad_(True) for t in (given.q, given.k, given.v)]
+        with torch.enable_grad():
+            out, lse = run(replace(given, q=leaves[0], k=leaves[1], v=leaves[2]))
+        if not out.requires_grad:  # no row has a block
+            return tuple(torch.zeros_like(t, dtype=wide) for t in leaves)  # type: ignore[return-value]
+        dout, part = inputs.dout.to(wide), out.detach().to(wide)
+        weight = torch.exp(lse.detach() - inputs.lse.masked_fill(torch.isneginf(inputs.lse), torch.inf))
+        dlse = weight * (dout * part).sum(-1) - weight * inputs.delta()
+        grads = torch.autograd.grad((out, lse), leaves, ((weight[..., None] * dout).to(out.dtype), dlse.to(lse.dtype)))
+        return tuple(grad.to(wide) for grad in grads)  # type: ignore[return-value]
+
+    return backward

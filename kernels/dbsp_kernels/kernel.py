@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.dispatch import interpreted
-from dbsp_kernels.inputs import KernelInputs
-from dbsp_kernels.merge import PartialAttention
+from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention
 
 __all__ = ["FLOATS", "HALVES", "Kernel", "KernelRequirements", "arch_of"]
 

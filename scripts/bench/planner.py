@@ -21,9 +21,9 @@ from rich.table import Table
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.baselines import contiguous_heads, majority_rank
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_core.planning.imbalance import imbalance_ratio, rho_bound, work_by_rank
+from dbsp_core.planning.heads import contiguous_heads
+from dbsp_core.planning.planners import imbalance_ratio, majority_rank, rho_bound, work_by_rank
 from dbsp_core.planning.rows import plan_rows
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource

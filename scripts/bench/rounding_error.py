@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from dbsp_kernels.packing.int8_rows import restore_rows, rows_of_tokens
+from dbsp_kernels.exchange import restore_rows, rows_of_tokens
 
 __all__ = ["WAYS", "relative_errors"]
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
-from dbsp_core.sources.distributed_pooling import traffic
+from dbsp_core.sources.head_shares import traffic
 
 WAN_14B = BlockGrid(75600, 0, 64, 64)
 WAN_HEADS, WAN_WIDTH, WAN_BYTES = 40, 128, 2  # bfloat16

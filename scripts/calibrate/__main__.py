@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from dbsp_cli.output import TextTable, print_json, print_tables
-from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware
-from dbsp_core.cost.own_hardware import measured_file
+from dbsp_core.cost.machine import Hardware, load_hardware, measured_file, save_hardware
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import require_file_place, user_path
+from dbsp_core.utils.files import require_file_place, user_path
 from scripts.calibrate.calibrate import Calibration, Checked, calibrate, check
 
 _WORST = 0.5

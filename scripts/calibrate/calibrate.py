@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core.cost.hardware import Constants, Hardware, device_class, software_versions
-from dbsp_core.cost.latency import MERGE_BYTES, AttentionShape, Prediction, predict
+from dbsp_core.cost.machine import Constants, Hardware, device_class, software_versions
+from dbsp_core.cost.prediction import MERGE_BYTES, AttentionShape, Prediction, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.plan import make_plan

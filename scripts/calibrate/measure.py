@@ -15,7 +15,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.plan import make_plan
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.runtime.attention import DualBalancedAttention
-from dbsp_core.runtime.kernel_tables import build_tables, table_layout
+from dbsp_core.runtime.tables import build_tables, table_layout
 from dbsp_kernels import block_attention, merge_states
 from scripts.calibrate.cases import Case, Sizes
 from scripts.calibrate.timing import Samples, Timer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.machine import load_hardware
 from dbsp_core.reports.style import INK, PLANNERS, ROLES
 from scripts.reproduce.authors.runs import as_run
 from scripts.reproduce.modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments

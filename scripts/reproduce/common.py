@@ -14,7 +14,7 @@ import numpy as np
 from dbsp_core import BlockMask
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.sources.synthetic.presets import PRESETS
+from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.lockstep import RingPlan, plan_ring
 from scripts.results.result import FOLDER
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core import Plan, Strategy
-from dbsp_core.cost.hardware import Hardware, load_hardware
-from dbsp_core.cost.latency import AttentionShape, Topology, block_s, require_fit, require_network
+from dbsp_core.cost.machine import Hardware, load_hardware
+from dbsp_core.cost.prediction import AttentionShape, Topology, block_s, require_fit, require_network
 from dbsp_core.models.table import MODEL_SPECS
 from scripts.reproduce.common import mask_of
 from scripts.reproduce.lockstep import RingPlan

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout
-from dbsp_core.cost.hardware import Hardware, load_hardware
-from dbsp_core.cost.latency import AttentionShape, Topology
+from dbsp_core.cost.machine import Hardware, load_hardware
+from dbsp_core.cost.prediction import AttentionShape, Topology
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.planners import PaperConfig
 from dbsp_core.reports.style import INK

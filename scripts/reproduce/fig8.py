@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.machine import load_hardware
 from dbsp_core.reports.style import ROLES, SOFT
 from scripts.reproduce.authors.fit import MACHINES, UNKNOWNS
 from scripts.reproduce.authors.measured import BURST, DBSP, Bar, bars, fitted_half

@@ -12,26 +12,28 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core.comm.all_to_all import UNEVEN
-from dbsp_core.cost.chunk_times import ChunkTimes, of_the_last
-from dbsp_core.cost.comm_volume import copies_by_rank, tokens_at
-from dbsp_core.cost.hardware import Constants, Hardware
-from dbsp_core.cost.latency import (
+from dbsp_core.comm.exchange import UNEVEN
+from dbsp_core.cost.machine import Constants, Hardware
+from dbsp_core.cost.prediction import (
     MERGE_BYTES,
     AttentionShape,
+    ChunkTimes,
     Prediction,
     Topology,
     block_s,
+    copies_by_rank,
     exchange_s,
+    of_the_last,
     require_network,
+    tokens_at,
 )
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, snake_heads
-from dbsp_core.planning.majority import majority_ring_ranks
-from dbsp_core.planning.planners import PaperConfig
+from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
+from dbsp_core.planning.plan import majority_ring_ranks
+from dbsp_core.planning.planners import PaperConfig, biased_greedy
 
 __all__ = ["RingPlan", "eq_1", "plan_ring", "predict_ring", "ring_times", "work_by_ring_step"]
 
@@ -161,7 +163,7 @@ def predict_ring(
 ) -> Prediction:
     """Eq. 4 as corrected, of a ring: every rank's real work in each ring step, real bytes, real packing.
 
-    Arguments and errors are those of `dbsp_core.cost.latency.predict`.
+    Arguments and errors are those of `dbsp_core.cost.prediction.predict`.
     """
     strategy, grid, known = plan.strategy, plan.grid, hardware.constants
     topology = topology or Topology(strategy.world, strategy.world)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dbsp_core import BlockMask
-from dbsp_core.cost.hardware import Hardware, load_hardware
-from dbsp_core.cost.latency import Topology
+from dbsp_core.cost.machine import Hardware, load_hardware
+from dbsp_core.cost.prediction import Topology
 from dbsp_core.models.table import ModelSpec
 from scripts.reproduce.common import arguments, masks
 from scripts.reproduce.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize

@@ -1,6 +1,6 @@
 """Fits the presets: head_concentration to the Ulysses row of Table 1, then spread to the Ring row, drift to Fig. 11.
 
-Prints what belongs into dbsp_core/sources/synthetic/presets.py; writes nothing. Averages over all layers of four
+Prints what belongs into dbsp_core/sources/synthetic/source.py; writes nothing. Averages over all layers of four
 seeds.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsp_core.sources.synthetic.presets import PRESETS
+from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.common import FIG_11, TABLE_1, contiguous_rho
 from scripts.reproduce.fig11 import PRESET as FIG_11_PRESET
 from scripts.reproduce.fig11 import replans_and_rho

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dbsp_kernels.advice import page
+from dbsp_kernels.errors import page
 from scripts.training.world import COLOURS, FLOORS, FRAMES, HEIGHT, MOTIONS, SHAPES, WIDTH, captions
 
 __all__ = ["Card", "save_pipeline"]

@@ -10,7 +10,7 @@ import torch
 from rich.progress import Progress
 from safetensors.torch import load_file, save
 
-from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.files import write_atomically
 from scripts.training.autoencoder import encode
 from scripts.training.world import Scene, render
 

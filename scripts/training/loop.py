@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from dbsp_core.utils.atomic_io import open_atomically
+from dbsp_core.utils.files import open_atomically
 
 __all__ = ["History", "cosine", "generator_of", "train"]
 

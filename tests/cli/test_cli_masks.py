@@ -15,7 +15,7 @@ from dbsp_cli.mask_tools.info import MaskSeries, densities_of, drift_of, spread_
 from dbsp_cli.mask_tools.plots import heads_to_draw
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
-from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
 from tests.support.generators import random_bits
@@ -214,9 +214,9 @@ class TestConvert:
 RUN = """
 import sys, torch
 from dbsp_core import SequenceGroup, Strategy
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.video import Video
-from dbsp_core.reports.observed_session import observed_session
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.reports.observer import observed_session
 config = DbspConfig.load({"mask": {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3, "drift": 0.2}})
 session = observed_session(config, SequenceGroup(0, 1), Strategy(1, 1), heads=4, layers=3)
 q = torch.randn(1, 4, 384, 8)

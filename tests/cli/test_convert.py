@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording, lut_bits
 from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS, BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
-from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
 from tests.support.generators import SEEDS, examples, random_bits
 

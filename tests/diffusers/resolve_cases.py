@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_diffusers.resolve import resolve_config
 from tests.support.models.transformers_for_tests import make_transformer
 

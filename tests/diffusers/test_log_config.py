@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_diffusers import resolve
 from dbsp_kernels import KERNELS

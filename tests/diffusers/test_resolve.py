@@ -15,8 +15,7 @@ from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_core import Strategy
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.of_model import DEFAULT_ORIGIN
+from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
 from dbsp_core.models.lookup import published_model
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_diffusers.resolve import resolve_config

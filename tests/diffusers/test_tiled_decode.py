@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.generation import GenerationAgreement
+from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, owners_of_tiles, share_decoding

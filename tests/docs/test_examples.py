@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.sources import MaskRequest
 from tests.support.programs import run

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dbsp_core import SequenceLayout, Strategy, make_plan
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import SOURCES, MaskRequest, WindowSource
 from scripts.reproduce.lockstep import rho_before
 from tests.support.repository import ROOT

@@ -71,6 +71,6 @@ def test_files_and_modules_that_are_named_are_there():
 def test_what_is_not_there_is_found():
     gone = ["dbsp_core/gone.py", "scripts/gone", "runtime/gone.py", "scripts.bench.gone"]
     text = "`{}` ./{} `{}` python -m {} ".format(*gone)
-    files = "`dbsp_core/runtime/forward.py` ./scripts/demo `runtime/forward.py` `runtime/`"
+    files = "`dbsp_core/runtime/chunk_attention.py` ./scripts/demo `runtime/chunk_attention.py` `runtime/`"
     there = f"{files} python -m scripts.bench.nodes --json"
     assert missing(text + there) == gone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_kernels.prediction.block_selection import pooled_scores, pooled_scores_torch, select_blocks_torch
+from dbsp_kernels.prediction import pooled_scores, pooled_scores_torch, select_blocks_torch
 from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("crossing", [False, True])
 @pytest.mark.parametrize("limit", [(0.5, 0), (0.93, 0), (0.125, 0), (1e-9, 0), (None, 1), (None, 4), (None, 100)])
 def test_the_kernel_chooses_what_sorting_does(nk, limit, crossing):
-    from dbsp_kernels.triton.block_selection import select_blocks_triton
+    from dbsp_kernels.triton.prediction import select_blocks_triton
 
     generator = torch.Generator().manual_seed(nk)
     chance = torch.softmax(3 * torch.randn(2, 3, nk, generator=generator, dtype=torch.float64), dim=-1)
@@ -30,7 +30,7 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit, crossing):
 
 
 def test_what_is_dense_may_be_one_for_all_heads_and_chances_a_view():
-    from dbsp_kernels.triton.block_selection import select_blocks_triton
+    from dbsp_kernels.triton.prediction import select_blocks_triton
 
     generator = torch.Generator().manual_seed(5)
     chance = torch.rand(7, 3, 2 * 19, generator=generator, dtype=torch.float64)[..., ::2].to(DEVICE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from dbsp_core.runtime import forward
+from dbsp_core.runtime import chunk_attention
 from dbsp_kernels import DensePart, attend_dense_part, dense, merge_states
 from dbsp_kernels.triton import merge
 from tests.support.interpreter import interpreted
@@ -156,7 +156,7 @@ def test_dense_rows_of_a_batch_are_merged_in_one_launch_per_part(monkeypatch, ba
     table = SimpleNamespace(dense=SimpleNamespace(parts=parts), kv_len=LENGTHS)
     with interpreted():
         packed = (t.flatten(0, 1) for t in (q, k, v))
-        out, out_lse = forward._with_dense_rows(running, *packed, table, batch, SCALE, "cpu")
+        out, out_lse = chunk_attention._with_dense_rows(running, *packed, table, batch, SCALE, "cpu")
     assert len(launches) == len(parts)
     for part in parts:
         rows = slice(*part.rows)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_kernels import KERNELS, KernelRequirements, available, choose_kernel
 from dbsp_kernels.backends import triton
 from dbsp_kernels.errors import UserError

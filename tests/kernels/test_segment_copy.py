@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_kernels.packing import segment_copy as runs_module
-from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments, gather_segments
+from dbsp_kernels import exchange as runs_module
+from dbsp_kernels.exchange import CopySegments, copy_segments, gather_segments
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 
@@ -88,7 +88,7 @@ def test_runs_are_copied_and_nothing_else_is_touched(case, sliced):
 @examples(30)
 def test_the_triton_kernel_equals_its_twin(case):
     pytest.importorskip("triton")
-    from dbsp_kernels.triton.segment_copy import triton_copy_segments
+    from dbsp_kernels.triton.exchange import triton_copy_segments
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
@@ -105,7 +105,7 @@ def test_the_triton_kernel_equals_its_twin(case):
 def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
     """As q, k and v are: the destinations of all lie one behind the other."""
     pytest.importorskip("triton")
-    from dbsp_kernels.triton.segment_copy import triton_copy_segments
+    from dbsp_kernels.triton.exchange import triton_copy_segments
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which the kernel is not interpreted")
@@ -146,7 +146,7 @@ def far_apart(file: Path, axis: int) -> torch.Tensor:
 @pytest.mark.parametrize("axis", [2, 3], ids=["tokens", "D"])
 def test_offsets_within_a_segment_pass_32_bits(tmp_path, axis):
     pytest.importorskip("triton")
-    from dbsp_kernels.triton.segment_copy import triton_copy_segments
+    from dbsp_kernels.triton.exchange import triton_copy_segments
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which the kernel is not interpreted")

@@ -9,12 +9,12 @@ import yaml
 
 pytest.importorskip("triton")
 
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.sources import SOURCES, MaskRequest
 from dbsp_core.utils.yaml_file import shipped_configs
 from dbsp_kernels.errors import UserError
-from dbsp_kernels.triton.tile_config import SHIPPED
+from dbsp_kernels.triton.tiles import SHIPPED
 from scripts.checks.machine_code.variants import DTYPES
 
 FILES = sorted(shipped_configs().glob("*.yaml"))

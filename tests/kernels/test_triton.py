@@ -16,7 +16,7 @@ from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
-from dbsp_kernels.triton.tile_config import HOPPER, Tiles, padded, tiles_for
+from dbsp_kernels.triton.tiles import HOPPER, Tiles, padded, tiles_for
 
 LOOPS = ("plain", "late", "halves")
 ANY_ORDER = torch.tensor([[2, 0, 3, -7], [-7, -7, -7, -7], [1, 3, 0, 2]]).int()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dbsp_para
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import DenseSource
 from tests.para.para_cases import para_mesh
 from tests.support.models.tiny_pipelines import difference, fingerprint

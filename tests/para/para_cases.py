@@ -11,7 +11,7 @@ import torch
 
 import dbsp_para
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load

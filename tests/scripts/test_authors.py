@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.machine import load_hardware
 from scripts.reproduce import fig8, fig9, fig10
 from scripts.reproduce.authors import fit
 from scripts.reproduce.authors.measured import STRATEGIES, attention_ms, bars, fitted_half, speedups

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from dbsp_core import Strategy
-from dbsp_core.cost.hardware import Constants, load_hardware
-from dbsp_core.cost.latency import MERGE_BYTES
-from dbsp_core.cost.own_hardware import hardware_for, measured_file
+from dbsp_core.cost.machine import Constants, hardware_for, load_hardware, measured_file
+from dbsp_core.cost.prediction import MERGE_BYTES
 from scripts.bench.attention import Comparison, core_seconds
 from scripts.calibrate import __main__ as command
 from scripts.calibrate.calibrate import (

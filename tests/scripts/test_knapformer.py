@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.bags import BagTopology
 from scripts.reproduce.knapformer import throughput
 from scripts.reproduce.knapformer.chunks import chunks
 from scripts.reproduce.knapformer.drawing import DrawnSequences

@@ -12,7 +12,7 @@ import pytest
 
 from dbsp_core import __version__
 from dbsp_core.utils.errors import UserError
-from dbsp_kernels.advice import REPOSITORY
+from dbsp_kernels.errors import REPOSITORY
 from scripts.release_files import absolute_links, require_releasable
 from tests.support.programs import run
 from tests.support.repository import ROOT, child_environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dbsp_core import BlockGrid, BlockMask, Strategy
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.machine import load_hardware
 from dbsp_core.models.table import MODEL_SPECS
 from scripts.reproduce.simulate import simulate
 

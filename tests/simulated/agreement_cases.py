@@ -8,7 +8,7 @@ from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import check_consistent, gather_texts
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.agreement import agree_on_attention
-from dbsp_core.runtime.session.engine_session import EngineSession
+from dbsp_core.runtime.engine_session import EngineSession
 from tests.gpu_node.faults import recorded
 
 

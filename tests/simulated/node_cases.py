@@ -11,7 +11,7 @@ import torch
 from dbsp_core import SequenceGroup
 from dbsp_kernels import KernelInputs, merge_into
 from dbsp_kernels.triton.forward import triton_attention
-from dbsp_kernels.triton.tile_config import Tiles
+from dbsp_kernels.triton.tiles import Tiles
 from tests.gpu_node import streams
 from tests.gpu_node.faults import recorded
 from tests.gpu_node.tensors import DeviceTensor

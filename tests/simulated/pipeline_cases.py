@@ -10,8 +10,8 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core import SequenceGroup
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.schedule import StepClock
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.steps import StepClock
 from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.sharding.generations import Generations
 from tests.gpu_node.faults import recorded

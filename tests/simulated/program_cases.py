@@ -115,7 +115,7 @@ def generated(rank: int, world: int, folder: str, config_file: str, video: str) 
     """
     import diffusers.utils
 
-    from dbsp_core.config.config import DbspConfig
+    from dbsp_core.config import DbspConfig
     from dbsp_para import generate
 
     frames: list[Any] = []

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
-from dbsp_core.reports.observed_session import observed_session
+from dbsp_core.masks.grid import Video
+from dbsp_core.reports.observer import observed_session
 from tests.core.runtime.session_cases import HEADS, WIDTH, Session
 from tests.gpu_node.faults import recorded
 

@@ -11,15 +11,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import dbsp_core.comm.all_to_all
-import dbsp_core.runtime.forward
+import dbsp_core.comm.exchange
+import dbsp_core.runtime.chunk_attention
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning import wire_format
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import DualBalancedAttention
-from dbsp_kernels.packing.int8_rows import row_words
+from dbsp_kernels.exchange import row_words
 
 __all__ = ["peak_of_attention"]
 
@@ -96,13 +96,13 @@ def peak_of_attention(
     with (
         mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
         mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all),
-        mock.patch.object(dbsp_core.runtime.forward, "block_attention", kernel),
-        mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", copy_segments),
+        mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", kernel),
+        mock.patch.object(dbsp_core.comm.exchange, "copy_segments", copy_segments),
         mock.patch.object(wire_format, "gather_segments", copy_segments),
         mock.patch.object(wire_format, "quantise_segments", copy_segments),
         mock.patch.object(wire_format, "restore_rows", restore_rows),
         mock.patch.object(wire_format.Int8Format, "empty", empty),
-        mock.patch.object(dbsp_core.runtime.forward, "mean_of_tokens", return_value=mean),
+        mock.patch.object(dbsp_core.runtime.chunk_attention, "mean_of_tokens", return_value=mean),
         alive,
     ):
         attend(q, k, v)

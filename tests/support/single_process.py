@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import ConfigLike
+from dbsp_core.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.schedule import StepClock
-from dbsp_core.runtime.session.mask_provider import MaskProvider
+from dbsp_core.masks.steps import StepClock
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of, heads_of
 from dbsp_diffusers.models.gates import GATE, gate_of, gates_in_checkpoint

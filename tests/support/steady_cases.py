@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dbsp_core.runtime.forward
+import dbsp_core.runtime.chunk_attention
 from dbsp_core import SequenceGroup
 from dbsp_core.comm import groups
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
-from dbsp_core.reports.observed_session import observed_session
+from dbsp_core.masks.grid import Video
+from dbsp_core.reports.observer import observed_session
 
 _SCALARS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose")
 _SIZES = ("nonzero", "masked_select", "unique")
@@ -52,12 +52,12 @@ VIEWS = {
 }
 """Operators that compute nothing, or only make room."""
 FUSED = (
-    *("dbsp_core.comm.all_to_all.copy_segments", "dbsp_core.runtime.kernel_tables.expand_rows"),
-    *("dbsp_core.runtime.kernel_tables.pack_rows", "dbsp_core.comm.block_pooling.sum_tokens"),
+    *("dbsp_core.comm.exchange.copy_segments", "dbsp_core.runtime.tables.expand_rows"),
+    *("dbsp_core.runtime.tables.pack_rows", "dbsp_core.comm.block_pooling.sum_tokens"),
     *("dbsp_core.comm.block_pooling.pool_rows", "dbsp_core.sources.sparge.pooled_scores"),
     "dbsp_core.sources.sparge.select_blocks",
     *("dbsp_core.planning.wire_format.gather_segments", "dbsp_core.planning.wire_format.quantise_segments"),
-    *("dbsp_core.planning.wire_format.restore_rows", "dbsp_core.comm.token_mean.sum_tokens"),
+    *("dbsp_core.planning.wire_format.restore_rows", "dbsp_core.comm.exchange.sum_tokens"),
 )
 """What on a GPU is one kernel each, whatever the CPU takes: ours."""
 
@@ -160,7 +160,7 @@ def waits_of_a_steady_pass(
             for step, timestep in enumerate(timesteps):
                 for branch in range(2):
                     now = watch if (generation, step, branch) == (1, 3, 1) else nullcontext()
-                    with mock.patch.object(dbsp_core.runtime.forward, "block_attention", _no_kernel), now:
+                    with mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", _no_kernel), now:
                         layout = session.begin(Video((4, 8, 8)), timestep=timestep.expand(batch))
                         given = torch.Generator().manual_seed(step + 5 * branch)
                         session.attend(0, *torch.randn(3, batch, 4, layout.shard, 16, generator=given))
@@ -183,7 +183,7 @@ def _in_a_steady_step(
     config = DbspConfig.load(settings)
     session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=heads, layers=1)
 
-    with mock.patch.object(dbsp_core.runtime.forward, "block_attention", _no_kernel):
+    with mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", _no_kernel):
         for step in range(3):
             layout = session.begin(Video(thw), timestep=900.0 - step)
             q, k, v = torch.randn(3, 1, heads, layout.shard, 16, generator=torch.Generator().manual_seed(step))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.sources import NablaSource, RadialSource, SolSource, UnionSource, VsaSource, WindowSource
 from dbsp_diffusers.patching import PatchSet

@@ -112,7 +112,7 @@ def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
     from xfuser import xFuserArgs
     from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
 
-    from dbsp_core.config.config import DbspConfig
+    from dbsp_core.config import DbspConfig
     from dbsp_xdit.models import find_model
     from dbsp_xdit.runner_models import register
 

@@ -30,7 +30,7 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
     its own.
     """
     from dbsp_core.comm.groups import SequenceGroup
-    from dbsp_core.config.config import DbspConfig
+    from dbsp_core.config import DbspConfig
     from dbsp_xdit import attach
 
     def refused(*_: Any, **__: Any) -> Any:
@@ -45,8 +45,8 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
         mock.patch("dbsp_core.comm.consistency.check_consistent", compared),
         mock.patch("dbsp_core.runtime.agreement.check_consistent", compared),
         mock.patch("dbsp_diffusers.attach.use_model_device"),
-        mock.patch("dbsp_core.runtime.session.session.gather_nodes", lambda group: [0] * group.size),
-        mock.patch("dbsp_core.reports.observed_session.gather_texts", lambda group, text: [text]),
+        mock.patch("dbsp_core.runtime.session.gather_nodes", lambda group: [0] * group.size),
+        mock.patch("dbsp_core.reports.observer.gather_texts", lambda group, text: [text]),
         mock.patch("dbsp_diffusers.attach.resolve_config", lambda given, *_, **__: DbspConfig.load(given)),
         mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused),
     ):

@@ -1,10 +1,8 @@
-"""Patterns of attention heads of video models, as PAROAttention and SpargeAttn show them. Only numpy.
-
-A pattern gives each (query block, key block) pair a value from 0 (background) to 1 (likely to be dense).
-"""
+"""Patterns of attention heads of video models, as PAROAttention and SpargeAttn show them. Only numpy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +10,19 @@ import numpy as np
 
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 
-__all__ = ["PATTERNS", "BlockPositions", "always_dense", "profile_basis"]
+__all__ = [
+    "ALWAYS_DENSE",
+    "PATTERNS",
+    "BlockPositions",
+    "DriftingRng",
+    "always_dense",
+    "choose_best",
+    "exact_counts",
+    "logistic_noise",
+    "profile_basis",
+    "quantize_logits",
+]
+
 
 KNOTS = 9
 """Knots of the slow wave of a profile over the whole video."""
@@ -97,3 +107,111 @@ def profile_basis(places: BlockPositions) -> np.ndarray:
 def _hats(at: np.ndarray, knots: int) -> np.ndarray:
     """float64[knots, n]: weights of linear interpolation between `knots` knots on [0, 1], at `at`."""
     return np.clip(1 - np.abs(at * (knots - 1) - np.arange(knots)[:, None]), 0, 1)
+
+
+@dataclass(frozen=True)
+class DriftingRng:
+    """Random numbers that drift from step to step, each a function of (seed, key, time) on every machine.
+
+    A `key` of ints ≥ 0 names each quantity. `time`, which is drift · step, counts keyframes, between which values are
+    mixed.
+    """
+
+    seed: int
+    time: float = 0.0
+
+    def constant(self, *key: int) -> np.random.Generator:
+        """A generator for what does not drift."""
+        return np.random.default_rng([self.seed, 0, *key])
+
+    def normal(self, size: int, *key: int) -> np.ndarray:
+        """float64[size], standard normal at any time; times Δ < 1 apart within a keyframe correlate by cos(Δ·π/2)."""
+        keyframe, mix = self._position
+        now = self._keyframe(keyframe, *key).standard_normal(size)
+        if mix == 0:
+            return now
+        then = self._keyframe(keyframe + 1, *key).standard_normal(size)
+        return math.cos(mix * math.pi / 2) * now + math.sin(mix * math.pi / 2) * then
+
+    def uniform(self, shape: tuple[int, ...], *key: int) -> np.ndarray:
+        """uint16[shape], uniform; from one step to the next a share `drift` of the elements is drawn again."""
+        keyframe, mix = self._position
+        now = _uint16(self._keyframe(keyframe, *key), shape)
+        if mix == 0:
+            return now
+        turn = _uint16(self.constant(*key), shape)  # when, between keyframes, each element changes
+        np.copyto(now, _uint16(self._keyframe(keyframe + 1, *key), shape), where=turn < int(mix * 65536))
+        return now
+
+    @property
+    def _position(self) -> tuple[int, float]:
+        """Last keyframe, and position between it and the next, from 0 to below 1."""
+        keyframe = math.floor(self.time)
+        return keyframe, self.time - keyframe
+
+    def _keyframe(self, number: int, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, 1, number, *key])
+
+
+def _uint16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.integers(0, 65536, shape, dtype=np.uint16)
+
+
+STEPS = 512
+"""Scores are whole multiples of 1/STEPS logit, int16: their sums do not depend on a processor's rounding."""
+
+ALWAYS_DENSE = np.iinfo(np.int16).max
+"""Score of blocks that are always dense."""
+
+_MIDDLES = (np.arange(65536) + 0.5) / 65536
+_LOGISTIC = np.round(np.log(_MIDDLES / (1 - _MIDDLES)) * STEPS).astype(np.int16)
+
+
+def quantize_logits(logits: np.ndarray) -> np.ndarray:
+    """Logits as int16 scores, cut at ±12 (odds of 1 to 160,000), so that noise and three more add up within range."""
+    return np.round(np.clip(logits, -12, 12) * STEPS).astype(np.int16)
+
+
+def logistic_noise(uniform: np.ndarray) -> np.ndarray:
+    """Logistic noise as int16 scores from uniform uint16; it turns a threshold on scores into odds."""
+    noise: np.ndarray = _LOGISTIC[uniform]
+    return noise
+
+
+def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np.ndarray:
+    """int64[H]: blocks per head in proportion to float64[H] `densities` ≥ 0, from `least` to `most`.
+
+    They add up to `total`, or to the nearest number that the limits allow.
+    """
+    # 1. The scale at which clipped shares add up to the total, by bisection.
+    heads = len(densities)
+    total = min(max(total, heads * least), heads * most)
+    weights = np.maximum(densities, 1e-6)
+    low, high = 0.0, most / weights.min()
+    for _ in range(100):
+        scale = (low + high) / 2
+        if np.clip(weights * scale, least, most).sum() < total:
+            low = scale
+        else:
+            high = scale
+    # 2. Whole blocks; the rest goes to the heads that lost most by rounding down.
+    exact = np.clip(weights * low, least, most)
+    counts = np.floor(exact).astype(np.int64)
+    open_heads = np.flatnonzero(counts < most)
+    by_rest = open_heads[np.argsort(counts[open_heads] - exact[open_heads], kind="stable")]
+    counts[by_rest[: total - int(counts.sum())]] += 1
+    return counts
+
+
+def choose_best(scores: np.ndarray, count: int, out: np.ndarray) -> None:
+    """Sets `out` (bool, like scores) at the `count` highest int16 scores; equal ones are taken evenly spread."""
+    # 1. The threshold from a histogram: at_least[s] is the number of scores of s or more.
+    lowest = np.iinfo(np.int16).min
+    number = np.bincount(scores.ravel().astype(np.int64) - lowest, minlength=65536)
+    at_least = np.cumsum(number[::-1])[::-1]
+    threshold = int(np.flatnonzero(at_least >= count)[-1])
+    # 2. All scores above it, and as many equal to it as are missing.
+    np.greater(scores, threshold + lowest, out=out)
+    missing = count - (int(at_least[threshold]) - int(number[threshold]))
+    equal = np.flatnonzero(scores.ravel() == threshold + lowest)
+    out.reshape(-1)[equal[np.arange(missing) * len(equal) // max(missing, 1)]] = True

@@ -11,10 +11,8 @@ import itertools
 
 import torch
 
-from dbsp_kernels.backward import BackwardInputs, Gradients
-from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, lse_dtype
 from dbsp_kernels.kernel import Kernel
-from dbsp_kernels.merge import PartialAttention, lse_dtype
 
 __all__ = ["GATHER_BYTES", "KERNEL", "cpu_attention", "tail_bias", "why_unavailable"]
 

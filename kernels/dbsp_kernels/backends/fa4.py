@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from dbsp_kernels.advice import install_command
-from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.errors import install_command
+from dbsp_kernels.inputs import KernelInputs, PartialAttention
 from dbsp_kernels.kernel import HALVES, Kernel
-from dbsp_kernels.merge import PartialAttention
 
 __all__ = ["KERNEL", "blocks", "fa4_attention", "forward_arguments", "why_unavailable"]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dbsp_kernels.backward import backward_by_autograd
-from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.inputs import KernelInputs, PartialAttention, backward_by_autograd, lse_dtype
 from dbsp_kernels.kernel import Kernel
-from dbsp_kernels.merge import PartialAttention, lse_dtype
 
 __all__ = ["KERNEL", "reference_attention"]
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from dbsp_kernels.advice import page
-from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.errors import page
+from dbsp_kernels.inputs import KernelInputs, PartialAttention
 from dbsp_kernels.kernel import HALVES, Kernel
-from dbsp_kernels.merge import PartialAttention
 
 __all__ = ["ARCHS", "KERNEL", "LEAST_TOKENS", "blocks", "sparge_attention", "why_unavailable"]
 

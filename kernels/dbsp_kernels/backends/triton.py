@@ -6,11 +6,9 @@ import importlib.util
 
 import torch
 
-from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.dispatch import interpreted
-from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention
 from dbsp_kernels.kernel import FLOATS, Kernel
-from dbsp_kernels.merge import PartialAttention
 
 __all__ = ["KERNEL", "why_unavailable"]
 

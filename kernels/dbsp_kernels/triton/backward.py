@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.backward import BackwardInputs, Gradients
+from dbsp_kernels.inputs import BackwardInputs, Gradients
 from dbsp_kernels.triton.launch import launch
-from dbsp_kernels.triton.tile_config import Tiles, backward_tiles_for, padded
+from dbsp_kernels.triton.tiles import Tiles, backward_tiles_for, padded
 
 __all__ = ["backward_keys_kernel", "backward_rows_kernel", "triton_attention_backward"]
 

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dbsp_kernels.inputs import KernelInputs
-from dbsp_kernels.merge import PartialAttention
+from dbsp_kernels.inputs import KernelInputs, PartialAttention
 from dbsp_kernels.triton.launch import launch
-from dbsp_kernels.triton.tile_config import HOPPER, Tiles, padded, tiles_for
+from dbsp_kernels.triton.tiles import HOPPER, Tiles, padded, tiles_for
 
 __all__ = ["capability_of", "forward_kernel", "triton_attention"]
 

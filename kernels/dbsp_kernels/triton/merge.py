@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels.triton.launch import launch
-from dbsp_kernels.triton.tile_config import padded
+from dbsp_kernels.triton.tiles import padded
 
 __all__ = ["merge_kernel", "triton_merge_into"]
 

@@ -17,10 +17,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import sequence_cost
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.sequence_plan import plan_sequences
+from dbsp_core.cost.machine import load_hardware
+from dbsp_core.cost.sequence_cost import sequence_cost
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.sequences import plan_sequences
 from scripts.reproduce.knapformer.drawing import StreamAssumptions, draw, parse_streams
 from scripts.reproduce.knapformer.shared import FLUX
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import dbsp_diffusers
 from dbsp_core import Plan, SequenceLayout
-from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.prediction import traffic_of
 from dbsp_diffusers import LocalPredictions, PackedSample, packed_forward_local
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
 from scripts.results.result import FOLDER, write_csv

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.files import write_atomically
 
 SAVE_EVERY_S = 5.0
 

@@ -8,7 +8,7 @@ import types
 
 import torch
 
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.base import MaskRequest
 from tests.support.single_process import masked_attention

@@ -15,11 +15,18 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dbsp_kernels import BackwardInputs, KernelInputs, TransposedTable, block_attention_backward, merge_into
-from dbsp_kernels.packing.int8_rows import quantise_segments, restore_rows, row_words
-from dbsp_kernels.packing.row_bits import expand_rows, pack_rows
-from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
-from dbsp_kernels.prediction import block_selection, pooling
+from dbsp_kernels import (
+    BackwardInputs,
+    KernelInputs,
+    TransposedTable,
+    block_attention_backward,
+    merge_into,
+)
+from dbsp_kernels import (
+    prediction as predicted,
+)
+from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.tables import expand_rows, pack_rows
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.setting import MOST_ERROR, Setting, Shape
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
@@ -117,27 +124,25 @@ def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[
     lengths = rng.integers(1, 16 if setting.dry else 130, blocks)
     first = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
     tokens = torch.randn(2, 3, int(first[-1]), head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    place, runs = torch.from_numpy(rng.permutation(int(first[-1]))), pooling.block_runs(lengths)
+    place, runs = torch.from_numpy(rng.permutation(int(first[-1]))), predicted.block_runs(lengths)
     on = setting.device
 
     def differ(name: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
         same = (found.cpu() == twin) | (found.cpu() != found.cpu()) & (twin != twin)
         return Row(f"{name} that differ from the twin's", float((~same).sum()), "", 0.0)
 
-    sums = pooling.sum_tokens_torch(tokens, place, runs)
-    yield differ("sums", pooling.sum_tokens(tokens.to(on), place.to(on), first.to(on), runs), sums)
+    sums = predicted.sum_tokens_torch(tokens, place, runs)
+    yield differ("sums", predicted.sum_tokens(tokens.to(on), place.to(on), first.to(on), runs), sums)
     counts = torch.from_numpy(lengths)
-    rows = pooling.pool_rows_torch(sums, counts)
-    yield differ("means", pooling.pool_rows(sums.to(on), counts.to(on)), rows)
+    rows = predicted.pool_rows_torch(sums, counts)
+    yield differ("means", predicted.pool_rows(sums.to(on), counts.to(on)), rows)
     rows, nq = rows.flatten(0, 1), blocks // 3
-    scores = block_selection.pooled_scores_torch(rows, nq, head_dim**-0.5, 0.02)
-    yield differ("scores", block_selection.pooled_scores(rows.to(on), nq, head_dim**-0.5, 0.02), scores)
+    scores = predicted.pooled_scores_torch(rows, nq, head_dim**-0.5, 0.02)
+    yield differ("scores", predicted.pooled_scores(rows.to(on), nq, head_dim**-0.5, 0.02), scores)
     chance, dense = torch.softmax(scores * 30, dim=-1), rows[..., -1] <= 0.02
     for cdf, count in ((0.9, 0), (None, max(1, nq // 4))):
-        chosen = block_selection.select_blocks(chance.to(on), dense.to(on), cdf, count)
-        yield differ(
-            f"blocks by {cdf or count}", chosen, block_selection.select_blocks_torch(chance, dense, cdf, count)
-        )
+        chosen = predicted.select_blocks(chance.to(on), dense.to(on), cdf, count)
+        yield differ(f"blocks by {cdf or count}", chosen, predicted.select_blocks_torch(chance, dense, cdf, count))
 
 
 def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, int]:
@@ -175,7 +180,7 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
 
 def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
     """Segments of tokens copied with zeros behind them, and added."""
-    from dbsp_kernels.triton.segment_copy import triton_copy_segments
+    from dbsp_kernels.triton.exchange import triton_copy_segments
 
     for mean in (1, 64):
         for add in (False, True) if dtype == torch.float32 else (False,):  # gradients, which are added, are wide
@@ -192,7 +197,7 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
 
 def row_bits(setting: Setting) -> Iterator[Row]:
     """Masks' rows packed to bits, and bits expanded to tables."""
-    from dbsp_kernels.triton.row_bits import triton_expand_rows, triton_pack_rows
+    from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 
     rng = np.random.default_rng(0)
     rows, width = (5, 24) if setting.dry else (50, 1200)

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 
 from dbsp_core import BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.kernel_tables import build_tables, dense_spans_of
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.tables import build_tables, dense_spans_of
 from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from scripts.checks.gpu.journal import Case, Row

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
-from dbsp_core.comm.route_building import build_route
+from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_kernels import (
     KERNELS,
@@ -22,8 +22,8 @@ from dbsp_kernels import (
     attend_dense_part,
     block_attention,
 )
-from dbsp_kernels.packing.segment_copy import copy_segments, gather_segments
-from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
+from dbsp_kernels.exchange import copy_segments, gather_segments
+from dbsp_kernels.triton.tiles import HOPPER, Tiles, tiles_for
 from scripts.checks.gpu.clock import Work
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.setting import MOST_ERROR, PackedJob, Setting, Shape

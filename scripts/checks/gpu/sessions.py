@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy, save_mask
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.schedule import StepClock
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.masks.steps import StepClock
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, StaticMaskSource
 from tests.support.oracle import token_mask
 

@@ -12,7 +12,7 @@ import yaml
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.models.lookup import signature_of_name
-from dbsp_core.runtime.kernel_tables import KernelTable, build_tables, table_layout
+from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_core.utils.yaml_file import shipped_configs

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 from dbsp_core import SequenceGroup, Strategy
 from dbsp_core.comm.groups import PendingTransfer
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.model import Transformer, random_transformer
 from scripts.checks.gpu.setting import Setting

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.masks.schedule import Progress, StepClock
+from dbsp_core.masks.steps import Progress, StepClock
 from scripts.checks.gpu.journal import REPO, Case, Row, Skipped
 from scripts.checks.gpu.ranks import MASKS, inputs, launches_in_turn
 from scripts.checks.gpu.sessions import SMALL, TINY, local, session_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 from scripts.checks.upstream.counting import count_attention
 
 __all__ = ["Outputs", "enable_dense", "install", "known_classes"]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.utils.packages import installed_version
+from dbsp_core.utils.process import installed_version
 from tests.support import interpreter  # noqa: F401  before anything else imports triton
 from tests.support.workers import WorkerError, WorkerPool
 

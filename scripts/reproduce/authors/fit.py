@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from dbsp_core.cost.hardware import Constants, load_hardware
+from dbsp_core.cost.machine import Constants, load_hardware
 from scripts.reproduce.authors.measured import PROFILE, STRATEGIES, Bar, attention_ms, bars, fitted_half
 from scripts.reproduce.authors.runs import Unknowns, attention_s, bar_attention_s, dense_s, other_s
 

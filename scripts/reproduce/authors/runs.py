@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dbsp_core import BlockGrid, BlockMask, Strategy
-from dbsp_core.cost.hardware import Constants, Hardware
-from dbsp_core.cost.latency import AttentionShape, Prediction
+from dbsp_core.cost.machine import Constants, Hardware
+from dbsp_core.cost.prediction import AttentionShape, Prediction
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from scripts.reproduce.authors.measured import BURST, DBSP, DENSITIES, PASSES, SPARGE, STRATEGIES, Bar
 from scripts.reproduce.common import TABLE_1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.shards import TokenRuns
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.sequences import TokenRuns
 
 __all__ = ["chunks"]
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from dbsp_core.cost.hardware import SHIPPED, Hardware, load_hardware
-from dbsp_core.cost.latency import block_s
-from dbsp_core.cost.sequences import LayerSize
+from dbsp_core.cost.machine import SHIPPED, Hardware, load_hardware
+from dbsp_core.cost.prediction import block_s
+from dbsp_core.cost.sequence_cost import LayerSize
 from dbsp_core.reports.style import INK, ROLES
 from scripts.reproduce.knapformer.shared import FLUX, knapformer_arguments
 from scripts.results.figures import legend_below, panels

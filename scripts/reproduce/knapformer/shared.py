@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import LayerSize, SequencePlanMetrics, SequenceWork, evaluate, even_owners
+from dbsp_core.cost.machine import load_hardware
+from dbsp_core.cost.sequence_cost import LayerSize, SequencePlanMetrics, SequenceWork, evaluate, even_owners
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.baselines import contiguous_heads
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.cost import SequenceCost
-from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.heads import contiguous_heads
+from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.reports.style import PLANNERS
 from scripts.reproduce.knapformer.chunks import chunks
 from scripts.reproduce.knapformer.drawing import DrawnSequences, StreamAssumptions, draw, parse_streams

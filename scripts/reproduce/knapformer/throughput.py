@@ -24,7 +24,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dbsp_core.planning.sequences.cost import PICO
+from dbsp_core.planning.sequences import PICO
 from dbsp_core.reports.style import PLANNERS, ROLES
 from scripts.reproduce.knapformer.shared import (
     FLOPS_PER_S,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_core.cost.sequences import SequenceWork
-from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.cost.sequence_cost import SequenceWork
+from dbsp_core.planning.bags import BagTopology
 from dbsp_core.reports.style import INK
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from scripts.reproduce.knapformer.drawing import DrawnSequences

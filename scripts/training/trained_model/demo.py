@@ -31,9 +31,9 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.reports.page import report_page
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.files import write_atomically
 from dbsp_diffusers.patching import in_float64
-from dbsp_kernels.advice import install_command
+from dbsp_kernels.errors import install_command
 from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
 from tests.support.single_process import attach_single_process
 

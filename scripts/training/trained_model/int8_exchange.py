@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dbsp_diffusers
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_kernels.packing.int8_rows import restore_rows, rows_of_tokens
+from dbsp_kernels.exchange import restore_rows, rows_of_tokens
 from scripts.results.result import FOLDER, write_csv
 from scripts.training.trained_model.small_model import (
     MEASURED_HERE,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dbsp_core.reports.style import STYLE, WIDTH, heading
-from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.files import write_atomically
 
 __all__ = ["SHOWN", "decode_video", "save_side_by_side"]
 

@@ -11,7 +11,7 @@ import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from dbsp_cli.tiny_models import TRAINED_WAN
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import LocalQK, MaskRequest

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.generate.rank_output import _root_cause
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
 from dbsp_diffusers.attached import transformers_of
 from tests.support.nodes import two_nodes

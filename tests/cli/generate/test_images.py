@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from dbsp_cli.generate.images import fitted
-from dbsp_core.models.video import VideoSettings
+from dbsp_core.models.settings import VideoSettings
 from dbsp_core.utils.errors import UserError
 
 SIZE = (96, 64)

@@ -16,7 +16,7 @@ from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.generate.resources import duration_notice, memory_complaint
 from dbsp_cli.generate.running import require_runnable
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_diffusers.preflight import require_checkpoint, require_possible

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import BlockMask, save_mask
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import DenseSource, MaskRequest
 from dbsp_core.utils.yaml_file import Settings, read_settings, shipped_configs
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.devices import use_local_device, use_model_device
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import log
+from dbsp_core.utils.process import log
 
 
 class PlacedModel(torch.nn.Module):

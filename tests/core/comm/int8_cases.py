@@ -10,11 +10,11 @@ from unittest import mock
 import torch
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
-from dbsp_core.comm.token_mean import mean_of_tokens
+from dbsp_core.comm.exchange import mean_of_tokens
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import Int8Format
-from dbsp_kernels.packing.segment_copy import CopySegments
+from dbsp_kernels.exchange import CopySegments
 from tests.support.attention_cases import Case, Inputs, as_sent
 from tests.support.oracle import dense_attention, largest_difference
 

@@ -20,10 +20,10 @@ from dbsp_core import (
 )
 from dbsp_core.comm.groups import gather_shards, report_group
 from dbsp_core.comm.rehoming import Rehoming
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from tests.core.comm.lifetimes import count
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 from tests.support.models.tiny_pipelines import alone, latents, load
 
 

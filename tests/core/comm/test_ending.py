@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dbsp_core.comm.groups import CommunicationError
-from dbsp_core.runtime.session.async_plan_cache import PlanningThread
+from dbsp_core.runtime.async_plan_cache import PlanningThread
 
 SINGLE_RANK = """
 import gc, os
@@ -46,7 +46,7 @@ class TestGroups:
         used = """
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.groups import report_group
-from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.async_plan_cache import AsyncPlanCache
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
@@ -70,7 +70,7 @@ class TestBackground:
     def test_jobs_under_way_are_done_before_the_interpreter_ends(self):
         done = run(
             "import time\n"
-            "from dbsp_core.runtime.session.async_plan_cache import PlanningThread\n"
+            "from dbsp_core.runtime.async_plan_cache import PlanningThread\n"
             "background = PlanningThread()\n"
             "for number in range(3):\n"
             "    background.submit(lambda number=number: (time.sleep(0.1), print(number, flush=True)))\n"

@@ -16,7 +16,8 @@ import sys, threading, torch, torch.distributed as dist
 from datetime import timedelta
 from dbsp_core.comm import rank_program
 from dbsp_core.comm.rank_program import exit_on_failure, process_group
-from dbsp_core.utils.errors import UserError, exit_on_user_error
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import exit_on_user_error
 
 def join(rank=0, world=1):
     store = dist.FileStore(sys.argv[1], world)

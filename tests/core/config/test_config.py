@@ -12,9 +12,9 @@ import yaml
 
 import dbsp_core
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
-from dbsp_core.config.config import DbspConfig, ReuseConfig
-from dbsp_core.masks.schedule import DenseSchedule
-from dbsp_core.models.video import GenerateSettings, VideoSettings
+from dbsp_core.config import DbspConfig, ReuseConfig
+from dbsp_core.masks.steps import DenseSchedule
+from dbsp_core.models.settings import GenerateSettings, VideoSettings
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.sources import (
     SOURCES,

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from dbsp_core import BlockMask, save_mask
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
+from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.models.lookup import find_model_spec, published_model, require_video, signature_of_model
+from dbsp_core.models.settings import GenerateSettings, VideoSettings
 from dbsp_core.models.signature import ModelSignature, token_grid
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_core.models.video import GenerateSettings, VideoSettings
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
-from dbsp_core.sources.synthetic.presets import PRESETS
+from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
 from dbsp_diffusers.resolve import describe_mask

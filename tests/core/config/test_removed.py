@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.utils.errors import SettingError, UserError
-from dbsp_core.utils.removed import REMOVED_KEYS, REMOVED_VALUES
+from dbsp_core.config import DbspConfig
+from dbsp_core.utils.errors import REMOVED_KEYS, REMOVED_VALUES, SettingError, UserError
 
 SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
     "budget": {"reuse": {"budget": 0.3}},

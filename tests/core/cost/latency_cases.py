@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.cost.hardware import Constants, Hardware
-from dbsp_core.cost.latency import AttentionShape
+from dbsp_core.cost.machine import Constants, Hardware
+from dbsp_core.cost.prediction import AttentionShape
 from tests.support.generators import random_bits
 
 NAMES = Constants.__dataclass_fields__

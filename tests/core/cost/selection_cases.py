@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_core.utils.log import log
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.process import log
 
 
 def choose_together(

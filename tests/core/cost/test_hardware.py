@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from dbsp_core.cost.hardware import (
+from dbsp_core.cost.machine import (
     SHIPPED,
     Constants,
     device_class,
@@ -19,7 +19,7 @@ from dbsp_core.cost.hardware import (
     software_versions,
     warn_if_elsewhere,
 )
-from dbsp_core.cost.latency import Topology
+from dbsp_core.cost.prediction import Topology
 
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 

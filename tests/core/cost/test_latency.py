@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
-from dbsp_core.comm.route_building import build_route
-from dbsp_core.cost.chunk_times import chunk_times
-from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.latency import (
+from dbsp_core.comm.exchange_tables import build_route
+from dbsp_core.cost.machine import load_hardware
+from dbsp_core.cost.prediction import (
     AttentionShape,
     Topology,
+    chunk_times,
     predict,
+    traffic_of,
 )
 from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.generators import random_bits

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware
-from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.own_hardware import RULE, measured_file
+from dbsp_core.config import DbspConfig
+from dbsp_core.cost.machine import RULE, Hardware, load_hardware, measured_file, save_hardware
+from dbsp_core.cost.prediction import AttentionShape, Topology, predict
 from dbsp_core.cost.selection import StrategySelector, by_rule, candidates, in_ns
 from tests.core.cost.latency_cases import machine
 from tests.core.cost.selection_cases import choose_together, choose_unmeasured

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.latency import block_s
-from dbsp_core.cost.sequences import (
+from dbsp_core.cost.machine import load_hardware
+from dbsp_core.cost.prediction import block_s, traffic_of
+from dbsp_core.cost.sequence_cost import (
     FLOP_COUNTS,
     LayerSize,
     SequenceWork,
@@ -20,9 +19,8 @@ from dbsp_core.cost.sequences import (
     whole_layout,
 )
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.cost import PICO, SequenceCost
-from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
-from dbsp_core.runtime.kernel_tables import dense_spans_of
+from dbsp_core.runtime.tables import dense_spans_of
 from dbsp_core.utils.errors import UserError
 
 PLAIN = BlockGrid(tokens=96, text_tokens=0, block_q=8, block_k=8)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
-from dbsp_core.masks.coarse_branch import CoarseBranch
+from dbsp_core.masks.block_mask import CoarseBranch
 from tests.support.generators import random_bits
 
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
-from dbsp_core.masks.mask_values import pack_mask_bits, unpack_mask_bits
-from dbsp_core.masks.step_groups import StepGroups
-from dbsp_core.masks.token_order import AXIS_ORDERS
-from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
+from dbsp_core.masks.grid import AXIS_ORDERS
+from dbsp_core.masks.mask_file import pack_mask_bits, unpack_mask_bits
+from dbsp_core.masks.steps import StepGroups
+from dbsp_core.utils.files import ByteTensor, write_byte_tensors
 from tests.support.generators import SEEDS, examples, random_bits
 
 THW = (2, 3, 5)

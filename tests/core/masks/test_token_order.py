@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid
-from dbsp_core.masks.token_order import AXIS_ORDERS, video_order
-from dbsp_core.planning.baselines import balanced_majority_rank, majority_rank
+from dbsp_core.masks.grid import AXIS_ORDERS, video_order
+from dbsp_core.planning.planners import balanced_majority_rank, majority_rank
 from tests.support.generators import examples
 from tests.support.oracle import place_in_order
 

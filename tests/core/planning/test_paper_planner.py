@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, majority_rank, snake_heads
-from dbsp_core.planning.imbalance import bins_bound, imbalance_ratio, rho_bound, work_by_rank
+from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
+from dbsp_core.planning.planners import (
+    biased_greedy,
+    bins_bound,
+    imbalance_ratio,
+    majority_rank,
+    rho_bound,
+    work_by_rank,
+)
 from tests.support.generators import SEEDS, examples
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbsp_core.planning.baselines import contiguous_heads, greedy_heads
-from dbsp_core.planning.heads import balance_heads, local_search_heads
-from dbsp_core.planning.imbalance import bins_bound
+from dbsp_core.planning.heads import balance_heads, contiguous_heads, greedy_heads, local_search_heads
+from dbsp_core.planning.planners import bins_bound
 from dbsp_core.planning.rows import plan_rows
 
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (16, 1), (4, 4), (1, 16), (3, 2)]

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.cost import SequenceCost
-from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
 from scripts.reproduce.knapformer.drawing import Stream, StreamAssumptions, draw, parse_streams
 

@@ -15,16 +15,15 @@ import torch
 
 import dbsp_para
 from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.masks.video import Video
+from dbsp_core.config import DbspConfig
+from dbsp_core.cost.prediction import traffic_of
+from dbsp_core.masks.grid import Video
 from dbsp_core.reports.collect import make_report
-from dbsp_core.reports.observed_session import observed_session
-from dbsp_core.reports.observer import run_observer
+from dbsp_core.reports.observer import observed_session, run_observer
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.session.mask_provider import MaskProvider
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.session import AttentionSession
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 LAYERS, HEADS, WIDTH = 2, 4, 16

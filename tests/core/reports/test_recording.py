@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
-from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings, parse_layers
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.utils.byte_sizes import parse_size
+from dbsp_core.utils.files import parse_size
 from tests.support.generators import SEEDS, examples, random_bits
 from tests.support.paro_cases import files_of, run_recorded
 

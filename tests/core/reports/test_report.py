@@ -12,7 +12,7 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
 from dbsp_core.reports.page import in_a_line, in_seconds, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
-from dbsp_core.utils.byte_sizes import in_bytes
+from dbsp_core.utils.files import in_bytes
 from tests.core.reports.report_cases import (
     fail_on_one_rank,
     pipeline_reports,

@@ -20,10 +20,10 @@ from dbsp_core import (
     dual_balanced_attention,
     make_plan,
 )
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_core.utils.packages import package_versions
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.process import package_versions
 
 TOKENS, HEADS, WIDTH = 200, 3, 8
 
@@ -67,7 +67,7 @@ def call_where_one_rank_differs(rank: int, world: int, culprit: int, fault: str)
     strategy = Strategy(1, world)
     layout = SequenceLayout.named(home, mask.grid, strategy)
     plan = make_plan(mask, strategy, layout=SequenceLayout.contiguous(TOKENS, world))
-    with mock.patch("dbsp_core.utils.packages.package_versions", return_value=package_versions() | versions):
+    with mock.patch("dbsp_core.utils.process.package_versions", return_value=package_versions() | versions):
         attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=k.shape[2], **options)
     attend(q, k, v, scale=scale)
 

@@ -8,10 +8,10 @@ import torch
 import torch._dynamo
 
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_core.utils.compiling import not_compiled
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.process import not_compiled
 from tests.support.attention_cases import Case, Inputs
 
 CASE = Case("U1R2", heads=2, tokens=120)

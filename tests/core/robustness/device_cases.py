@@ -17,10 +17,10 @@ from dbsp_core import (
     dual_balanced_attention,
     make_plan,
 )
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
 
 HEADS, WIDTH, TOKENS = 4, 16, 200
 

@@ -11,13 +11,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import dbsp_core.runtime.forward
+import dbsp_core.runtime.chunk_attention
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import PendingTransfer
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
 
 POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
 
@@ -76,7 +76,7 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
 
     with (
         mock.patch.object(SequenceGroup, "start_all_to_all", watched_start),
-        mock.patch.object(dbsp_core.runtime.forward, "block_attention", waiting_kernel),
+        mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", waiting_kernel),
     ):
         session.attend(0, k, k, k)
     return arrived

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
-from dbsp_core.utils.paths import require_file_place
+from dbsp_core.utils.files import ByteTensor, require_file_place, write_atomically, write_byte_tensors
 
 
 def mode(path: Path) -> int:

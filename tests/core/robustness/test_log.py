@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from dbsp_core.utils.errors import UserError, exit_on_user_error
-from dbsp_core.utils.log import log, printable
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import exit_on_user_error, log, printable
 
 
 def test_lines_go_to_standard_error_once(capsys):
@@ -33,7 +33,7 @@ def test_an_application_s_own_handlers_for_dbsp_replace_ours(own):
     script = (
         f"import logging, sys; {configure}.addHandler(logging.FileHandler('/dev/stdout'))\n"
         "logging.getLogger('dbsp').setLevel(logging.INFO)\n"
-        "from dbsp_core.utils.log import log\nlog.info('here')"
+        "from dbsp_core.utils.process import log\nlog.info('here')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == (("here\n", "root here\n") if own else ("", "dbsp: here\n"))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.hardware import load_hardware, save_hardware
+from dbsp_core.config import DbspConfig
+from dbsp_core.cost.machine import load_hardware, save_hardware
 from dbsp_core.models.lookup import signature_of_model
 from dbsp_core.reports.mask_recorder import RecordSettings
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.paths import (
+from dbsp_core.utils.files import (
     expand_path,
     require_apart,
     require_file,
@@ -108,7 +108,7 @@ class TestHome:
 
 def as_another_user(code: str, *arguments: object) -> str:
     """What a program says that the superuser has started as somebody else, whom permissions bind."""
-    become = "import os, sys; from dbsp_core.config.config import DbspConfig; os.setuid(65534)\n"
+    become = "import os, sys; from dbsp_core.config import DbspConfig; os.setuid(65534)\n"
     command = [sys.executable, "-c", become + code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, env=child_environment(), check=False)
     return (done.stdout + done.stderr).decode()
@@ -202,7 +202,7 @@ def test_yaml_is_utf_8_in_every_locale(tmp_path, locale):
     (tmp_path / "wide.yaml").write_text(text, encoding="utf-16")
     save_mask(tmp_path / "ä.safetensors", BlockMask.dense(2, GRID))
     code = (
-        "import os, sys\nfrom dbsp_core.config.config import DbspConfig\n"
+        "import os, sys\nfrom dbsp_core.config import DbspConfig\n"
         "for name in sys.argv[1:]:\n    config = DbspConfig.load(name)\n"
         "    os.makedirs(config.report, exist_ok=True)\n    print(ascii(config.generate.video.prompt))"
     )

@@ -17,10 +17,10 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.sequence_plan import plan_sequences
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.config import DbspConfig
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.sequences import plan_sequences
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_core.sources.spec import mask_in_words, mask_settings
 from dbsp_diffusers import LocalPredictions, PackedRequest, PackedSample

@@ -6,13 +6,13 @@ import pytest
 
 from dbsp_cli.commands.masks import parse_thw
 from dbsp_core import Strategy
-from dbsp_core.masks.step_groups import StepGroups
-from dbsp_core.masks.token_order import require_order
-from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.masks.grid import require_order
+from dbsp_core.masks.steps import StepGroups
+from dbsp_core.planning.bags import BagTopology
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.spec import mask_settings
-from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import parse_size
 from dbsp_core.utils.yaml_file import read_settings
 from scripts.reproduce.knapformer.drawing import parse_streams
 

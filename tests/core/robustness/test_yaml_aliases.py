@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.yaml_file import parse_value, read_settings

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.schedule import DenseSchedule
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.mask_provider import MaskProvider
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.masks.grid import Video
+from dbsp_core.masks.steps import DenseSchedule
+from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.utils.errors import UserError

@@ -9,11 +9,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
+from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 
 HEADS, LAYERS = 4, 2

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
-from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.async_plan_cache import AsyncPlanCache
 
 GRID = BlockGrid.uniform(8 * 16, 16)
 

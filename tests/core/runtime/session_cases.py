@@ -17,22 +17,21 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
-from dbsp_core.comm.all_to_all import Route
+from dbsp_core.comm.exchange import Route
 from dbsp_core.comm.groups import CommunicationError
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
+from dbsp_core.masks.grid import Video
 from dbsp_core.planning.plan import Plan
-from dbsp_core.reports.observed_session import observed_session
-from dbsp_core.reports.observer import run_observer
+from dbsp_core.reports.observer import observed_session, run_observer
+from dbsp_core.runtime.async_plan_cache import PlanningThread
 from dbsp_core.runtime.executor import KernelChoice
-from dbsp_core.runtime.session.async_plan_cache import PlanningThread
-from dbsp_core.runtime.session.mask_provider import MaskProvider
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest, WindowSource
 from dbsp_core.sources.base import BlockSizes
-from dbsp_core.sources.distributed_pooling import gather_bits
-from dbsp_core.utils.packages import package_versions
+from dbsp_core.sources.head_shares import gather_bits
+from dbsp_core.utils.process import package_versions
 from dbsp_kernels import KernelRequirements
 from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import once
@@ -215,7 +214,7 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
 
     try:
         with (
-            mock.patch("dbsp_core.utils.packages.package_versions", return_value=versions),
+            mock.patch("dbsp_core.utils.process.package_versions", return_value=versions),
             mock.patch("dbsp_core.sources.sparge.gather_bits", gathered),
         ):
             session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.comm.all_to_all import CHUNKS_IN_FLIGHT
+from dbsp_core.comm.exchange import CHUNKS_IN_FLIGHT
 from tests.support.attention_peak import peak_of_attention
 
 WITH_CHUNKS = 2 + 2 * CHUNKS_IN_FLIGHT + 2 * (CHUNKS_IN_FLIGHT - 1)

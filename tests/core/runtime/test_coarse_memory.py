@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.coarse_branch import CoarseBranch
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.async_plan_cache import PlanningThread
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.masks.block_mask import CoarseBranch
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.async_plan_cache import PlanningThread
+from dbsp_core.runtime.session import AttentionSession
 
 VSA = {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
 LAYERS = 3

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from dbsp_core import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.schedule import StepClock
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.engine_session import EngineLayout, EngineSession
+from dbsp_core.masks.grid import Video
+from dbsp_core.masks.steps import StepClock
+from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
 from dbsp_core.utils.errors import UserError
 from scripts.checks.engines.reference import attend_under
 from tests.support.thread_ranks import ThreadRanks

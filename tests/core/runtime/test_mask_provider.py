@@ -6,8 +6,8 @@ import pytest
 
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import run_consistently
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.schedule import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock, StepCounter
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock, StepCounter
 from tests.core.runtime.mask_provider_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
 from tests.support.workers import WorkerError
 

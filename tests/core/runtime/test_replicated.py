@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from dbsp_core import SequenceGroup
-from dbsp_core.runtime.replicated import attend_shared_keys, count_gradient_once
+from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_once
 from dbsp_kernels import dense
 
 KEYS = {2: (0, 7), 3: (5, 1, 30), 4: (9, 0, 0, 2)}

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.assignment import Assignment
+from dbsp_core.runtime.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.plan_cache import KeptPlan, PlanCache
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.session.plan_cache import KeptPlan, PlanCache
-from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_core.runtime.session.size_context import plan_cache_of
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.size_context import plan_cache_of
 from dbsp_core.sources import SpargeSource, WindowSource
 from tests.core.runtime.reuse_cases import mask_of, plan_where_one_rank_goes_wrong, timeouts, two_caches_of_one_group
 from tests.support.workers import WorkerError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.mask_tools.info import MaskSeries, drift_of
-from dbsp_core.masks.schedule import MOST_PASSES
-from dbsp_core.runtime.session.session import MOST_SIZES
+from dbsp_core.masks.steps import MOST_PASSES
+from dbsp_core.runtime.session import MOST_SIZES
 from dbsp_core.sources import WindowSource
 from tests.core.runtime.session_cases import (
     PREDICTED,

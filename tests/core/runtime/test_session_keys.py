@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.utils.errors import SettingError, UserError
 from tests.core.runtime.session_cases import (
     needed_keys_of_growing_masks,

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup, Strategy
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.video import Video
-from dbsp_core.reports.observed_session import observed_session
-from dbsp_core.reports.observer import run_observer
-from dbsp_core.runtime.session.mask_provider import MaskProvider
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.reports.observer import observed_session, run_observer
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from tests.support.oracle import rounded_to_int8

@@ -20,8 +20,8 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.masks.token_order import video_order
-from dbsp_core.runtime.kernel_tables import build_tables, dense_spans_of
+from dbsp_core.masks.grid import video_order
+from dbsp_core.runtime.tables import build_tables, dense_spans_of
 from dbsp_core.sources import (
     DenseSource,
     LocalQK,

@@ -13,7 +13,7 @@ from hypothesis import given
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
 from dbsp_core.masks.block_mask import row_places
 from dbsp_core.masks.mask_writer import mask_file_bytes
-from dbsp_core.planning.imbalance import imbalance_ratio
+from dbsp_core.planning.planners import imbalance_ratio
 from dbsp_core.sources import DenseSource, FileSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
 from dbsp_core.utils.errors import UserError
 from tests.core.sequences.packed_cases import RandomSource, orders_are_what_they_say

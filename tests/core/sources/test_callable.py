@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import CallableSource, MaskRequest
 from tests.para.para_cases import ParaCase, run_para_case, run_pipeline_case, run_until_error
 from tests.support import user_masks

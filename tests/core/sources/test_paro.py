@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
-from dbsp_core.masks.token_order import AXIS_ORDERS
+from dbsp_core.masks.grid import AXIS_ORDERS
 from dbsp_core.sources import MaskRequest, ParoSource
 from tests.support.generators import random_bits
 from tests.support.paro_cases import alone, run_bad_file, run_paro_case

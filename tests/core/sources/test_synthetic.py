@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from dbsp_core import make_plan
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.sources.synthetic.patterns import always_dense
-from dbsp_core.sources.synthetic.presets import PRESETS
-from dbsp_core.sources.synthetic.sampling import choose_best, exact_counts
+from dbsp_core.sources.synthetic.patterns import always_dense, choose_best, exact_counts
+from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.lockstep import plan_ring
 
 DEMO = MaskRequest(0, 12, (7, 13, 9))

@@ -15,7 +15,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.masks.schedule import StepClock
+from dbsp_core.masks.steps import StepClock
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.single_process import attach_single_process

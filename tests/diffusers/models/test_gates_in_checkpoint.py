@@ -14,7 +14,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core import SequenceGroup
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import vsa
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.gates import gates_in_checkpoint

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.token_order import video_order
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import video_order
 from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, WindowSource
 from dbsp_diffusers.resolve import resolve_config
 from tests.diffusers.models.kandinsky_cases import CONFIGS, MODEL, THW, by_itself, compute, run_nabla, run_pipeline

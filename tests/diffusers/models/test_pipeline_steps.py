@@ -15,7 +15,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_diffusers.models import ARCHITECTURES
 from dbsp_diffusers.sharding.generations import LEFT_OUT, Generations
 from tests.diffusers.models.model_cases import WITHOUT_GRID

@@ -12,7 +12,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.masks.schedule import StepClock
+from dbsp_core.masks.steps import StepClock
 from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import difference, load
@@ -84,7 +84,7 @@ def latents(pipe: Any, options: dict[str, Any], **more: Any) -> torch.Tensor:
 
 def alone(pipe: Any, config: dict[str, Any], options: dict[str, Any], **more: Any) -> torch.Tensor:
     """What one process makes."""
-    from dbsp_core.config.config import DbspConfig
+    from dbsp_core.config import DbspConfig
 
     transformers, whole = transformers_of(pipe), DbspConfig.load(config)
     generations = Generations(pipe, SequenceGroup(0, 1))

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dbsp_diffusers
-from dbsp_core.cost.sequences import bag_layout
+from dbsp_core.cost.sequence_cost import bag_layout
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.planning.sequences.sequence_plan import SequencePlan
+from dbsp_core.planning.sequences import SequencePlan
 from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
 from dbsp_diffusers.models import architecture_of
 from tests.diffusers.packed.packed_model_cases import (

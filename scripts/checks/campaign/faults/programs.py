@@ -12,11 +12,11 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.rehoming import Rehoming
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
 from dbsp_core.masks.mask_writer import save_mask
-from dbsp_core.masks.video import Video
-from dbsp_core.reports.observed_session import observed_session
-from dbsp_core.runtime.session.mask_provider import MaskProvider
+from dbsp_core.reports.observer import observed_session
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.report_hook import report_or_say_why_not

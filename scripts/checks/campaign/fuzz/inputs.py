@@ -9,17 +9,16 @@ from pathlib import Path
 
 from dbsp_cli.commands.masks import parse_thw
 from dbsp_core import Strategy
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.of_model import default_config, require_same_model
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.config import DbspConfig, default_config, require_same_model
+from dbsp_core.cost.machine import load_hardware
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.masks.step_groups import StepGroups
+from dbsp_core.masks.steps import StepGroups
 from dbsp_core.models.lookup import signature_of_model
-from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.bags import BagTopology
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.sources.spec import mask_settings
-from dbsp_core.utils.byte_sizes import parse_size
+from dbsp_core.utils.files import parse_size
 from scripts.checks.campaign.fuzz.mutations import (
     WORDS,
     mutated_bytes,

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_core import BlockGrid, BlockMask, save_mask
-from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
 from dbsp_core.sources import MaskRequest, SyntheticSource

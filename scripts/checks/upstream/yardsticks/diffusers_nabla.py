@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dbsp_core.masks.token_order import video_order
+from dbsp_core.masks.grid import video_order
 from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, SpargeSource
 from scripts.checks.upstream.yardsticks.finding import Finding, compared
 

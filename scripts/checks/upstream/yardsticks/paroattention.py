@@ -23,7 +23,7 @@ from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks
 from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS
 from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.masks.step_groups import StepGroups
+from dbsp_core.masks.steps import StepGroups
 from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
 
 __all__ = ["findings"]

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 
 from dbsp_core import Strategy
-from dbsp_core.comm import all_to_all_backward
-from dbsp_core.runtime import forward
+from dbsp_core.comm import exchange_backward
+from dbsp_core.runtime import chunk_attention
 from tests.support.attention_cases import Case, Inputs, attend, whole
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
@@ -114,7 +114,7 @@ def inference_tensors(rank: int, world: int) -> None:
 @contextlib.contextmanager
 def sabotaged(how: str) -> Iterator[None]:
     """Within it, backward is wrong in this way on all ranks, which are threads."""
-    attend = forward._attend
+    attend = chunk_attention._attend
 
     def none_but_the_first(self, number, dkv, group):
         pass
@@ -123,7 +123,7 @@ def sabotaged(how: str) -> Iterator[None]:
         out, lse = attend(*args, **kwargs)
         return out, lse + 0.1
 
-    exchange, home = all_to_all_backward._BackwardExchange, all_to_all_backward.GradientsAtHome
+    exchange, home = exchange_backward._BackwardExchange, exchange_backward.GradientsAtHome
     of = exchange.of.__func__
 
     def one_reader(cls, one):
@@ -132,7 +132,7 @@ def sabotaged(how: str) -> Iterator[None]:
 
     patches = {
         "a chunk that does not return": lambda: patch.object(home, "add_chunk", none_but_the_first),
-        "a wrong log-sum-exp": lambda: patch.object(forward, "_attend", another_lse),
+        "a wrong log-sum-exp": lambda: patch.object(chunk_attention, "_attend", another_lse),
         "one reader of a split head": lambda: patch.object(exchange, "of", classmethod(one_reader)),
     }
     with patches[how]():

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import torch
 
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, make_plan
-from dbsp_core.runtime import forward
-from dbsp_core.runtime.kernel_tables import build_tables
+from dbsp_core.runtime import chunk_attention
+from dbsp_core.runtime.tables import build_tables
 from tests.support.attention_cases import Case, Inputs, random_mask
 from tests.support.oracle import dense_attention
 
@@ -34,8 +34,8 @@ def run_dense_parts(
     if sabotage:
         tables = tuple(replace(table, dense=_one_block_less(table.dense)) for table in tables)
     with (
-        patch.object(forward, "attend_dense_part", side_effect=forward.attend_dense_part) as parts,
-        patch.object(forward, "block_attention", side_effect=forward.block_attention) as blocks,
+        patch.object(chunk_attention, "attend_dense_part", side_effect=chunk_attention.attend_dense_part) as parts,
+        patch.object(chunk_attention, "block_attention", side_effect=chunk_attention.block_attention) as blocks,
     ):
         out = replace(executor, tables=tables)(*given.local)
     return float((out[:, :, given.places] - expected).abs().max()), parts.call_count, blocks.call_count

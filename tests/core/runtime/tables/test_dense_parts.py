@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.runtime.kernel_tables import dense_spans_of
+from dbsp_core.runtime.tables import dense_spans_of
 from tests.core.runtime.tables.dense_part_cases import gradients_too, run_dense_parts
 from tests.support.attention_cases import Case
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
-from dbsp_core.runtime.kernel_tables import Span, table_layout
 from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.runtime.tables import Span, table_layout
 
 META = torch.device("meta")
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
-from dbsp_core.runtime.kernel_tables import build_tables, dense_head_layout, table_layout
-from dbsp_kernels.packing.row_bits import expand_rows, pack_bits, pack_rows
+from dbsp_core.runtime.tables import build_tables, dense_head_layout, table_layout
+from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 from tests.support.generators import SEEDS, examples, masks
 from tests.support.interpreter import interpreted
 
@@ -61,7 +61,7 @@ def test_a_table_lists_full_blocks_first(case, batch):
 @examples(15)
 def test_the_triton_kernel_equals_its_twin(case, batch):
     pytest.importorskip("triton")
-    from dbsp_kernels.triton import row_bits as triton_rows
+    from dbsp_kernels.triton import tables as triton_rows
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
@@ -79,7 +79,7 @@ def test_the_triton_kernel_equals_its_twin(case, batch):
 @examples(20)
 def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
     pytest.importorskip("triton")
-    from dbsp_kernels.triton import row_bits as triton_rows
+    from dbsp_kernels.triton import tables as triton_rows
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs whole layers")

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, LowRankSource, RecordQKSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dbsp_core.sources import LocalQK
-from dbsp_kernels.prediction.pooling import block_runs, pool_rows, pool_rows_torch, sum_tokens, sum_tokens_torch
+from dbsp_kernels.prediction import block_runs, pool_rows, pool_rows_torch, sum_tokens, sum_tokens_torch
 from tests.core.sources.predicted.sparge_cases import SpargeCase
 from tests.core.sources.predicted.sparge_reference import predict
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.fit import fit_projections, fit_recording
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.utils.errors import UserError
-from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.exchange import to_device
 from tests.core.sources.predicted.lowrank_cases import (
     LowRankCase,
     predict_with_another_group_before,

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.sources import LocalQK
-from dbsp_kernels.prediction.pooling import DIRECTION_UNIT, LIMIT, MEAN_UNIT, block_runs, sum_tokens_torch
+from dbsp_kernels.prediction import DIRECTION_UNIT, LIMIT, MEAN_UNIT, block_runs, sum_tokens_torch
 from tests.core.sources.predicted.sparge_cases import SpargeCase
 from tests.support.interpreter import interpreted
 
@@ -94,7 +94,7 @@ def test_bits_are_those_of_the_plain_form(case, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_those_of_the_plain_form(dtype, monkeypatch):
     monkeypatch.setattr(
-        "dbsp_kernels.prediction.pooling.CHUNK_BYTES", 8 * 24 * 100
+        "dbsp_kernels.prediction.CHUNK_BYTES", 8 * 24 * 100
     )  # several chunks, and blocks longer than one
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(2, 3, 400, 24, generator=generator) * torch.logspace(-30, 5, 400)[:, None]

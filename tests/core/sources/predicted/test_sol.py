@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, SolSource
 from tests.core.sources.predicted.sol_reference import predict
 from tests.core.sources.predicted.sparge_cases import SpargeCase, predict_together

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import Strategy
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, SpargeSource
-from dbsp_kernels.packing.row_bits import pack_bits, unpack_bits
-from dbsp_kernels.prediction.pooling import block_runs, pool_rows, sum_tokens
+from dbsp_kernels.prediction import block_runs, pool_rows, sum_tokens
+from dbsp_kernels.tables import pack_bits, unpack_bits
 from tests.core.sources.predicted.sparge_cases import SpargeCase, predict_together
 from tests.core.sources.predicted.sparge_reference import predict
 from tests.support.generators import SEEDS, examples

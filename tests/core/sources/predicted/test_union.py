@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource, UnionSource, WindowSource, packed_mask
 from dbsp_core.sources.spec import mask_in_words, mask_settings
 from dbsp_core.utils.errors import UserError

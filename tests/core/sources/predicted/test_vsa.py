@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.coarse_branch import CoarseBranch
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.sources import LocalQK, VsaSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from dbsp_core import BlockMask, SequenceGroup, SequenceLayout
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.schedule import DenseSchedule
-from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.masks.grid import Video
+from dbsp_core.masks.steps import DenseSchedule
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest, MaskSource
 from dbsp_core.sources.spec import mask_settings
 from tests.core.sources.predicted.sparge_cases import SpargeCase

@@ -1,0 +1,268 @@
+"""The mean of all ranks' tokens, by head and channel: the same bits however tokens are distributed."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.wire_format import MODEL, WireFormat
+from dbsp_kernels.exchange import CopySegments, copy_segments, to_device
+from dbsp_kernels.prediction import MEAN_UNIT, BlockRuns, block_runs, sum_tokens
+
+__all__ = [
+    "CHUNKS_IN_FLIGHT",
+    "Exchange",
+    "KeysAtHome",
+    "PendingKeys",
+    "Route",
+    "by_batch",
+    "exchange_q_separately",
+    "mean_bytes",
+    "mean_of_tokens",
+]
+
+
+BLOCK = 256
+"""Tokens that are summed at a time, so that a GPU has work for all of its multiprocessors."""
+
+
+class _OwnTokens(NamedTuple):
+    """A rank's places with a token, in blocks: arguments of `sum_tokens`."""
+
+    place: torch.Tensor
+    first: torch.Tensor
+    runs: BlockRuns
+
+
+def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: SequenceGroup) -> torch.Tensor:
+    """float32[B, H, D], the mean over all tokens of a layout, from a rank's [B, H, n_local, D]. Collective.
+
+    Padding does not count. Sums are of integers: no order, and no number of ranks, changes them. What is not finite,
+    and magnitudes beyond 2^15, count as `sum_tokens` has them.
+    """
+    own = _own_tokens(layout, group.rank, tokens.device)
+    width = tokens.shape[-1]
+    sums = sum_tokens(tokens, *own)[..., :width].sum(dim=2)  # [H, B, D]
+    everyone = group.all_gather_along(sums[None].contiguous()).sum(dim=0)
+    mean = everyone.to(torch.float64) * (MEAN_UNIT / layout.tokens)
+    return mean.to(torch.float32).transpose(0, 1).contiguous()
+
+
+def mean_bytes(batch: int, heads: int, width: int, ranks: int) -> int:
+    """Bytes that a rank sends to others for one mean."""
+    return 8 * batch * heads * width * (ranks - 1)
+
+
+@functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> _OwnTokens:
+    place = layout.tokens_at(rank)[1]
+    first = np.append(np.arange(0, len(place), BLOCK), len(place))
+    return _OwnTokens(to_device(place, device), to_device(first, device), block_runs(np.diff(first)))
+
+
+CHUNKS_IN_FLIGHT = 2
+"""Chunks of keys and values that a rank holds or awaits at a time: the one that its kernel reads, and the next."""
+
+UNEVEN = 1.05
+"""Most rows of a rank over the mean. Above it, saving memory is worth an exchange more."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Exchange:
+    """One rank's side of an all-to-all of uneven parts.
+
+    Attributes:
+        sent: Tokens by destination.
+        received: Tokens by source.
+        pack: Copies input tensors to the send buffer, in which the tokens for one destination are together.
+        unpack: Copies the receive buffer to output tensors, which are written as the buffer is.
+        wire: How tokens are written in the buffers.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    pack: tuple[CopySegments, ...]
+    unpack: tuple[CopySegments, ...]
+    wire: WireFormat = MODEL
+
+    def to(self, device: torch.device) -> Exchange:
+        """The same with its tables on a device."""
+        return replace(self, pack=_moved(self.pack, device), unpack=_moved(self.unpack, device))
+
+    def to_others(self, rank: int) -> int:
+        """Tokens that `rank`, whose side this is, sends to others."""
+        return sum(self.sent) - self.sent[rank]
+
+    def send_buffer(self, *tensors: torch.Tensor, less: Sequence[torch.Tensor | None] | None = None) -> torch.Tensor:
+        """[tokens sent, B, W], written from tensors [B, heads, n, D] of any strides.
+
+        `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None.
+        """
+        first = tensors[0]
+        buffer = self.wire.empty(first, sum(self.sent), first.shape[0])
+        self.wire.write(tensors, by_batch(buffer), self.pack, less or [None] * len(tensors))
+        return buffer
+
+    def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        """Exchanges a send buffer for [tokens received, B, W]."""
+        return group.all_to_all(buffer, self.received, self.sent)
+
+    def start(self, buffer: torch.Tensor, blocks: int, block_k: int, group: SequenceGroup) -> PendingKeys:
+        """Starts to fetch keys and values, of which so many blocks come, for a send buffer of k and v. Collective."""
+        transfer = group.start_all_to_all(buffer, self.received, self.sent)
+        return PendingKeys(transfer, self.unpack[0], blocks, block_k)
+
+
+class KeysAtHome(NamedTuple):
+    """A rank's keys and values, [B, H, n_local, D] of any strides, outside attention.
+
+    Attributes:
+        mean: float32[B, H, D], what keys travel less, equal on all ranks. None: nothing.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    mean: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PendingKeys:
+    """Keys and values in flight. `wait` returns them as [2, B, Ck, Bk, W], zero beyond short blocks."""
+
+    transfer: PendingTransfer
+    unpack: CopySegments
+    blocks: int
+    block_k: int
+
+    def wait(self) -> torch.Tensor:
+        came = by_batch(self.transfer.wait())
+        packed = came.new_empty(2, len(came), self.blocks * self.block_k, came.shape[-1])
+        copy_segments(came, packed.transpose(0, 1), self.unpack)
+        return packed.view(2, len(came), self.blocks, self.block_k, came.shape[-1])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Route:
+    """The exchanges that take one rank's tensors from their homes to the owners of rows, and the output back.
+
+    Attributes:
+        dispatch_exchanges: One for q, k and v; or one for q, then one for k and v.
+        q_places: Rq·Bq, tokens with the places beyond short blocks; kv_places, Ck·Bk, likewise.
+        fetch_exchanges: For the k and v of chunks after the first; each brings so many `fetched_blocks`.
+        packed_alike: Whether this rank sends the same keys in each of them, so that one send buffer serves them all.
+    """
+
+    dispatch_exchanges: tuple[Exchange, ...]
+    combine_exchange: Exchange
+    q_places: int
+    kv_places: int
+    block_k: int
+    fetch_exchanges: tuple[Exchange, ...] = ()
+    fetched_blocks: tuple[int, ...] = ()
+    packed_alike: bool = False
+
+    def to(self, device: torch.device) -> Route:
+        """The same with its tables on a device."""
+        return replace(
+            self,
+            dispatch_exchanges=tuple(one.to(device) for one in self.dispatch_exchanges),
+            combine_exchange=self.combine_exchange.to(device),
+            fetch_exchanges=tuple(one.to(device) for one in self.fetch_exchanges),
+        )
+
+    @property
+    def key_exchanges(self) -> tuple[Exchange, ...]:
+        """All exchanges that bring q, k and v to their owners."""
+        return (*self.dispatch_exchanges, *self.fetch_exchanges)
+
+    def tokens_sent(self, rank: int) -> tuple[int, int, int]:
+        """Tokens of one head that `rank`, whose route this is, sends to others: dispatched, chunks, combined."""
+        dispatched, fetched = (
+            sum(one.to_others(rank) for one in some) for some in (self.dispatch_exchanges, self.fetch_exchanges)
+        )
+        return dispatched, fetched, self.combine_exchange.to_others(rank)
+
+    def dispatch(self, q: torch.Tensor, keys: KeysAtHome, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Brings q [B, H, n_local, D] of any strides, and keys and values, to their owners. Collective.
+
+        Returns:
+            Packed q [B, Rq·Bq, W], and the first chunk of k and v [2, B, Ck, Bk, W], as they are written on the way;
+            zero beyond short blocks.
+        """
+        (k, v, mean), (first, *second) = keys, self.dispatch_exchanges
+        together = first.send_buffer(q) if second else first.send_buffer(q, k, v, less=(None, mean, None))
+        came = first.run(together, group)
+        del together
+        packed_q = came.new_empty(len(q), self.q_places, came.shape[-1])
+        copy_segments(by_batch(came), packed_q[:, None], first.unpack[0])
+        if second:
+            del came
+            came = second[0].run(second[0].send_buffer(k, v, less=(mean, None)), group)
+        packed_kv = came.new_empty(2, len(q), self.kv_places, came.shape[-1])
+        copy_segments(by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
+        return packed_q, packed_kv.view(2, len(q), -1, self.block_k, came.shape[-1])
+
+    def chunks(self, first: list[torch.Tensor], keys: KeysAtHome, group: SequenceGroup) -> Iterator[torch.Tensor]:
+        """Yields chunks of keys and values [2, B, Ck, Bk, W], as they are written on the way. Collective.
+
+        A rank holds or awaits `CHUNKS_IN_FLIGHT` of them: one that was yielded is to be released before the next one
+        is asked for.
+
+        Args:
+            first: The first chunk, which is taken out of the list.
+            keys: All ranks' k and v.
+        """
+        to_come = zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
+        coming: deque[PendingKeys] = deque()
+        buffer = None
+        while first:
+            for exchange, blocks in islice(to_come, CHUNKS_IN_FLIGHT - 1 - len(coming)):
+                if buffer is None or not self.packed_alike:
+                    buffer = exchange.send_buffer(keys.k, keys.v, less=(keys.mean, None))
+                coming.append(exchange.start(buffer, blocks, self.block_k, group))
+            yield first.pop()  # popped: what has been yielded is not kept alive here
+            if coming:
+                first.append(coming.popleft().wait())
+
+    def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        """Returns the packed output [B, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""
+        buffer = self.combine_exchange.send_buffer(out[:, None])
+        del out  # before the receive buffer is allocated
+        came = self.combine_exchange.run(buffer, group)
+        del buffer
+        local = torch.empty_like(like, dtype=came.dtype)
+        copy_segments(by_batch(came), local, self.combine_exchange.unpack[0])
+        return local
+
+
+def _moved(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[CopySegments, ...]:
+    return tuple(one if one.table.device.type == device.type == "cpu" else one.to(device) for one in segments)
+
+
+def by_batch(buffer: torch.Tensor) -> torch.Tensor:
+    """Views a buffer [tokens, B, D] as one head, [B, 1, tokens, D], which is what segments copy."""
+    return buffer.transpose(0, 1)[:, None]
+
+
+def exchange_q_separately(assignment: Assignment) -> bool:
+    """Returns whether queries are exchanged and unpacked before keys and values, which lowers the peak.
+
+    Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
+    whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the
+    peak comes later.
+    """
+    world = assignment.strategy.world
+    if assignment.strategy.ring > 1 or world == 1:
+        return False
+    rows = np.bincount(assignment.q_owner.ravel(), minlength=world)
+    return bool(rows.max() * world > UNEVEN * assignment.q_owner.size)

@@ -1,0 +1,223 @@
+"""Builds routes: from an assignment and a sequence layout to one rank's tables of segments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dbsp_core.comm.exchange import Exchange, Route, exchange_q_separately
+from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
+from dbsp_core.masks.grid import BlockAxis
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.wire_format import MODEL, WireFormat
+from dbsp_kernels.exchange import CopySegments
+
+__all__ = ["build_route"]
+
+
+def build_route(
+    assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int, device: torch.device
+) -> Route:
+    """The route of one rank, which holds `n_local` tokens (padding included) outside attention."""
+    world, grid, wire = assignment.strategy.world, assignment.grid, assignment.wire
+    queries, keys = _axes(assignment, layout)
+    own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.chunks.of(rank)
+    # 1. Places of this rank's pieces: at home by the rank that needs them, packed by the rank they come from.
+    q_home = queries.at_home(rank, lambda heads, blocks: assignment.q_owner[np.ix_(heads, blocks)][..., None])
+    kv_homes = [
+        keys.at_home(rank, functools.partial(assignment.chunks.readers, chunk)) for chunk in range(1 + len(later))
+    ]
+    q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
+    empty = _padding(layout, rank, n_local, assignment.heads)
+    # 2. Which tensors travel together.
+    of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_homes[0], kv_packed)
+    apart = exchange_q_separately(assignment)
+    dispatch = [_exchange(world, part, device, wire) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
+    # 3. Each further chunk of keys has an exchange of its own.
+    fetch = tuple(
+        _exchange(world, [_Travelling.of_keys(home, keys.packed(*blocks))], device, wire)
+        for home, blocks in zip(kv_homes[1:], later, strict=True)
+    )
+    fetched_blocks = tuple(len(head) for head, _ in later)
+    # 4. The output returns the way the queries came, with zeros at padding.
+    combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
+    places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
+    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, _packed_alike(fetch))
+
+
+def _packed_alike(exchanges: Sequence[Exchange]) -> bool:
+    """Whether all pack the same tokens in the same order, whoever they are for."""
+    first = [one.table for exchange in exchanges[:1] for one in exchange.pack]
+    return all(
+        one.table.shape == table.shape and torch.equal(one.table, table)
+        for exchange in exchanges
+        for one, table in zip(exchange.pack, first, strict=True)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Travelling:
+    """Tensors that become one tensor: their places at the sender by destination, and at the receiver by source."""
+
+    here: tuple[_Places, ...]
+    there: tuple[_Places, ...]
+
+    @classmethod
+    def of_one(cls, here: _Places, there: _Places) -> _Travelling:
+        return cls((here,), (there,))
+
+    @classmethod
+    def of_keys(cls, here: _Places, there: _Places) -> _Travelling:
+        """Keys and values, which are packed as heads 0 and 1."""
+        return cls((here, here), (there, replace(there, head=there.head + 1)))
+
+
+def _exchange(
+    world: int,
+    parts: Sequence[_Travelling],
+    device: torch.device,
+    wire: WireFormat = MODEL,
+    zeros: np.ndarray | None = None,
+) -> Exchange:
+    """The exchange of several tensors together; `zeros` is added to the table that unpacks the first one."""
+    sent, send = _buffer_places(world, *(here for part in parts for here in part.here))
+    received, receive = _buffer_places(world, *(there for part in parts for there in part.there))
+    pack = [_to_buffer(*one) for one in zip((here for part in parts for here in part.here), send, strict=True)]
+    starts = iter(receive)
+    unpack = [np.concatenate([_from_buffer(next(starts), there) for there in part.there]) for part in parts]
+    if zeros is not None:
+        unpack[0] = np.concatenate([unpack[0], zeros])
+    return Exchange(sent, received, _segments(pack, device), _segments(unpack, device), wire)
+
+
+def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:
+    return tuple(CopySegments.of(table, device) for table in tables)
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Places of (head, segment) pieces, sorted by the other `rank` that each goes to or comes from; all int64[n].
+
+    A piece has `length` tokens from place `token` of a `head` on, then `zeros` places to be filled with zeros.
+    """
+
+    rank: np.ndarray
+    head: np.ndarray
+    token: np.ndarray
+    length: np.ndarray
+    zeros: np.ndarray
+
+    @classmethod
+    def sorted_by_rank(cls, parts: list[tuple[np.ndarray, ...]]) -> _Places:
+        """Joins the fields of several parts, keeping their order within each rank."""
+        rank, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(rank.astype(np.uint16), kind="stable")
+        return cls(rank[order], *(column[order] for column in others))
+
+
+@dataclass(frozen=True, eq=False)
+class _Axis:
+    """One axis of a plan's grid and the segments that shards cut its blocks into.
+
+    Attributes:
+        groups: (int64 heads, their segments): heads with the same token order share segments. All ranks go through
+            them in this order, so that pieces arrive in the order in which they are expected.
+    """
+
+    groups: tuple[tuple[np.ndarray, ShardSegments], ...]
+    axis: BlockAxis
+
+    def at_home(self, rank: int, ranks_needing: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Places:
+        """Home places of the pieces that are on `rank`, once for each rank that needs them.
+
+        `ranks_needing` maps heads and blocks to int[heads, blocks, most]: the ranks, then -1.
+        """
+        parts: list[tuple[np.ndarray, ...]] = []
+        for heads, segments in self.groups:
+            here = np.flatnonzero(segments.rank == rank)
+            ranks = ranks_needing(heads, segments.block[here])
+            needed = np.flatnonzero(ranks >= 0)  # in one dimension: faster
+            head, piece = np.divmod(needed // ranks.shape[2], ranks.shape[1])
+            taken = here[piece]
+            length = segments.length[taken]
+            parts.append((ranks.ravel()[needed], heads[head], segments.local[taken], length, np.zeros_like(length)))
+        return _Places.sorted_by_rank(parts)
+
+    def packed(self, head: np.ndarray, block: np.ndarray) -> _Places:
+        """Packed places, all in head 0, of the pieces of packed blocks, given by head and block in packing order.
+
+        The last piece of a short block is followed by the zeros that fill the block.
+        """
+        parts: list[tuple[np.ndarray, ...]] = []
+        for heads, segments in self.groups:
+            mine = np.flatnonzero(np.isin(head, heads)) if len(self.groups) > 1 else np.arange(len(head))
+            first = np.searchsorted(segments.block, np.arange(len(self.axis) + 1))
+            pieces = np.diff(first)[block[mine]]
+            slot = np.repeat(mine, pieces)
+            within = np.arange(len(slot)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            piece = first[block[slot]] + within
+            offset, length = segments.offset[piece], segments.length[piece]
+            last = offset + length == self.axis.lengths[segments.block[piece]]
+            zeros = np.where(last, self.axis.block - offset - length, 0)
+            start = slot * self.axis.block + offset
+            parts.append((segments.rank[piece], np.zeros_like(start), start, length, zeros))
+        return _Places.sorted_by_rank(parts)
+
+
+def _axes(assignment: Assignment, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
+    """The axes of queries and of keys."""
+    grid = assignment.grid
+    found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(assignment.heads)]
+    queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
+    return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
+
+
+def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
+    """Lays out a buffer that holds, rank after rank, the pieces of all parts for that rank.
+
+    Returns:
+        Tokens of each rank; and for each part int64[n], the places of its pieces' first tokens.
+    """
+    tokens = np.stack([np.bincount(part.rank, part.length, world) for part in parts]).astype(np.int64)
+    sizes = tokens.sum(axis=0)
+    first = np.cumsum(sizes) - sizes + np.cumsum(tokens, axis=0) - tokens  # of each (part, rank)
+    found = []
+    for part, of_rank, start in zip(parts, tokens, first, strict=True):
+        before = np.cumsum(of_rank) - of_rank  # of the same part, for lower ranks
+        found.append(np.cumsum(part.length) - part.length + (start - before)[part.rank])
+    return tuple(sizes.tolist()), tuple(found)
+
+
+def _to_buffer(source: _Places, start: np.ndarray) -> np.ndarray:
+    """Segments, int32[n, 6], that pack pieces into a buffer of one head."""
+    return _columns(len(start), source.head, source.token, 0, start, source.length, 0)
+
+
+def _from_buffer(start: np.ndarray, destination: _Places) -> np.ndarray:
+    """Segments, int32[n, 6], that unpack pieces from a buffer of one head, with the zeros after them."""
+    one = destination
+    return _columns(len(start), 0, start, one.head, one.token, one.length, one.zeros)
+
+
+def _columns(rows: int, *columns: np.ndarray | int) -> np.ndarray:
+    """int32[rows, 6] from the columns of `CopySegments`, some of which are one number throughout."""
+    table = np.empty((rows, len(columns)), dtype=np.int32)
+    for place, column in enumerate(columns):
+        table[:, place] = column
+    return table
+
+
+def _padding(home: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
+    """Segments, int64[n, 6], that write zeros at the places of `rank` without a token."""
+    empty = np.ones(n_local, dtype=bool)
+    empty[home.tokens_at(rank)[1]] = False
+    edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))
+    first, last = edges[::2], edges[1::2]
+    head = np.repeat(np.arange(heads), len(first))
+    columns = np.zeros((len(head), 6), dtype=np.int64)
+    columns[:, 2], columns[:, 3], columns[:, 5] = head, np.tile(first, heads), np.tile(last - first, heads)
+    return columns

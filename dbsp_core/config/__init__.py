@@ -1,1 +1,0 @@
-"""Configuration: db-SP's settings, and which of the shipped ones go with a model."""

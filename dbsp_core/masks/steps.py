@@ -1,0 +1,259 @@
+"""Denoising steps: which are dense, which share a mask, and how a host's passes are counted."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import NamedTuple
+
+from dbsp_core.utils.errors import UserError, in_short, require_value
+
+__all__ = ["MOST_PASSES", "DenoisingStep", "DenseSchedule", "Progress", "StepClock", "StepCounter", "StepGroups"]
+
+
+_RANGE = re.compile(r"\s*(\d{1,9})(?:(-)(\d{0,9}))?\s*")
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """Consecutive runs of denoising steps. Steps before the first group are dense.
+
+    Attributes:
+        starts: First step of each group, ascending.
+        end: One past the last group's last step; None if it has no end.
+
+    Raises:
+        UserError: For groups that are empty or out of order.
+    """
+
+    starts: tuple[int, ...]
+    end: int | None = None
+
+    def __post_init__(self) -> None:
+        bounds = self.starts if self.end is None else (*self.starts, self.end)
+        if not self.starts or self.starts[0] < 0 or any(a >= b for a, b in pairwise(bounds)):
+            raise UserError(f"step groups that start at {list(self.starts)} and end at {self.end} are not ascending")
+
+    @classmethod
+    def parse(cls, text: str) -> StepGroups:
+        """Reads "5-9,10-24,25-49": first and last step of each group; the last group may be open, "25-".
+
+        Raises:
+            UserError: For anything else, and for groups with gaps between them.
+        """
+        starts, end = [], None
+        for index, part in enumerate(text.split(",")):
+            found = _RANGE.fullmatch(part)
+            if found is None or (index > 0 and end is None):
+                raise UserError(
+                    f"step groups {in_short(text)} are not of the form '0-9,10-24,25-49' (or '…,25-' for a last group "
+                    "without an end)"
+                )
+            first, dash, last = found.groups()
+            if index > 0 and int(first) != end:
+                raise UserError(
+                    f"step groups {in_short(text)}: {part.strip()!r} must start at step {end}, without a gap"
+                )
+            starts.append(int(first))
+            end = int(first) + 1 if not dash else int(last) + 1 if last else None
+        return cls(tuple(starts), end)
+
+    @classmethod
+    def even(cls, groups: int, steps: int, dense_steps: int = 0) -> StepGroups:
+        """Groups as PAROAttention maps steps to masks: step s of n gets mask floor(s · groups / n).
+
+        Leading `dense_steps` are taken from the first group.
+
+        Raises:
+            UserError: For fewer steps than groups, or a first group without steps.
+        """
+        if not 1 <= groups <= steps or not 0 <= dense_steps < steps:
+            raise UserError(f"{groups} step groups don't fit into {steps} steps, {dense_steps} of them dense")
+        starts = [-(-group * steps // groups) for group in range(groups)]
+        if dense_steps and dense_steps >= (starts[1] if groups > 1 else steps):
+            raise UserError(
+                f"{dense_steps} dense steps leave none for the first of {groups} groups over {steps} steps; leave the "
+                "dense steps to the configuration, paro.dense_steps"
+            )
+        return cls((dense_steps, *starts[1:]), steps)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __str__(self) -> str:
+        ends = (*self.starts[1:], self.end)
+        return ",".join(f"{a}-{'' if b is None else b - 1}" for a, b in zip(self.starts, ends, strict=True))
+
+    def find(self, step: int) -> int | None:
+        """The group of a step; None for a dense step before the first. Raises UserError beyond the last."""
+        if self.end is not None and step >= self.end:
+            raise UserError(
+                f"has masks for steps {self.starts[0]} to {self.end - 1} (groups {self}), none for step {step}"
+            )
+        return None if step < self.starts[0] else bisect_right(self.starts, step) - 1
+
+
+MOST_PASSES = 4
+"""Passes of one denoising step that are distinguished: guidance has two or three."""
+
+
+@dataclass(frozen=True)
+class DenoisingStep:
+    """A step of the denoising and a guidance pass of the step, both counted from 0."""
+
+    step: int = 0
+    cfg_branch: int = 0
+
+
+class Progress(NamedTuple):
+    """What a host knows about the progress of its denoising.
+
+    Attributes:
+        generation: A different object for each generation.
+        step_index: Grows by one from step to step, as in diffusers' schedulers; None before a generation's first step
+            is over, and where the host has none.
+        first_index: The index of step 0, if the host knows it.
+    """
+
+    generation: object = None
+    step_index: int | None = None
+    first_index: int | None = None
+
+
+@dataclass
+class StepCounter:
+    """Counts the steps and guidance passes of one generation.
+
+    Where the host gives an index, it decides. Otherwise timesteps fall from step to step and rise with a new
+    denoising. Where a timestep is repeated, as some schedulers do (Heun), the next step begins with a guidance pass
+    that this one has had; if the host does not name the pass, each is taken for another one of the same step, up to
+    `MOST_PASSES`. More are passes of further generations of one step, which begin with the first pass again.
+    Timesteps that become equal by rounding to bfloat16 cannot be distinguished without an index.
+    """
+
+    now: DenoisingStep = field(default_factory=DenoisingStep)
+    _timestep: float | None = None
+    _index: int | None = None
+    _first_index: int = 0
+    """Index of step 0."""
+    _branches: set[int] = field(default_factory=set)
+    """Guidance passes of the current step."""
+
+    def advance(
+        self,
+        timestep: Callable[[], float] | float,
+        cfg_branch: int | None = None,
+        index: int | None = None,
+        first_index: int | None = None,
+    ) -> DenoisingStep:
+        """Counts a forward pass and returns its step. A `timestep` that is a function is called only without index."""
+        if index is None:
+            step = self._by_timestep(timestep() if callable(timestep) else timestep, cfg_branch)
+        else:
+            step = self._by_index(index, first_index)
+        if step != self.now.step:
+            self._branches = set()
+        if cfg_branch is None and len(self._branches) >= MOST_PASSES:
+            self._branches = set()
+        self.now = DenoisingStep(step, len(self._branches) if cfg_branch is None else cfg_branch)
+        self._branches.add(self.now.cfg_branch)
+        return self.now
+
+    def _by_index(self, index: int, first_index: int | None) -> int:
+        if first_index is not None:
+            self._first_index = first_index
+        elif self._index is None:  # a scheduler has none until its first step is over
+            self._first_index = index - (self.now.step + 1 if self._branches else 0)
+        elif index < self._index:
+            self._restart()
+            self._first_index = index
+        self._index = index
+        return index - self._first_index
+
+    def _by_timestep(self, timestep: float, cfg_branch: int | None) -> int:
+        last, self._timestep = self._timestep, timestep
+        if last is None or timestep > last or self._index is not None:
+            self._restart()
+            return 0
+        return self.now.step + int(timestep < last or cfg_branch in self._branches)
+
+    def _restart(self) -> None:
+        """Prepares for the first pass of another denoising."""
+        self._index, self._branches = None, set()
+
+
+@dataclass
+class StepClock:
+    """Counts the steps of one generation after another.
+
+    Attributes:
+        progress: Returns the host's progress.
+        shared: Whether several transformers of a generation advance it; each must then do so at every forward pass.
+    """
+
+    progress: Callable[[], Progress] = Progress
+    shared: bool = False
+    _counter: StepCounter = field(default_factory=StepCounter)
+    _generation: object = None
+
+    def advance(self, timestep: Callable[[], float] | float, cfg_branch: int | None = None) -> DenoisingStep:
+        """Counts a forward pass and returns its step; see `StepCounter.advance`."""
+        now = self.progress()
+        if now.generation is not self._generation:
+            # The last generation may have failed at the step with which this one begins.
+            self._generation, self._counter = now.generation, StepCounter()
+        return self._counter.advance(timestep, cfg_branch, now.step_index, now.first_index)
+
+
+@dataclass(frozen=True)
+class DenseSchedule:
+    """The denoising steps and layers, at either end, whose attention stays dense.
+
+    Raises:
+        SettingError: For negative numbers.
+    """
+
+    first_steps: int = 0
+    last_steps: int = 0
+    first_layers: int = 0
+    last_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            require_value(
+                self, setting.name, getattr(self, setting.name) >= 0, "must not be negative", "dense_schedule."
+            )
+
+    @property
+    def by_step(self) -> bool:
+        """True if the answer depends on the step."""
+        return self.first_steps > 0 or self.last_steps > 0
+
+    def is_dense(self, layer: int, layers: int, step: int, steps: int | None) -> bool:
+        """Returns whether a layer is dense at a step of `steps`.
+
+        Raises:
+            UserError: When the answer depends on the number of steps and the host does not know it (None).
+        """
+        if layer < self.first_layers or layer >= layers - self.last_layers or step < self.first_steps:
+            return True
+        if self.last_steps == 0:
+            return False
+        if steps is None:
+            raise UserError(
+                "dense_schedule.last_steps needs the number of denoising steps; attach db-SP to the pipeline, which "
+                "knows it, rather than to the transformer alone, or leave last_steps at 0"
+            )
+        return step >= steps - self.last_steps
+
+    def complaint(self, steps: int | None) -> str | None:
+        """Says that a denoising of so many steps leaves nothing to sparse attention; None where it does, or may."""
+        if steps is None or self.first_steps + self.last_steps < steps:
+            return None
+        return (
+            f"dense_schedule makes all {steps} steps dense (first_steps {self.first_steps}, last_steps "
+            f"{self.last_steps}): nothing will be gained; lower them, or take more steps (video.steps)"
+        )

@@ -1,1 +1,0 @@
-"""Several sequences at once: which ranks share each sequence, and how evenly. Only numpy."""

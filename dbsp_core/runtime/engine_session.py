@@ -1,0 +1,229 @@
+"""The session of an engine that shards the sequence itself: what plug-ins for serving engines share.
+
+Such an engine gives each rank a run of consecutive places and calls the attention of each layer with them: no exchange
+of its own. Text may be part of that sequence, or be whole on every rank beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dbsp_core.comm.consistency import run_consistently
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.masks.steps import Progress, StepClock
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import not_compiled
+
+__all__ = ["CONFIG_VARIABLE", "QKV", "EngineLayout", "EngineSession"]
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values, [B, tokens, H, D] each."""
+
+CONFIG_VARIABLE = "DBSP_CONFIG"
+"""Environment variable that says what `DbspConfig.load` reads, for engines whose configuration has no room for it."""
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Where an engine has the tokens of a forward pass.
+
+    Rank r has the r-th `shard` places of the sequence; those that are left at its end are padding.
+
+    Attributes:
+        thw: The video's token grid.
+        before: Tokens of the sequence before the video: text, audio, images that it is made from.
+        after: Those after it.
+        shard: Places of a rank; None: as few as hold the sequence.
+        text: Tokens of text that every rank has whole beside the sequence, without their padding.
+        text_last: Whether outputs of that text follow those of the shard, rather than precede them.
+    """
+
+    thw: tuple[int, int, int]
+    before: int = 0
+    after: int = 0
+    shard: int | None = None
+    text: int = 0
+    text_last: bool = False
+
+    @property
+    def video(self) -> Video:
+        """Its size for masks, to which all that is no video is text."""
+        return Video(self.thw, self.text + self.before + self.after)
+
+    def text_share(self, world: int) -> int:
+        """Places of a rank for the text that all have: each treats a part of it as its own, the last one's padded."""
+        return -(-self.text // world)
+
+    def on(self, world: int) -> SequenceLayout:
+        """The rank and place of each token, where each rank has its share of that text beside its shard.
+
+        Raises UserError where the sequence has more tokens than the ranks have places.
+        """
+        return _on_ranks(self, world)
+
+
+@lru_cache(maxsize=8)
+def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
+    # 1. Canonical positions: whole text, what is before and after the video, the video.
+    text, others, tokens = layout.text, layout.before + layout.after, layout.video.tokens
+    before, after = text + np.arange(layout.before), text + np.arange(layout.before, others)
+    sequence = np.concatenate([before, np.arange(text + others, tokens), after])
+    # 2. Both the sequence and the text in runs.
+    shard, share = layout.shard or -(-len(sequence) // world), layout.text_share(world)
+    if len(sequence) > shard * world:
+        raise UserError(
+            f"the engine has {world} ranks of {shard} tokens for a sequence that it says has {len(sequence)}; db-SP "
+            "does not know how it shards this model; use another attention backend"
+        )
+    rank, local = np.empty(tokens, dtype=np.int64), np.empty(tokens, dtype=np.int64)
+    rank[sequence], local[sequence] = np.divmod(np.arange(len(sequence)), shard)
+    rank[:text], local[:text] = np.divmod(np.arange(text), max(1, share))
+    # 3. One beside the other.
+    local[:text] += shard if layout.text_last else 0
+    local[text:] += 0 if layout.text_last else share
+    return SequenceLayout(rank, local, world, shard + share)
+
+
+def _load(config: ConfigLike) -> DbspConfig:
+    loaded = DbspConfig.load(os.environ.get(CONFIG_VARIABLE) if config is None else config)
+    if loaded.layout not in (None, "contiguous"):
+        raise UserError(
+            f"layout: {loaded.layout} is not for engines, which shard the sequence by consecutive tokens themselves; "
+            "leave it out"
+        )
+    return loaded
+
+
+class EngineSession:
+    """One transformer's attentions: `begin` before the first layer of every forward pass, then `attend` once a layer.
+
+    Args:
+        group: The ranks that share the sequence, in the order of their shards.
+        strategy: The engine's degrees, Ulysses × Ring; a strategy in the configuration goes before.
+        heads, layers: Of the transformer.
+        config: What `DbspConfig.load` reads. None: what $DBSP_CONFIG says, or the defaults.
+        clock: One for all transformers that take turns in a denoising; None: there is one.
+
+    Raises:
+        UserError: On all ranks, for a configuration that makes no sense here.
+    """
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        strategy: Strategy,
+        heads: int,
+        layers: int,
+        config: ConfigLike = None,
+        clock: StepClock | None = None,
+    ) -> None:
+        loaded = run_consistently(group.control(), partial(_load, config))
+        clock = clock or StepClock()
+        self.session = AttentionSession(loaded, group, loaded.strategy_or(strategy), heads, layers, clock=clock)
+        self._layout = EngineLayout((0, 0, 0))
+
+    def __repr__(self) -> str:
+        return f"<EngineSession of {self.session!r}>"
+
+    def begin(
+        self,
+        tokens: Video | EngineLayout,
+        device: torch.device | str,
+        step: int | None = None,
+        cfg_branch: int | None = None,
+        timestep: torch.Tensor | float | None = None,
+    ) -> None:
+        """Starts a forward pass.
+
+        Args:
+            tokens: Its tokens; a video's size alone is that of the sequence, with its text before it.
+            step: Of the denoising, where the engine says it.
+            cfg_branch: Of the step's guidance passes; None: a step that comes again is the next one's.
+            timestep: By which steps are told where the engine does not say them: it falls.
+
+        Raises:
+            UserError: On all ranks, for masks that change by step where neither is known.
+        """
+        session = self.session
+        if step is None and timestep is None and session.by_step:
+            raise UserError(
+                "these masks depend on the denoising step, which the engine does not say for this model; choose a "
+                "mask that does not, and leave dense_schedule's first_steps and last_steps at 0"
+            )
+        self._layout = EngineLayout(tokens.thw, before=tokens.text) if isinstance(tokens, Video) else tokens
+        session.clock.progress = lambda: Progress(step_index=step)
+        session.begin(
+            self._layout.video,
+            timestep=timestep if step is None else -float(step),
+            device=device,
+            cfg_branch=cfg_branch,
+            streams=self._layout.on(session.group.size),
+        )
+
+    @not_compiled
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None = None,
+        text: QKV | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            q, k, v: [B, shard, H, D], this rank's tokens with padding.
+            text: The same of the text that every rank has whole, [B, places, H, D]: its tokens, then padding, which is
+                no key, and whose outputs are 0.
+
+        Returns:
+            Of q's shape; with text [B, places + shard, H, D], or [B, shard + places, H, D] where text is last. The
+            text's outputs are equal on all ranks.
+        """
+        own = (q, k, v) if text is None else map(self._with_share, (q, k, v), text)
+        out = self.session.attend(layer, *(one.transpose(1, 2) for one in own), scale=scale).transpose(1, 2)
+        return out if text is None else self._with_all_text(out, text[0].shape[1])
+
+    def without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
+        """Parts one rank's [B, places + shard, H, D], or [B, shard + places, H, D], into those of shard and text."""
+        tokens, last = self._layout.video.tokens - self._layout.text, self._layout.text_last
+        others = qkv[0].shape[1] - tokens
+        q, k, v = (one.split((tokens, others) if last else (others, tokens), dim=1) for one in qkv)
+        shard, text = (0, 1) if last else (1, 0)
+        return (q[shard], k[shard], v[shard]), (q[text], k[text], v[text])
+
+    def all_agree(self, answer: bool) -> bool:
+        """Returns whether all ranks say so: step caches skip layers on all of them or on none. Collective.
+
+        Ranks vote from host to host: no device is waited for.
+        """
+        return all(bool(one) for (one,) in self.session.group.gather_integers([answer]))
+
+    def _with_share(self, shard: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """A rank's shard with its share of the text."""
+        share = self._layout.text_share(self.session.group.size)
+        first = self.session.group.rank * share
+        own = text[:, first : min(first + share, self._layout.text)]
+        own = F.pad(own, (0, 0, 0, 0, 0, share - own.shape[1]))
+        return torch.cat([shard, own] if self._layout.text_last else [own, shard], dim=1)
+
+    def _with_all_text(self, out: torch.Tensor, places: int) -> torch.Tensor:
+        """Inverts `_with_share`, with zeros as the text's padding. Collective."""
+        share, last = self._layout.text_share(self.session.group.size), self._layout.text_last
+        sizes = (out.shape[1] - share, share) if last else (share, out.shape[1] - share)
+        shard, own = out.split(sizes, dim=1)[:: 1 if last else -1]
+        whole = torch.cat(self.session.group.all_gather(own), dim=1)[:, : self._layout.text] if share else own
+        whole = F.pad(whole, (0, 0, 0, 0, 0, places - self._layout.text))
+        return torch.cat([shard, whole] if last else [whole, shard], dim=1)

@@ -1,1 +1,0 @@
-"""One transformer's attentions: what plans and executors each gets, and how long they are kept."""

@@ -1,0 +1,200 @@
+"""What a session keeps of a forward pass: who watches, what backward recomputes, one thread at a time."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.steps import DenoisingStep
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["MOST_PENDING", "AttentionEnded", "OneThread", "Recomputation", "SessionObserver"]
+
+
+TWO_THREADS = (
+    "two threads use db-SP on the same ranks at once, which would answer each other's calls; let one run at a time, "
+    "or give each a process group of its own"
+)
+_LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
+
+
+class OneThread:
+    """Keeps a second thread out while one is within a call on a group's ranks, whichever sessions they use."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        process_group, lock = group.group, threading.Lock()
+        self._lock = lock if process_group is None else _LOCKS.setdefault(process_group, lock)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Context of one call. Raises UserError where another thread is within one."""
+        if not self._lock.acquire(blocking=False):
+            raise UserError(TWO_THREADS)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionEnded:
+    """An attention that was computed, or queued on its device.
+
+    Attributes:
+        key: The key of its plan.
+        q: float[B, H, shard, D], this rank's queries.
+        latest: Plans by key, with the numbers of the masks that were counted last.
+        asynchronous: Whether its own mask is still being counted: then the executor's plan has the last mask's
+            numbers, and `latest` has this one's once the next attention of the same key has begun.
+    """
+
+    layer: int
+    key: Hashable
+    executor: AttentionExecutor
+    q: torch.Tensor
+    latest: Mapping[Hashable, Plan]
+    asynchronous: bool
+
+
+class SessionObserver:
+    """Is told what a session does; each method does nothing unless it is overridden.
+
+    Attributes:
+        compares: Whether plans must tell what the contiguous plan would do.
+        counts_steps: Whether denoising steps must be distinguished, also where masks don't depend on them.
+    """
+
+    compares = False
+    counts_steps = False
+
+    def begin(
+        self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
+    ) -> None:
+        """A forward pass begins. timestep, cfg_branch (guidance pass), index (of the step): as the host gave them"""
+
+    def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
+        """A mask was made.
+
+        Args:
+            key: By which `mask_used` will name it, until another is made with that key.
+            lasting: Whether it may be used in later passes, or for other layers, without being made again.
+        """
+
+    def mask_used(self, layer: int, key: Hashable) -> None:
+        """A layer's attention is about to use the mask of this key."""
+
+    def attention_begins(self, device: torch.device) -> None:
+        """An attention on this device will be planned and computed."""
+
+    def attention_ends(self, ended: AttentionEnded) -> None:
+        """An attention was computed, or queued on its device."""
+
+    def flush(self, latest: Mapping[Hashable, Plan]) -> None:
+        """All masks up to now have been counted."""
+
+
+MOST_PENDING = 16
+"""Forward passes without a graph (reentrant checkpoints) that are remembered until they are recomputed."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one layer of a forward pass was computed with.
+
+    Attributes:
+        node: The attention's node in the autograd graph, which holds the executor; None inside a reentrant checkpoint,
+            whose forward has no graph.
+        executor: The executor, where there is no node.
+    """
+
+    node: weakref.ref[Any] | None
+    executor: AttentionExecutor | None
+
+    def waiting(self) -> AttentionExecutor | None:
+        """Returns the executor if backward may still come to this attention, else None."""
+        if self.node is None:
+            return self.executor
+        node = self.node()
+        return None if node is None or _freed(node) else node.prepared
+
+
+@dataclass
+class Recomputation:
+    """The executor of each layer in the forward passes whose backward is still to come.
+
+    A pass whose graph is gone, or has freed what it saved for backward, is forgotten. Reentrant checkpoints have no
+    graph before backward, so the number of their passes is bounded.
+    """
+
+    _passes: deque[dict[int, _Kept]] = field(default_factory=deque)
+    _current: dict[int, _Kept] | None = None
+
+    def begin(self, gradients: bool) -> None:
+        """Starts a forward pass.
+
+        Args:
+            gradients: True if backward may follow.
+        """
+        self._passes = deque(one for one in self._passes if any(kept.waiting() for kept in one.values()))
+        while len(self._passes) >= MOST_PENDING and all(kept.node is None for kept in self._passes[0].values()):
+            self._passes.popleft()
+        self._current = {} if gradients else None
+        if self._current is not None:
+            self._passes.append(self._current)
+
+    def keep(self, layer: int, executor: AttentionExecutor, out: torch.Tensor) -> None:
+        """Remembers what a layer of the current pass was computed with.
+
+        Args:
+            out: The executor's output, as it returned it.
+        """
+        if self._current is None:
+            return
+        if out.grad_fn is not None:
+            self._current[layer] = _Kept(weakref.ref(out.grad_fn), None)
+        elif not torch.is_grad_enabled():  # a reentrant checkpoint's forward
+            self._current[layer] = _Kept(None, executor)
+
+    def take(self, layer: int) -> AttentionExecutor:
+        """Returns the executor that a layer was computed with, in the one pass that waits for backward.
+
+        Raises:
+            UserError: If no pass waits, or several that had different masks or plans.
+        """
+        found = [(one, executor) for one in self._passes if layer in one and (executor := one[layer].waiting())]
+        if not found:
+            raise UserError(
+                f"layer {layer} is being recomputed, but no forward pass is waiting for backward; call backward() "
+                "once per forward pass, or checkpoint with use_reentrant=False to call it again on a retained graph"
+            )
+        if len({id(executor) for _, executor in found}) > 1:
+            raise UserError(
+                f"{len(found)} forward passes with different masks wait for backward, or have retained graphs, and "
+                f"activation checkpointing recomputes layer {layer} without saying for which; call backward() after "
+                "each forward pass, drop retained graphs, and run passes without backward under torch.no_grad()"
+            )
+        last, executor = found[-1]
+        if last[layer].node is None:
+            del last[layer]
+        return executor
+
+
+def _freed(node: Any) -> bool:
+    """Returns True if a node of the graph has freed what it saved: then its backward is over."""
+    try:
+        node._raw_saved_tensors  # noqa: B018  without unpacking them, which would recompute a checkpoint
+    except RuntimeError:
+        return True
+    return False

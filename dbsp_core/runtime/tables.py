@@ -1,0 +1,370 @@
+"""Kernel tables: from mask bits to the packed KV blocks that each of a rank's rows attends to, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask, row_places
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.chunks import columns_of_heads
+from dbsp_kernels import DenseHeadLayout, DensePart, TransposedTable
+from dbsp_kernels.exchange import on_device, to_device
+from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
+
+__all__ = [
+    "ChunkTable",
+    "DenseRows",
+    "KernelTable",
+    "RankRows",
+    "TableLayout",
+    "TransposedLayout",
+    "build_tables",
+    "dense_head_layout",
+    "dense_spans_of",
+    "table_layout",
+    "transposed_layouts",
+]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KernelTable:
+    """What the kernel reads in one chunk; see `dbsp_kernels.block_attention`.
+
+    Attributes:
+        kv_index: int32[B·Rq, width].
+        kv_count, kv_full, row_schedule: int32[B·Rq].
+        kv_len: int32[B·Ck].
+    """
+
+    kv_index: torch.Tensor
+    kv_count: torch.Tensor
+    kv_len: torch.Tensor
+    kv_full: torch.Tensor
+    row_schedule: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DenseRows:
+    """Rows of heads (or of their sequences) whose every block is dense, in one chunk.
+
+    Attributes:
+        parts: Head by head.
+        every: Whether they are all rows of this rank.
+        kv_count, kv_full: int32[Rq], those of the table, 0 for these rows.
+    """
+
+    parts: tuple[DensePart, ...]
+    every: bool
+    kv_count: torch.Tensor
+    kv_full: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChunkTable:
+    """What is kept for one chunk: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
+
+    Attributes:
+        bits: uint8[Rq, ceil(width / 8)]; row r attends to packed block base[r] + j where bit j is set.
+        base: int32[Rq].
+        kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short.
+        dense: The rows that torch's dense kernels compute better; None: there are none, or none are known.
+        row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its
+            rows run, and no long row starts last, while the rest of the chip waits for it.
+        kv_len: int32[Ck], tokens of each packed block.
+        width: Blocks of a head in any chunk, at most.
+        block_k: Tokens.
+    """
+
+    bits: torch.Tensor
+    base: torch.Tensor
+    kv_count: torch.Tensor
+    kv_full: torch.Tensor
+    row_schedule: torch.Tensor
+    kv_len: torch.Tensor
+    width: int
+    block_k: int
+    dense: DenseRows | None = None
+
+    def expanded(self, batch: int = 1) -> KernelTable:
+        """The table for `batch` copies of the rows, the b-th of which attends to the b-th copy of the blocks."""
+        index = expand_rows(self.bits, self.base, self.kv_len, self.kv_full, self.width, self.block_k, batch)
+        if batch == 1:
+            return KernelTable(index, self.kv_count, self.kv_len, self.kv_full, self.row_schedule)
+        schedule = self.row_schedule
+        copies = torch.arange(batch, dtype=torch.int32, device=schedule.device)[:, None] * len(schedule)
+        count, length, full = (t.repeat(batch) for t in (self.kv_count, self.kv_len, self.kv_full))
+        return KernelTable(index, count, length, full, (schedule + copies).flatten())
+
+
+class Span(NamedTuple):
+    """The packed rows and blocks of one sequence of one head: its rows attend to no others.
+
+    Attributes:
+        number: Head · sequences + sequence.
+        rows, blocks: First and last packed ones, exclusive.
+        lengths: int64, tokens of each of the blocks.
+    """
+
+    number: int
+    rows: tuple[int, int]
+    blocks: tuple[int, int]
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TableLayout:
+    """What the kernel tables of all masks under one plan have in common, on one rank.
+
+    The rank's spans are the sequences of the heads whose keys come to it: S of each, 1 where nothing is packed.
+
+    Attributes:
+        spans_of: int64[Rq], each row's span.
+        rows: int64[Rq], its place in the mask's `row_bits`.
+        turn: int64[Rq], grows from span to span by more than any row has blocks.
+        columns: int64[chunks, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of
+            its span's in the chunk, in packing order.
+        present: bool[chunks, spans, width], whether there is such a block.
+        full: Whether it has a whole block's tokens.
+        spans: By chunk, on the host: of each span with rows, where its rows and blocks are.
+        base: By chunk int32[Rq], the packed block of each row's column 0.
+        kv_len: By chunk int32[Ck], tokens of each packed block.
+        as_masked: Whether column j is KV block j for all rows: then a mask's bits are taken as they are.
+    """
+
+    spans_of: torch.Tensor
+    rows: torch.Tensor
+    turn: torch.Tensor
+    columns: torch.Tensor
+    present: torch.Tensor
+    full: torch.Tensor
+    base: tuple[torch.Tensor, ...]
+    kv_len: tuple[torch.Tensor, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    block_k: int
+    as_masked: bool
+
+    @property
+    def width(self) -> int:
+        return self.columns.shape[2]
+
+    def to(self, device: torch.device) -> TableLayout:
+        """Returns a copy with all tables on `device`. The tables of `self` must be on the CPU; spans stay there."""
+        if device == self.rows.device:
+            return self
+
+        def move(table: torch.Tensor) -> torch.Tensor:
+            return to_device(table.numpy(), device)
+
+        return replace(
+            self,
+            spans_of=move(self.spans_of),
+            rows=move(self.rows),
+            turn=move(self.turn),
+            columns=move(self.columns),
+            present=move(self.present),
+            full=move(self.full),
+            base=tuple(map(move, self.base)),
+            kv_len=tuple(map(move, self.kv_len)),
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RankRows:
+    """One rank's packed rows, by the spans that they are in; on the host.
+
+    Attributes:
+        number: int64[H], place of each head among those whose keys come to the rank.
+        span_numbers: int64[spans], see `Span.number`.
+        row_span: int64[Rq], each row's span.
+        places: int64[Rq], see `TableLayout.rows`.
+    """
+
+    grid: BlockGrid
+    number: np.ndarray
+    span_numbers: np.ndarray
+    row_span: np.ndarray
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, assignment: Assignment, rank: int) -> RankRows:
+        grid, sequences, ulysses = assignment.grid, len(assignment.grid.sequences), assignment.strategy.ulysses
+        heads_here = np.flatnonzero(columns_of_heads(assignment.q_owner, ulysses)[:, rank % ulysses])
+        number = np.zeros(assignment.heads, dtype=np.int64)
+        number[heads_here] = np.arange(len(heads_here))
+        head, block = assignment.rows_of(rank)
+        row_span = number[head] * sequences + grid.q_axis.sequence_of[block]
+        span_numbers = (heads_here[:, None] * sequences + np.arange(sequences)).ravel()
+        return cls(grid, number, span_numbers, row_span, row_places(grid, assignment.heads, head, block))
+
+    def table_layout(self, packed: Sequence[tuple[np.ndarray, np.ndarray]]) -> TableLayout:
+        """The layout of the rank's tables, with the (head, KV block) of what is packed for each chunk."""
+        axis, row_span, sequences = self.grid.k_axis, self.row_span, len(self.grid.sequences)
+        # 1. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
+        spans = len(self.span_numbers)
+        of_blocks = (self.number[head] * sequences + axis.sequence_of[block] for head, block in packed)
+        per_span = np.stack([np.bincount(span, minlength=spans) for span in of_blocks])  # int64[chunks, spans]
+        first = np.cumsum(per_span, axis=1) - per_span
+        width = max(1, int(per_span.max(initial=0)))
+        whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
+        as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
+        width += 0 if as_masked else -width % 8  # whole bytes of bits
+        # 2. Blocks are packed by chunk and span, as these arrays have them.
+        present = np.arange(width) < per_span[..., None]
+        block = np.concatenate([block for _, block in packed])
+        columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
+        columns[present] = block - axis.bounds[axis.sequence_of[block]]
+        full[present] = axis.lengths[block] == axis.block
+        return TableLayout(
+            spans_of=torch.from_numpy(row_span),
+            rows=torch.from_numpy(self.places),
+            turn=torch.from_numpy(row_span * (width + 1)),
+            columns=torch.from_numpy(columns),
+            present=torch.from_numpy(present),
+            full=torch.from_numpy(full),
+            base=tuple(torch.from_numpy(of_chunk[row_span]) for of_chunk in first.astype(np.int32)),
+            kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
+            spans=tuple(
+                _spans(self.span_numbers, row_span, start, count, axis.lengths[of_chunk])
+                for start, count, (_, of_chunk) in zip(first, per_span, packed, strict=True)
+            ),
+            block_k=axis.block,
+            as_masked=as_masked,
+        )
+
+
+def table_layout(assignment: Assignment, rank: int) -> TableLayout:
+    """The layout of one rank's tables."""
+    return RankRows.of(assignment, rank).table_layout(assignment.chunks.of(rank))
+
+
+def _spans(
+    number: np.ndarray, row_span: np.ndarray, first: np.ndarray, count: np.ndarray, lengths: np.ndarray
+) -> tuple[Span, ...]:
+    """Makes the spans with rows, from each span's number, first packed block and count of them, int64[spans]."""
+    having_rows, start = np.unique(row_span, return_index=True)
+    stop = np.append(start, len(row_span))[1:]
+    return tuple(
+        Span(int(number[span]), (int(a), int(b)), (int(c), int(c + n)), lengths[c : c + n])
+        for span, a, b, c, n in zip(having_rows, start, stop, first[having_rows], count[having_rows], strict=True)
+    )
+
+
+def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
+    """bool[H · S], sequences of heads whose every block is dense; None where asking would make the host wait for a
+    device."""
+    if mask.bits.device.type != "cpu" or device.type != "cuda":  # the CPU's kernel finds them by itself
+        return None
+    dense: np.ndarray = torch.stack([part.bits.flatten(1).all(dim=1) for part in mask.parts], dim=1).flatten().numpy()
+    return dense
+
+
+def build_tables(
+    layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray | None = None
+) -> tuple[ChunkTable, ...]:
+    """One table per chunk, on the layout's device.
+
+    Args:
+        mask: Of the plan's grid.
+        dense_spans: See `dense_spans_of`.
+    """
+    # 1. The rows' bits by chunk, and what rows have to do.
+    bits = on_device(mask.row_bits, layout.rows.device)
+    of_mask = layout.columns, layout.present, layout.full, layout.as_masked
+    packed, count, full, key = pack_rows(bits, layout.rows, layout.spans_of, layout.turn, *of_mask)
+    # 2. In which order they start.
+    order = torch.argsort(key, dim=1, stable=True).to(torch.int32)
+    # 3. Chunk by chunk.
+    of_rows = (of_all.unbind(0) for of_all in (packed, count, full, order))
+    tables = tuple(
+        ChunkTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
+        for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)
+    )
+    if dense_spans is None or not dense_spans.any():
+        return tables
+    both = zip(tables, layout.spans, strict=True)
+    return tuple(replace(table, dense=_dense_rows(table, spans, dense_spans)) for table, spans in both)
+
+
+def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndarray) -> DenseRows | None:
+    rest = np.ones(len(table.kv_count), dtype=np.int32)
+    parts = []
+    for span in spans:
+        if not dense_spans[span.number] or not len(span.lengths):
+            continue
+        rest[slice(*span.rows)] = 0
+        place, tokens = np.arange(table.block_k), None
+        if (span.lengths < table.block_k).any():
+            tokens = to_device(np.flatnonzero(place < span.lengths[:, None]), table.kv_count.device)
+        parts.append(DensePart(span.rows, span.blocks, tokens))
+    if not parts:
+        return None
+    kept = to_device(rest, table.kv_count.device)
+    return DenseRows(tuple(parts), not rest.any(), table.kv_count * kept, table.kv_full * kept)
+
+
+def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | None:
+    """What the kernel is told where the ranks' rows are simply all those of whole heads; None where they are not.
+
+    The answer is None on all ranks or on none.
+    """
+    grid = assignment.grid
+    only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
+    if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
+        return None
+    if not assignment.chunks.sends_every_block:  # a block that nobody needs, or that comes by itself
+        return None
+    return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedLayout:
+    """The rows of each packed block in one chunk: those of its span, one after the other.
+
+    Attributes:
+        first: int32[Ck], the first of them.
+        rows: int64[Ck], how many.
+        column: int64[Ck], the block's in these rows.
+        most: rows of a span, at most.
+    """
+
+    first: torch.Tensor
+    rows: torch.Tensor
+    column: torch.Tensor
+    most: int
+
+    def table(self, table: ChunkTable, batch: int = 1) -> TransposedTable:
+        """Which rows attend to each block, for `batch` copies; made where the bits are, without a synchronisation."""
+        blocks, device = len(self.first), table.bits.device
+        if not blocks or not self.most:
+            return TransposedTable(
+                torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device),
+                torch.zeros(batch * blocks, dtype=torch.int32, device=device),
+            )
+        # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
+        place = torch.arange(self.most, device=device)
+        row = (self.first[:, None] + place).clamp(max=len(table.bits) - 1)
+        byte, bit = self.column // 8, (self.column % 8).to(torch.uint8)
+        needed = (table.bits[row.long(), byte[:, None]] >> bit[:, None] & 1).bool() & (place < self.rows[:, None])
+        # 2. As bits, they expand as the rows' own do: there is nothing short.
+        count = needed.sum(dim=1, dtype=torch.int32)
+        whole = torch.full((len(table.bits),), 1, dtype=torch.int32, device=device)
+        rows = expand_rows(pack_bits(needed), self.first, whole, count, self.most, 1, batch)
+        return TransposedTable(rows, count.repeat(batch))
+
+
+def transposed_layouts(layout: TableLayout) -> tuple[TransposedLayout, ...]:
+    """Returns for each chunk what the transposed tables of all masks under one plan share. Synchronises."""
+    per_span = torch.bincount(layout.spans_of, minlength=layout.columns.shape[1])  # rows are packed span by span
+    first = per_span.cumsum(0) - per_span
+    most = int(per_span.max()) if len(per_span) else 0
+    found = []
+    for present in layout.present:
+        span, column = present.nonzero(as_tuple=True)  # in packing order
+        found.append(TransposedLayout(first[span].to(torch.int32), per_span[span], column, most))
+    return tuple(found)

@@ -1,0 +1,128 @@
+"""What every rank has whole beside a sequence that ranks share: its attention to the shared keys, and its gradients.
+
+Audio beside video, for example. Every rank computes alike all that is made of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from dbsp_core.comm.consistency import INFERENCE_TENSORS, needs_gradients, unfollowed
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.utils.errors import UserError
+from dbsp_kernels import attend_dense, attend_dense_backward, merge_states
+
+__all__ = ["attend_shared_keys", "count_gradient_once", "sum_gradient"]
+
+
+def attend_shared_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group: SequenceGroup
+) -> torch.Tensor:
+    """Attention of queries that every rank has to keys of which each rank has its own. Collective, backward too.
+
+    1. Each rank attends to its own keys.
+    2. Outputs and log-sum-exps of all ranks are gathered: as much as the queries, not as the keys.
+    3. Every rank merges them by log-sum-exp, in the order of ranks.
+
+    Of the output's gradient each rank has its part of a sum, as of all that every rank has (`count_gradient_once`).
+    Backward adds the parts up; from the whole gradient, and out and log-sum-exp over all keys, each rank has the
+    gradients of its own keys and values, and its part of the queries'.
+
+    Args:
+        q: [B, H, n, D], the same on every rank.
+        k, v: [B, H, m, D], this rank's, without padding; m may be 0 and differ between ranks.
+        scale: Of the scores.
+
+    Returns:
+        [B, H, n, D], the same bits on every rank.
+
+    Raises:
+        UserError: For tensors whose derivatives would be lost.
+    """
+    problem = unfollowed(q, k, v)
+    if problem is None and needs_gradients(q, k, v) and any(t.is_inference() for t in (q, k, v)):
+        problem = INFERENCE_TENSORS
+    if problem is not None:
+        raise UserError(problem)
+    out: torch.Tensor = _SharedKeys.apply(q, k, v, scale, group)
+    return out
+
+
+class _SharedKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group: SequenceGroup
+    ) -> torch.Tensor:
+        out, lse = attend_dense(q, k, v, scale)
+        if group.size > 1:
+            everyone = group.all_gather(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
+            parts = [(part[..., :-1], part[..., -1]) for part in everyone]
+            out, lse = functools.reduce(lambda merged, part: merge_states(*merged, *part), parts)
+        ctx.scale, ctx.group = scale, group
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = _sum(dout.to(lse.dtype), ctx.group)
+        grads = attend_dense_backward(q, k, v, out, lse, dout, ctx.scale)
+        return (*(grad.to(q.dtype) for grad in grads), None, None)
+
+
+def count_gradient_once(output: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """An output that every rank has whole, whose gradient the first rank takes alone; the others have zeros.
+
+    Every rank computes the whole loss, and the gradients of its parameters are its part of a sum over the group:
+    without this an output that is computed P times would count P times.
+    """
+    if group.size == 1:
+        return output
+    counted: torch.Tensor = _CountedOnce.apply(output, group.rank)
+    return counted
+
+
+class _CountedOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, rank: int) -> torch.Tensor:
+        ctx.rank = rank
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return gradient if ctx.rank == 0 else torch.zeros_like(gradient), None
+
+
+def sum_gradient(whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """A tensor that was made whole for what every rank computes alike.
+
+    Of its gradient each rank has its part of a sum, and what made the tensor whole wants all of it (`gather_shards`):
+    backward adds the parts up. Collective in backward.
+    """
+    if group.size == 1:
+        return whole
+    summed: torch.Tensor = _Summed.apply(whole, group)
+    return summed
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return _sum(gradient, ctx.group), None
+
+
+def _sum(mine: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """The sum over ranks, in their order: the same bits on each."""
+    return functools.reduce(torch.add, group.all_gather(mine))

@@ -1,0 +1,115 @@
+"""Predicted masks, each head on one rank: what that needs from all ranks before any query or key travels."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dbsp_core.comm.block_pooling import ShardedBlocks, pool_heads
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.masks.grid import CANONICAL, BlockGrid
+from dbsp_core.planning.heads import contiguous_heads
+from dbsp_core.sources.base import LocalQK
+from dbsp_kernels.exchange import to_device
+from dbsp_kernels.tables import unpack_bits
+
+__all__ = ["HomeBlocks", "assigned_heads", "gather_bits", "pool_own_heads", "send_home", "traffic"]
+
+
+def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
+    """The heads whose masks `rank` predicts, int64: even runs."""
+    return np.flatnonzero(contiguous_heads(heads, ranks) == rank)
+
+
+def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None = None) -> torch.Tensor:
+    """Pools the q and k, and the values if given, of the heads whose masks this rank predicts. Collective.
+
+    Returns:
+        float32[Hs, B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block, over all
+        ranks; with values nq + 2 nk of them.
+    """
+    ranks = tokens.group.size
+    shares = [len(assigned_heads(rank, tokens.q.shape[1], ranks)) for rank in range(ranks)]
+    tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
+    blocks = ShardedBlocks.of(tokens.layout, grid, "qkv"[: len(tensors)])
+    return pool_heads(tensors, blocks, shares, tokens.group)
+
+
+def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group: SequenceGroup) -> torch.Tensor:
+    """Gathers the bits of all heads, bool[B · heads, nq, columns]. Collective.
+
+    `mine` is uint8[Hs · B, nq, ceil(columns / 8)] from `pack_bits`, the bits of `assigned_heads(rank)`.
+    """
+    # 1. Ranks send equally many heads, the last ones of some being padding.
+    most = -(-heads // group.size) * batch
+    padded = mine if len(mine) == most else mine.new_empty(most, *mine.shape[1:])
+    if padded is not mine:
+        padded[: len(mine)] = mine
+    everyone = group.all_gather_along(padded)
+    # 2. Heads take their places without padding, where they are not there already, and bits are unpacked.
+    if batch > 1 or heads % group.size:
+        everyone = everyone.index_select(0, _gathered_heads(heads, batch, group.size, mine.device))
+    return unpack_bits(everyone, columns)
+
+
+@functools.lru_cache(maxsize=8)
+def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
+    """int64[B · heads]: places of each sample's heads in what all ranks gathered."""
+    most = -(-heads // ranks)
+    places = np.concatenate(
+        [rank * most + np.arange(len(assigned_heads(rank, heads, ranks))) for rank in range(ranks)]
+    )
+    return to_device((places * batch + np.arange(batch)[:, None]).ravel(), device)
+
+
+class HomeBlocks(NamedTuple):
+    """The query blocks of which each rank has tokens, and where this rank's are.
+
+    Attributes:
+        of_ranks: By rank, int64.
+        block: int64[n_local], each place's among this rank's; 0 at padding.
+        real: bool[n_local], whether there is a token.
+    """
+
+    of_ranks: tuple[np.ndarray, ...]
+    block: torch.Tensor
+    real: torch.Tensor
+
+    @classmethod
+    @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+    def of(cls, layout: SequenceLayout, grid: BlockGrid, rank: int, n_local: int, device: torch.device) -> HomeBlocks:
+        block_of = np.empty(grid.tokens, dtype=np.int64)
+        block_of[grid.token_permutation(grid.common_order or CANONICAL)] = grid.q_axis.block_of
+        of_ranks = tuple(np.unique(block_of[layout.tokens_at(one)[0]]) for one in range(layout.world))
+        tokens, places = layout.tokens_at(rank)
+        block, real = np.zeros(n_local, dtype=np.int64), np.zeros(n_local, dtype=bool)
+        block[places], real[places] = np.searchsorted(of_ranks[rank], block_of[tokens]), True
+        return cls(of_ranks, to_device(block, device), to_device(real, device))
+
+
+def send_home(mine: torch.Tensor, heads: int, blocks: HomeBlocks, group: SequenceGroup) -> torch.Tensor:
+    """Sends what ranks computed for each query block of their heads to those that have tokens of it. Collective.
+
+    Takes [Hs, B, nq, D], of the heads of `assigned_heads`, to [B · heads, n, D], of the n blocks at this rank.
+    """
+    own, batch, _, width = mine.shape
+    counts = [len(one) for one in blocks.of_ranks]
+    parts = mine.index_select(2, to_device(np.concatenate(blocks.of_ranks), mine.device)).split(counts, dim=2)
+    shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
+    received = [share * batch * counts[group.rank] for share in shares]
+    sent = torch.cat([part.reshape(-1, width) for part in parts])
+    arrived = group.all_to_all(sent, received, [own * batch * count for count in counts])
+    return arrived.view(heads, batch, counts[group.rank], width).transpose(0, 1).flatten(0, 1)
+
+
+def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
+    """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and bits of other heads."""
+    most, others = -(-heads // layout.world), layout.world - 1
+    blocks = ShardedBlocks.of(layout, grid)
+    pooled = sum(blocks.rows) * 4 * (width + 1)
+    bits = batch * most * grid.nq * -(-grid.nk // 8)
+    return batch * most * pooled * others // layout.world + others * bits

@@ -1,0 +1,264 @@
+"""Files that appear whole or not at all, checks of where they go, and sizes in bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from dbsp_core.utils.errors import UserError, cut_short, in_short
+
+__all__ = [
+    "ByteTensor",
+    "expand_path",
+    "in_bytes",
+    "open_atomically",
+    "parse_size",
+    "require_apart",
+    "require_file",
+    "require_file_place",
+    "require_folder_place",
+    "require_place",
+    "user_path",
+    "write_atomically",
+    "write_byte_tensors",
+]
+
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", 1)}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2] not in _UNITS:
+        raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes as text, such as "512 B" or "1.25 MiB"."""
+    amount, unit = float(count), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(amount) < 1024:
+            break
+        amount, unit = amount / 1024, bigger
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
+
+
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFSOCK: "socket",
+}
+
+
+def expand_path(given: str | os.PathLike[str]) -> str:
+    """Returns a path with "~" and "~NAME" at its beginning replaced by home folders, as a shell does.
+
+    A path that the locale's encoding lacks names the file that has this name in UTF-8.
+
+    Raises:
+        UserError: The path is empty or has a character that no file's name can have, or no such home folder is known.
+    """
+    text = os.fspath(given)
+    if not text or "\0" in text:
+        what = "has a NUL character" if text else "is empty"
+        raise UserError(f"path {in_short(text)} {what}; give the name of a file or folder, or leave it out")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise UserError(f"path {in_short(text)} names a home folder that is not known; give the whole path")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return _named_in_utf8(path)
+    return path
+
+
+def _named_in_utf8(path: str) -> str:
+    try:
+        return os.fsdecode(path.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError as error:
+        raise UserError(f"path {in_short(path)} has half a character; no file can have that name") from error
+
+
+def user_path(given: str | os.PathLike[str]) -> Path:
+    """Returns `expand_path(given)` as a Path."""
+    return Path(expand_path(given))
+
+
+def require_file(path: Path, what: str, advice: str) -> None:
+    """Raises UserError unless `path` is a file that this process may read.
+
+    Args:
+        what: Names the path in messages.
+        advice: The fix for a file that is missing.
+    """
+    shown = f"{what} {cut_short(str(path))}"
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            shown += f" is a link to {cut_short(os.readlink(path))}, which"
+        raise UserError(f"{shown} does not exist; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{shown} cannot be read ({_reason(error)}); {advice}") from None
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+        raise UserError(f"{shown} is a {kind}, not a file; {advice}")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{shown} cannot be read (Permission denied); make it readable, or give another one")
+
+
+def _reason(error: Exception) -> str:
+    """Returns an error's text without the path, which may be long."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def require_apart(
+    files: Mapping[str, Path], folders: Mapping[str, Path] | None = None, inputs: Mapping[str, Path] | None = None
+) -> None:
+    """Raises UserError where one result would be written over another, or over an input. Links are followed.
+
+    Args:
+        files: Files that are written, by the option that gives them.
+        folders: Folders that are written to.
+        inputs: Files that are read.
+    """
+    given = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
+    places = [(what, Path(os.path.realpath(path))) for what, path in given]
+    for index, (what, place) in enumerate(places[: len(files) + len(folders or {})]):
+        for other, taken in places[index + 1 :]:
+            if place == taken:
+                raise UserError(f"{what} and {other} are the same place, {cut_short(str(place))}; give another {what}")
+        for other, file in places[: len(files)]:
+            if file in place.parents:
+                raise UserError(f"{what} {cut_short(str(place))} is inside {other}, a file; give another {what}")
+
+
+def require_file_place(path: Path, what: str) -> None:
+    """Raises UserError unless a file can be written there; `what` names the path in the message."""
+    if os.path.isdir(path):
+        raise UserError(f"{what} {path} is a folder; give the name of a file")
+    if not os.path.exists(path) or os.path.isfile(path):
+        require_place(path, what)
+    elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
+        raise UserError(f"{what} {path} cannot be written to; give another place")
+
+
+def require_folder_place(path: Path, what: str) -> None:
+    """Raises UserError unless the folder can be made and written to."""
+    _require_possible(path, what)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise UserError(f"{what} {path} is a file; give the name of a folder")
+    _require_writable(Path(os.path.realpath(path)), f"{what} {path}")
+
+
+def require_place(path: Path, what: str) -> None:
+    """Raises UserError unless something can be put there, or where it leads if it is a link."""
+    _require_possible(path, what)
+    _require_writable(Path(os.path.realpath(path)).parent, f"{what} {path}")
+
+
+def _require_possible(path: Path, what: str) -> None:
+    """Raises UserError for a path that is too long, or in a folder that this process may not enter."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        shown = cut_short(str(path))
+        raise UserError(f"{what} {shown} cannot be written to ({_reason(error)}); give another place") from None
+
+
+def _require_writable(folder: Path, what: str) -> None:
+    """Raises UserError unless the folder can be made and written to; permissions do not say all, so it is tried."""
+    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    if not there.is_dir():
+        raise UserError(f"{what}: {there} is a file, not a folder; give another place")
+    refused = UserError(f"{what}: folder {there} cannot be written to; give another place, or make it writable")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise refused
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dbsp-"))
+    except OSError as error:
+        raise refused from error
+
+
+@contextmanager
+def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a file to write: readers see the old one until the block ends without an error, and then the new one.
+
+    Links are followed. An existing file keeps its mode. A device or a pipe is written to as it is.
+    """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        with open(path, "wb") as file:
+            yield file
+        return
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            with suppress(FileNotFoundError):
+                os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Writes a file so that a reader sees the old one or the new one, never half of it."""
+    with open_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@dataclass(frozen=True)
+class ByteTensor:
+    """A uint8 tensor that is written piece by piece, in row-major order."""
+
+    shape: tuple[int, ...]
+    pieces: Iterable[bytes]
+
+
+def write_byte_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, ByteTensor], metadata: Mapping[str, str]
+) -> int:
+    """Writes a safetensors file with one piece in memory at a time, whole or not at all.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        ValueError: When a tensor's pieces don't add up to its shape.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + math.prod(tensor.shape)
+        header[name] = {"dtype": "U8", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with open_atomically(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            written = sum(file.write(piece) for piece in tensor.pieces)
+            if written != math.prod(tensor.shape):
+                raise ValueError(f"tensor {name!r} of shape {list(tensor.shape)} was given {written} bytes")
+    return 8 + len(text) + end

@@ -1,0 +1,216 @@
+"""This process: its log, environment variables, installed packages, and what must not be compiled."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_kernels.errors import install_command
+
+__all__ = [
+    "ERROR",
+    "NOTICE",
+    "RECORD",
+    "RECORD_EVERY",
+    "RECORD_LAYERS",
+    "RECORD_LIMIT",
+    "environment_number",
+    "environment_value",
+    "exit_on_user_error",
+    "first_value",
+    "installed_version",
+    "log",
+    "missing_packages",
+    "not_compiled",
+    "outside_inference",
+    "package_versions",
+    "printable",
+    "require_packages",
+    "version_marks",
+]
+
+
+NOTICE = "dbsp: "
+"""Prefix of lines for the user."""
+ERROR = NOTICE + "error: "
+"""Prefix of the line that names a user's mistake."""
+
+
+def printable(text: str) -> str:
+    """Returns a text that is safe to print: control characters, as in terminal escapes, are written as "\\x1b".
+
+    Line breaks stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text
+    )
+
+
+class _StandardError(logging.Handler):
+    """Writes to `sys.stderr` as it is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = ERROR if record.levelno >= logging.ERROR else NOTICE
+        sys.stderr.write(f"{prefix}{printable(self.format(record))}\n")
+        sys.stderr.flush()
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("dbsp")
+    if not logger.handlers:
+        logger.addHandler(_StandardError())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # a library that configures the root logger would repeat or reformat each line
+    return logger
+
+
+log = _logger()
+
+
+@contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Turns a UserError inside into one line and exit code 2. Also a decorator."""
+    try:
+        yield
+    except UserError as error:
+        log.error(error)
+        raise SystemExit(2) from error
+
+
+RECORD = "DBSP_RECORD"
+"""Folder for the masks of a run, where the configuration names none."""
+RECORD_EVERY = "DBSP_RECORD_EVERY"
+"""Distance of denoising steps that are recorded: with 3, every third."""
+RECORD_LAYERS = "DBSP_RECORD_LAYERS"
+"""The layers that are recorded, such as "0,5,10-12"."""
+RECORD_LIMIT = "DBSP_RECORD_LIMIT"
+"""Most bytes that a recording may take on disk, such as "2GiB"."""
+
+
+def environment_value(name: str) -> str | None:
+    """The variable's value, or None if it is missing or empty."""
+    return os.environ.get(name) or None
+
+
+def environment_number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """A launcher's variable, such as WORLD_SIZE; None if it is missing, or no whole number of at most nine digits."""
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 10 else None
+
+
+_PACKAGES = ("dbsp-attention", "torch", "numpy", "triton", "diffusers", "transformers", "xfuser", "para-attn")
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a package, by pip's name; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def missing_packages(names: Iterable[str]) -> list[str]:
+    """The packages, by import name, that cannot be found."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def require_packages(what: str, names: Iterable[str], extra: str) -> None:
+    """Raises UserError if packages that `what` needs are missing, which `extra` would install."""
+    missing = missing_packages(names)
+    if missing:
+        raise UserError(f"{what} lacks {', '.join(missing)}; {install_command(extra)}")
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages among `_PACKAGES`, by name."""
+    found = {name: installed_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {name: one for name, one in found.items() if one is not None}
+
+
+def version_marks(compare: bool) -> dict[str, int]:
+    """Complaints and marks of packages for `check_consistent`; unless `compare`, marks don't depend on versions."""
+    found = package_versions() if compare else {}
+    complaint = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
+    return {complaint.format(name): fingerprint_of(found.get(name)) for name in ("python", *_PACKAGES)}
+
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def not_compiled(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Works as torch.compiler.disable: a compiled caller's graph breaks here, and the function runs as it is written.
+
+    Nothing is compiled while nothing has imported torch's compiler. Not for hooks of modules: what
+    torch.compile(fullgraph=True) leaves out calls them itself, and would compile this wrapper.
+    """
+    excluded: list[Callable[P, Result]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not excluded:
+            excluded.append(torch.compiler.disable(function))
+        return excluded[0](*args, **kwargs)
+
+    return call
+
+
+def outside_inference(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorates a function that keeps tensors: under inference mode it runs without gradients instead.
+
+    Autograd refuses inference tensors for as long as they live, and routes, tables and index tensors are kept for
+    every later pass of a size.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
+MOST_VALUES = 1 << 16
+"""Values of a schedule that are copied to the host, at most."""
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Each schedule's version and values. A scheduler makes a new one for each generation."""
+
+
+def first_value(values: torch.Tensor | float) -> float:
+    """Returns the first element.
+
+    A view, such as `timesteps[i].expand(batch)`, is looked up in a copy of all that it is a view of. So a schedule is
+    read once, and waits for its device once, however many of its elements are asked for. In inference mode tensors do
+    not tell what they are views of: there each is read by itself.
+    """
+    if not isinstance(values, torch.Tensor):
+        return float(values)
+    base = values if values._base is None else values._base
+    place = values.storage_offset() - base.storage_offset()
+    plain = base.is_contiguous() and base.dtype == values.dtype and 0 <= place < base.numel() <= MOST_VALUES
+    if base.is_inference() or not plain:
+        return float(values[(0,) * values.ndim])
+    known = _read.get(base)
+    if known is None or known[0] != base._version:
+        known = base._version, base.flatten().tolist()
+        _read[base] = known
+    return float(known[1][place])

@@ -1,0 +1,238 @@
+"""Copies of token segments, int8 rows, and tables to the device: what exchanges pack and unpack by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from dbsp_kernels.dispatch import uses_triton
+
+__all__ = [
+    "COLUMNS",
+    "LARGEST",
+    "TINY",
+    "CopySegments",
+    "copy_segments",
+    "gather_segments",
+    "on_device",
+    "put_tokens",
+    "quantise_segments",
+    "restore_rows",
+    "row_words",
+    "rows_of_tokens",
+    "take_tokens",
+    "to_device",
+]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device; from pinned memory, so that the host need not wait for what the device is doing."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor itself where it is on the device, else a copy; from the host as `to_device`."""
+    on_host = tensor.device.type == "cpu" and device.type == "cuda"
+    return to_device(tensor.numpy(), device) if on_host else tensor.to(device, non_blocking=True)
+
+
+LARGEST = 127.0
+TINY = 2.0**-100
+"""A token whose largest magnitude is below it is all zeros: its scale could be subnormal, which GPUs may flush."""
+
+
+def row_words(width: int) -> int:
+    """Words of a token of so many numbers, its scale included."""
+    return -(-width // 4) + 1
+
+
+def quantise_segments(
+    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, less: torch.Tensor | None = None
+) -> None:
+    """`copy_segments` from tokens to rows of int8: number / scale, to the nearest, halves to even.
+
+    A token's scale is its largest magnitude / 127. One with a number that is not finite gets scale NaN.
+
+    Args:
+        source: [B, heads, tokens, D], floating-point, any strides.
+        destination: int32[B, heads, tokens, row_words(D)]; views with words side by side are welcome.
+        segments: Without zeros.
+        less: float32[B, source's heads, D], what is subtracted from every token beforehand. None: nothing.
+    """
+    if uses_triton(source):
+        from dbsp_kernels.triton.exchange import triton_quantise_segments  # here: triton need not be installed
+
+        triton_quantise_segments(source, destination, segments.table, segments.mean, less)
+        return
+    from_head, from_token, to_head, to_token, *_ = segments.places
+    for item, (one, other) in enumerate(zip(source, destination, strict=True)):
+        values = take_tokens(one, from_head, from_token).to(torch.float32)
+        if less is not None:
+            values = values - less[item].index_select(0, from_head)
+        put_tokens(other, to_head, to_token, rows_of_tokens(values))
+
+
+def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """int32[..., row_words(D)] from float32[..., D], by torch's own operations."""
+    width, largest = tokens.shape[-1], tokens.abs().amax(dim=-1)  # NaN where one is
+    scale = largest / LARGEST
+    scale = torch.where(largest.isfinite(), scale, torch.nan).masked_fill_(largest < TINY, 0.0)
+    divisor = torch.where(scale > 0, scale, torch.inf)
+    rows = tokens.new_zeros(*tokens.shape[:-1], row_words(width), dtype=torch.int32)
+    rows.view(torch.int8)[..., :width] = (tokens / divisor[..., None]).round_().nan_to_num_(0.0)
+    rows.view(torch.float32)[..., -1] = scale
+    return rows
+
+
+def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Tokens [..., D] of a floating-point dtype from contiguous rows int32[..., row_words(D)]: number · scale."""
+    if uses_triton(rows):
+        from dbsp_kernels.triton.exchange import triton_restore_rows  # here: triton need not be installed
+
+        return triton_restore_rows(rows, width, dtype)
+    numbers = rows.view(torch.int8)[..., :width].to(torch.float32)
+    return numbers.mul_(rows.view(torch.float32)[..., -1:]).to(dtype)
+
+
+COLUMNS = ("from_head", "from_token", "to_head", "to_token", "length", "zeros")
+
+SLICED = 16  # mean tokens from which on the CPU copies segment by segment, rather than by index
+
+
+@dataclass(frozen=True, eq=False)
+class CopySegments:
+    """What `copy_segments` copies; no two segments write to one place.
+
+    Attributes:
+        table: int32[n, 6], COLUMNS: `length` tokens are copied, and `zeros` zeros written behind them.
+        mean: Tokens and zeros of a segment, on average.
+    """
+
+    table: torch.Tensor
+    mean: float
+
+    @classmethod
+    def of(cls, columns: np.ndarray, device: torch.device) -> CopySegments:
+        """Makes the table of columns int[n, 6] on the host; leaves out segments in which nothing is to be written."""
+        size = columns[:, 4] + columns[:, 5]
+        kept = np.ascontiguousarray(columns if (size > 0).all() else columns[size > 0], dtype=np.int32)
+        return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
+
+    def to(self, device: torch.device) -> CopySegments:
+        """Copies a table on the host to a device."""
+        return CopySegments(to_device(self.table.numpy(), device), self.mean)
+
+    @cached_property
+    def entries(self) -> list[list[int]]:
+        """The table as lists of Python integers."""
+        entries: list[list[int]] = self.table.tolist()
+        return entries
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """int64 each, by token: from_head, from_token, to_head, to_token; and to_head, to_token of the zeros."""
+        table = self.table.long()
+        from_head, from_token, to_head, to_token, length, zeros = table.unbind(1)
+        spread = torch.repeat_interleave
+        copied = (spread(from_head, length), _counted(from_token, length))
+        written = (spread(to_head, length), _counted(to_token, length))
+        return (*copied, *written, spread(to_head, zeros), _counted(to_token + length, zeros))
+
+
+def copy_segments(
+    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, *, add: bool = False
+) -> None:
+    """Copies segments of tokens: one pass over what is copied, for any strides.
+
+    Nothing else in the destination is touched.
+
+    Args:
+        source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome.
+        add: Whether tokens are added to what is there; such segments have no zeros.
+    """
+    if source.is_cuda:
+        from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
+
+        triton_copy_segments((source,), destination, (segments.table,), segments.mean, add)
+        return
+    if segments.mean >= SLICED:
+        for a, i, b, j, length, zeros in segments.entries:
+            if add:
+                destination[:, b, j : j + length] += source[:, a, i : i + length]
+                continue
+            destination[:, b, j : j + length] = source[:, a, i : i + length]
+            if zeros:
+                destination[:, b, j + length : j + length + zeros] = 0
+        return
+    from_head, from_token, to_head, to_token, zero_head, zero_token = segments.places
+    for one, other in zip(source, destination, strict=True):
+        if add:
+            other[to_head, to_token] += one[from_head, from_token]
+            continue
+        put_tokens(other, to_head, to_token, take_tokens(one, from_head, from_token))
+        if len(zero_head):
+            other[zero_head, zero_token] = 0
+
+
+def gather_segments(
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments]
+) -> None:
+    """Copies segments of up to three sources, such as q, k and v, to one destination: on a GPU in one launch.
+
+    Args:
+        sources: [B, heads, tokens, D] each, as in `copy_segments`.
+        segments: Of each source; no two segments of all write to one place.
+    """
+    if destination.is_cuda and len({source.stride() for source in sources}) == 1:
+        from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
+
+        tables = [one.table for one in segments]
+        mean = sum(one.mean * len(one.table) for one in segments) / max(1, sum(map(len, tables)))
+        triton_copy_segments(sources, destination, tables, mean)
+        return
+    for source, of_source in zip(sources, segments, strict=True):
+        copy_segments(source, destination, of_source)
+
+
+def take_tokens(tokens: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """[n, D], `tokens[head, token]` of [heads, tokens, D], by indices int64[n]."""
+    found = _token_matrix(tokens)
+    if found is None:
+        return tokens[head, token]
+    rows, by_head, by_token = found  # several times as fast as indexing by head and token
+    return rows.index_select(0, head * by_head + token * by_token)
+
+
+def put_tokens(tokens: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values: torch.Tensor) -> None:
+    """Sets `tokens[head, token]` of [heads, tokens, D], by indices int64[n], to values [n, D]."""
+    found = _token_matrix(tokens)
+    if found is None:
+        tokens[head, token] = values
+        return
+    rows, by_head, by_token = found
+    rows.index_copy_(0, head * by_head + token * by_token, values)
+
+
+def _token_matrix(t: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
+    """A view [rows, D] of t [heads, tokens, D], and how many rows apart heads and tokens are; None without one."""
+    heads, tokens, width = t.shape
+    by_head, by_token = t.stride(0) if heads > 1 else 0, t.stride(1)
+    step = math.gcd(by_head, by_token)
+    if t.numel() == 0 or t.stride(2) != 1 or step < width:
+        return None
+    by_head, by_token = by_head // step, by_token // step
+    rows = (heads - 1) * by_head + (tokens - 1) * by_token + 1
+    return t.as_strided((rows, width), (step, 1)), by_head, by_token
+
+
+def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """start, start + 1, … of every segment, one after the other."""
+    before = starts - (sizes.cumsum(0) - sizes)
+    spread = torch.repeat_interleave(before, sizes)
+    return spread + torch.arange(len(spread), device=spread.device)

@@ -1,1 +1,0 @@
-"""Between tokens and packed blocks: row bits, and copies of token segments."""

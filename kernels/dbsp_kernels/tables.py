@@ -1,0 +1,113 @@
+"""Which blocks each row attends to, as bits: an eighth of a byte for each, where a kernel's table takes four bytes.
+
+A layer of Wan2.1-14B on 8 GPUs has 5 heads × 1182 rows × 1182 blocks a rank: 27.9 MB as int32 table, 0.9 MB as bits.
+So bits are what is kept, 35 MB for 40 layers and not 1.1 GB, and a table is made from them for every call: one kernel
+that writes 27.9 MB, some 10 µs before milliseconds of attention.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+__all__ = ["expand_rows", "pack_bits", "pack_rows", "unpack_bits"]
+
+
+def pack_bits(needed: torch.Tensor) -> torch.Tensor:
+    """bool[..., W] → uint8[..., ceil(W / 8)]: column 8·i + j is bit j of byte i."""
+    width, bits = needed.shape[-1], needed.to(torch.uint8)
+    if width % 8:
+        bits = torch.nn.functional.pad(bits, (0, -width % 8))
+    bits = bits.view(*bits.shape[:-1], -(-width // 8), 8)
+    return (bits << _places(needed.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """bool[..., W] of what `pack_bits` packed; rows are not contiguous where W is no multiple of 8."""
+    bits = (packed[..., None] >> _places(packed.device)).bitwise_and_(1)
+    return bits.view(torch.bool).flatten(-2)[..., :width]
+
+
+@functools.cache
+def _places(device: torch.device) -> torch.Tensor:
+    """uint8[8]: each bit's place in a byte."""
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def pack_rows(
+    mask: torch.Tensor,
+    rows: torch.Tensor,
+    spans: torch.Tensor,
+    turn: torch.Tensor,
+    columns: torch.Tensor,
+    present: torch.Tensor,
+    full: torch.Tensor,
+    as_masked: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packs and counts the bits of a rank's rows, for all chunks of keys at once.
+
+    A span is a head, or one sequence of a head, that rows attend to: they share the meaning of columns.
+
+    Args:
+        mask: bool[n, nk] rows; or bool[n], rows of several lengths one after another.
+        rows, spans, turn: int64[R], each row's place there (in bool[n] its first), its span, and its sort key.
+        columns: int64[y, spans, width], the KV block of a row's column, counted along the mask's row.
+        present: bool[y, spans, width], whether the column has a block.
+        full: Whether that block is not short.
+        as_masked: Whether columns are those of the mask.
+
+    Returns:
+        Bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
+        int64[y, R], turn less each row's blocks.
+    """
+    if mask.is_cuda:
+        from dbsp_kernels.triton.tables import triton_pack_rows  # here: triton need not be installed
+
+        return triton_pack_rows(mask, rows, spans, turn, columns, present, full)
+    if mask.ndim == 1:
+        needed = mask[rows[:, None] + columns[:, spans]] & present[:, spans]
+    else:
+        needed = mask.index_select(0, rows)[None]
+        if not as_masked:
+            needed = needed.expand(len(columns), -1, -1).gather(2, columns[:, spans]) & present[:, spans]
+    count = needed.sum(dim=2, dtype=torch.int32)
+    return pack_bits(needed), count, (needed & full[:, spans]).sum(dim=2, dtype=torch.int32), turn - count
+
+
+def expand_rows(
+    bits: torch.Tensor,
+    base: torch.Tensor,
+    kv_len: torch.Tensor,
+    kv_full: torch.Tensor,
+    width: int,
+    block: int,
+    batch: int = 1,
+) -> torch.Tensor:
+    """The table that `block_attention` reads, made where the bits are, without a host synchronisation.
+
+    Args:
+        bits: uint8[R, ceil(width / 8)]: row r attends to packed block base[r] + j where its bit j is set.
+        base: int32[R].
+        kv_len: int32[Ck]; blocks shorter than `block` are listed last.
+        kv_full: int32[R], how many of each row's blocks are not short.
+
+    Returns:
+        kv_index int32[batch · R, width]; the b-th copy of the rows has the b-th copy of the Ck blocks. What is beyond
+        a row's count is undefined.
+    """
+    if bits.is_cuda:
+        from dbsp_kernels.triton.tables import triton_expand_rows  # here: triton need not be installed
+
+        return triton_expand_rows(bits, base, kv_len, kv_full, width, block, batch)
+    rows = len(bits)
+    column = torch.arange(width, device=bits.device)
+    needed = (bits[:, column // 8] >> (column % 8).to(torch.uint8) & 1).bool()
+    packed = base[:, None] + column
+    short = kv_len[torch.where(needed, packed, 0).long()] < block if len(kv_len) else torch.zeros_like(needed)
+    place = torch.where(short, kv_full[:, None] + (needed & short).cumsum(1) - 1, (needed & ~short).cumsum(1) - 1)
+    # Columns that are not needed are written to one beyond the end, which is cut off.
+    index = torch.zeros(rows, width + 1, dtype=torch.int32, device=bits.device)
+    index.scatter_(1, torch.where(needed, place, width).long(), packed.to(torch.int32))
+    copies = torch.arange(batch, dtype=torch.int32, device=bits.device) * len(kv_len)
+    return (index[:, :width] + copies[:, None, None]).flatten(0, 1)

@@ -1,0 +1,228 @@
+"""Copying segments of tokens, as a Triton kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from dbsp_kernels.triton.launch import launch
+from dbsp_kernels.triton.tiles import padded
+
+__all__ = [
+    "copy_kernel",
+    "quantise_kernel",
+    "restore_kernel",
+    "tokens_per_segment",
+    "triton_copy_segments",
+    "triton_quantise_segments",
+    "triton_restore_rows",
+]
+
+
+ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
+
+
+@triton.jit(
+    do_not_specialize=(
+        "table_ptr",
+        "second_table_ptr",
+        "third_table_ptr",
+        "segments",
+        "second_segments",
+        "third_segments",
+    )
+)
+def copy_kernel(  # type: ignore[no-untyped-def]
+    from_ptr, second_from_ptr, third_from_ptr, to_ptr, table_ptr, second_table_ptr, third_table_ptr,
+    segments, second_segments, third_segments,
+    from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride, to_width,
+    SEVERAL: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one source, of one element of the batch."""
+    PROGRAM: tl.constexpr = ROWS // TOKENS
+    program = tl.program_id(0)
+    if SEVERAL:
+        of_first, of_second = tl.cdiv(segments, PROGRAM), tl.cdiv(second_segments, PROGRAM)
+        if program >= of_first + of_second:
+            program -= of_first + of_second
+            from_ptr, table_ptr, segments = third_from_ptr, third_table_ptr, third_segments
+        elif program >= of_first:
+            program -= of_first
+            from_ptr, table_ptr, segments = second_from_ptr, second_table_ptr, second_segments
+    row = tl.arange(0, ROWS)
+    segment = program * PROGRAM + row // TOKENS
+    batch = tl.program_id(1).to(tl.int64)
+    there = segment < segments
+    entry = table_ptr + segment.to(tl.int64) * 6
+    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
+    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
+    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
+    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
+    length = tl.load(entry + 4, mask=there, other=0)
+    size = length + tl.load(entry + 5, mask=there, other=0)
+    from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
+    to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
+    width = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
+    for first in range(0, tl.max(size, 0), TOKENS):
+        token = first + (row % TOKENS).to(tl.int64)
+        copied = (token < length)[:, None] & (width[None, :] < WIDTH)
+        written = (token < size)[:, None] & (width[None, :] < WIDTH)
+        values = tl.load(
+            from_row[:, None] + token[:, None] * from_token_stride + width[None, :] * from_width,
+            mask=copied,
+            other=0.0,
+        )
+        places = to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width
+        if ADD:
+            values += tl.load(places, mask=copied, other=0.0)
+        tl.store(places, values, mask=written)
+
+
+def tokens_per_segment(mean: float, rows: int) -> int:
+    """Returns how many tokens of a segment a program copies at a time, given the mean length and its `rows` tokens.
+
+    If segments are short (heads with different token orders), a program takes several segments. Powers of four, so
+    that few variants are compiled.
+    """
+    tokens = 1
+    while tokens < min(rows, round(mean)):
+        tokens *= 4
+    return min(rows, tokens)
+
+
+def triton_copy_segments(
+    sources: Sequence[torch.Tensor],
+    destination: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    mean: float,
+    add: bool = False,
+) -> None:
+    """The contract of `dbsp_kernels.exchange.copy_segments` and `gather_segments`, in one launch.
+
+    Args:
+        sources: One to three, all of the same strides.
+        tables, mean: Of their `CopySegments`; the mean over all segments.
+    """
+    given = [(source, table) for source, table in zip(sources, tables, strict=True) if len(table)]
+    if not given or destination.shape[0] == 0:
+        return
+    counts = [len(table) for _, table in given]
+    (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
+    width = first.shape[-1]
+    rows = max(1, ELEMENTS // padded(width))
+    tokens = tokens_per_segment(mean, rows)
+    programs = sum(-(-count // (rows // tokens)) for count in counts)
+    launch(
+        copy_kernel, (programs, destination.shape[0]),
+        first, second, third, destination, *copied, *[*counts, 0, 0][:3],
+        *first.stride(), *destination.stride(),
+        SEVERAL=len(given) > 1, WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
+    )  # fmt: skip
+
+
+INT8_ELEMENTS = 4096  # per program and step, as numbers of 32 bits
+ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
+TINY = tl.constexpr(2.0**-100)  # that of dbsp_kernels.exchange
+
+
+@triton.jit(do_not_specialize=("table_ptr", "segments", "to_batch", "to_head_stride", "to_token_stride"))
+def quantise_kernel(  # type: ignore[no-untyped-def]
+    from_ptr, bytes_ptr, scales_ptr, less_ptr, table_ptr, segments,
+    from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride,
+    less_batch, less_head,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+    LESS: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens at a time, as `copy_kernel` takes them; strides of the destination are in words."""
+    row = tl.arange(0, ROWS)
+    segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
+    batch = tl.program_id(1).to(tl.int64)
+    there = segment < segments
+    entry = table_ptr + segment.to(tl.int64) * 6
+    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
+    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
+    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
+    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
+    length = tl.load(entry + 4, mask=there, other=0)
+    from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
+    to_row = batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
+    width = tl.arange(0, TILE_D).to(tl.int64)
+    for first in range(0, tl.max(length, 0), TOKENS):
+        token = first + (row % TOKENS).to(tl.int64)
+        here = token < length
+        copied = here[:, None] & (width[None, :] < WIDTH)
+        values = tl.load(
+            from_row[:, None] + token[:, None] * from_token_stride + width[None, :] * from_width,
+            mask=copied,
+            other=0.0,
+        ).to(tl.float32)
+        if LESS:
+            less = less_ptr + batch * less_batch + from_head[:, None] * less_head + width[None, :]
+            values -= tl.load(less, mask=copied, other=0.0)
+        magnitude = tl.abs(values)
+        finite = magnitude < float("inf")  # not true of NaN
+        largest = tl.max(tl.where(finite, magnitude, float("inf")), 1)
+        scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+        fine = (largest >= TINY) & (largest < float("inf"))
+        numbers = tl.div_rn(tl.where(fine[:, None], values, 0.0), tl.where(fine, scale, 1.0)[:, None])
+        numbers = (numbers + ROUND) - ROUND
+        word = to_row + token * to_token_stride
+        tl.store(
+            bytes_ptr + word[:, None] * 4 + width[None, :],
+            numbers.to(tl.int8),
+            mask=here[:, None] & (width[None, :] < 4 * WORDS - 4),
+        )
+        scale = tl.where(fine, scale, tl.where(largest < TINY, 0.0, float("nan")))
+        tl.store(scales_ptr + word + (WORDS - 1), scale, mask=here)
+
+
+def triton_quantise_segments(
+    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, less: torch.Tensor | None
+) -> None:
+    """The contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
+    count, width, words = len(table), source.shape[-1], destination.shape[-1]
+    if count == 0 or source.shape[0] == 0:
+        return
+    rows = max(1, INT8_ELEMENTS // padded(width))
+    tokens = tokens_per_segment(mean, rows)
+    less_strides = (0, 0) if less is None else less.stride()[:2]
+    launch(
+        quantise_kernel, (-(-count // (rows // tokens)), source.shape[0]),
+        source, destination.view(torch.int8), destination.view(torch.float32), less, table, count,
+        *source.stride(), *destination.stride()[:3], *less_strides,
+        WIDTH=width, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, width)),
+        LESS=less is not None, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("rows",))
+def restore_kernel(  # type: ignore[no-untyped-def]
+    bytes_ptr, scales_ptr, tokens_ptr, rows,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows, side by side."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    width = tl.arange(0, TILE_D)
+    written = (row < rows)[:, None] & (width[None, :] < WIDTH)
+    numbers = tl.load(bytes_ptr + row[:, None] * (4 * WORDS) + width[None, :], mask=written, other=0)
+    scale = tl.load(scales_ptr + row * WORDS + (WORDS - 1), mask=row < rows, other=0.0)
+    values = numbers.to(tl.float32) * scale[:, None]
+    tl.store(tokens_ptr + row[:, None] * WIDTH + width[None, :], values.to(tokens_ptr.dtype.element_ty), mask=written)
+
+
+def triton_restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """The contract of `dbsp_kernels.exchange.restore_rows`."""
+    tokens = torch.empty(*rows.shape[:-1], width, dtype=dtype, device=rows.device)
+    words = rows.shape[-1]
+    count, at_once = rows.numel() // words, max(1, INT8_ELEMENTS // padded(width))
+    if count:
+        launch(
+            restore_kernel, (-(-count // at_once),),
+            rows.view(torch.int8), rows.view(torch.float32), tokens, count,
+            WIDTH=width, WORDS=words, ROWS=at_once, TILE_D=padded(width), num_warps=4,
+        )  # fmt: skip
+    return tokens

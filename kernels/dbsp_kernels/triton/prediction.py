@@ -1,0 +1,290 @@
+"""`sum_tokens` in one pass over the tokens: they are read once, and only sums are written. Then their means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dbsp_kernels.triton.launch import launch
+
+__all__ = [
+    "pool_rows_triton",
+    "pooled_scores_triton",
+    "score_kernel",
+    "select_blocks_triton",
+    "sum_constants",
+    "sum_kernel",
+    "sum_tokens_triton",
+]
+
+
+TOKENS_TILE = 16  # tokens at a time: of 32, some compilers spill
+
+
+@triton.jit
+def _halving_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`dbsp_kernels.prediction.halving_sum` of ROWS rows; WIDTH is 2 to the LOG2.
+
+    Halves are split and added: from a sum over an axis of two, Triton 3.9 makes code that lives in local memory. To
+    gather the sums from where they are ends the layout that halving led to: else Triton lays out the tokens, which are
+    divided by them, in the same way, in which most threads of a warp hold the same ones.
+    """
+    for level in tl.static_range(LOG2):
+        halves = tl.reshape(terms, [ROWS, 2, WIDTH >> (level + 1)])
+        first, second = tl.split(tl.permute(halves, (0, 2, 1)))
+        terms = first + second
+    return tl.gather(tl.reshape(terms, [ROWS]), tl.arange(0, ROWS), 0)
+
+
+@triton.jit(do_not_specialize=("place_ptr", "first_ptr", "heads", "blocks"))
+def sum_kernel(  # type: ignore[no-untyped-def]
+    tokens_ptr, place_ptr, first_ptr, sums_ptr,
+    batch_stride, head_stride, token_stride, width_stride, heads, blocks,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, LOG2: tl.constexpr,
+    LIMIT: tl.constexpr, PER_MEAN_UNIT: tl.constexpr, PER_DIRECTION_UNIT: tl.constexpr,
+):  # fmt: skip
+    """One program, one block of one head of one batch item."""
+    block = tl.program_id(0)
+    item = tl.program_id(1)
+    base = tokens_ptr + (item // heads).to(tl.int64) * batch_stride + (item % heads).to(tl.int64) * head_stride
+    width = tl.arange(0, PADDED).to(tl.int64)
+    values = tl.zeros([PADDED], tl.int64)
+    directions = tl.zeros([PADDED], tl.int64)
+    end = tl.load(first_ptr + block + 1)
+    for start in range(tl.load(first_ptr + block), end, TILE):
+        entry = start + tl.arange(0, TILE)
+        place = tl.load(place_ptr + entry, mask=entry < end, other=0)
+        at = base + place[:, None] * token_stride + width[None, :] * width_stride
+        x = tl.load(at, mask=(entry < end)[:, None] & (width < WIDTH)[None, :], other=0.0).to(tl.float32)
+        x = tl.where(x == x, x, 0.0)
+        x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+        length = tl.sqrt_rn(_halving_sum(x * x, TILE, PADDED, LOG2))[:, None]  # before sums: else sm120 spills
+        values += tl.sum(tl.floor(x * PER_MEAN_UNIT).to(tl.int64), 0)
+        x = tl.where(length > 0, tl.div_rn(x, tl.where(length > 0, length, 1.0)), 0.0)
+        directions += tl.sum(tl.floor(x * PER_DIRECTION_UNIT).to(tl.int32), 0)
+    row = (item % heads).to(tl.int64) * (tl.num_programs(1) // heads) + item // heads  # head after head
+    out = sums_ptr + (row * blocks + block) * (2 * WIDTH + 2)
+    tl.store(out + width, values, mask=width < WIDTH)
+    tl.store(out + WIDTH + width, directions, mask=width < WIDTH)
+    tl.store(out + 2 * WIDTH + tl.arange(0, 2), tl.zeros([2], tl.int64))
+
+
+def sum_constants(width: int, limit: float, mean_unit: float, direction_unit: float) -> dict[str, Any]:
+    """What `sum_kernel` is compiled for."""
+    padded = triton.next_power_of_2(width)
+    return {
+        "WIDTH": width, "PADDED": padded, "TILE": TOKENS_TILE, "LOG2": padded.bit_length() - 1,
+        "LIMIT": limit, "PER_MEAN_UNIT": 1 / mean_unit, "PER_DIRECTION_UNIT": 1 / direction_unit,
+    }  # fmt: skip
+
+
+def sum_tokens_triton(
+    tokens: torch.Tensor,
+    place: torch.Tensor,
+    first: torch.Tensor,
+    limit: float,
+    mean_unit: float,
+    direction_unit: float,
+) -> torch.Tensor:
+    """The contract of `dbsp_kernels.prediction.sum_tokens`, with its limit and units."""
+    batch, heads, _, width = tokens.shape
+    blocks = len(first) - 1
+    sums = tokens.new_empty(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
+    if sums.numel() == 0:
+        return sums
+    launch(
+        sum_kernel, (blocks, batch * heads),
+        tokens, place, first, sums, *tokens.stride(), heads, blocks,
+        **sum_constants(width, limit, mean_unit, direction_unit),
+        enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
+    )  # fmt: skip
+    return sums
+
+
+@triton.jit(do_not_specialize=("length_ptr", "copy_stride", "blocks"))
+def _pool_kernel(  # type: ignore[no-untyped-def]
+    sums_ptr, length_ptr, pooled_ptr, copy_stride, block_stride, blocks,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, LOG2: tl.constexpr,
+    MEAN_UNIT: tl.constexpr, DIRECTION_UNIT: tl.constexpr,
+):  # fmt: skip
+    """One program, one block of one head of one batch item."""
+    block = tl.program_id(0).to(tl.int64)
+    copy = tl.program_id(1).to(tl.int64)
+    width = tl.arange(0, PADDED)
+    start = sums_ptr + copy * copy_stride + block * block_stride + width
+    length = tl.load(length_ptr + block).to(tl.float64)
+    mean = tl.load(start, mask=width < WIDTH, other=0).to(tl.float64) * MEAN_UNIT / length
+    direction = tl.load(start + WIDTH, mask=width < WIDTH, other=0).to(tl.float64) * DIRECTION_UNIT / length
+    square = _halving_sum(tl.reshape(direction * direction, [1, PADDED]), 1, PADDED, LOG2)
+    out = pooled_ptr + (copy * blocks + block) * (WIDTH + 1)
+    tl.store(out + width, mean.to(tl.float32), mask=width < WIDTH)
+    tl.store(out + WIDTH + tl.arange(0, 1), square.to(tl.float32))
+
+
+def pool_rows_triton(
+    sums: torch.Tensor, lengths: torch.Tensor, mean_unit: float, direction_unit: float
+) -> torch.Tensor:
+    """The contract of `dbsp_kernels.prediction.pool_rows`, with its units."""
+    heads, batch, blocks, width = *sums.shape[:3], sums.shape[3] // 2 - 1
+    pooled = sums.new_empty(heads, batch, blocks, width + 1, dtype=torch.float32)
+    if pooled.numel():
+        padded = triton.next_power_of_2(width)
+        launch(
+            _pool_kernel, (blocks, heads * batch),
+            sums, lengths, pooled, sums.stride(1), sums.stride(2), blocks,
+            WIDTH=width, PADDED=padded, LOG2=padded.bit_length() - 1,
+            MEAN_UNIT=mean_unit, DIRECTION_UNIT=direction_unit,
+            enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
+        )  # fmt: skip
+    return pooled
+
+
+SCORE_TILE = 32  # query and key blocks a program scores
+WARPS = 8  # of them: 4 have too few registers
+UNIT = 2.0**-60  # int64 holds the sum of a row's chances, which is 1
+
+
+@triton.jit
+def _in_units(  # type: ignore[no-untyped-def]
+    rows_ptr, first, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    SCALE_EXPONENT: tl.constexpr, LEAST_EXPONENT: tl.constexpr, UNIT_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first` on, of which there are `count`, as whole numbers of three limbs, and the unit of each.
+
+    Returns:
+        int8[TILE, PADDED], limbs of 8 bits, the lowest one first; float64[TILE].
+    """
+    row, width = first + tl.arange(0, TILE), tl.arange(0, PADDED)
+    there = (row < count)[:, None] & (width < WIDTH)[None, :]
+    x = tl.load(rows_ptr + row[:, None] * (WIDTH + 1) + width[None, :], mask=there, other=0.0)
+    exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
+    x = x * ((SCALE_EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    whole = ((x + 12582912.0) - 12582912.0).to(
+        tl.int32
+    )  # 1.5 · 2^23: to the nearest whole number, ties to the even one
+    low = ((whole + 128) & 255) - 128
+    whole = (whole - low) >> 8
+    middle = ((whole + 128) & 255) - 128
+    high = (whole - middle) >> 8
+    unit = ((exponent.to(tl.int64) + UNIT_EXPONENT) << 52).to(tl.float64, bitcast=True)
+    return low.to(tl.int8), middle.to(tl.int8), high.to(tl.int8), unit
+
+
+@triton.jit(do_not_specialize=("nq", "nk"))
+def score_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    SCALE_EXPONENT: tl.constexpr, LEAST_EXPONENT: tl.constexpr, UNIT_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """One program, a tile of one head. Products of limbs are exact in int32, and their sum in int64."""
+    q_first, k_first = tl.program_id(0) * TILE, tl.program_id(1) * TILE
+    head = tl.program_id(2).to(tl.int64)
+    q_rows = rows_ptr + head * (nq + nk) * (WIDTH + 1)
+    k_rows = q_rows + nq * (WIDTH + 1)
+    # 1. Rows of queries and keys in whole numbers.
+    q0, q1, q2, q_unit = _in_units(
+        q_rows, q_first, nq, WIDTH, PADDED, TILE, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT
+    )
+    k0, k1, k2, k_unit = _in_units(
+        k_rows, k_first, nk, WIDTH, PADDED, TILE, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT
+    )
+    # 2. All products of limbs, those of one weight together.
+    k0, k1, k2 = tl.trans(k0), tl.trans(k1), tl.trans(k2)
+    total = tl.dot(q2, k2, out_dtype=tl.int32).to(tl.int64)
+    total = (total << 8) + tl.dot(q1, k2, tl.dot(q2, k1, out_dtype=tl.int32), out_dtype=tl.int32)
+    second = tl.dot(q1, k1, tl.dot(q2, k0, out_dtype=tl.int32), out_dtype=tl.int32)
+    total = (total << 8) + tl.dot(q0, k2, second, out_dtype=tl.int32)
+    total = (total << 8) + tl.dot(q0, k1, tl.dot(q1, k0, out_dtype=tl.int32), out_dtype=tl.int32)
+    total = (total << 8) + tl.dot(q0, k0, out_dtype=tl.int32)
+    # 3. Scores.
+    scores = total.to(tl.float64) * (q_unit * scale)[:, None] * k_unit[None, :]
+    q, k = q_first + tl.arange(0, TILE), k_first + tl.arange(0, TILE)
+    vague = tl.load(k_rows + k * (WIDTH + 1) + WIDTH, mask=k < nk, other=0.0).to(tl.float64) <= similarity
+    scores = tl.where(vague[None, :], float("-inf"), scores)
+    out = scores_ptr + (head * nq + q[:, None]) * nk + k[None, :]
+    tl.store(out, scores, mask=(q < nq)[:, None] & (k < nk)[None, :])
+
+
+def pooled_scores_triton(
+    rows: torch.Tensor,
+    nq: int,
+    scale: float,
+    similarity: float,
+    scale_exponent: int,
+    least_exponent: int,
+    unit_exponent: int,
+) -> torch.Tensor:
+    """The contract of `dbsp_kernels.prediction.pooled_scores`, with its exponents."""
+    heads, blocks, width = rows.shape
+    rows, nk = rows.contiguous(), blocks - nq
+    scores = rows.new_empty(heads, nq, nk, dtype=torch.float64)
+    if scores.numel():
+        grid = (triton.cdiv(nq, SCORE_TILE), triton.cdiv(nk, SCORE_TILE), heads)
+        rounded = torch.tensor(similarity, dtype=torch.float32, device="cpu").item()  # as torch compares with float32
+        launch(
+            score_kernel, grid,
+            rows, scores, nq, nk, scale, rounded,
+            WIDTH=width - 1, PADDED=max(32, triton.next_power_of_2(width - 1)), TILE=SCORE_TILE,
+            SCALE_EXPONENT=scale_exponent, LEAST_EXPONENT=least_exponent, UNIT_EXPONENT=unit_exponent,
+            num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return scores
+
+
+@triton.jit(do_not_specialize=("nq", "nk", "limit"))
+def _select_kernel(  # type: ignore[no-untyped-def]
+    chance_ptr, dense_ptr, packed_ptr, nq, nk, limit: tl.int64, COUNTED: tl.constexpr, NK: tl.constexpr,
+    PER_UNIT: tl.constexpr, CROSSING: tl.constexpr,
+):  # fmt: skip
+    """One program, one row. Of numbers that are not negative, the larger one has the larger bits."""
+    row = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, NK)
+    there = column < nk
+    chance = tl.load(chance_ptr + (head * nq + row) * nk + column, mask=there, other=0.0)
+    chance = tl.where(chance == chance, chance, 0.0)
+    bits = tl.where(there, chance.to(tl.int64, bitcast=True), -1)
+    units = tl.where(there, 1, 0).to(tl.int64) if COUNTED else (chance * PER_UNIT).to(tl.int64)
+    # 1. The lowest threshold above which all fit within the limit, bit by bit of the highest one that is too low.
+    too_low = tl.full([], -1, tl.int64)
+    if tl.sum(tl.where(bits >= 0, units, 0), 0) > limit:
+        too_low = tl.full([], 0, tl.int64)
+        for place in range(62):
+            trial = too_low | (tl.full([], 1, tl.int64) << (61 - place))
+            too_low = tl.where(tl.sum(tl.where(bits >= trial, units, 0), 0) > limit, trial, too_low)
+    above = bits > too_low
+    # 2. Of those at the threshold, the first ones that still fit; of the largest, the first one in any case.
+    equal = (bits == too_low) & there
+    left = limit - tl.sum(tl.where(above, units, 0), 0)
+    fitting = left // tl.maximum(tl.max(tl.where(equal, units, 0), 0), 1)
+    if CROSSING:
+        fitting += 1
+    fitting = tl.where(tl.max(bits, 0) == too_low, tl.maximum(fitting, 1), fitting)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int64), 0) <= fitting))
+    # 3. With what is dense in any case, eight to a byte.
+    whole = tl.load(dense_ptr + head * (nq + nk) + row) != 0
+    chosen = chosen | (tl.load(dense_ptr + head * (nq + nk) + nq + column, mask=there, other=0) != 0) | whole
+    shifted = tl.where(chosen & there, 1, 0) << (column % 8)
+    packed = tl.sum(tl.reshape(shifted, [NK // 8, 8]), 1)
+    byte, row_bytes = tl.arange(0, NK // 8), (nk + 7) // 8
+    tl.store(packed_ptr + (head * nq + row) * row_bytes + byte, packed.to(tl.uint8), mask=byte < row_bytes)
+
+
+def select_blocks_triton(
+    chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
+) -> torch.Tensor:
+    """The contract of `dbsp_kernels.prediction.select_blocks`."""
+    heads, nq, nk = chance.shape
+    chance, dense = chance.contiguous(), dense.contiguous()  # it may be one for all heads, expanded
+    packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)
+    if packed.numel():
+        padded = max(16, triton.next_power_of_2(nk))
+        launch(
+            _select_kernel, (nq, heads),
+            chance, dense, packed, nq, nk, count if cdf is None else int(cdf / UNIT), COUNTED=cdf is None, NK=padded,
+            PER_UNIT=1 / UNIT, CROSSING=crossing and cdf is not None, num_warps=4 if padded <= 2048 else 8,
+        )  # fmt: skip
+    return packed

@@ -1,0 +1,145 @@
+"""Triton kernels from masks to rows' bits and from bits to the kernel's table, each in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dbsp_kernels.triton.launch import launch
+
+__all__ = ["expand_kernel", "pack_kernel", "triton_expand_rows", "triton_pack_rows"]
+
+CHUNK = 1024  # columns at a time
+
+
+@triton.jit(
+    do_not_specialize=(
+        "bits_ptr",
+        "base_ptr",
+        "length_ptr",
+        "full_ptr",
+        "index_ptr",
+        "rows",
+        "row_bytes",
+        "width",
+        "block",
+        "blocks",
+    )
+)
+def expand_kernel(  # type: ignore[no-untyped-def]
+    bits_ptr, base_ptr, length_ptr, full_ptr, index_ptr, rows, row_bytes, width, block, blocks, CHUNK: tl.constexpr
+):
+    """One program, one row of one copy: full blocks from its first place on, short ones behind them."""
+    row = tl.program_id(0).to(tl.int64)
+    copy = tl.program_id(1)
+    base = tl.load(base_ptr + row)
+    index_row = index_ptr + (copy * rows + row) * width
+    full_place = 0
+    short_place = tl.load(full_ptr + row)
+    for start in range(0, width, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        byte = tl.load(bits_ptr + row * row_bytes + column // 8, mask=column < width, other=0).to(tl.int32)
+        needed = (byte >> (column % 8)) & 1
+        length = tl.load(length_ptr + base + column, mask=needed != 0, other=0)
+        full = tl.where(length == block, needed, 0)
+        short = needed - full
+        place = tl.where(full != 0, full_place + tl.cumsum(full, 0), short_place + tl.cumsum(short, 0)) - 1
+        tl.store(index_row + place, base + column + copy * blocks, mask=needed != 0)
+        full_place += tl.sum(full, 0)
+        short_place += tl.sum(short, 0)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "mask_ptr",
+        "rows_ptr",
+        "spans_ptr",
+        "turn_ptr",
+        "columns_ptr",
+        "present_ptr",
+        "full_ptr",
+        "bits_ptr",
+        "count_ptr",
+        "counted_ptr",
+        "key_ptr",
+        "mask_row",
+        "spans",
+        "width",
+        "row_bytes",
+    )
+)
+def pack_kernel(  # type: ignore[no-untyped-def]
+    mask_ptr, rows_ptr, spans_ptr, turn_ptr, columns_ptr, present_ptr, full_ptr,
+    bits_ptr, count_ptr, counted_ptr, key_ptr, mask_row, spans, width, row_bytes, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program, one row in one period."""
+    row = tl.program_id(0)
+    period = tl.program_id(1).to(tl.int64)
+    place = period * tl.num_programs(0) + row
+    mask_row_ptr = mask_ptr + tl.load(rows_ptr + row) * mask_row
+    of_span = (period * spans + tl.load(spans_ptr + row)) * width
+    count = 0
+    counted = 0
+    for start in range(0, width, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        there = column < width
+        present = tl.load(present_ptr + of_span + column, mask=there, other=0) != 0
+        block = tl.load(columns_ptr + of_span + column, mask=present, other=0)
+        needed = tl.load(mask_row_ptr + block, mask=present, other=0).to(tl.int32)
+        full = tl.load(full_ptr + of_span + column, mask=there, other=0).to(tl.int32)
+        count += tl.sum(needed, 0)
+        counted += tl.sum(needed * full, 0)
+        packed = tl.sum(tl.reshape(needed << (column % 8), [CHUNK // 8, 8]), 1)
+        byte = start // 8 + tl.arange(0, CHUNK // 8)
+        tl.store(bits_ptr + place * row_bytes + byte, packed.to(tl.uint8), mask=byte < row_bytes)
+    tl.store(count_ptr + place, count)
+    tl.store(counted_ptr + place, counted)
+    tl.store(key_ptr + place, tl.load(turn_ptr + row) - count)
+
+
+def triton_pack_rows(
+    mask: torch.Tensor,
+    rows: torch.Tensor,
+    spans: torch.Tensor,
+    turn: torch.Tensor,
+    columns: torch.Tensor,
+    present: torch.Tensor,
+    full: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The contract of `dbsp_kernels.tables.pack_rows`, for columns in any order."""
+    mask = mask[:, None] if mask.ndim == 1 else mask if mask.stride(1) == 1 else mask.contiguous()
+    (periods, all_spans, width), count = columns.shape, len(rows)
+    bits = rows.new_empty(periods, count, -(-width // 8), dtype=torch.uint8)
+    counts, counted = rows.new_empty(2, periods, count, dtype=torch.int32)
+    keys = rows.new_empty(periods, count)
+    if bits.numel():
+        launch(
+            pack_kernel, (count, periods),
+            mask, rows, spans, turn, columns, present, full, bits, counts, counted, keys,
+            mask.stride(0), all_spans, width, bits.shape[2], CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+    else:
+        counts.zero_(), counted.zero_(), keys.copy_(turn)
+    return bits, counts, counted, keys
+
+
+def triton_expand_rows(
+    bits: torch.Tensor,
+    base: torch.Tensor,
+    kv_len: torch.Tensor,
+    kv_full: torch.Tensor,
+    width: int,
+    block: int,
+    batch: int,
+) -> torch.Tensor:
+    """The contract of `dbsp_kernels.tables.expand_rows`."""
+    rows = len(bits)
+    index = torch.empty(batch * rows, width, dtype=torch.int32, device=bits.device)
+    if index.numel():
+        launch(
+            expand_kernel, (rows, batch),
+            bits, base, kv_len, kv_full, index, rows, bits.shape[1], width, block, len(kv_len),
+            CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+    return index
