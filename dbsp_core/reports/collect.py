@@ -47,6 +47,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     if observer is None:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
     session.flush()
+    observer.read_counts()
     calls, group = list(observer.calls), report_group(session.group)
     group.barrier()
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
@@ -170,6 +171,5 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
     settings = session.config.to_values()
     settings |= {"model": model, "layout": session.config.effective_layout, "kernel": observer.kernel}
     del settings["report"], settings["record"]  # these folders may be gone when the report is read
-    settings["reuse"] |= {"mode": session.config.effective_planning}
     date = datetime.now().astimezone().isoformat(timespec="minutes")
     return Environment(settings, software, hardware, observer.kernel, observer.dtype, date)

@@ -152,7 +152,8 @@ class DualBalancedAttention(AttentionExecutor):
         why = f"the plan has {heads} heads and rank {self.group.rank} holds {tokens} tokens"
         problem = problem_of_inputs(q, k, v, heads, tokens, why, self.no_gradients)
         if self.debug or self._agreed.is_new(q, k, v, problem):
-            agree_on_attention(self.group, q, k, v, scale, problem, executor=self, debug=self.debug)
+            found = None if problem is None else UserError(problem)
+            agree_on_attention(self.group, q, k, v, scale, found, executor=self, debug=self.debug)
         elif problem is not None:
             raise UserError(problem)
         check_gradient = partial(agree_on_gradient, self.group) if self.debug else None

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -128,9 +127,13 @@ class EngineSession:
         config: ConfigLike = None,
         clock: StepClock | None = None,
     ) -> None:
-        loaded = run_consistently(group.control(), partial(_load, config))
-        clock = clock or StepClock()
-        self.session = AttentionSession(loaded, group, loaded.strategy_or(strategy), heads, layers, clock=clock)
+        loaded, problem = DbspConfig(), None
+        try:
+            loaded = _load(config)
+        except Exception as error:  # raised on all ranks by the session
+            problem = error
+        clock, strategy = clock or StepClock(), loaded.strategy_or(strategy)
+        self.session = AttentionSession(loaded, group, strategy, heads, layers, clock=clock, problem=problem)
         self._layout = EngineLayout((0, 0, 0))
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.steps import DenoisingStep
-from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.plan_keeper import PlanUse
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MOST_PENDING", "AttentionEnded", "OneThread", "Recomputation", "SessionObserver"]
+__all__ = ["MOST_PENDING", "OneThread", "Recomputation", "SessionObserver"]
 
 
 TWO_THREADS = (
@@ -46,26 +46,6 @@ class OneThread:
             yield
         finally:
             self._lock.release()
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionEnded:
-    """An attention that was computed, or queued on its device.
-
-    Attributes:
-        key: The key of its plan.
-        q: float[B, H, shard, D], this rank's queries.
-        latest: Plans by key, with the numbers of the masks that were counted last.
-        asynchronous: Whether its own mask is still being counted: then the executor's plan has the last mask's
-            numbers, and `latest` has this one's once the next attention of the same key has begun.
-    """
-
-    layer: int
-    key: Hashable
-    executor: AttentionExecutor
-    q: torch.Tensor
-    latest: Mapping[Hashable, Plan]
-    asynchronous: bool
 
 
 class SessionObserver:
@@ -98,11 +78,12 @@ class SessionObserver:
     def attention_begins(self, device: torch.device) -> None:
         """An attention on this device will be planned and computed."""
 
-    def attention_ends(self, ended: AttentionEnded) -> None:
-        """An attention was computed, or queued on its device."""
+    def attention_ends(self, layer: int, executor: AttentionExecutor, q: torch.Tensor, use: PlanUse) -> None:
+        """An attention of q [B, H, shard, D] was computed, or queued on its device.
 
-    def flush(self, latest: Mapping[Hashable, Plan]) -> None:
-        """All masks up to now have been counted."""
+        Args:
+            use: Its plan. `use.counted` is set by the time the session's `flush` returns.
+        """
 
 
 MOST_PENDING = 16
@@ -142,11 +123,7 @@ class Recomputation:
     _current: dict[int, _Kept] | None = None
 
     def begin(self, gradients: bool) -> None:
-        """Starts a forward pass.
-
-        Args:
-            gradients: True if backward may follow.
-        """
+        """Starts a forward pass, which backward may follow if there are `gradients`."""
         self._passes = deque(one for one in self._passes if any(kept.waiting() for kept in one.values()))
         while len(self._passes) >= MOST_PENDING and all(kept.node is None for kept in self._passes[0].values()):
             self._passes.popleft()
@@ -155,11 +132,7 @@ class Recomputation:
             self._passes.append(self._current)
 
     def keep(self, layer: int, executor: AttentionExecutor, out: torch.Tensor) -> None:
-        """Remembers what a layer of the current pass was computed with.
-
-        Args:
-            out: The executor's output, as it returned it.
-        """
+        """Remembers what a layer of the current pass was computed with; `out` is the executor's own output."""
         if self._current is None:
             return
         if out.grad_fn is not None:

@@ -14,22 +14,21 @@ from tests.core.runtime.session_cases import (
 )
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("strategy", ["U1R4", "U2R2", "U4R1"])
-def test_a_mask_that_grew_beyond_what_is_sent_gets_a_new_plan(threads, strategy, mode):
-    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, strategy, "needed", mode, True):
+def test_a_mask_that_grew_beyond_what_is_sent_gets_a_new_plan(threads, strategy):
+    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, strategy, "needed", True):
         assert worst <= 1e-5
         assert all(by_need)
         assert 2 < plans <= 8, "one for each mask that needs more, and no more than that"
 
 
 def test_it_is_wrong_where_that_is_not_heeded(pool):
-    for worst, _, _ in pool(4).run(needed_keys_of_growing_masks, "U1R4", "needed", "sync", False):
+    for worst, _, _ in pool(4).run(needed_keys_of_growing_masks, "U1R4", "needed", False):
         assert worst > 1e-3
 
 
 def test_where_all_keys_come_a_plan_is_kept(threads):
-    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, "U1R4", "all", "sync", True):
+    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, "U1R4", "all", True):
         assert (worst <= 1e-5, plans, by_need) == (True, 1, [False, False])
 
 
