@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.models.checkpoint import Checkpoint
-from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.models.settings import VideoSettings
-from dbsp_core.models.table import ModelSpec
+from dbsp_core.models.table import ModelSpec, find_model_spec
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["duration_notice", "memory_complaint"]
@@ -31,7 +29,7 @@ def memory_complaint(model: str, dtype: torch.dtype, processes: int) -> str | No
     from dbsp_diffusers.preflight import local_checkpoint  # here: it takes seconds to import
 
     checkpoint, spec = local_checkpoint(model), find_model_spec(model)
-    numbers = max(sum(_numbers_in(checkpoint)) if checkpoint else 0, spec.parameters if spec else 0)
+    numbers = max(sum(_numbers_in(checkpoint.weights())) if checkpoint else 0, spec.parameters if spec else 0)
     if torch.cuda.is_available():
         where, processes = "the GPU", 1
         there: int | None = torch.cuda.get_device_properties(0).total_memory
@@ -65,13 +63,13 @@ def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int
     )
 
 
-def _numbers_in(checkpoint: Checkpoint) -> Iterator[int]:
-    """How many numbers each file of weights of a pipeline holds, as its header says.
+def _numbers_in(files: Iterable[Path]) -> Iterator[int]:
+    """How many numbers each file of weights holds, as its header says.
 
     Raises:
         UserError: For a file that is none of weights: cut short, or Git LFS's stand-in for one.
     """
-    for path in checkpoint.weights():
+    for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
                 yield sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
