@@ -15,8 +15,8 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
-from dbsp_core.models.lookup import model_title
 from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
+from dbsp_core.models.table import model_title
 from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
 from dbsp_core.utils.errors import UserError, kind_of

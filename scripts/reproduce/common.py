@@ -91,10 +91,11 @@ def masks(name: str, options: argparse.Namespace, **style: Any) -> Iterator[Bloc
 
 
 def mask_of(model: ModelSpec, density: float | None = None, coarsen: int = 1, seed: int = 0) -> BlockMask:
-    """Returns the first layer's mask in the style of the model's preset; density None: the preset's."""
-    preset = PRESETS[model.preset]
+    """Returns the first layer's mask in the style of its family's preset; density None: the preset's."""
+    name = "cogvideox1.5-5b" if model.pipeline == "CogVideoXPipeline" else "wan2.1-t2v-14b"
+    preset = PRESETS[name]
     sizes = {"block_q": preset.block_q * coarsen, "block_k": preset.block_k * coarsen}
-    source = SyntheticSource(preset=model.preset, density=density, seed=seed, **sizes)
+    source = SyntheticSource(preset=name, density=density, seed=seed, **sizes)
     return source.mask(MaskRequest(0, model.heads, model.thw, model.text_tokens))
 
 

@@ -40,7 +40,7 @@ def as_run(name: str) -> ModelSpec:
     """The model without guidance, so with one pass a step."""
     spec = MODEL_SPECS[name]
     run = replace(spec, video=replace(spec.video, guidance_scale=1.0, guidance_scale_2=None))
-    assert run.calls == PASSES * run.steps
+    assert run.calls == PASSES * run.video.steps
     return run
 
 
