@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from dbsp_core.planning.planners import imbalance_ratio
 from dbsp_core.planning.rows import plan_rows
 from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
-from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -153,7 +152,7 @@ class SequenceWork:
                 found.append((dense.grids[0], dense.row_work[0]))
                 continue
             if request not in known:
-                mask = cast(StaticMaskSource, source).mask(request)
+                mask = source.mask(request)
                 known[request] = mask.grid, mask.counts.rows
             found.append(known[request])
         grids, rows = zip(*found, strict=True)
