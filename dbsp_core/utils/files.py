@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import secrets
@@ -11,14 +9,12 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from dbsp_core.utils.errors import UserError, cut_short, in_short
 
 __all__ = [
-    "ByteTensor",
     "expand_path",
     "in_bytes",
     "open_atomically",
@@ -30,7 +26,6 @@ __all__ = [
     "require_place",
     "user_path",
     "write_atomically",
-    "write_byte_tensors",
 ]
 
 
@@ -223,42 +218,12 @@ def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Writes a file so that a reader sees the old one or the new one, never half of it."""
-    with open_atomically(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-
-
-@dataclass(frozen=True)
-class ByteTensor:
-    """A uint8 tensor that is written piece by piece, in row-major order."""
-
-    shape: tuple[int, ...]
-    pieces: Iterable[bytes]
-
-
-def write_byte_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, ByteTensor], metadata: Mapping[str, str]
-) -> int:
-    """Writes a safetensors file with one piece in memory at a time, whole or not at all.
+def write_atomically(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> int:
+    """Writes a file, maybe piece by piece, so that a reader sees the old one or the new one, never half of it.
 
     Returns:
         Its size in bytes.
-
-    Raises:
-        ValueError: When a tensor's pieces don't add up to its shape.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + math.prod(tensor.shape)
-        header[name] = {"dtype": "U8", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
+    content = content.encode() if isinstance(content, str) else content
     with open_atomically(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors.items():
-            written = sum(file.write(piece) for piece in tensor.pieces)
-            if written != math.prod(tensor.shape):
-                raise ValueError(f"tensor {name!r} of shape {list(tensor.shape)} was given {written} bytes")
-    return 8 + len(text) + end
+        return sum(file.write(piece) for piece in ((content,) if isinstance(content, bytes) else content))
