@@ -17,6 +17,7 @@ from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.launch import Launch, Rendezvous
 from dbsp_cli.generate.rank_output import require_own_log
 from dbsp_cli.generate.resources import duration_notice
+from dbsp_cli.output import require_apart, require_file_place
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
@@ -33,7 +34,7 @@ from dbsp_core.models.table import (
     tiny_architecture,
 )
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean, in_short
-from dbsp_core.utils.files import expand_path, require_apart, require_file_place, require_folder_place
+from dbsp_core.utils.files import expand_path, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse

@@ -7,7 +7,7 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -19,9 +19,7 @@ __all__ = [
     "in_bytes",
     "open_atomically",
     "parse_size",
-    "require_apart",
     "require_file",
-    "require_file_place",
     "require_folder_place",
     "require_place",
     "user_path",
@@ -121,37 +119,6 @@ def require_file(path: Path, what: str, advice: str) -> None:
 def _reason(error: Exception) -> str:
     """Returns an error's text without the path, which may be long."""
     return getattr(error, "strerror", None) or str(error)
-
-
-def require_apart(
-    files: Mapping[str, Path], folders: Mapping[str, Path] | None = None, inputs: Mapping[str, Path] | None = None
-) -> None:
-    """Raises UserError where one result would be written over another, or over an input. Links are followed.
-
-    Args:
-        files: Files that are written, by the option that gives them.
-        folders: Folders that are written to.
-        inputs: Files that are read.
-    """
-    given = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
-    places = [(what, Path(os.path.realpath(path))) for what, path in given]
-    for index, (what, place) in enumerate(places[: len(files) + len(folders or {})]):
-        for other, taken in places[index + 1 :]:
-            if place == taken:
-                raise UserError(f"{what} and {other} are the same place, {cut_short(str(place))}; give another {what}")
-        for other, file in places[: len(files)]:
-            if file in place.parents:
-                raise UserError(f"{what} {cut_short(str(place))} is inside {other}, a file; give another {what}")
-
-
-def require_file_place(path: Path, what: str) -> None:
-    """Raises UserError unless a file can be written there; `what` names the path in the message."""
-    if os.path.isdir(path):
-        raise UserError(f"{what} {path} is a folder; give the name of a file")
-    if not os.path.exists(path) or os.path.isfile(path):
-        require_place(path, what)
-    elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
-        raise UserError(f"{what} {path} cannot be written to; give another place")
 
 
 def require_folder_place(path: Path, what: str) -> None:
