@@ -15,7 +15,7 @@ from dbsp_core.models.settings import VideoSettings
 from dbsp_core.models.table import ModelSpec, find_model_spec
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["duration_notice", "memory_complaint"]
+__all__ = ["duration_notice", "linear_flops", "memory_complaint", "passes"]
 
 _HOUR = 3600.0
 
@@ -53,7 +53,7 @@ def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int
         return None
     run = replace(spec, video=video, paper_thw=None)
     rate = load_hardware("cpu-demo").constants.linear_flops_per_s * processes
-    seconds = run.calls * run.linear_flops / rate
+    seconds = passes(run) * linear_flops(run) / rate
     if seconds < _HOUR:
         return None
     long = f"{seconds / _HOUR / 24:,.0f} days" if seconds > 48 * _HOUR else f"{seconds / _HOUR:.0f} hours"
@@ -61,6 +61,24 @@ def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int
         f"there is no GPU: {spec.name} on {processes} process{'es' if processes > 1 else ''} of this CPU will take "
         f"{long} or more (modelled); --config tiny-wan-trained is for trying out"
     )
+
+
+def passes(spec: ModelSpec) -> int:
+    """Forward passes of a model's usual video: two a step under classifier-free guidance, whose scale is over 1."""
+    scales = (spec.video.guidance_scale, spec.video.guidance_scale_2)
+    guided = any(scale is not None and scale > 1 for scale in scales)
+    return (2 if guided else 1) * (spec.video.steps or 0)
+
+
+def linear_flops(spec: ModelSpec) -> float:
+    """FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
+
+    The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
+    """
+    projections = 4 * spec.width**2 + 2 * spec.width * spec.ffn
+    if spec.cross_text:
+        projections += 2 * spec.width**2 + 2 * spec.width * spec.cross_text
+    return 2.0 * spec.layers * spec.tokens * projections
 
 
 def _numbers_in(files: Iterable[Path]) -> Iterator[int]:

@@ -17,7 +17,6 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
@@ -61,11 +60,6 @@ class LayerSize:
     text: bool = True
     element_bytes: int = 2
     wire: WireFormat = MODEL
-
-    @classmethod
-    def of(cls, model: ModelSpec) -> LayerSize:
-        token_flops = model.linear_flops / (model.layers * model.tokens)
-        return cls(model.layers, model.heads, model.head_dim, token_flops, model.text_tokens > 0)
 
     @property
     def width(self) -> int:

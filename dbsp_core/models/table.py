@@ -89,24 +89,6 @@ class ModelSpec:
     def width(self) -> int:
         return self.heads * self.head_dim
 
-    @property
-    def calls(self) -> int:
-        """Forward passes of one video: two a step under classifier-free guidance, whose scale is over 1."""
-        scales = (self.video.guidance_scale, self.video.guidance_scale_2)
-        guided = any(scale is not None and scale > 1 for scale in scales)
-        return (2 if guided else 1) * (self.video.steps or 0)
-
-    @property
-    def linear_flops(self) -> float:
-        """FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
-
-        The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
-        """
-        projections = 4 * self.width**2 + 2 * self.width * self.ffn
-        if self.cross_text:
-            projections += 2 * self.width**2 + 2 * self.width * self.cross_text
-        return 2.0 * self.layers * self.tokens * projections
-
 
 _WAN_NEGATIVE = (
     "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
