@@ -39,13 +39,14 @@ FIT = "fit one with: dbsp masks fit RECORDING -o FILE.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class LowRankProjections:
-    """Fitted projections, float32[H, D, rank] by layer: q·k is near (q·query)·(k·key).
+    """Fitted projections: q·k is near (q·query)·(k·key).
 
-    `layers` is the number of the model's layers, or None if the recording did not know it.
+    Attributes:
+        sides: By layer, the projections of queries and of keys, float32[H, D, rank] each.
+        layers: Number of the model's layers, or None if the recording did not know it.
     """
 
-    query: Mapping[int, torch.Tensor]
-    key: Mapping[int, torch.Tensor]
+    sides: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     layers: int | None = None
 
     @classmethod
@@ -53,37 +54,29 @@ class LowRankProjections:
         """Reads a file from `dbsp masks fit`. Raises UserError for anything else, naming the file and the fix."""
         path = expand_path(path)
         require_file(Path(path), "fitted file", FIT)
-        sides: dict[str, dict[int, torch.Tensor]] = {"query": {}, "key": {}}
         try:
             with safe_open(path, framework="pt") as file:
                 layers = (file.metadata() or {}).get("layers", "")
-                for name in file.keys():  # noqa: SIM118  no mapping
-                    side, _, layer = name.partition(".")
-                    sides[side][int(layer)] = file.get_tensor(name).float()
+                found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
+            numbers = [int(name.removeprefix("query.")) for name in found if not name.startswith("key.")]
+            sides = {number: (found[f"query.{number}"], found[f"key.{number}"]) for number in numbers}
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise UserError(f"{path} is not a file of fitted projections ({error}); {FIT}") from error
-        query, key = sides["query"], sides["key"]
-        shapes = {tuple(one.shape) for one in (*query.values(), *key.values())}
-        finite = all(bool(one.isfinite().all()) for one in (*query.values(), *key.values()))
-        if query.keys() != key.keys() or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
+        shapes = {tuple(one.shape) for one in found.values()}
+        finite = all(bool(one.isfinite().all()) for one in found.values())
+        if len(found) != 2 * len(sides) or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
             raise UserError(f"{path} is not a file of fitted projections: its tensors don't go together; {FIT}")
-        return cls(query, key, int(layers) if re.fullmatch(r"\d{1,9}", layers) else None)
+        return cls(sides, int(layers) if re.fullmatch(r"\d{1,9}", layers) else None)
 
     @property
-    def heads(self) -> int:
-        return len(next(iter(self.query.values())))
-
-    @property
-    def width(self) -> int:
-        """Head size D."""
-        return next(iter(self.query.values())).shape[1]
+    def shape(self) -> torch.Size:
+        """(H, D, rank)."""
+        return next(iter(self.sides.values()))[0].shape
 
     @property
     def fingerprint(self) -> int:
         """A number below 2^63 that is equal for equal projections."""
-        numbers = [
-            (layer, self.query[layer].numpy().tobytes(), self.key[layer].numpy().tobytes()) for layer in self.query
-        ]
+        numbers = [(layer, *(side.numpy().tobytes() for side in both)) for layer, both in self.sides.items()]
         return fingerprint_of((self.layers, *numbers))
 
 
@@ -132,18 +125,16 @@ class LowRankSource(LikeliestBlocks):
     def _on_device(self, layer: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a layer's projections of queries and keys on a device, where they stay."""
         if (layer, device) not in self._on_devices:
-            query, key = self._fitted.query[layer], self._fitted.key[layer]
+            query, key = self._fitted.sides[layer]
             self._on_devices[layer, device] = to_device(query.numpy(), device), to_device(key.numpy(), device)
         return self._on_devices[layer, device]
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         """Raises UserError where the fitted file is for another model."""
-        fitted = self._fitted
-        if fitted.heads != request.heads or (
-            None not in (fitted.layers, request.layers) and fitted.layers != request.layers
-        ):
+        layers, heads = self._fitted.layers, self._fitted.shape[0]
+        if heads != request.heads or (None not in (layers, request.layers) and layers != request.layers):
             raise UserError(
-                f"fitted file {self.path} is for {fitted.layers or 'unknown'} layers of {fitted.heads} heads, the "
+                f"fitted file {self.path} is for {layers or 'unknown'} layers of {heads} heads, the "
                 f"model has {request.layers} of {request.heads}; {FIT}, from a recording of this model"
             )
         return super().grid(request)
@@ -176,9 +167,9 @@ class LowRankSource(LikeliestBlocks):
         fitted, width = self._fitted, tokens.q.shape[-1]
 
         def check() -> LowRankProjections:
-            if fitted.width != width or layer not in fitted.query:
+            if fitted.shape[1] != width or layer not in fitted.sides:
                 raise UserError(
-                    f"fitted file {self.path} has heads of size {fitted.width} and layers {sorted(fitted.query)}, "
+                    f"fitted file {self.path} has heads of size {fitted.shape[1]} and layers {sorted(fitted.sides)}, "
                     f"layer {layer} of the model has size {width}; {FIT}, from a recording of this model"
                 )
             return fitted
