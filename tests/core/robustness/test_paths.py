@@ -13,7 +13,7 @@ import pytest
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import load_hardware, save_hardware
-from dbsp_core.models.lookup import signature_of_model
+from dbsp_core.models.table import signature_of_model
 from dbsp_core.reports.mask_recorder import RecordSettings
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.sources.lowrank import LowRankProjections
