@@ -35,7 +35,7 @@ from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean, in_sh
 from dbsp_core.utils.files import expand_path, require_apart, require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = ["TIMEOUT_S", "GenerateJob", "GenerateRequest", "resolve"]
 

@@ -19,9 +19,10 @@ from dbsp_kernels.inputs import (
     merge_into,
     merge_states,
 )
-from dbsp_kernels.kernel import Kernel, KernelRequirements
-from dbsp_kernels.registry import (
+from dbsp_kernels.kernel import (
     KERNELS,
+    Kernel,
+    KernelRequirements,
     available,
     choose_kernel,
     explain_auto,

@@ -403,7 +403,7 @@ class TestCapabilities:
         assert reason == f"it serves blocks of {served[0]}×{served[1]}, not {served[1]}×{served[0]}"
 
     def test_a_block_size_that_a_kernel_does_not_serve_raises_and_names_one_that_does(self, monkeypatch):
-        small = replace(KERNELS["cpu"], name="small", blocks=lambda arch: frozenset({(16, 16)}))
+        small = replace(KERNELS["cpu"], name="small", blocks={90: frozenset({(16, 16)})})
         monkeypatch.setitem(KERNELS, "small", small)
         with pytest.raises(ValueError, match=r"it serves blocks of 16×16, not 8×4; use cpu or .*reference"):
             packed().attend("small")

@@ -12,9 +12,8 @@ import itertools
 import torch
 
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, lse_dtype
-from dbsp_kernels.kernel import Kernel
 
-__all__ = ["GATHER_BYTES", "KERNEL", "cpu_attention", "tail_bias", "why_unavailable"]
+__all__ = ["cpu_attention", "cpu_attention_backward", "why_unavailable"]
 
 GATHER_BYTES = 2 << 20
 """Bytes of keys that a thread gathers at a time, into memory that is reused: fresh memory costs page faults."""
@@ -46,7 +45,7 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     rest = kv_count.clone()
     for rows, run in _long_sequences(inputs.kv_index, kv_count, q.shape[1]):
         of_rows, of_blocks = slice(rows.start, rows.stop), slice(run.start, run.stop)
-        bias = tail_bias(kv_len[of_blocks][None], k.shape[1], q.dtype) if short else None
+        bias = _tail_bias(kv_len[of_blocks][None], k.shape[1], q.dtype) if short else None
         one = _flash(q[of_rows].flatten(0, 1)[None], k[of_blocks][None], v[of_blocks][None], bias, inputs.scale)
         out[of_rows], lse[of_rows] = one[0].view_as(out[of_rows]), one[1].view_as(lse[of_rows])
         rest[of_rows] = 0
@@ -59,7 +58,7 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
             alike = (counts == count).nonzero().squeeze(1) + rows.start
             for chunk in alike.split(max(1, together // (count * gather.block_bytes))):
                 blocks = inputs.kv_index[chunk, :count].long()
-                bias = tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
+                bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
                 out[chunk], lse[chunk] = _flash(q[chunk], *gather(blocks), bias, inputs.scale)
     return out, lse
 
@@ -119,7 +118,7 @@ def _flash(
     return out[:, 0], lse[:, 0]
 
 
-def tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+def _tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
     """[R, 1, 1, n·block]: −inf on the tokens beyond each block's length, given int[R, n]."""
     beyond = torch.arange(block, device=lengths.device) >= lengths[..., None]
     bias = torch.zeros(beyond.shape, dtype=dtype, device=beyond.device)
@@ -143,7 +142,7 @@ def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
         for rows in alike.split(max(1, GATHER_BYTES * torch.get_num_threads() // (count * block_bytes))):
             blocks = given.kv_index[rows, :count].long()
             keys, values = (t[blocks].flatten(1, 2)[:, None] for t in (k, v))
-            bias = tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
+            bias = _tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout[rows, None], q[rows, None], keys, values, out[rows, None], inputs.lse[rows, None],
                 0.0, False, attn_mask=bias, scale=given.scale,
@@ -152,13 +151,3 @@ def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
             for total, part in zip((dk, dv), parts[1:], strict=True):
                 total.index_add_(0, blocks.flatten(), part[:, 0].unflatten(1, (count, -1)).flatten(0, 1))
     return dq, dk, dv
-
-
-KERNEL = Kernel(
-    name="cpu",
-    run=cpu_attention,
-    backward=cpu_attention_backward,
-    devices=frozenset({"cpu"}),
-    why_unavailable=why_unavailable,
-    auto_on=frozenset({"cpu"}),
-)
