@@ -119,30 +119,31 @@ def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
 
 def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
     """Sums of blocks, their means, scores, and the blocks chosen, each from the twin's input."""
+    from dbsp_kernels.triton import prediction as on_gpu
+
     rng = np.random.default_rng(0)
     blocks = 6 if setting.dry else 150
     lengths = rng.integers(1, 16 if setting.dry else 130, blocks)
     first = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
     tokens = torch.randn(2, 3, int(first[-1]), head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    place, runs = torch.from_numpy(rng.permutation(int(first[-1]))), predicted.block_runs(lengths)
-    on = setting.device
+    place, on = torch.from_numpy(rng.permutation(int(first[-1]))), setting.device
 
     def differ(name: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
         same = (found.cpu() == twin) | (found.cpu() != found.cpu()) & (twin != twin)
         return Row(f"{name} that differ from the twin's", float((~same).sum()), "", 0.0)
 
-    sums = predicted.sum_tokens_torch(tokens, place, runs)
-    yield differ("sums", predicted.sum_tokens(tokens.to(on), place.to(on), first.to(on), runs), sums)
+    sums = predicted.sum_tokens(tokens, place, first)
+    yield differ("sums", on_gpu.sum_tokens_triton(tokens.to(on), place.to(on), first.to(on)), sums)
     counts = torch.from_numpy(lengths)
-    rows = predicted.pool_rows_torch(sums, counts)
-    yield differ("means", predicted.pool_rows(sums.to(on), counts.to(on)), rows)
+    rows = predicted.pool_rows(sums, counts)
+    yield differ("means", on_gpu.pool_rows_triton(sums.to(on), counts.to(on)), rows)
     rows, nq = rows.flatten(0, 1), blocks // 3
-    scores = predicted.pooled_scores_torch(rows, nq, head_dim**-0.5, 0.02)
-    yield differ("scores", predicted.pooled_scores(rows.to(on), nq, head_dim**-0.5, 0.02), scores)
+    scores = predicted.pooled_scores(rows, nq, head_dim**-0.5, 0.02)
+    yield differ("scores", on_gpu.pooled_scores_triton(rows.to(on), nq, head_dim**-0.5, 0.02), scores)
     chance, dense = torch.softmax(scores * 30, dim=-1), rows[..., -1] <= 0.02
     for cdf, count in ((0.9, 0), (None, max(1, nq // 4))):
-        chosen = predicted.select_blocks(chance.to(on), dense.to(on), cdf, count)
-        yield differ(f"blocks by {cdf or count}", chosen, predicted.select_blocks_torch(chance, dense, cdf, count))
+        chosen = on_gpu.select_blocks_triton(chance.to(on), dense.to(on), cdf, count)
+        yield differ(f"blocks by {cdf or count}", chosen, predicted.select_blocks(chance, dense, cdf, count))
 
 
 def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, int]:
