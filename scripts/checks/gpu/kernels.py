@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -158,6 +157,8 @@ def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, 
 
 def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
     """Tokens rounded to int8 while they are packed, and restored."""
+    from dbsp_kernels.triton.exchange import triton_quantise_segments, triton_restore_rows
+
     for mean in (1, 64):
         table, places = segment_table(setting, mean, 0)
         size = 10.0 ** torch.randint(-4, 4, (2, 600, 5, 1))
@@ -166,16 +167,16 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         less = torch.randn(2, 5, head_dim)
         expected = torch.zeros(2, 1, places, row_words(head_dim), dtype=torch.int32)
         found = torch.full_like(expected, 7, device=setting.device)
-        with _twins():
-            quantise_segments(source, expected, CopySegments.of(table, CPU), less)
-            restored = restore_rows(expected, head_dim, dtype)
+        quantise_segments(source, expected, CopySegments.of(table, CPU), less)
+        restored = restore_rows(expected, head_dim, dtype)
         there = CopySegments.of(table, torch.device(setting.device))
-        quantise_segments(source.to(setting.device), found, there, less.to(setting.device))
+        given = (source.to(setting.device), found, there.table, there.mean, less.to(setting.device))
+        triton_quantise_segments(*given)
         scales = [one.view(torch.float32)[..., -1].cpu().nan_to_num(-1.0) for one in (found, expected)]
         yield Row(f"scales that differ, segments of {mean}", float((scales[0] != scales[1]).sum()), "", 0.0)
         words = float((found[..., :-1].cpu() != expected[..., :-1]).sum())
         yield Row(f"words that differ, segments of {mean}", words, "", 0.0)
-        back = restore_rows(expected.to(setting.device), head_dim, dtype).cpu().nan_to_num(-1.0)
+        back = triton_restore_rows(expected.to(setting.device), head_dim, dtype).cpu().nan_to_num(-1.0)
         yield Row(f"restored otherwise, segments of {mean}", float((back != restored.nan_to_num(-1.0)).sum()), "", 0.0)
 
 
@@ -232,8 +233,3 @@ def range_checks(setting: Setting) -> Iterator[Row]:
         except ValueError:
             told = 1
     yield Row("indices that are not told", 1 - told, "", 0.0)
-
-
-def _twins() -> AbstractContextManager[None]:
-    """Lets torch's own operations compute on the CPU, also where Triton's interpreter is asked for."""
-    return mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"})
