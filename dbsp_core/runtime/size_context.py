@@ -32,7 +32,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_kernels import choose_kernel
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = [
     "PlanKey",
