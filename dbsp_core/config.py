@@ -41,7 +41,7 @@ from dbsp_core.utils.yaml_file import (
     shown_config,
 )
 from dbsp_kernels import KernelRequirements, require_supported
-from dbsp_kernels.registry import require_kernel_name
+from dbsp_kernels.kernel import require_kernel_name
 
 __all__ = [
     "DEFAULT_ORIGIN",

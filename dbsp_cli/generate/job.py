@@ -37,7 +37,7 @@ from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_set
 from dbsp_core.utils.files import expand_path, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = ["TIMEOUT_S", "GenerateJob", "GenerateRequest", "require_video", "resolve"]
 

@@ -17,9 +17,9 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
+from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import imbalance_ratio
 from dbsp_core.planning.rows import plan_rows
 from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan
@@ -316,8 +316,9 @@ def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> 
     """float64[2, b, b]: tokens of one head from rank (row) to rank (column), to owners and back."""
     grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
     home = np.zeros(grid.nk, dtype=np.int64)
-    assignment = Assignment(strategy, grid, owner, Chunks.of_heads(owner, home, strategy))
-    traffic = traffic_of(assignment, layout)
+    chunks, not_counted = Chunks.of_heads(owner, home, strategy), np.zeros(layout.world, dtype=np.int64)
+    plan = Plan(strategy, grid, owner, chunks, planner="contiguous", work=not_counted)
+    traffic = traffic_of(plan, layout)
     return np.stack([traffic.dispatch, traffic.combine])
 
 

@@ -80,16 +80,16 @@ def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, in
     source = SyntheticSource(preset="wan2.1-t2v-14b", density=0.4, **blocks)
     mask = source.mask(MaskRequest(0, setting.heads, setting.thw))
     plan = make_plan(mask, strategy, planner)
-    yield Row("ρ_s", plan.metrics.rho)
+    yield Row("ρ_s", plan.rho)
     yield Row("plan, on the host", setting.sampler.host_ms(lambda i: make_plan(_copy(mask), strategy, planner)), "ms")
     layout = SequenceLayout.contiguous(setting.tokens, setting.world)
     device = torch.device(setting.device)
     yield Row(
         "a rank's part, on the host",
-        setting.sampler.host_ms(lambda i: RankPlan.of(plan.assignment, layout, 0).to(device)),
+        setting.sampler.host_ms(lambda i: RankPlan.of(plan, layout, 0).to(device)),
         "ms",
     )
-    part = RankPlan.of(plan.assignment, layout, 0).to(device)
+    part = RankPlan.of(plan, layout, 0).to(device)
     there = BlockMask(mask.bits.to(device), mask.grid)
 
     def tables(i: int) -> object:

@@ -162,7 +162,7 @@ class PackedJob:
     @cached_property
     def table(self) -> KernelTable:
         plan = make_plan(self.mask, "U1R1")
-        (kept,) = build_tables(table_layout(plan.assignment, 0).to(torch.device(self.setting.device)), self.mask)
+        (kept,) = build_tables(table_layout(plan, 0).to(torch.device(self.setting.device)), self.mask)
         return kept.expanded()
 
     @cached_property

@@ -58,9 +58,9 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags):
             continue
         mask, layout = BlockMask.packed([masks[one] for one in own]), bag_layout(plan, work.tokens, bag)
         packed = make_plan(mask, Strategy(int(ranks), 1), layout=layout)
-        assert found.blocks[here].tolist() == packed.metrics.work.tolist()
+        assert found.blocks[here].tolist() == packed.work.tolist()
         assert found.tokens[here].tolist() == np.bincount(layout.rank, minlength=ranks).tolist()
-        traffic = traffic_of(packed.assignment, layout)
+        traffic = traffic_of(packed, layout)
         sent = (traffic.dispatch + traffic.combine) * (layer.head_dim * layer.element_bytes)
         assert found.sent_bytes[here] == pytest.approx(sent.sum(axis=1) - sent.diagonal())
         rhos.append(packed.rho)
