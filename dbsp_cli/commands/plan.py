@@ -17,6 +17,8 @@ from dbsp_cli.output import (
     TextTable,
     print_json,
     print_tables,
+    require_apart,
+    require_file_place,
     require_pictures,
 )
 from dbsp_cli.owners_picture import owners_picture
@@ -30,7 +32,7 @@ from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.planning.wire_format import MODEL, require_wire_format
-from dbsp_core.utils.files import require_apart, require_file_place, write_atomically
+from dbsp_core.utils.files import write_atomically
 from dbsp_core.utils.process import printable
 
 __all__ = ["plan_command"]

@@ -17,7 +17,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.exchange import CopySegments, copy_segments, to_device
-from dbsp_kernels.prediction import MEAN_UNIT, BlockRuns, block_runs, sum_tokens
+from dbsp_kernels.prediction import MEAN_UNIT, sum_tokens
 
 __all__ = [
     "CHUNKS_IN_FLIGHT",
@@ -34,14 +34,6 @@ __all__ = [
 
 BLOCK = 256
 """Tokens that are summed at a time, so that a GPU has work for all of its multiprocessors."""
-
-
-class _OwnTokens(NamedTuple):
-    """A rank's places with a token, in blocks: arguments of `sum_tokens`."""
-
-    place: torch.Tensor
-    first: torch.Tensor
-    runs: BlockRuns
 
 
 def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: SequenceGroup) -> torch.Tensor:
@@ -64,10 +56,11 @@ def mean_bytes(batch: int, heads: int, width: int, ranks: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> _OwnTokens:
+def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rank's places with a token, in blocks: `place` and `first` of `sum_tokens`."""
     place = layout.tokens_at(rank)[1]
     first = np.append(np.arange(0, len(place), BLOCK), len(place))
-    return _OwnTokens(to_device(place, device), to_device(first, device), block_runs(np.diff(first)))
+    return to_device(place, device), to_device(first, device)
 
 
 CHUNKS_IN_FLIGHT = 2

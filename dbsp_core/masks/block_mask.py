@@ -1,4 +1,4 @@
-"""Adds VSA's coarse branch to the output of block-sparse attention."""
+"""The bits of a mask on its grid, and VSA's coarse branch beside them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import version_marks
 from dbsp_kernels import Kernel, KernelRequirements, require_supported
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = [
     "LAYERS_DIFFER",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import DenoisingStep, DenseSchedule, StepClock
-from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource, parts_of
+from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, parts_of
 from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import first_value
@@ -130,26 +129,24 @@ class MaskProvider:
             return None
         return (self._named[layer] if layer in self._named else self._static_key(layer),)
 
-    def mask(self, layer: int, tokens: LocalQK) -> BlockMask:
-        """Returns the mask of this layer now, known beforehand or predicted."""
-        return self.predicted_mask(layer, tokens) if self.cache_key(layer) is None else self.known_mask(layer)
+    def mask(self, layer: int, tokens: LocalQK | None = None) -> BlockMask:
+        """The mask of this layer now. Where it is predicted from `tokens`, collective: the same bits on every rank.
 
-    def known_mask(self, layer: int) -> BlockMask:
-        """Returns the mask of this layer now, which needs no q and k. Not collective."""
+        Raises:
+            ValueError: For a request that does not fit the source; where masks are predicted, on every rank.
+        """
         requests = self._requests(layer)
         if self._is_dense(layer):
             return BlockMask.dense(self.heads, self._grid(requests))
-        source = cast(StaticMaskSource, self.source)
-        mask = source.mask(requests[0]) if len(requests) == 1 else self._packed(requests)
-        if mask.heads != self.heads:
+        given = (tokens,) if self.predicts else ()
+        if len(requests) == 1:
+            mask = self.source.mask(requests[0], *given)
+        else:
+            sources = [(self.source.grid(request), self.source) for request in requests]
+            mask = packed_mask(sources, requests[0], *given)
+        if mask.heads != self.heads and not self.predicts:
             raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
         return mask
-
-    def predicted_mask(self, layer: int, tokens: LocalQK) -> BlockMask:
-        """Predicts the mask of this layer's call. Collective: the same bits, or ValueError, on every rank."""
-        requests = self._requests(layer)
-        source = cast(DynamicMaskSource, self.source)
-        return source.mask(requests[0], tokens) if len(requests) == 1 else self._packed(requests, tokens)
 
     @property
     def _now(self) -> _Moment:
@@ -164,15 +161,11 @@ class MaskProvider:
         return self.schedule.is_dense(layer, self.layers, self.moment.step, steps)
 
     def _static_key(self, layer: int) -> Hashable:
-        source = cast(StaticMaskSource, self.source)
-        keys = tuple(source.cache_key(request) for request in self._requests(layer))
+        keys = tuple(self.source.cache_key(request) for request in self._requests(layer))
         return keys if len(keys) > 1 else keys[0]
 
     def _grid(self, requests: Sequence[MaskRequest]) -> BlockGrid:
         return BlockGrid.packed([self.source.grid(request) for request in requests])
-
-    def _packed(self, requests: Sequence[MaskRequest], tokens: LocalQK | None = None) -> BlockMask:
-        return packed_mask([(self.source.grid(request), self.source) for request in requests], requests[0], tokens)
 
     def _requests(self, layer: int) -> list[MaskRequest]:
         """One for each video."""

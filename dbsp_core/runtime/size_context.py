@@ -31,7 +31,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_kernels import choose_kernel
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = ["SizeContext", "selector_for"]
 
@@ -90,7 +90,7 @@ class SizeContext:
         Not collective: ranks compare the result before they keep it by `use_known`.
         """
         key, plan_key = self._keys(layer, q.device)
-        mask = self.masks.known_mask(layer)
+        mask = self.masks.mask(layer)
         for observer in self.observers:
             observer.mask_made(key, layer, mask, True)
         keys, shape = self.config.keys, AttentionShape.of(q, mask.heads, mask.grid.tokens)
@@ -116,7 +116,7 @@ class SizeContext:
             compare: Whether ranks compare a plan if a new one is made.
         """
         key, _ = self._keys(layer, tokens.q.device)
-        mask = self.masks.predicted_mask(layer, tokens)
+        mask = self.masks.mask(layer, tokens)
         for observer in self.observers:
             observer.mask_made(key, layer, mask, False)
         grid, shape = mask.grid, AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)

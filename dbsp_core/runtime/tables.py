@@ -258,7 +258,7 @@ def _spans(
 def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
     """bool[H · S], sequences of heads whose every block is dense; None where asking would make the host wait for a
     device."""
-    if mask.bits.device.type != "cpu" or device.type != "cuda":  # the CPU's kernel finds them by itself
+    if mask.bits.device.type != "cpu" or device.type != "cuda":
         return None
     dense: np.ndarray = torch.stack([part.bits.flatten(1).all(dim=1) for part in mask.parts], dim=1).flatten().numpy()
     return dense

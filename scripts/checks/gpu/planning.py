@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.tables import build_tables, dense_spans_of
-from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest
+from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.setting import Setting
@@ -39,7 +39,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def prediction(setting: Setting, name: str, options: dict[str, Any]) -> Iterator[Row]:
     """A rank's heads over all tokens: what pooling, scores and choosing take, without communication."""
-    source = cast(DynamicMaskSource, DbspConfig.load({"mask": {"source": name, **options}}).mask)
+    source = DbspConfig.load({"mask": {"source": name, **options}}).mask
     shape = 1, setting.own_heads, setting.tokens, setting.head_dim
     # Neighbouring tokens are alike, or every block would be dense for its dissimilarity.
     q, k = ((torch.randn(shape, device=setting.device).cumsum(2) / 30).to(setting.dtype) for _ in range(2))

@@ -33,7 +33,7 @@ def choose_together(
             session.attend(layer, q, q, q)
     finally:
         dist.barrier()
-    chosen = {str(strategy): count for strategy, count in session.chosen.items()}
+    chosen = {str(strategy): count for strategy, count in session._now.selector.chosen.items()}
     return [str(plan.strategy) for plan in session.records.values()], chosen
 
 

@@ -308,7 +308,7 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
     for step in range(3):
         session.attend(900.0 - step)
     gone, group = CommunicationError("a rank has gone"), session.inner.group
-    place = (MaskProvider, "predicted_mask") if rank == odd else (SequenceGroup, "all_gather_along")
+    place = (MaskProvider, "mask") if rank == odd else (SequenceGroup, "all_gather_along")
     left = session.inner._now.keeper.calls
     with mock.patch.object(*place, side_effect=gone), pytest.raises(CommunicationError):
         session.attend(890.0)
