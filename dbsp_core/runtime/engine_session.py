@@ -132,8 +132,8 @@ class EngineSession:
             loaded = _load(config)
         except Exception as error:  # raised on all ranks by the session
             problem = error
-        clock, strategy = clock or StepClock(), loaded.strategy_or(strategy)
-        self.session = AttentionSession(loaded, group, strategy, heads, layers, clock=clock, problem=problem)
+        of_session = loaded, group, loaded.strategy_or(strategy), heads, layers
+        self.session = AttentionSession(*of_session, clock=clock or StepClock(), problem=problem)
         self._layout = EngineLayout((0, 0, 0))
 
     def __repr__(self) -> str:

@@ -311,7 +311,7 @@ class AttentionSession:
     def _new_known(self, layer: int, qkv: QKV, scale: float) -> tuple[AttentionExecutor, PlanUse]:
         """Prepares an attention for a mask that is known beforehand and new: on all ranks. Collective."""
         now, executor, use = self._now, None, None
-        problem = self._problem_of(qkv, now.layout.shard)
+        problem: Exception | None = self._problem_of(qkv, now.layout.shard)
         if problem is None:
             try:
                 executor, use = now.prepare_known(layer, qkv[0])
@@ -335,7 +335,7 @@ class AttentionSession:
             True if they have compared them.
         """
         problem = self._problem_of(qkv, tokens)
-        if self.config.debug or self._now.inputs_agreed.is_new(*qkv, problem and str(problem)):
+        if self.config.debug or self._now.inputs_agreed.is_new(*qkv, None if problem is None else str(problem)):
             self._agree(layer, qkv, scale, problem, executor if problem is None else None, {})
             return True
         if problem is not None:

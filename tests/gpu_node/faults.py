@@ -26,8 +26,8 @@ class Record:
     Attributes:
         host_waits: Waits of the host for a device, by "what at file:line"; those of threads that are no rank's own,
             whom nobody waits for, by "what in thread NAME at file:line".
-        past_waits: Waits of the host, by place, for events that were recorded before the last `begin_step`: for work of
-            an earlier step, which a device that keeps up has done.
+        past_waits: Waits of the host, by place, for events from before the last `begin_step`: for work of an earlier
+            step, which a device that keeps up has done.
         launches: Triton launches by kernel, and NCCL's collectives.
         operators: Operators of torch that compute on a device, by name; of ranks' own threads, as launches.
         variants: Of each kernel, the specialisations that its launches asked for.
