@@ -13,7 +13,7 @@ from dbsp_core.masks.block_mask import BlockMask, row_places
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_kernels import DenseHeadLayout, DensePart, TransposedTable
+from dbsp_kernels import DensePart, TransposedTable
 from dbsp_kernels.exchange import on_device, to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
@@ -25,10 +25,10 @@ __all__ = [
     "TableLayout",
     "TransposedLayout",
     "build_tables",
-    "dense_head_layout",
     "dense_spans_of",
     "table_layout",
     "transposed_layouts",
+    "whole_head_tokens",
 ]
 
 
@@ -308,18 +308,15 @@ def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndar
     return DenseRows(tuple(parts), not rest.any(), table.kv_count * kept, table.kv_full * kept)
 
 
-def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | None:
-    """What the kernel is told where the ranks' rows are simply all those of whole heads; None where they are not.
-
-    The answer is None on all ranks or on none.
-    """
+def whole_head_tokens(assignment: Assignment) -> int | None:
+    """Returns the tokens of a head if every rank's rows are simply all those of whole heads, or None."""
     grid = assignment.grid
     only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
         return None
     if not assignment.chunks.sends_every_block:  # a block that nobody needs, or that comes by itself
         return None
-    return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)
+    return grid.tokens
 
 
 @dataclass(frozen=True, eq=False)

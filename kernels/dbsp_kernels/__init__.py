@@ -4,7 +4,6 @@ from dbsp_kernels.attention import block_attention, block_attention_backward
 from dbsp_kernels.dense import DensePart, attend_dense_part, dense_supported, fused_kernel, item_table
 from dbsp_kernels.inputs import (
     BackwardInputs,
-    DenseHeadLayout,
     Gradients,
     KernelInputs,
     PartialAttention,
@@ -25,7 +24,6 @@ from dbsp_kernels.kernel import (
 __all__ = [
     "KERNELS",
     "BackwardInputs",
-    "DenseHeadLayout",
     "DensePart",
     "Gradients",
     "Kernel",

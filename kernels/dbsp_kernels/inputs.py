@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 __all__ = [
     "BackwardInputs",
-    "DenseHeadLayout",
     "Gradients",
     "KernelInputs",
     "PartialAttention",
@@ -18,19 +17,6 @@ __all__ = [
     "merge_into",
     "merge_states",
 ]
-
-
-@dataclass(frozen=True)
-class DenseHeadLayout:
-    """Rows and KV blocks that are all those of some heads, in order.
-
-    Attributes:
-        heads: Number of heads.
-        tokens: Tokens of each head; only its last query block and its last KV block may be short.
-    """
-
-    heads: int
-    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +34,7 @@ class KernelInputs:
     row_schedule: torch.Tensor | None = None
     partial: PartialAttention | None = None
     out_dtype: torch.dtype | None = None
-    head_layout: DenseHeadLayout | None = None
+    head_tokens: int | None = None
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -66,10 +52,6 @@ class KernelInputs:
         if self.scale > 0:
             return self.q, self.scale
         return (-self.q, -self.scale) if self.scale < 0 else (torch.zeros_like(self.q), 1.0)
-
-    def merged_into(self, partial: PartialAttention) -> KernelInputs:
-        """The inputs with another partial result to merge into, in its dtype."""
-        return replace(self, partial=partial, out_dtype=None)
 
     def check(self) -> None:
         """Raises ValueError for shapes, dtypes or devices that do not go together. Reads no values."""
