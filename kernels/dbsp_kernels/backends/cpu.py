@@ -6,8 +6,6 @@ sequence. At 64×64 and D 64 that is about 0.7 of its rate on long sequences; ga
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, lse_dtype
@@ -16,9 +14,6 @@ __all__ = ["cpu_attention", "cpu_attention_backward", "why_unavailable"]
 
 GATHER_BYTES = 2 << 20
 """Bytes of keys that a thread gathers at a time, into memory that is reused: fresh memory costs page faults."""
-
-STRETCH_BYTES = 256 << 20
-"""Bytes of keys that neighbouring rows gather in a stretch: they share a head's keys, which stay in the cache."""
 
 
 def why_unavailable() -> str | None:
@@ -35,36 +30,25 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
     short = bool((kv_len < k.shape[1]).any())
-    block_bytes = _block_bytes(k)
-    together = GATHER_BYTES * torch.get_num_threads() // block_bytes
+    together = GATHER_BYTES * torch.get_num_threads() // _block_bytes(k)
     gathered = k.new_empty(2, max(min(together, int(kv_count.sum())), inputs.kv_index.shape[1]), *k.shape[1:])
-    for rows in _stretches(kv_count, block_bytes):
-        counts = kv_count[rows.start : rows.stop]
-        for count in counts.unique().tolist():
-            if count == 0:  # the operator would give lse 0, not −inf
-                continue
-            alike = (counts == count).nonzero().squeeze(1) + rows.start
-            for chunk in alike.split(max(1, together // count)):
-                blocks = inputs.kv_index[chunk, :count].long()
-                keys, values = gathered[:, : blocks.numel()]
-                torch.index_select(k, 0, blocks.flatten(), out=keys)
-                torch.index_select(v, 0, blocks.flatten(), out=values)
-                bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
-                shape = (len(chunk), -1, k.shape[2])
-                out[chunk], lse[chunk] = _flash(q[chunk], keys.view(shape), values.view(shape), bias, inputs.scale)
+    for count in kv_count.unique().tolist():
+        if count == 0:  # the operator would give lse 0, not −inf
+            continue
+        alike = (kv_count == count).nonzero().squeeze(1)
+        for rows in alike.split(max(1, together // count)):
+            blocks = inputs.kv_index[rows, :count].long()
+            keys, values = gathered[:, : blocks.numel()]
+            torch.index_select(k, 0, blocks.flatten(), out=keys)
+            torch.index_select(v, 0, blocks.flatten(), out=values)
+            bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
+            shape = (len(rows), -1, k.shape[2])
+            out[rows], lse[rows] = _flash(q[rows], keys.view(shape), values.view(shape), bias, inputs.scale)
     return out, lse
 
 
 def _block_bytes(k: torch.Tensor) -> int:
     return k[0].numel() * k.element_size() if len(k) else 1
-
-
-def _stretches(kv_count: torch.Tensor, block_bytes: int) -> list[range]:
-    """Runs of neighbouring rows whose blocks take at most STRETCH_BYTES, or of a single row."""
-    before = (kv_count.long().cumsum(0) - kv_count) * block_bytes // STRETCH_BYTES
-    lengths = before.unique_consecutive(return_counts=True)[1].tolist()
-    ends = list(itertools.accumulate(lengths))
-    return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
 def _flash(
