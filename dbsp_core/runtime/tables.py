@@ -13,7 +13,7 @@ from dbsp_core.masks.block_mask import BlockMask, row_places
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_kernels import DensePart, TransposedTable
+from dbsp_kernels import DensePart
 from dbsp_kernels.exchange import on_device, to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
@@ -335,14 +335,12 @@ class TransposedLayout:
     column: torch.Tensor
     most: int
 
-    def table(self, table: ChunkTable, batch: int = 1) -> TransposedTable:
+    def table(self, table: ChunkTable, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Which rows attend to each block, for `batch` copies; made where the bits are, without a synchronisation."""
         blocks, device = len(self.first), table.bits.device
         if not blocks or not self.most:
-            return TransposedTable(
-                torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device),
-                torch.zeros(batch * blocks, dtype=torch.int32, device=device),
-            )
+            nothing = torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device)
+            return nothing, nothing[:, 0]
         # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
         place = torch.arange(self.most, device=device)
         row = (self.first[:, None] + place).clamp(max=len(table.bits) - 1)
@@ -352,7 +350,7 @@ class TransposedLayout:
         count = needed.sum(dim=1, dtype=torch.int32)
         whole = torch.full((len(table.bits),), 1, dtype=torch.int32, device=device)
         rows = expand_rows(pack_bits(needed), self.first, whole, count, self.most, 1, batch)
-        return TransposedTable(rows, count.repeat(batch))
+        return rows, count.repeat(batch)
 
 
 def transposed_layouts(layout: TableLayout) -> tuple[TransposedLayout, ...]:

@@ -18,7 +18,6 @@ from dbsp_kernels import (
     BackwardInputs,
     Kernel,
     KernelInputs,
-    TransposedTable,
     block_attention_backward,
     choose_kernel,
     item_table,
@@ -87,9 +86,7 @@ class _SharedKeys(torch.autograd.Function):
         given, heads = _in_blocks(q, k, v, ctx.scale), len(q) * q.shape[1]
         turned = item_table(heads, len(given.k) // heads, len(given.q) // heads, q.device)
         rows = _blocks(dout.to(q.dtype)), _blocks(out), _blocks(lse[..., None]).squeeze(-1)
-        grads = block_attention_backward(
-            BackwardInputs(given, *rows, lambda: TransposedTable(*turned)), _kernel_for(q)
-        )
+        grads = block_attention_backward(BackwardInputs(given, *rows, lambda: turned), _kernel_for(q))
         whole = zip(grads, (q, k, v), strict=True)
         tokens = (grad.view(*one.shape[:2], -1, one.shape[3])[:, :, : one.shape[2]] for grad, one in whole)
         return (*(grad.to(q.dtype) for grad in tokens), None, None)

@@ -7,7 +7,6 @@ from dbsp_kernels.inputs import (
     Gradients,
     KernelInputs,
     PartialAttention,
-    TransposedTable,
     merge_into,
     merge_states,
 )
@@ -30,7 +29,6 @@ __all__ = [
     "KernelInputs",
     "KernelRequirements",
     "PartialAttention",
-    "TransposedTable",
     "attend_dense_part",
     "available",
     "block_attention",

@@ -14,6 +14,20 @@ from dbsp_kernels.triton.tiles import padded
 
 __all__ = ["triton_copy_segments", "triton_quantise_segments"]
 
+
+@triton.jit
+def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]
+    """The columns of a segment: its places int64, and its tokens and zeros int32, none beyond the last segment."""
+    there = segment < segments
+    entry = table_ptr + segment.to(tl.int64) * 6
+    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
+    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
+    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
+    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
+    length = tl.load(entry + 4, mask=there, other=0)
+    return from_head, from_token, to_head, to_token, length, tl.load(entry + 5, mask=there, other=0)
+
+
 ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
 
 
@@ -48,14 +62,8 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     segment = program * PROGRAM + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
-    there = segment < segments
-    entry = table_ptr + segment.to(tl.int64) * 6
-    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
-    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
-    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
-    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
-    length = tl.load(entry + 4, mask=there, other=0)
-    size = length + tl.load(entry + 5, mask=there, other=0)
+    from_head, from_token, to_head, to_token, length, zeros = _entry(table_ptr, segment, segments)
+    size = length + zeros
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
     to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
     width = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
@@ -133,13 +141,7 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
-    there = segment < segments
-    entry = table_ptr + segment.to(tl.int64) * 6
-    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
-    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
-    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
-    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
-    length = tl.load(entry + 4, mask=there, other=0)
+    from_head, from_token, to_head, to_token, length, _ = _entry(table_ptr, segment, segments)
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
     to_row = batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
     width = tl.arange(0, TILE_D).to(tl.int64)

@@ -17,7 +17,6 @@ import torch
 from dbsp_kernels import (
     BackwardInputs,
     KernelInputs,
-    TransposedTable,
     block_attention_backward,
     merge_into,
 )
@@ -106,7 +105,7 @@ def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
     on = p.to(setting.device)
     scale, full = shape.head_dim**-0.5, full_counts(p).to(setting.device)
     given = KernelInputs(on.q, on.k, on.v, on.kv_index, on.kv_count, on.kv_len, scale, full)
-    table = TransposedTable(order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device))
+    table = order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device)
     parts = dout, out.detach().to(shape.dtype), lse.float()
     inputs = BackwardInputs(given, *(one.to(setting.device) for one in parts), lambda: table)
     found, again = (block_attention_backward(inputs, "triton") for _ in range(2))

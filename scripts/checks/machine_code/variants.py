@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dbsp_kernels.exchange import row_words
-from dbsp_kernels.inputs import BackwardInputs, KernelInputs, TransposedTable
+from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
 from dbsp_kernels.triton.forward import triton_attention
@@ -113,7 +113,7 @@ def _inputs(of: Variant) -> KernelInputs:
 
 def _backward(of: Variant) -> None:
     given = _inputs(of)
-    table = TransposedTable(_tensor(BLOCKS, ROWS), _tensor(BLOCKS))
+    table = _tensor(BLOCKS, ROWS), _tensor(BLOCKS)
     lse = _tensor(ROWS, of.block_q, dtype=torch.float32)
     triton_attention_backward(BackwardInputs(given, given.q, given.q, lse, lambda: table))
 
