@@ -19,7 +19,7 @@ from dbsp_kernels import (
     PartialAttention,
     attend_dense_part,
     block_attention,
-    dense_supported,
+    fused_kernel,
     merge_into,
 )
 
@@ -147,7 +147,7 @@ def _attend(
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)
-    dense = table.dense if kernel.returns_lse and dense_supported(rows) else None
+    dense = table.dense if kernel.returns_lse and fused_kernel(rows) else None
     if dense is not None:
         table = replace(table, kv_count=dense.kv_count, kv_full=dense.kv_full)
         lse, out_dtype = True, torch.promote_types(rows.dtype, torch.float32)
@@ -165,7 +165,7 @@ def _attend(
             lse=lse,
         )
     if dense is not None:
-        running = _with_dense_rows(running, rows, keys, values, table, batch, scale, kernel)
+        running = _with_dense_rows(running, rows, keys, values, table, batch, scale)
     if running is None:
         raise ValueError("a chunk has either rows for the kernel or dense rows")
     return running
@@ -179,12 +179,8 @@ def _with_dense_rows(
     table: ChunkTable,
     batch: int,
     scale: float,
-    kernel: Kernel,
 ) -> PartialAttention:
-    """Merges the dense rows' attention to this chunk's keys into the running result, which is None before the first.
-
-    Rows that torch has no fused kernel for run on `kernel`.
-    """
+    """Merges dense rows' attention to this chunk's keys into the running result, which is None before the first."""
     if running is None:
         wide = torch.promote_types(q.dtype, torch.float32)
         running = (
@@ -194,6 +190,6 @@ def _with_dense_rows(
     q, keys, values, all_out, all_lse = (t.unflatten(0, (batch, -1)) for t in (q, keys, values, *running))
     for part in table.dense.parts if table.dense else ():
         rows = slice(*part.rows)
-        found = attend_dense_part(q, keys, values, part, table.kv_len, scale, kernel)
+        found = attend_dense_part(q, keys, values, part, scale)
         merge_into(all_out[:, rows], all_lse[:, rows], *found)
     return running
