@@ -12,10 +12,9 @@ from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
-from dbsp_core.models.lookup import model_title, published_model, signature_of_model, signature_of_name
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature
-from dbsp_core.models.table import ModelSpec
+from dbsp_core.models.table import ModelSpec, model_title, published_model, signature_of_model, signature_of_name
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences import BagConfig

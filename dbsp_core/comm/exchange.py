@@ -14,7 +14,7 @@ import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.exchange import CopySegments, copy_segments, to_device
 from dbsp_kernels.prediction import MEAN_UNIT, sum_tokens
@@ -247,15 +247,15 @@ def by_batch(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.transpose(0, 1)[:, None]
 
 
-def exchange_q_separately(assignment: Assignment) -> bool:
+def exchange_q_separately(plan: Plan) -> bool:
     """Returns whether queries are exchanged and unpacked before keys and values, which lowers the peak.
 
     Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
     whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the
     peak comes later.
     """
-    world = assignment.strategy.world
-    if assignment.strategy.ring > 1 or world == 1:
+    world = plan.strategy.world
+    if plan.strategy.ring > 1 or world == 1:
         return False
-    rows = np.bincount(assignment.q_owner.ravel(), minlength=world)
-    return bool(rows.max() * world > UNEVEN * assignment.q_owner.size)
+    rows = np.bincount(plan.owner.ravel(), minlength=world)
+    return bool(rows.max() * world > UNEVEN * plan.owner.size)

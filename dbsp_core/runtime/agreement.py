@@ -161,5 +161,5 @@ def _marks_of(executor: AttentionExecutor | None, kernel: str) -> dict[str, int]
     """What ranks compare of an executor by its complaint; zeros where it is still to be made."""
     if executor is None:
         return {MASKS_DIFFER: 0, PLANS_DIFFER: 0, KERNELS_DIFFER: 0}
-    plan = executor.plan.assignment.fingerprint
+    plan = executor.plan.fingerprint
     return {MASKS_DIFFER: executor.mask_mark, PLANS_DIFFER: plan, KERNELS_DIFFER: fingerprint_of(kernel)}
