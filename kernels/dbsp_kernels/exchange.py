@@ -120,11 +120,7 @@ class CopySegments:
 
 
 def copy_segments(
-    sources: Sequence[torch.Tensor],
-    destination: torch.Tensor,
-    segments: Sequence[CopySegments],
-    *,
-    add: bool = False,
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], *, add: bool = False
 ) -> None:
     """Copies segments of up to three sources, such as q, k and v: on a GPU in one pass, and in one launch.
 
