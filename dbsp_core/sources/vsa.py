@@ -68,8 +68,7 @@ class VsaSource(BlockSizes):
             values = tokens.v
         elif self.coarse and tokens.group.rank == 0:
             _say_without_gate()
-        rows = pool_own_heads(tokens, grid, values)
-        (own, samples), rows = rows.shape[:2], rows.flatten(0, 1)
+        rows = pool_own_heads(tokens, grid, values).flatten(0, 1)
         dense = always_dense(grid, self.dense_text, False, rows.device)
         count = max(1, math.ceil((1 - self.sparsity) * grid.nk))
         together, known = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk)), grid.nq + grid.nk
@@ -79,11 +78,11 @@ class VsaSource(BlockSizes):
             bits.append(select_blocks(chance, dense.expand(len(some), -1), None, count))
             if values is not None:
                 coarse.append(torch.bmm(chance, some[:, known:, :-1].double()).float())
-        found = gather_bits(torch.cat(bits), request.heads, samples, grid.nk, tokens.group)
+        found = gather_bits(torch.cat(bits), tokens, grid.nk)
         if values is None or tokens.gate is None:
             return BlockMask(found, grid)
         home = HomeBlocks.of(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
-        at_home = send_home(torch.cat(coarse).unflatten(0, (own, samples)), request.heads, home, tokens.group)
+        at_home = send_home(torch.cat(coarse).unflatten(0, (-1, len(tokens.q))), request.heads, home, tokens.group)
         return BlockMask(found, grid, CoarseBranch(at_home, home.block, home.real, tokens.gate))
 
 
