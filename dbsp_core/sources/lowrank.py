@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -297,6 +297,7 @@ class RecordQKSource(BlockSizes):
     """Dense masks; writes each layer's second moments of queries and keys to folder `path` for `dbsp masks fit`."""
 
     path: str = ""
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,10 +307,6 @@ class RecordQKSource(BlockSizes):
     @cached_property
     def _moments(self) -> Moments:
         return Moments(user_path(self.path))
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         self._moments.add(request, tokens)

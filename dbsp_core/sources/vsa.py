@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -41,6 +42,7 @@ class VsaSource(BlockSizes):
     tile: tuple[int, int, int] = (4, 4, 4)
     coarse: bool = True
     dense_text: bool = True
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,10 +53,6 @@ class VsaSource(BlockSizes):
         if (self.block_q, self.block_k) != (tokens, tokens):
             message = f"a tile of {tokens} tokens is a block of mask source 'vsa'; set block_q and block_k to {tokens}"
             raise SettingError(message, ("block_q",))
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         order = "tile:" + "x".join(map(str, self.tile))
