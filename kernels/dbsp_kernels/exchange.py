@@ -121,7 +121,7 @@ class CopySegments:
     @cached_property
     def entries(self) -> list[list[int]]:
         """The table as lists of Python integers."""
-        return self.table.tolist()  # type: ignore[no-any-return]
+        return self.table.tolist()
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, ...]:
