@@ -191,7 +191,7 @@ class SequenceLayout:
         return here, self.local[here]
 
     def segments(self, axis: BlockAxis, token_permutation: np.ndarray | None = None) -> ShardSegments:
-        """Returns the segments of an axis's blocks, whose tokens are in the order int64[tokens] `token_permutation`."""
+        """Returns the segments of an axis's blocks, whose tokens are in order `token_permutation`, int64[tokens]."""
         rank, local, block = self.rank, self.local, axis.block_of
         if token_permutation is not None:
             rank, local = rank[token_permutation], local[token_permutation]

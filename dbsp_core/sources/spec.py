@@ -88,7 +88,7 @@ def read_mask(value: Any, name: str) -> MaskSource:
 
 
 def mask_values(source: MaskSource) -> dict[str, Any]:
-    """Returns the mapping of which `read_mask` makes an equal source, as YAML can hold it; of a user's own, its name."""
+    """Returns the mapping, for YAML, of which `read_mask` makes an equal source; of a user's own, its name."""
     values = {"of": [mask_values(part) for part in source.of]} if isinstance(source, UnionSource) else None
     plain = plain_value(source) if values is None else values
     return {"source": _name_of(source), **(plain if isinstance(plain, dict) else {})}

@@ -108,7 +108,7 @@ def _tile_order(tile: Sizes) -> str:
 
 
 def _boxes(axis: BlockAxis, thw: Sizes, text_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least and the greatest (t, h, w) of each block's tokens, int64[n, 3]; of text, the first video token's."""
+    """Returns the least and the greatest (t, h, w) of each block's tokens, int64[n, 3]; text has the first's."""
     video = np.maximum(np.arange(axis.lengths.sum()) - text_tokens, 0)
     place = np.stack(np.unravel_index(video, thw), axis=1)
     return np.minimum.reduceat(place, axis.starts), np.maximum.reduceat(place, axis.starts)
