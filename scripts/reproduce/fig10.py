@@ -16,7 +16,7 @@ from rich.console import Console
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout
 from dbsp_core.cost.machine import Hardware, load_hardware
-from dbsp_core.cost.prediction import AttentionShape, Topology
+from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.planners import PaperConfig
 from dbsp_core.reports.style import INK
@@ -78,7 +78,7 @@ def measure(layers: int = 40) -> list[Row]:
             layout = SequenceLayout.contiguous(mask.grid.tokens, 8)
             plan = plan_ring(mask, strategy, "paper", layout, PAPER)
             found = predict_ring(plan, shape, hardware, layout=layout).total_s * 1e3
-            ours = simulate_layer(RunConfig(strategy, "dbsp"), mask, spec, hardware, Topology(8, 8))
+            ours = simulate_layer(RunConfig(strategy, "dbsp"), mask, spec, hardware, [0] * 8)
             rows.append(
                 Row(
                     layer,

@@ -12,7 +12,7 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import load_hardware, save_hardware
+from dbsp_core.cost.machine import load_hardware
 from dbsp_core.models.lookup import signature_of_model
 from dbsp_core.reports.mask_recorder import RecordSettings
 from dbsp_core.reports.run_report import RunReport
@@ -26,6 +26,7 @@ from dbsp_core.utils.files import (
     require_folder_place,
     user_path,
 )
+from scripts.calibrate.hardware_file import save_hardware
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
