@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from dbsp_core.comm.consistency import problem_of_inputs
+from dbsp_core.comm.devices import gather_nodes
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import Hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams

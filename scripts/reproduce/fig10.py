@@ -20,13 +20,13 @@ from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.planners import PaperConfig
 from dbsp_core.reports.style import INK
-from dbsp_core.reports.style import STRATEGIES as COLOURS
 from scripts.reproduce.authors.fit import FIRST_LAYER, GROWTH, WAN
 from scripts.reproduce.authors.measured import SEED, STRATEGIES, attention_ms, fitted_half
 from scripts.reproduce.authors.runs import dense_s
 from scripts.reproduce.common import arguments
 from scripts.reproduce.lockstep import plan_ring, predict_ring
 from scripts.reproduce.simulate import RunConfig, simulate_layer
+from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
 

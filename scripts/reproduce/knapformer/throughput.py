@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from dbsp_core.planning.sequences import PICO
-from dbsp_core.reports.style import PLANNERS, ROLES
 from scripts.reproduce.knapformer.shared import (
     FLOPS_PER_S,
     FLUX,
@@ -41,6 +40,7 @@ from scripts.reproduce.knapformer.shared import (
     drawn,
     knapformer_arguments,
 )
+from scripts.results.colours import PLANNERS, ROLES
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
 
