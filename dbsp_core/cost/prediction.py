@@ -18,7 +18,6 @@ from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
@@ -64,9 +63,9 @@ class Traffic:
         return sum(float(sent.sum() - sent.trace()) for sent in 2 * self.keys) / len(self.rows)
 
 
-def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
-    """Counts what an assignment sends under `layout`. Raises ValueError when they do not fit each other."""
-    strategy, grid, chunks = assignment.strategy, assignment.grid, assignment.chunks
+def traffic_of(plan: Plan, layout: SequenceLayout) -> Traffic:
+    """Counts what a plan sends under `layout`. Raises ValueError when they do not fit each other."""
+    strategy, grid, chunks = plan.strategy, plan.grid, plan.chunks
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise ValueError(
             f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit a plan of {grid.tokens} "
@@ -75,13 +74,13 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
     queries = np.zeros((strategy.world, strategy.world))
     keys = np.zeros((chunks.ring, strategy.world, strategy.world))
     blocks = np.zeros((chunks.ring, strategy.world), dtype=np.int64)
-    for order, heads in grid.order_groups(assignment.heads):
+    for order, heads in grid.order_groups(plan.heads):
         q_source, k_source = tokens_at(layout, grid, order)
-        queries += q_source.T @ copies_by_rank(assignment.q_owner[heads], strategy.world).T
+        queries += q_source.T @ copies_by_rank(plan.owner[heads], strategy.world).T
         for chunk, copies in enumerate(chunks.copies(heads)):
             keys[chunk] += k_source.T @ copies.T
             blocks[chunk] += copies.sum(axis=1, dtype=np.int64)
-    rows = np.bincount(assignment.q_owner.ravel(), minlength=strategy.world)
+    rows = np.bincount(plan.owner.ravel(), minlength=strategy.world)
     return Traffic(queries, keys, rows, blocks)
 
 
@@ -177,7 +176,7 @@ def predict(
     Raises:
         UserError: When plan, shape and nodes don't fit, or network constants are needed but not known.
     """
-    strategy, known, wire = plan.strategy, hardware.constants, plan.assignment.wire
+    strategy, known, wire = plan.strategy, hardware.constants, plan.wire
     nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     strategy.require_world(len(nodes))
@@ -188,8 +187,8 @@ def predict(
         )
     require_network(hardware, nodes)
     # 1. Bytes of each exchange to owners and back, float64[P, P].
-    traffic, sent_bytes = traffic_of(plan.assignment, layout), shape.sent_bytes(wire)
-    apart = exchange_q_separately(plan.assignment)
+    traffic, sent_bytes = traffic_of(plan, layout), shape.sent_bytes(wire)
+    apart = exchange_q_separately(plan)
     dispatched = [traffic.queries, 2 * traffic.keys[0]] if apart else [traffic.dispatch]
     exchanged = [*(tokens * sent_bytes for tokens in dispatched), traffic.queries.T * shape.token_bytes]
     if wire.centred:
@@ -254,7 +253,7 @@ def compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Consta
     grid = plan.grid
     share = traffic.blocks / np.maximum(1, traffic.blocks.sum(axis=0))
     one_block_s = shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known)
-    seconds: np.ndarray = share * (plan.metrics.work * one_block_s)
+    seconds: np.ndarray = share * (plan.work * one_block_s)
     seconds += traffic.rows * (shape.batch * known.row_s)
     seconds[1:] += traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
     return seconds + known.launch_s
@@ -286,13 +285,13 @@ def _packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: A
     Needed keys are gathered once for each of their readers. int8 is placed as it was received, and then read; and keys
     that are sent less their mean are read once more before.
     """
-    wire, token = plan.assignment.wire, shape.token_bytes
+    wire, token = plan.wire, shape.token_bytes
     placed = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k
     packed = placed + traffic.rows * plan.grid.block_q
     first, *further = (2 * keys.sum(axis=1) for keys in traffic.keys)
     in_shard = 2 * shape.heads * layout.shard + first
     if further:  # a rank that sends one ring rank after another the same keys packs them once
-        alike = (plan.assignment.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
+        alike = (plan.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
         in_shard = in_shard + np.where(alike, further[0], np.sum(further, axis=0))
     total = (in_shard + packed) * token
     if wire is not MODEL:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
 
 import numpy as np
 
@@ -17,13 +16,13 @@ from dbsp_core.cost.prediction import block_s, exchange_s, require_network, traf
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
+from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.rows import plan_rows
 from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
-from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["FLOP_COUNTS", "LayerSize", "SequenceWork", "WorkOfSizes", "fastest_bags", "sequence_cost"]
@@ -116,7 +115,7 @@ def _grid_and_rows(
         grid = source.grid(request)
         return grid, np.full((request.heads, grid.nq), max(1, round(grid.nk * density)), dtype=np.int64)
     if request not in known:
-        mask = cast(StaticMaskSource, source).mask(request)
+        mask = source.mask(request)
         known[request] = mask.grid, mask.counts.rows
     return known[request]
 
@@ -200,7 +199,9 @@ def balanced_owners(rows: np.ndarray, ranks: int) -> np.ndarray:
 def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout, layer: LayerSize) -> np.ndarray:
     """Returns float64[2, b, b]: bytes from rank (row) to rank (column) in the exchanges to owners and back."""
     grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
-    assignment = Assignment(strategy, grid, owner, Chunks.of_heads(owner, np.zeros(grid.nk, dtype=np.int64), strategy))
-    traffic, token_bytes = traffic_of(assignment, layout), layer.head_dim * layer.element_bytes
+    chunks = Chunks.of_heads(owner, np.zeros(grid.nk, dtype=np.int64), strategy)
+    not_counted = np.zeros(layout.world, dtype=np.int64)
+    traffic = traffic_of(Plan(strategy, grid, owner, chunks, "contiguous", not_counted), layout)
+    token_bytes = layer.head_dim * layer.element_bytes
     to_owners = traffic.dispatch * layer.wire.token_bytes(layer.head_dim, layer.element_bytes)
     return np.stack([to_owners, traffic.queries.T * token_bytes])

@@ -154,8 +154,8 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
         )
         middle = np.arange(len(layers))
         rows = (
-            ("before: plain sequence parallelism", [(plan.rho_before, plan.metrics.compared[1]) for plan in plans]),
-            (f"after: planner {plans[0].planner}", [(plan.rho, plan.metrics.work) for plan in plans]),
+            ("before: plain sequence parallelism", [(plan.rho_before, plan.compared[1]) for plan in plans]),
+            (f"after: planner {plans[0].planner}", [(plan.rho, plan.work) for plan in plans]),
         )
         for axis, (title, numbers) in zip(axes, rows, strict=True):
             work = np.array([totals for _, totals in numbers])  # [layers, ranks]

@@ -168,12 +168,12 @@ def crossing_bytes(
     plan: Plan, layout: SequenceLayout, ranks_per_node: int, head_dim: int, element_bytes: int = 4
 ) -> float:
     """Returns the bytes that a call sends between both nodes, counted on the plan."""
-    traffic = traffic_of(plan.assignment, layout)
+    traffic = traffic_of(plan, layout)
     node = torch.arange(plan.strategy.world).numpy() // ranks_per_node
     apart = node[:, None] != node
     tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, *(2 * traffic.keys)))
     out = float(traffic.queries[apart.T].sum()) * head_dim * element_bytes
-    return out + tokens * plan.assignment.wire.token_bytes(head_dim, element_bytes)
+    return out + tokens * plan.wire.token_bytes(head_dim, element_bytes)
 
 
 if __name__ == "__main__":

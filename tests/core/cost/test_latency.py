@@ -60,7 +60,7 @@ class TestCompute:
     def test_a_rank_s_periods_take_what_its_blocks_do(self):
         plan, _, _ = a_plan()
         found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
-        expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.metrics.work
+        expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.work
         assert found.attention_s == pytest.approx(expected.max())
         assert found.total_s == pytest.approx(expected.max())
 
@@ -74,13 +74,13 @@ class TestCompute:
 
     def test_rows_scores_and_merges_are_counted(self):
         plan, _, _ = a_plan("U1R4")
-        rows = np.bincount(plan.assignment.q_owner.ravel(), minlength=4)
+        rows = np.bincount(plan.owner.ravel(), minlength=4)
         shape = shape_of(plan, batch=2)
         assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
         found = predict(plan, shape, machine(score_s=1.0)).attention_s
-        assert found == pytest.approx(plan.metrics.work.max() * 2 * 256)
+        assert found == pytest.approx(plan.work.max() * 2 * 256)
         layout = SequenceLayout.contiguous(plan.grid.tokens, 4)
-        merged = compute_s(plan, traffic_of(plan.assignment, layout), shape, machine(merge_bytes_per_s=1.0).constants)
+        merged = compute_s(plan, traffic_of(plan, layout), shape, machine(merge_bytes_per_s=1.0).constants)
         assert merged[1:] == pytest.approx(np.tile(12.0 * 2 * rows * 16 * 8, (3, 1)))
         assert merged[0] == pytest.approx(0)
 
@@ -91,9 +91,9 @@ class TestBytes:
     @pytest.mark.parametrize("heads", [3, 6])
     def test_traffic_is_what_the_routes_send(self, strategy, layout_name, heads):
         plan, _, layout = a_plan(strategy, heads=heads, tokens=500, layout_name=layout_name)
-        traffic = traffic_of(plan.assignment, layout)
+        traffic = traffic_of(plan, layout)
         for rank in range(4):
-            route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
+            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
             sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
             assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
@@ -105,10 +105,10 @@ class TestBytes:
     def test_traffic_of_chunks_is_what_the_routes_send(self, strategy, keys):
         mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
         plan = make_plan(mask, strategy, layout=layout, keys=keys)
-        traffic = traffic_of(plan.assignment, layout)
+        traffic = traffic_of(plan, layout)
         received = 0
         for rank in range(4):
-            route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
+            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
             sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
             assert route.kv_places == traffic.blocks[0, rank] * 16
@@ -123,7 +123,7 @@ class TestBytes:
         plan, _, layout = a_plan(strategy, "contiguous", heads=8, tokens=1024, layout_name="contiguous")
         x, y = plan.strategy.ulysses, plan.strategy.ring
         shard = 8 * 1024 / 8
-        received = traffic_of(plan.assignment, layout).keys.sum(axis=0)
+        received = traffic_of(plan, layout).keys.sum(axis=0)
         np.fill_diagonal(received, 0)
         assert received.sum(axis=0).tolist() == [(y - 1 / x) * shard] * 8
 
@@ -131,7 +131,7 @@ class TestBytes:
         mask, layout = a_plan("U1R2", heads=3, tokens=500, layout_name="contiguous")[1:]
         plan = make_plan(mask, "U1R2", layout=layout, keys="needed")
         shape, machine = AttentionShape(1, 3, 500, 8), load_hardware("h200")
-        known, traffic = machine.constants, traffic_of(plan.assignment, layout)
+        known, traffic = machine.constants, traffic_of(plan, layout)
         fetched = 2 * traffic.keys[1] * shape.token_bytes
         np.fill_diagonal(fetched, 0)
         busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
@@ -139,7 +139,7 @@ class TestBytes:
         assert fetches_s(traffic, shape.token_bytes, known, (0, 0)) == [pytest.approx(waited)]
         slow = replace(known, flops_per_s=1e6)
         slowest = predict(plan, shape, replace(machine, constants=slow), layout=layout)
-        total = plan.metrics.work.max() * 16 * 16 * 4 * 8 / 1e6
+        total = plan.work.max() * 16 * 16 * 4 * 8 / 1e6
         assert slowest.attention_s == pytest.approx(total, rel=1e-3)
         computed = compute_s(plan, traffic, shape, slow).sum(axis=0)
         assert slowest.attention_s == pytest.approx(computed.max()), "no transfer is waited for"
@@ -155,8 +155,8 @@ class TestBytes:
         mask = BlockMask(random_bits(3, grid, 0), grid)
         layout = SequenceLayout.contiguous(480, 4)
         plan = make_plan(mask, "U2R2", layout=layout)
-        traffic = traffic_of(plan.assignment, layout)
-        route = build_route(plan.assignment, layout, 1, layout.shard, torch.device("cpu"))
+        traffic = traffic_of(plan, layout)
+        route = build_route(plan, layout, 1, layout.shard, torch.device("cpu"))
         sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
         assert sent.tolist() == (traffic.queries[1] + 2 * traffic.keys[0, 1]).tolist()
         assert list(route.combine_exchange.received) == traffic.queries[1].tolist()
@@ -175,7 +175,7 @@ class TestBytes:
     def test_each_further_chunk_takes_an_exchange(self):
         plan, _, _ = a_plan("U1R4", "contiguous")
         known = machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0).constants
-        traffic = traffic_of(plan.assignment, SequenceLayout.contiguous(plan.grid.tokens, 4))
+        traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, 4))
         fetched = fetches_s(traffic, shape_of(plan).token_bytes, known, [0] * 4)
         assert fetched == pytest.approx([7 + 2 * 128 * 6 * 8 * 2] * 3)
 
@@ -202,7 +202,7 @@ class TestNodes:
         # Ulysses ranks are neighbours: the ring of U2R2 crosses nodes of 2.
         plan, _, _ = a_plan("U2R2", "contiguous")
         slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30).constants
-        traffic = traffic_of(plan.assignment, SequenceLayout.contiguous(plan.grid.tokens, 4))
+        traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, 4))
         assert fetches_s(traffic, 2, slow, [0, 0, 1, 1]) == [pytest.approx(3)]
         assert fetches_s(traffic, 2, slow, [0] * 4) == [pytest.approx(0)]
 

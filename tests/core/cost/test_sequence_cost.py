@@ -57,9 +57,9 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags):
             continue
         mask, layout = BlockMask.packed([masks[one] for one in own]), plan.bag_layout(work.tokens, bag)
         packed = make_plan(mask, Strategy(int(ranks), 1), layout=layout)
-        assert found.blocks[here].tolist() == packed.metrics.work.tolist()
+        assert found.blocks[here].tolist() == packed.work.tolist()
         assert found.tokens[here].tolist() == np.bincount(layout.rank, minlength=ranks).tolist()
-        traffic = traffic_of(packed.assignment, layout)
+        traffic = traffic_of(packed, layout)
         both = [tokens * (layer.head_dim * layer.element_bytes) for tokens in (traffic.dispatch, traffic.queries.T)]
         sent, nodes = sum(both), np.arange(first, first + ranks) // NODE
         exchanges_s = sum(exchange_s(one, hardware.constants, nodes.tolist()) for one in both)
