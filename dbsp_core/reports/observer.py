@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core.comm.consistency import gather_texts
 from dbsp_core.comm.exchange import mean_bytes
-from dbsp_core.comm.groups import SequenceGroup, report_group
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.layout.strategy import Strategy
@@ -50,7 +50,7 @@ def observed_session(
     if before is not None and first is not None:
         observers.append(_LayersAfter(first, before.layers))
     elif folder is not None and before is None:
-        report_group(group)  # collective at the first call: now, before a rank can have failed
+        group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
         observers.append(RunObserver(folder))
     return AttentionSession(config, group, strategy, heads, layers, steps, clock or StepClock(), observers)
 
@@ -83,6 +83,8 @@ class _LayersAfter(SessionObserver):
         self.inner.flush({(self.layers, key): plan for key, plan in latest.items()})
 
 
+REPORTS = "reports"
+"""Purpose of the auxiliary group for reports: a rank that misses a report disturbs no attention."""
 MOST_CALLS = 200_000
 """Number of latest attentions that are kept: 50 generations of 50 steps, 40 layers and 2 guidance passes."""
 
