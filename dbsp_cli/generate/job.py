@@ -28,11 +28,12 @@ from dbsp_core.models.lookup import (
     signature_of_model,
     tiny_architecture,
 )
-from dbsp_core.models.settings import VideoSettings
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.files import expand_path, require_apart, require_file_place, require_folder_place
+from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
@@ -113,13 +114,13 @@ class GenerateJob:
         return self.settings | {
             "model": model,
             "report": str(work / "report"),
-            "video": self.settings["video"] | images,
+            "generate": self.settings["generate"] | images,
         }
 
     @property
     def images(self) -> dict[str, Path]:
         """The files that the video is made from, by setting; ranks read copies in the video's size."""
-        video = self.config.generate.video
+        video = self.config.generate
         given = {"image": video.image, "last_image": video.last_image}
         return {name: Path(path) for name, path in given.items() if path is not None}
 
@@ -130,9 +131,15 @@ class GenerateJob:
         kernel = choose_kernel(
             config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype
         )
-        found = {"model": self.model or f"{TINY}{self.tiny}", "layout": config.effective_layout, "kernel": kernel.name}
-        dtype = str(config.generate.torch_dtype).removeprefix("torch.")
-        return config.to_values() | found | {"dtype": dtype, "report": self.report and str(self.report)}
+        found = {
+            "model": self.model or f"{TINY}{self.tiny}",
+            "layout": config.layout,
+            "keys": config.keys,
+            "kernel": kernel.name,
+        }
+        values = config.to_values()
+        generate = values["generate"] | {"dtype": str(config.generate.torch_dtype).removeprefix("torch.")}
+        return values | found | {"generate": generate, "report": self.report and str(self.report)}
 
     @property
     def name(self) -> str:
@@ -165,15 +172,15 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
     spec = find_model_spec(model) or published_model(identity)
-    with settings.located(), blame_setting("video"):
-        video = config.generate.video.filled(None if spec is None else spec.video)
+    with settings.located(), blame_setting("generate"):
+        video = config.generate.filled(None if spec is None else spec.video)
     _require_images(identity, video)
     with settings.located():
-        with blame_setting("video"):
+        with blame_setting("generate"):
             require_video(identity, video)
         require_possible(config)
     if video.prompt is None:
-        raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
+        raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
     launch = request.launch.on_this_node(request.nproc)
     strategy = config.strategy or _default_strategy(launch, config)
     if isinstance(strategy, Strategy):
@@ -194,8 +201,8 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     )
     given_video = {key: value for key, value in asdict(video).items() if value is not None}
     job = GenerateJob(
-        config=replace(config, generate=replace(config.generate, video=video), strategy=strategy),
-        settings={**settings.values, "video": given_video, "strategy": str(strategy)},
+        config=replace(config, generate=video, strategy=strategy),
+        settings={**settings.values, "generate": given_video, "strategy": str(strategy)},
         given=settings,
         origin=_origin_in_words(settings, request.changes),
         model=None if tiny else named.hub if named else os.path.abspath(model),
@@ -210,7 +217,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     require_own_log(job.log)
     _require_apart(job)
     for name, path in job.images.items():
-        with settings.located(), blame_setting("video"), blame_setting(name):
+        with settings.located(), blame_setting("generate"), blame_setting(name):
             fitted(path, video)
     # what only the host knows to refuse
     check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
@@ -242,7 +249,7 @@ def _settings(request: GenerateRequest) -> Settings:
             option = f"--{name.replace('_', '-')}"
             value = str(value) if isinstance(value, Path) else value
             value = _in_utf8(value, option) if name == "prompt" else value
-            settings = settings.changed(("video", name), value, option)
+            settings = settings.changed(("generate", name), value, option)
     return settings
 
 
@@ -259,8 +266,7 @@ def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, he
     given = request.report or (Path(config.report) if config.report else None)
     report = None if given is None else given.absolute()
     if config.record is not None and here:
-        with settings.located(), blame_setting("record"):
-            require_folder_place(Path(config.record).absolute(), "record")
+        require_folder_place(Path(config.record).absolute(), f"${RECORD}")
     if here and request.report is not None:
         require_folder_place(request.report.absolute(), "--report")
     elif here and report is not None:
@@ -271,7 +277,7 @@ def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, he
 
 def _require_apart(job: GenerateJob) -> None:
     """Raises UserError where results would be written over one another, or over what the video is made from."""
-    folders = {"--report": job.report, "record": None if job.config.record is None else Path(job.config.record)}
+    folders = {"--report": job.report, f"${RECORD}": None if job.config.record is None else Path(job.config.record)}
     inputs = {f"--{name.replace('_', '-')}": path for name, path in job.images.items()}
     if os.path.isfile(job.given.origin):
         inputs["--config"] = Path(job.given.origin)
@@ -289,7 +295,7 @@ def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
 
 
 def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> tuple[str, ModelSignature]:
-    model = request.model or config.generate.model
+    model = request.model or config.model
     if model is None:
         raise UserError(f"{request.config} does not say which model it is for; add --model")
     identity = signature_of_model(model)
@@ -311,7 +317,7 @@ def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> 
     return model, identity
 
 
-def _require_images(identity: ModelSignature, video: VideoSettings) -> None:
+def _require_images(identity: ModelSignature, video: GenerateSettings) -> None:
     """Raises UserError for an image that the model needs; no setting is blamed for one that is missing."""
     given = {"--image": video.image, "--last-image": video.last_image}
     missing = [option for option, image in given.items() if image is None]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.models.lookup import find_model_spec
-from dbsp_core.models.settings import VideoSettings
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.utils.errors import UserError
 
@@ -49,7 +49,7 @@ def memory_complaint(model: str, dtype: torch.dtype, processes: int) -> str | No
     )
 
 
-def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int) -> str | None:
+def duration_notice(spec: ModelSpec | None, video: GenerateSettings, processes: int) -> str | None:
     """That a published model is about to run on CPUs for more than an hour; None where it is not. Modelled."""
     if spec is None or torch.accelerator.is_available():
         return None

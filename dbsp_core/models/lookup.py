@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from dbsp_core.models.settings import VideoSettings, side_complaint
+from dbsp_core.models.settings import GenerateSettings, side_complaint
 from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
 from dbsp_core.models.table import MODEL_SPECS, PUBLISHED, TINY, TINY_MODELS, TINY_NAMES, ModelSpec
 from dbsp_core.utils.errors import SettingError, bad_value
@@ -73,20 +73,20 @@ def model_title(signature: ModelSignature) -> str:
     return f"a {signature.pipeline} with {layers} layers and {heads} heads of {head_dim}"
 
 
-def require_video(signature: ModelSignature, video: VideoSettings) -> None:
+def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
     """Raises SettingError for what the pipeline would change or refuse: frames, a size, or images."""
     spec = published_model(signature)
     if signature.pipeline in PIPELINES and video.num_frames is not None:
         complaint = PIPELINES[signature.pipeline].frames_complaint(video.num_frames)
         if complaint is not None:
-            raise bad_value(video, "num_frames", complaint, "video.")
+            raise bad_value(video, "num_frames", complaint, "generate.")
     for side in ("height", "width"):
         value = getattr(video, side)
         complaint = None if value is None or spec is None else side_complaint(value, spec.token_pixels)
         if complaint is not None:
-            raise bad_value(video, side, complaint, "video.")
+            raise bad_value(video, side, complaint, "generate.")
     complaint = signature.images_complaint(sum(image is not None for image in (video.image, video.last_image)))
     if complaint is not None:
         raise SettingError(f"{model_title(signature)} {complaint}", ("image",))
     if video.last_image is not None and video.image is None:
-        raise SettingError("video.last_image needs video.image, the first frame", ("last_image",))
+        raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))

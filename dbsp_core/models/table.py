@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from dbsp_core.models.settings import TOKEN_PIXELS, VideoSettings
+from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, token_grid
 
 __all__ = ["MODEL_SPECS", "PUBLISHED", "TINY", "TINY_MODELS", "TINY_NAMES", "ModelSpec"]
@@ -43,7 +43,7 @@ class ModelSpec:
     cross_text: int
     parameters: int
     preset: str
-    video: VideoSettings
+    video: GenerateSettings
     paper_thw: tuple[int, int, int] | None = None
     variant: Variant = ""
     token_pixels: int = TOKEN_PIXELS
@@ -126,7 +126,7 @@ _WAN_14B = ModelSpec(
     cross_text=512,
     parameters=14_288_491_584 + 5_680_910_336,
     preset="wan2.1-t2v-14b",
-    video=VideoSettings(
+    video=GenerateSettings(
         None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
     ),
 )
@@ -154,7 +154,7 @@ _COGVIDEOX_1_5 = ModelSpec(
     cross_text=0,
     parameters=5_570_676_352 + 4_762_310_656,
     preset="cogvideox1.5-5b",
-    video=VideoSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
+    video=GenerateSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
     paper_thw=(21, 51, 80),  # §6.1
 )
 _COGVIDEOX = replace(

@@ -219,8 +219,8 @@ def report_page(report: RunReport) -> str:
 
 def _prompt(report: RunReport) -> str:
     """What the video shows, where the settings say it."""
-    video = report.environment.settings.get("video")
-    return str(video.get("prompt") or "") if isinstance(video, Mapping) else ""
+    generated = report.environment.settings.get("generate")
+    return str(generated.get("prompt") or "") if isinstance(generated, Mapping) else ""
 
 
 def render_page(name: str, **values: Any) -> str:
