@@ -227,17 +227,22 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
 
 def agreements(rank: int, world: int, mask: Any, debug: bool) -> list[int]:
     """How often the ranks compare numbers in each attention of three passes over one layer, planning aside."""
-    config, counts, gather = DbspConfig(mask=mask, debug=debug), [], SequenceGroup.gather_integers
-    session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(f"U{world}R1"), HEADS, 1)
-    with (
-        mock.patch.object(SequenceGroup, "gather_integers", autospec=True, side_effect=gather) as gathered,
-        mock.patch("dbsp_core.runtime.async_plan_cache.PlanningThread.submit"),
-    ):
+    counts, gather, here = [], SequenceGroup.gather_integers, threading.current_thread()
+    session = AttentionSession(
+        DbspConfig(mask=mask, debug=debug), SequenceGroup.of(), Strategy.parse(f"U{world}R1"), HEADS, 1
+    )
+
+    def counted(group: SequenceGroup, *numbers: Any) -> Any:
+        counts[-1] += threading.current_thread() is here
+        return gather(group, *numbers)
+
+    with mock.patch.object(SequenceGroup, "gather_integers", counted):
         for step in range(3):
-            q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0 - step).shard, WIDTH)
-            before = gathered.call_count
+            counts.append(0)
+            layout = session.begin(Video(THW), timestep=900.0 - step)
+            counts[-1] = 0
+            q = torch.ones(1, HEADS, layout.shard, WIDTH)
             session.attend(0, q, q, q)
-            counts.append(gathered.call_count - before)
     return counts
 
 

@@ -28,7 +28,6 @@ HEADS, WIDTH = 5, 24
 INT8 = {"precision": "int8"}
 BLOCKS = {"block_q": 16, "block_k": 16}
 WINDOW = {"mask": {"source": "window", "window": [3, 5, 7], **BLOCKS}}
-BY_STEP = {"mask": {"source": "synthetic", "density": 0.4, "drift": 0.2, **BLOCKS}}
 PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, **BLOCKS}}
 ONE, TWO = (Video((4, 6, 10), 7),), (Video((4, 6, 10), 7), Video((2, 5, 9), 3))
 
@@ -99,7 +98,7 @@ def transported() -> Iterator[Transport]:
 
 WAYS = [
     (2, "U2R1", WINDOW, ONE), (2, "U1R2", WINDOW, TWO), (4, "U2R2", WINDOW, ONE), (3, "U1R3", WINDOW, ONE),
-    (4, "U2R2", BY_STEP, ONE), (3, "U1R3", BY_STEP, TWO),
+    (4, "U2R2", WINDOW, TWO), (3, "U1R3", PREDICTED, TWO),
     (2, "U1R2", PREDICTED, ONE), (4, "U4R1", PREDICTED, TWO), (1, "U1R1", WINDOW, ONE),
 ]  # fmt: skip
 
