@@ -171,7 +171,7 @@ class BagSessions:
         if self._last is not None and self._last[1] and self._last[0].group.rank == 0:
             session, blocks = self._last
             plans = session.records.values()
-            mine = [sum(int(plan.metrics.work.sum()) for plan in plans), blocks * len(plans)]
+            mine = [sum(int(plan.work.sum()) for plan in plans), blocks * len(plans)]
         dense, every = (sum(of_ranks) for of_ranks in zip(*control.gather_integers(mine), strict=True))
         return dense / every if every else 1.0
 

@@ -1,4 +1,4 @@
-"""Who sends how much to whom: the bytes of an assignment, counted from blocks, in microseconds."""
+"""Who sends how much to whom: the bytes of a plan, counted from blocks, in microseconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from dbsp_core.comm.exchange import exchange_q_separately, mean_bytes
 from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
@@ -73,9 +72,9 @@ class Traffic:
         return self.queries.T
 
 
-def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
-    """Counts what an assignment moves under `layout`. Raises ValueError when they do not fit each other."""
-    strategy, grid, chunks = assignment.strategy, assignment.grid, assignment.chunks
+def traffic_of(plan: Plan, layout: SequenceLayout) -> Traffic:
+    """Counts what a plan moves under `layout`. Raises ValueError when they do not fit each other."""
+    strategy, grid, chunks = plan.strategy, plan.grid, plan.chunks
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise ValueError(
             f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit a plan of {grid.tokens} "
@@ -84,13 +83,13 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
     queries = np.zeros((strategy.world, strategy.world))
     keys = np.zeros((chunks.ring, strategy.world, strategy.world))
     blocks = np.zeros((chunks.ring, strategy.world), dtype=np.int64)
-    for order, heads in grid.order_groups(assignment.heads):
+    for order, heads in grid.order_groups(plan.heads):
         q_home, k_home = tokens_at(layout, grid, order)
-        queries += q_home.T @ copies_by_rank(assignment.q_owner[heads], strategy.world).T
+        queries += q_home.T @ copies_by_rank(plan.owner[heads], strategy.world).T
         for chunk, copies in enumerate(chunks.copies(heads)):
             keys[chunk] += k_home.T @ copies.T
             blocks[chunk] += copies.sum(axis=1, dtype=np.int64)
-    rows = np.bincount(assignment.q_owner.ravel(), minlength=strategy.world)
+    rows = np.bincount(plan.owner.ravel(), minlength=strategy.world)
     return Traffic(queries, keys, rows, blocks)
 
 
@@ -281,13 +280,13 @@ def predict(
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     require_fit(plan, shape, topology)
     require_network(hardware, topology)
-    traffic = traffic or traffic_of(plan.assignment, layout)
+    traffic = traffic or traffic_of(plan, layout)
     dispatched = [traffic.dispatch]
-    if exchange_q_separately(plan.assignment):
+    if exchange_q_separately(plan):
         dispatched = [traffic.queries, 2 * traffic.keys[0]]
-    sent_bytes = shape.sent_bytes(plan.assignment.wire)
+    sent_bytes = shape.sent_bytes(plan.wire)
     exchanged = [*(tokens * sent_bytes for tokens in dispatched), traffic.combine * shape.token_bytes]
-    if plan.assignment.wire.centred:
+    if plan.wire.centred:
         exchanged.append(_of_means(shape, strategy.world))
     compute, fetches = _compute_s(plan, traffic, shape, known), fetches_s(traffic, sent_bytes, known, topology)
     return Prediction(
@@ -355,9 +354,7 @@ def _compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Const
     """
     grid = plan.grid
     share = traffic.blocks / np.maximum(1, traffic.blocks.sum(axis=0))
-    seconds: np.ndarray = plan.metrics.work * (
-        shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known)
-    )
+    seconds: np.ndarray = plan.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
     rank_s: np.ndarray = share * seconds
     rank_s += traffic.rows * (shape.batch * known.row_s)
     merge_s = traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
@@ -376,13 +373,13 @@ def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: At
     Needed keys are gathered once for each of their readers. What is written otherwise on its way is placed as it came,
     and then read; and keys that travel less their mean are read once more before.
     """
-    wire, token = plan.assignment.wire, shape.token_bytes
+    wire, token = plan.wire, shape.token_bytes
     placed = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k
     packed = placed + traffic.rows * plan.grid.block_q
     first, *further = (sent.sum(axis=1) for sent in traffic.key_exchanges)
     at_home = 2 * shape.heads * layout.shard + first
     if further:  # a rank that sends one ring rank after another the same keys packs them once
-        alike = (plan.assignment.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
+        alike = (plan.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
         at_home = at_home + np.where(alike, further[0], np.sum(further, axis=0))
     total = (at_home + packed) * token
     if wire is not MODEL:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
 
 import numpy as np
 
@@ -18,15 +17,14 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.models.table import ModelSpec
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
+from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import imbalance_ratio
 from dbsp_core.planning.rows import plan_rows
 from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
-from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -62,11 +60,6 @@ class LayerSize:
     text: bool = True
     element_bytes: int = 2
     wire: WireFormat = MODEL
-
-    @classmethod
-    def of(cls, model: ModelSpec) -> LayerSize:
-        token_flops = model.linear_flops / (model.layers * model.tokens)
-        return cls(model.layers, model.heads, model.head_dim, token_flops, model.text_tokens > 0)
 
     @property
     def width(self) -> int:
@@ -153,7 +146,7 @@ class SequenceWork:
                 found.append((dense.grids[0], dense.row_work[0]))
                 continue
             if request not in known:
-                mask = cast(StaticMaskSource, source).mask(request)
+                mask = source.mask(request)
                 known[request] = mask.grid, mask.counts.rows
             found.append(known[request])
         grids, rows = zip(*found, strict=True)
@@ -323,8 +316,9 @@ def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> 
     """float64[2, b, b]: tokens of one head from rank (row) to rank (column), to owners and back."""
     grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
     home = np.zeros(grid.nk, dtype=np.int64)
-    assignment = Assignment(strategy, grid, owner, Chunks.of_heads(owner, home, strategy))
-    traffic = traffic_of(assignment, layout)
+    chunks, not_counted = Chunks.of_heads(owner, home, strategy), np.zeros(layout.world, dtype=np.int64)
+    plan = Plan(strategy, grid, owner, chunks, planner="contiguous", work=not_counted)
+    traffic = traffic_of(plan, layout)
     return np.stack([traffic.dispatch, traffic.combine])
 
 

@@ -61,25 +61,6 @@ class StepGroups:
             end = int(first) + 1 if not dash else int(last) + 1 if last else None
         return cls(tuple(starts), end)
 
-    @classmethod
-    def even(cls, groups: int, steps: int, dense_steps: int = 0) -> StepGroups:
-        """Groups as PAROAttention maps steps to masks: step s of n gets mask floor(s · groups / n).
-
-        Leading `dense_steps` are taken from the first group.
-
-        Raises:
-            UserError: For fewer steps than groups, or a first group without steps.
-        """
-        if not 1 <= groups <= steps or not 0 <= dense_steps < steps:
-            raise UserError(f"{groups} step groups don't fit into {steps} steps, {dense_steps} of them dense")
-        starts = [-(-group * steps // groups) for group in range(groups)]
-        if dense_steps and dense_steps >= (starts[1] if groups > 1 else steps):
-            raise UserError(
-                f"{dense_steps} dense steps leave none for the first of {groups} groups over {steps} steps; leave the "
-                "dense steps to the configuration, paro.dense_steps"
-            )
-        return cls((dense_steps, *starts[1:]), steps)
-
     def __len__(self) -> int:
         return len(self.starts)
 

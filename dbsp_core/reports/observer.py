@@ -17,7 +17,6 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenoisingStep, StepClock, StepCounter
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.mask_recorder import MaskRecorder
 from dbsp_core.runtime.executor import AttentionExecutor
@@ -113,7 +112,7 @@ class BytesByStage:
         """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
-        shape, wire = AttentionShape.of(q, plan.heads, plan.grid.tokens), plan.assignment.wire
+        shape, wire = AttentionShape.of(q, plan.heads, plan.grid.tokens), plan.wire
         token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(wire)
         means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if wire.centred else 0
         dispatched, fetched, combined = executor.route.tokens_sent(executor.group.rank)
@@ -158,7 +157,7 @@ class ObservedCall:
         """Sets the numbers that a plan has."""
         self.density, self.moved = plan.density, plan.moved
         self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
-        self.work, self.work_before = plan.metrics.compared
+        self.work, self.work_before = plan.compared
 
     @property
     def seconds(self) -> float:
@@ -196,7 +195,7 @@ class RunObserver(SessionObserver):
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
     _passes: list[tuple[int | None, int | None]] = field(default_factory=list)
     """Guidance pass and index of the step of each forward pass, if the host knows them."""
-    _assignments: dict[Hashable, Assignment] = field(default_factory=dict)
+    _owners: dict[Hashable, np.ndarray] = field(default_factory=dict)
     _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
 
     @property
@@ -228,8 +227,8 @@ class RunObserver(SessionObserver):
         key, executor, q = ended.key, ended.executor, ended.q
         plan = executor.plan
         self._evaluate(key, ended.latest)
-        replanned = self._assignments.get(key) is not plan.assignment
-        self._assignments[key] = plan.assignment
+        replanned = self._owners.get(key) is not plan.owner
+        self._owners[key] = plan.owner
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
         self._kernels |= dict.fromkeys(_kernels_of(executor, q))
         call = ObservedCall(

@@ -157,8 +157,8 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
             f"Dense blocks by rank at each layer's last attention, {plans[0].strategy}; dotted: perfectly even",
         )
         rows = (
-            (axes[0], "before: plain sequence parallelism", [plan.metrics.compared[1] for plan in plans]),
-            (axes[1], f"after: planner {plans[0].planner}", [plan.metrics.work for plan in plans]),
+            (axes[0], "before: plain sequence parallelism", [plan.compared[1] for plan in plans]),
+            (axes[1], f"after: planner {plans[0].planner}", [plan.work for plan in plans]),
         )
         for axis, title, work in rows:
             totals = np.array(work)

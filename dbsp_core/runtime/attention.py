@@ -104,10 +104,11 @@ class DualBalancedAttention(AttentionExecutor):
         device = torch.device(device)
         problem = None
         try:
-            ragged = dense_head_layout(plan.assignment, group.rank) is None
+            ragged = dense_head_layout(plan, group.rank) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
-            if not plan.assignment.serves(mask):
+            plan.require_fit(mask)
+            if not plan.fits(mask):
                 raise UserError(KEYS_LEFT_OUT)
         except UserError as error:
             problem = error
@@ -116,10 +117,10 @@ class DualBalancedAttention(AttentionExecutor):
             **version_marks(debug),
             LAYOUTS_DIFFER: layout.fingerprint,
             MASKS_DIFFER: mask.fingerprint if debug else 0,
-            PLANS_DIFFER: plan.assignment.fingerprint,
+            PLANS_DIFFER: plan.fingerprint,
         }
         check_consistent(group, problem, marks)
-        part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
+        part = RankPlan.of(plan, layout, group.rank, n_local).to(device)
         executor = cls.of_part(part, plan, mask, group, kernel, mark=debug)
         executor.debug = debug
         return executor

@@ -52,7 +52,7 @@ class PreparedAttention:
     @property
     def wire(self) -> WireFormat:
         """How queries, keys and values are written on their way."""
-        return self.part.assignment.wire
+        return self.plan.wire
 
     @property
     def no_gradients(self) -> str | None:

@@ -91,7 +91,7 @@ class AttentionExecutor(PreparedAttention):
             plan: The part's plan, or one with the same owners and chunks.
             mark: Whether ranks will compare masks, whose bits are read back for it.
         """
-        if not plan.assignment.equals(part.assignment):
+        if not plan.same_routes(part.plan):
             raise ValueError("this part of a plan was made for another plan")
         tables, whole_heads = _tables(part, plan, mask), part.head_layout
         needs = KernelRequirements(
@@ -151,5 +151,5 @@ class AttentionExecutor(PreparedAttention):
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[ChunkTable, ...]:
     """The kernel tables of a mask under a part's plan, one a chunk of keys."""
-    plan.assignment.require_fit(mask)
+    plan.require_fit(mask)
     return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))

@@ -21,7 +21,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import MOST_PASSES
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.executor import AttentionExecutor
@@ -33,7 +32,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_kernels import choose_kernel
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = [
     "PlanKey",
@@ -217,9 +216,9 @@ class SizeContext:
         planned = self.plans.plan_for(plan_key, plain, make, name, self._part)  # a thread may hold the mask
         plan, used = planned.plan, self._used.get(attention)
         before = None if used is None else self._executors.get(used)
-        if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
+        if before is not None and before.device == device and plan.same_routes(before.part.plan):
             return before.for_mask(plan, mask, mark=config.debug)
-        part = (planned.part or self._part(plan.assignment)).to(device)
+        part = (planned.part or self._part(plan)).to(device)
         return AttentionExecutor.of_part(part, plan, mask, self.session.group, config.kernel, mark=config.debug)
 
     def _new_plan(self, shape: AttentionShape, mask: BlockMask, current: Plan | None) -> Plan:
@@ -233,9 +232,9 @@ class SizeContext:
             raise RuntimeError("a strategy is to be chosen, but nothing says among which")
         return self.selector.choose(make, shape, None if current is None else current.strategy)
 
-    def _part(self, assignment: Assignment) -> RankPlan:
-        """This rank's part in an assignment, on the host."""
-        return RankPlan.of(assignment, self.layout, self.session.group.rank)
+    def _part(self, plan: Plan) -> RankPlan:
+        """This rank's part in a plan, on the host."""
+        return RankPlan.of(plan, self.layout, self.session.group.rank)
 
 
 def new_size(

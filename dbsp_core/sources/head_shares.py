@@ -17,7 +17,7 @@ from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import unpack_bits
 
-__all__ = ["HomeBlocks", "assigned_heads", "gather_bits", "pool_own_heads", "send_home", "traffic"]
+__all__ = ["HomeBlocks", "assigned_heads", "gather_bits", "pool_own_heads", "send_home"]
 
 
 def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
@@ -104,12 +104,3 @@ def send_home(mine: torch.Tensor, heads: int, blocks: HomeBlocks, group: Sequenc
     sent = torch.cat([part.reshape(-1, width) for part in parts])
     arrived = group.all_to_all(sent, received, [own * batch * count for count in counts])
     return arrived.view(heads, batch, counts[group.rank], width).transpose(0, 1).flatten(0, 1)
-
-
-def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
-    """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and bits of other heads."""
-    most, others = -(-heads // layout.world), layout.world - 1
-    blocks = ShardedBlocks.of(layout, grid)
-    pooled = sum(blocks.rows) * 4 * (width + 1)
-    bits = batch * most * grid.nq * -(-grid.nk // 8)
-    return batch * most * pooled * others // layout.world + others * bits

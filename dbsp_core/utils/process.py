@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import ParamSpec, TypeVar
@@ -17,7 +16,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_kernels.errors import install_command
 
 __all__ = [
     "DEBUG",
@@ -34,12 +32,10 @@ __all__ = [
     "first_value",
     "installed_version",
     "log",
-    "missing_packages",
     "not_compiled",
     "outside_inference",
     "package_versions",
     "printable",
-    "require_packages",
     "version_marks",
 ]
 
@@ -130,18 +126,6 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def missing_packages(names: Iterable[str]) -> list[str]:
-    """The packages, by import name, that cannot be found."""
-    return [name for name in names if importlib.util.find_spec(name) is None]
-
-
-def require_packages(what: str, names: Iterable[str], extra: str) -> None:
-    """Raises UserError if packages that `what` needs are missing, which `extra` would install."""
-    missing = missing_packages(names)
-    if missing:
-        raise UserError(f"{what} lacks {', '.join(missing)}; {install_command(extra)}")
 
 
 @functools.cache

@@ -1,14 +1,7 @@
 """Attention on packed blocks: `block_attention`, its `block_attention_backward`, and `available`, the kernels here."""
 
 from dbsp_kernels.attention import block_attention, block_attention_backward
-from dbsp_kernels.dense import (
-    DensePart,
-    attend_dense,
-    attend_dense_backward,
-    attend_dense_part,
-    dense_supported,
-    fused_kernel,
-)
+from dbsp_kernels.dense import DensePart, attend_dense_part, dense_supported, fused_kernel, item_table
 from dbsp_kernels.inputs import (
     BackwardInputs,
     DenseHeadLayout,
@@ -19,9 +12,10 @@ from dbsp_kernels.inputs import (
     merge_into,
     merge_states,
 )
-from dbsp_kernels.kernel import Kernel, KernelRequirements
-from dbsp_kernels.registry import (
+from dbsp_kernels.kernel import (
     KERNELS,
+    Kernel,
+    KernelRequirements,
     available,
     choose_kernel,
     explain_auto,
@@ -39,8 +33,6 @@ __all__ = [
     "KernelRequirements",
     "PartialAttention",
     "TransposedTable",
-    "attend_dense",
-    "attend_dense_backward",
     "attend_dense_part",
     "available",
     "block_attention",
@@ -49,6 +41,7 @@ __all__ = [
     "dense_supported",
     "explain_auto",
     "fused_kernel",
+    "item_table",
     "merge_into",
     "merge_states",
     "require_supported",

@@ -7,8 +7,7 @@ import os
 import torch
 
 from dbsp_kernels.inputs import BackwardInputs, DenseHeadLayout, Gradients, KernelInputs, PartialAttention, merge_into
-from dbsp_kernels.kernel import Kernel, KernelRequirements
-from dbsp_kernels.registry import choose_kernel
+from dbsp_kernels.kernel import Kernel, KernelRequirements, choose_kernel
 
 __all__ = ["block_attention", "block_attention_backward"]
 

@@ -1,4 +1,4 @@
-"""Dense attention with log-sum-exp on the fused kernel that torch chooses: alone, or for some rows of a packed one."""
+"""Dense rows of a packed attention, on the fused kernel that torch chooses, with log-sum-exp."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from dbsp_kernels.attention import block_attention
-from dbsp_kernels.inputs import PartialAttention, lse_dtype
+from dbsp_kernels.inputs import PartialAttention
 from dbsp_kernels.kernel import HALVES, Kernel
 
-__all__ = [
-    "DensePart",
-    "attend_dense",
-    "attend_dense_backward",
-    "attend_dense_part",
-    "dense_supported",
-    "fused_kernel",
-]
-
-KEYS_AT_A_TIME = 4096
-"""In a backward, so that scores of all keys need not be held at once."""
+__all__ = ["DensePart", "attend_dense_part", "dense_supported", "fused_kernel", "item_table"]
 
 aten = torch.ops.aten
 _log = logging.getLogger("dbsp.kernels")
@@ -46,11 +36,10 @@ class DensePart:
 
 
 def dense_supported(q: torch.Tensor) -> bool:
-    """Returns whether torch may have a fused kernel that returns a log-sum-exp for q [..., D]."""
-    if not q.is_cuda:
-        return q.device.type == "cpu" and hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu")
+    """Returns whether torch may have a fused kernel for q [..., D] on a GPU that returns a log-sum-exp."""
     width = q.shape[-1]
-    return q.dtype in HALVES and width % 8 == 0 and width <= 256 and _ran.get(_kind(q), "") is not None
+    fits = q.is_cuda and q.dtype in HALVES and width % 8 == 0 and width <= 256
+    return fits and _ran.get(_kind(q), "") is not None
 
 
 def fused_kernel(q: torch.Tensor) -> str | None:
@@ -95,70 +84,15 @@ def _attend_by_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: torch.Tensor, scale: float, kernel: str | Kernel
 ) -> PartialAttention:
     """Runs rows [B, r, Bq, D] on a block kernel, each over all its item's blocks [B, n, Bk, D]."""
-    (batch, rows), blocks = q.shape[:2], k.shape[1]
-    every = torch.arange(batch * blocks, dtype=torch.int32, device=q.device).view(batch, blocks)
-    count = torch.full((batch * rows,), blocks, dtype=torch.int32, device=q.device)
+    tables = (*item_table(len(q), q.shape[1], k.shape[1], q.device), kv_len.repeat(len(q)))
     q, k, v = (t.flatten(0, 1).contiguous() for t in (q, k, v))
-    index = every.repeat_interleave(rows, 0)
-    return block_attention(q, k, v, index, count, kv_len.repeat(batch), scale=scale, kernel=kernel)
+    return block_attention(q, k, v, *tables, scale=scale, kernel=kernel)
 
 
-def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
-    """Attention to all of some keys; autograd does not follow it.
-
-    Args:
-        q: [B, H, n, D].
-        k, v: [B, H, m, D]; m may be 0.
-
-    Returns:
-        out [B, H, n, D] in q's dtype and lse [B, H, n], natural log, of `lse_dtype`.
-    """
-    wide = lse_dtype(q.dtype)
-    if k.shape[2] == 0:
-        return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    found = _attend(q.contiguous(), k.contiguous(), v.contiguous(), scale) if dense_supported(q) else None
-    if found is not None:
-        return found[0], found[1].to(wide)
-    scores = (q.to(wide) @ k.to(wide).mT) * scale
-    lse = scores.logsumexp(dim=-1)
-    return ((scores - lse[..., None]).exp() @ v.to(wide)).to(q.dtype), lse
-
-
-def attend_dense_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of an attention of which these keys are all, or a part.
-
-    With out and log-sum-exp over *all* keys, P = exp(scale·QKᵀ − lse) is this part of the whole softmax, and the
-    gradients of several parts add up: dV = Pᵀ·dO, dS = P ∘ (dO·Vᵀ − Σ dO∘O), dQ = scale·dS·K, dK = scale·dSᵀ·Q.
-
-    Args:
-        q, out, dout: [B, H, n, D].
-        k, v: [B, H, m, D].
-        lse: [B, H, n].
-
-    Returns:
-        dq, dk and dv, of `lse_dtype`.
-    """
-    wide = lse.dtype
-    q, out, dout = q.to(wide), out.to(wide), dout.to(wide)
-    delta = (dout * out).sum(dim=-1, keepdim=True)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for first in range(0, k.shape[2], KEYS_AT_A_TIME):
-        part = slice(first, first + KEYS_AT_A_TIME)
-        keys, values = k[:, :, part].to(wide), v[:, :, part].to(wide)
-        weights = ((q @ keys.mT) * scale - lse[..., None]).exp()
-        dscores = weights * (dout @ values.mT - delta) * scale
-        dq += dscores @ keys
-        dk[:, :, part] = dscores.mT @ q
-        dv[:, :, part] = weights.mT @ dout
-    return dq, dk, dv
+def item_table(items: int, rows: int, blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns kv_index int32[items · rows, blocks] and kv_count of rows that attend to all blocks of their item."""
+    every = torch.arange(items * blocks, dtype=torch.int32, device=device).view(items, blocks)
+    return every.repeat_interleave(rows, 0), torch.full((items * rows,), blocks, dtype=torch.int32, device=device)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention | None:
@@ -166,9 +100,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
     Ranks may differ in what they find here: results differ by rounding only.
     """
-    if not q.is_cuda:
-        cpu: PartialAttention = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)[:2]
-        return cpu
     try:
         name, run = _FUSED.get(torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=scale), ("", None))
         if run is not None:

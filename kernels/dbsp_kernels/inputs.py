@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dbsp_kernels.dispatch import uses_triton
-
 __all__ = [
     "BackwardInputs",
     "DenseHeadLayout",
@@ -16,7 +14,6 @@ __all__ = [
     "KernelInputs",
     "PartialAttention",
     "TransposedTable",
-    "backward_by_autograd",
     "lse_dtype",
     "merge_into",
     "merge_states",
@@ -174,7 +171,7 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse
         lse: [...], likewise.
         out_part, lse_part: As for `merge_states`.
     """
-    if uses_triton(out) and lse.dtype == torch.float32 and _contiguous_items(out) and _contiguous_items(lse):
+    if out.is_cuda and lse.dtype == torch.float32 and _contiguous_items(out) and _contiguous_items(lse):
         from dbsp_kernels.triton.merge import triton_merge_into  # here: triton need not be installed
 
         triton_merge_into(out, lse, out_part.contiguous(), lse_part.contiguous())
@@ -234,27 +231,3 @@ class BackwardInputs:
         if not self.dout.shape == self.out.shape == q.shape or self.lse.shape != q.shape[:2]:
             shapes = ", ".join(str(tuple(t.shape)) for t in (self.dout, self.out, self.lse))
             raise ValueError(f"expected dout, out {tuple(q.shape)} and lse {tuple(q.shape[:2])}, got {shapes}")
-
-
-def backward_by_autograd(run: Callable[[KernelInputs], PartialAttention]) -> Callable[[BackwardInputs], Gradients]:
-    """A backward for a forward that autograd can follow, out and log-sum-exp both; it is computed once more.
-
-    The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so that of this call's (outᵢ, lseᵢ) the gradients are
-    wᵢ·dout and wᵢ·Σ dout·(outᵢ − out).
-    """
-
-    def backward(inputs: BackwardInputs) -> Gradients:
-        given = inputs.forward
-        wide = lse_dtype(given.q.dtype)
-        leaves = [t.detach().requires_grad_(True) for t in (given.q, given.k, given.v)]
-        with torch.enable_grad():
-            out, lse = run(replace(given, q=leaves[0], k=leaves[1], v=leaves[2]))
-        if not out.requires_grad:  # no row has a block
-            return tuple(torch.zeros_like(t, dtype=wide) for t in leaves)  # type: ignore[return-value]
-        dout, part = inputs.dout.to(wide), out.detach().to(wide)
-        weight = torch.exp(lse.detach() - inputs.lse.masked_fill(torch.isneginf(inputs.lse), torch.inf))
-        dlse = weight * (dout * part).sum(-1) - weight * inputs.delta()
-        grads = torch.autograd.grad((out, lse), leaves, ((weight[..., None] * dout).to(out.dtype), dlse.to(lse.dtype)))
-        return tuple(grad.to(wide) for grad in grads)  # type: ignore[return-value]
-
-    return backward

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dbsp_cli.output import TextTable, print_json, print_tables
+from dbsp_cli.output import TextTable, print_json, print_tables, require_file_place
 from dbsp_core.cost.machine import Hardware, load_hardware, measured_file, save_hardware
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_file_place, user_path
+from dbsp_core.utils.files import user_path
 from scripts.calibrate.calibrate import Calibration, Checked, calibrate, check
 
 _WORST = 0.5

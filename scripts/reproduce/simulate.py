@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from dbsp_cli.generate.resources import linear_flops, passes
 from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, Prediction, Topology, predict
 from dbsp_core.cost.selection import candidates
@@ -97,7 +98,7 @@ def simulate_layer(
 
 def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
     """Sums up a whole video, in which each of the given layers represents an equal share of the model's."""
-    calls, count, world = model.calls * model.layers / len(times), len(times), run.strategy.world
+    calls, count, world = passes(model) * model.layers / len(times), len(times), run.strategy.world
     known = hardware.constants
     return SimulationResult(
         gpus=world,
@@ -109,7 +110,7 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         exchange_s=calls * sum(t.prediction.exchange_s for t in times),
         exposed_p2p_s=calls * sum(t.prediction.times.exposed_s for t in times),
         pack_s=calls * sum(t.prediction.pack_s for t in times),
-        other_s=model.calls * model.linear_flops / known.linear_flops_per_s / world + known.serial_s,
+        other_s=passes(model) * linear_flops(model) / known.linear_flops_per_s / world + known.serial_s,
     )
 
 

@@ -153,6 +153,7 @@ def test_dense_rows_of_a_batch_are_merged_in_one_launch_per_part(monkeypatch, ba
     running = before.flatten(0, 1).clone(), lse.flatten(0, 1).clone()
     launches, launch = [], merge.launch
     monkeypatch.setattr(merge, "launch", lambda *args, **options: (launches.append(args), launch(*args, **options)))
+    monkeypatch.setattr(chunk_attention, "merge_into", merge.triton_merge_into)
     table = SimpleNamespace(dense=SimpleNamespace(parts=parts), kv_len=LENGTHS)
     with interpreted():
         packed = (t.flatten(0, 1) for t in (q, k, v))

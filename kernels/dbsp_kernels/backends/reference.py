@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from dbsp_kernels.inputs import KernelInputs, PartialAttention, backward_by_autograd, lse_dtype
-from dbsp_kernels.kernel import Kernel
+from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, lse_dtype
 
-__all__ = ["KERNEL", "reference_attention"]
+__all__ = ["reference_attention", "reference_attention_backward"]
 
 
 def reference_attention(inputs: KernelInputs) -> PartialAttention:
@@ -28,10 +29,20 @@ def reference_attention(inputs: KernelInputs) -> PartialAttention:
     return out, lse
 
 
-KERNEL = Kernel(
-    name="reference",
-    run=reference_attention,
-    backward=backward_by_autograd(reference_attention),
-    devices=frozenset({"cpu", "cuda"}),
-    auto_on=frozenset({"cpu"}),  # on CUDA a loop over rows would take hours
-)
+def reference_attention_backward(inputs: BackwardInputs) -> Gradients:
+    """The contract of `dbsp_kernels.block_attention_backward`, by autograd of a forward that is computed once more.
+
+    The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so that of this call's (outᵢ, lseᵢ) the gradients are
+    wᵢ·dout and wᵢ·Σ dout·(outᵢ − out).
+    """
+    given, wide = inputs.forward, inputs.lse.dtype
+    leaves = [t.detach().requires_grad_(True) for t in (given.q, given.k, given.v)]
+    with torch.enable_grad():
+        out, lse = reference_attention(replace(given, q=leaves[0], k=leaves[1], v=leaves[2]))
+    if not out.requires_grad:  # no row has a block
+        return tuple(torch.zeros_like(t, dtype=wide) for t in leaves)  # type: ignore[return-value]
+    dout, part = inputs.dout.to(wide), out.detach().to(wide)
+    weight = torch.exp(lse.detach() - inputs.lse.masked_fill(torch.isneginf(inputs.lse), torch.inf))
+    dlse = weight * (dout * part).sum(-1) - weight * inputs.delta()
+    grads = torch.autograd.grad((out, lse), leaves, ((weight[..., None] * dout).to(out.dtype), dlse.to(lse.dtype)))
+    return tuple(grad.to(wide) for grad in grads)  # type: ignore[return-value]

@@ -11,14 +11,13 @@ import torch
 
 from dbsp_kernels.errors import page
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
-from dbsp_kernels.kernel import HALVES, Kernel
 
-__all__ = ["ARCHS", "KERNEL", "LEAST_TOKENS", "blocks", "sparge_attention", "why_unavailable"]
+__all__ = ["BLOCKS", "INSTALL", "sparge_attention", "why_unavailable"]
 
-ARCHS = frozenset({80, 86, 87, 89, 90})
+BLOCKS = dict.fromkeys((80, 86, 87, 89), frozenset({(128, 64)})) | {90: frozenset({(64, 128)})}
+"""Supported (block_q, block_k) by architecture, 90 for Hopper."""
+
 INSTALL = "pip install --no-build-isolation git+https://github.com/thu-ml/SpargeAttn"
-LEAST_TOKENS = 128
-"""Fewest tokens of a head, which SpargeAttn asserts."""
 _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_with_pv_threshold_sm90"
 
 
@@ -33,11 +32,6 @@ def why_unavailable() -> str | None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not hasattr(kernels, _OF_HOPPER):
         return "spas_sage_attn was built without its kernels for Hopper; build it with TORCH_CUDA_ARCH_LIST=9.0"
     return None
-
-
-def blocks(arch: int | None) -> frozenset[tuple[int, int]]:
-    """(block_q, block_k) on a GPU of this architecture, 90 for Hopper."""
-    return frozenset({(64, 128) if arch == 90 else (128, 64)})
 
 
 def sparge_attention(inputs: KernelInputs) -> PartialAttention:
@@ -87,18 +81,3 @@ def _head_mask(kv_index: torch.Tensor, kv_count: torch.Tensor, heads: int, packe
     block = torch.where(column, kv_index % own, own).long()  # entries beyond the count mark a column that is dropped
     mask = torch.zeros(rows, own + 1, dtype=torch.int8, device=kv_index.device)
     return mask.scatter_(1, block, 1)[:, :own].reshape(1, heads, -1, own).contiguous()
-
-
-KERNEL = Kernel(
-    name="sparge",
-    run=sparge_attention,
-    devices=frozenset({"cuda"}),
-    dtypes=HALVES,
-    archs=ARCHS,
-    blocks=blocks,
-    widths=frozenset({64, 128}),
-    least_tokens=LEAST_TOKENS,
-    returns_lse=False,
-    ragged_rows=False,
-    why_unavailable=why_unavailable,
-)

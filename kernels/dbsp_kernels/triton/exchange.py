@@ -1,4 +1,4 @@
-"""Copying segments of tokens, as a Triton kernel."""
+"""Copying segments of tokens, and rounding them to int8 and back, as Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels import exchange
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
-__all__ = [
-    "copy_kernel",
-    "quantise_kernel",
-    "restore_kernel",
-    "tokens_per_segment",
-    "triton_copy_segments",
-    "triton_quantise_segments",
-    "triton_restore_rows",
-]
-
+__all__ = ["triton_copy_segments", "triton_quantise_segments", "triton_restore_rows"]
 
 ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
 
@@ -82,7 +74,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
         tl.store(places, values, mask=written)
 
 
-def tokens_per_segment(mean: float, rows: int) -> int:
+def _tokens_per_segment(mean: float, rows: int) -> int:
     """Returns how many tokens of a segment a program copies at a time, given the mean length and its `rows` tokens.
 
     If segments are short (heads with different token orders), a program takes several segments. Powers of four, so
@@ -114,7 +106,7 @@ def triton_copy_segments(
     (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
     width = first.shape[-1]
     rows = max(1, ELEMENTS // padded(width))
-    tokens = tokens_per_segment(mean, rows)
+    tokens = _tokens_per_segment(mean, rows)
     programs = sum(-(-count // (rows // tokens)) for count in counts)
     launch(
         copy_kernel, (programs, destination.shape[0]),
@@ -126,7 +118,7 @@ def triton_copy_segments(
 
 INT8_ELEMENTS = 4096  # per program and step, as numbers of 32 bits
 ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
-TINY = tl.constexpr(2.0**-100)  # that of dbsp_kernels.exchange
+TINY = tl.constexpr(exchange.TINY)
 
 
 @triton.jit(do_not_specialize=("table_ptr", "segments", "to_batch", "to_head_stride", "to_token_stride"))
@@ -188,7 +180,7 @@ def triton_quantise_segments(
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, INT8_ELEMENTS // padded(width))
-    tokens = tokens_per_segment(mean, rows)
+    tokens = _tokens_per_segment(mean, rows)
     less_strides = (0, 0) if less is None else less.stride()[:2]
     launch(
         quantise_kernel, (-(-count // (rows // tokens)), source.shape[0]),

@@ -167,7 +167,7 @@ def crossing_bytes(
     plan: Plan, layout: SequenceLayout, ranks_per_node: int, head_dim: int, element_bytes: int = 4
 ) -> float:
     """Returns the bytes that a call sends between both nodes, counted on the plan."""
-    traffic, strategy = traffic_of(plan.assignment, layout), plan.strategy
+    traffic, strategy = traffic_of(plan, layout), plan.strategy
     node = torch.arange(strategy.world).numpy() // ranks_per_node
     apart = node[:, None] != node
     tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, *traffic.key_exchanges))
@@ -176,7 +176,7 @@ def crossing_bytes(
         source = (ring_rank + 1) % strategy.ring * strategy.ulysses + column
         tokens += float(apart[rank, source] * traffic.handed_on[rank])
     out = float(traffic.combine[apart].sum()) * head_dim * element_bytes
-    return out + tokens * plan.assignment.wire.token_bytes(head_dim, element_bytes)
+    return out + tokens * plan.wire.token_bytes(head_dim, element_bytes)
 
 
 if __name__ == "__main__":

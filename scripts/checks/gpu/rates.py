@@ -162,7 +162,7 @@ def packing(setting: Setting) -> Iterator[Row]:
     grid = BlockGrid.uniform(setting.tokens, setting.measured[-1].block_k)
     plan = make_plan(BlockMask.dense(setting.heads, grid), f"U{setting.world}R1")
     layout = SequenceLayout.contiguous(setting.tokens, setting.world)
-    route = build_route(plan.assignment, layout, 0, layout.shard, torch.device(setting.device))
+    route = build_route(plan, layout, 0, layout.shard, torch.device(setting.device))
     (exchange,) = route.dispatch_exchanges
     options = {"device": setting.device, "dtype": setting.dtype}
     heads, head_dim = setting.heads, setting.head_dim

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels import prediction
 from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs, TransposedTable
-from dbsp_kernels.prediction import pooled_scores
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments, triton_restore_rows
 from dbsp_kernels.triton.forward import triton_attention
 from dbsp_kernels.triton.merge import triton_merge_into
-from dbsp_kernels.triton.prediction import pool_rows_triton, select_blocks_triton, sum_tokens_triton
+from dbsp_kernels.triton.prediction import (
+    pool_rows_triton,
+    pooled_scores_triton,
+    select_blocks_triton,
+    sum_tokens_triton,
+)
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 from dbsp_kernels.triton.tiles import SHIPPED
 from scripts.checks.machine_code.compiler import Compiled
@@ -111,16 +114,16 @@ def _backward(of: Variant) -> None:
 def _sum_tokens(of: Variant) -> None:
     tokens = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)  # as models have them
     place, first = _tensor(TOKENS, dtype=torch.int64), _tensor(BLOCKS + 1, dtype=torch.int64)
-    sum_tokens_triton(tokens, place, first, prediction.LIMIT, prediction.MEAN_UNIT, prediction.DIRECTION_UNIT)
+    sum_tokens_triton(tokens, place, first)
 
 
 def _pool_rows(of: Variant) -> None:
     sums = _tensor(HEADS, 1, BLOCKS, 2 * of.width, dtype=torch.int64)
-    pool_rows_triton(sums, _tensor(BLOCKS, dtype=torch.int64), prediction.MEAN_UNIT, prediction.DIRECTION_UNIT)
+    pool_rows_triton(sums, _tensor(BLOCKS, dtype=torch.int64))
 
 
 def _scores(of: Variant) -> None:
-    pooled_scores(_tensor(HEADS, 2 * BLOCKS, of.width + 1, dtype=torch.float32), BLOCKS, of.width**-0.5, 0.5)
+    pooled_scores_triton(_tensor(HEADS, 2 * BLOCKS, of.width + 1, dtype=torch.float32), BLOCKS, of.width**-0.5, 0.5)
 
 
 def _select(of: Variant) -> None:

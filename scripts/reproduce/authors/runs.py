@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dbsp_cli.generate.resources import linear_flops, passes
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.cost.prediction import AttentionShape, Prediction
@@ -40,7 +41,7 @@ def as_run(name: str) -> ModelSpec:
     """The model without guidance, so with one pass a step."""
     spec = MODEL_SPECS[name]
     run = replace(spec, video=replace(spec.video, guidance_scale=1.0, guidance_scale_2=None))
-    assert run.calls == PASSES * run.steps
+    assert passes(run) == PASSES * run.video.steps
     return run
 
 
@@ -91,9 +92,9 @@ def bar_attention_s(bar: Bar, known: Constants, unknowns: Unknowns) -> float:
     else:
         strategy = Strategy.parse(bar.way)
         one = attention_s(bar.model, strategy, known, density * rho_of(bar.model, strategy, bar.method))
-    return spec.calls * spec.layers * one
+    return passes(spec) * spec.layers * one
 
 
 def other_s(model: str, known: Constants) -> float:
     spec = as_run(model)
-    return spec.calls * spec.linear_flops / known.linear_flops_per_s / 8 + known.serial_s
+    return passes(spec) * linear_flops(spec) / known.linear_flops_per_s / 8 + known.serial_s

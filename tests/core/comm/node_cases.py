@@ -26,4 +26,4 @@ def attention(rank: int, world: int, told: Sequence[Mapping[str, str]]) -> tuple
     with mock.patch.dict("os.environ", told[rank]):
         session = Session({"mask": MASK}, "auto")  # chosen by the nodes
         worst = session.attend(900.0, thw=THW)
-    return worst, session.inner.records[0].assignment.fingerprint
+    return worst, session.inner.records[0].fingerprint

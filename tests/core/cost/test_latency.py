@@ -59,7 +59,7 @@ class TestCompute:
     def test_a_rank_s_periods_take_what_its_blocks_do(self):
         plan, _, _ = a_plan()
         found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
-        expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.metrics.work
+        expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.work
         assert found.times.compute_s == pytest.approx(expected.max())
         assert found.total_s == pytest.approx(expected.max())
 
@@ -73,11 +73,11 @@ class TestCompute:
 
     def test_rows_scores_and_merges_are_counted(self):
         plan, _, _ = a_plan("U1R4")
-        rows = np.bincount(plan.assignment.q_owner.ravel(), minlength=4)
+        rows = np.bincount(plan.owner.ravel(), minlength=4)
         shape = shape_of(plan, batch=2)
         assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
         found = predict(plan, shape, machine(score_s=1.0)).times.attention_s
-        assert found == pytest.approx(plan.metrics.work.max() * 2 * 256)
+        assert found == pytest.approx(plan.work.max() * 2 * 256)
         merged = predict(plan, shape, machine(merge_bytes_per_s=1.0))
         assert [c for c, _ in merged.times.chunks][1:] == [pytest.approx(12 * 2 * rows.max() * 16 * 8)] * 3
         assert merged.times.chunks[0][0] == pytest.approx(0)
@@ -89,9 +89,9 @@ class TestBytes:
     @pytest.mark.parametrize("heads", [3, 6])
     def test_traffic_is_what_the_routes_send(self, strategy, layout_name, heads):
         plan, _, layout = a_plan(strategy, heads=heads, tokens=500, layout_name=layout_name)
-        traffic = traffic_of(plan.assignment, layout)
+        traffic = traffic_of(plan, layout)
         for rank in range(4):
-            route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
+            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
             sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
             assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
@@ -103,10 +103,10 @@ class TestBytes:
     def test_traffic_of_chunks_is_what_the_routes_send(self, strategy, keys):
         mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
         plan = make_plan(mask, strategy, layout=layout, keys=keys)
-        traffic = traffic_of(plan.assignment, layout)
+        traffic = traffic_of(plan, layout)
         received = 0
         for rank in range(4):
-            route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
+            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
             sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + sum(traffic.key_exchanges)[rank]).tolist()
             assert route.kv_places == traffic.blocks[0, rank] * 16
@@ -121,7 +121,7 @@ class TestBytes:
         plan, _, layout = a_plan(strategy, "contiguous", heads=8, tokens=1024, layout_name="contiguous")
         x, y = plan.strategy.ulysses, plan.strategy.ring
         shard = 8 * 1024 / 8
-        received = traffic_of(plan.assignment, layout).keys.sum(axis=0)
+        received = traffic_of(plan, layout).keys.sum(axis=0)
         np.fill_diagonal(received, 0)
         assert received.sum(axis=0).tolist() == [(y - 1 / x) * shard] * 8
 
@@ -133,14 +133,14 @@ class TestBytes:
         assert len(hidden.times.chunks) == 2
         assert hidden.times.chunks[1][1] == 0
         known = machine.constants
-        fetched = 2 * traffic_of(plan.assignment, layout).keys[1] * shape.token_bytes
+        fetched = 2 * traffic_of(plan, layout).keys[1] * shape.token_bytes
         np.fill_diagonal(fetched, 0)
         busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
         assert hidden.times.chunks[0][1] == pytest.approx(known.p2p_latency_s + busiest / known.p2p_bytes_per_s)
         slow = replace(known, flops_per_s=1e6)
         slowest = predict(plan, shape, replace(machine, constants=slow), layout=layout)
         assert slowest.times.exposed_s == pytest.approx(0, abs=1e-9)
-        total = plan.metrics.work.max() * 16 * 16 * 4 * 8 / 1e6
+        total = plan.work.max() * 16 * 16 * 4 * 8 / 1e6
         assert slowest.times.compute_s == pytest.approx(total, rel=1e-3)
 
     def test_a_chunk_is_fetched_beside_the_kernel_on_the_one_before(self):
@@ -154,8 +154,8 @@ class TestBytes:
         mask = BlockMask(random_bits(3, grid, 0), grid)
         layout = SequenceLayout.contiguous(480, 4)
         plan = make_plan(mask, "U2R2", layout=layout)
-        traffic = traffic_of(plan.assignment, layout)
-        route = build_route(plan.assignment, layout, 1, layout.shard, torch.device("cpu"))
+        traffic = traffic_of(plan, layout)
+        route = build_route(plan, layout, 1, layout.shard, torch.device("cpu"))
         sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
         assert sent.tolist() == (traffic.queries[1] + 2 * traffic.keys[0, 1]).tolist()
         assert list(route.combine_exchange.received) == traffic.queries[1].tolist()

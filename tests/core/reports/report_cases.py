@@ -89,9 +89,9 @@ def _recount(
     now: tuple[int, int, int],
 ) -> Recount:
     plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
-    work = plan.evaluate(mask).metrics.work
-    before = make_plan(mask, strategy, "contiguous").metrics.work
-    traffic = traffic_of(plan.assignment, session.layout)
+    work = plan.counted(mask).work
+    before = make_plan(mask, strategy, "contiguous").work
+    traffic = traffic_of(plan, session.layout)
     items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)

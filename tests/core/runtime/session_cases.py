@@ -376,7 +376,7 @@ def all_keys_of_growing_masks(rank: int, world: int, strategy: str) -> tuple[flo
     session = Session({"mask": Growing(8, 8), "reuse": 9.0}, strategy, layers=2)
     worst = max(session.attend(900.0 - step) for step in range(8))
     plans = session.inner.records.values()
-    return worst, session.inner.reuse.replans, {plan.assignment.chunks.keys for plan in plans}
+    return worst, session.inner.reuse.replans, {plan.chunks.keys for plan in plans}
 
 
 def predicted_masks_with_keys(rank: int, world: int, strategy: str) -> tuple[float, set[str]]:
@@ -385,7 +385,7 @@ def predicted_masks_with_keys(rank: int, world: int, strategy: str) -> tuple[flo
     session, names = Session(settings, strategy), set()
     for step, (batch, text) in enumerate(((1, 0), (1, 0), (2, 0), (1, 7), (2, 7), (1, 0))):
         worst = session.attend(900.0 - step, batch, text_tokens=text, settle=True)
-        names |= {plan.assignment.chunks.keys for plan in session.inner.records.values()}
+        names |= {plan.chunks.keys for plan in session.inner.records.values()}
         if worst > 1e-5:
             break
     return worst, names
