@@ -68,7 +68,8 @@ def attend_dense_part(
     if part.tokens is not None:
         keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
     _, run = found
-    out, lse = run(*(t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values)), scale)
+    queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
+    out, lse = run(queries, keys, values, scale)
     return out.reshape(rows.shape), lse.reshape(rows.shape[:3])
 
 
