@@ -17,12 +17,20 @@ from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
-from dbsp_core.planning.planners import PlannerConfig, require_planner
+from dbsp_core.planning.planners import require_planner
 from dbsp_core.planning.sequences import BagConfig
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, fingerprint_of, in_short
+from dbsp_core.utils.errors import (
+    SettingError,
+    UserError,
+    bad_value,
+    blame_setting,
+    fingerprint_of,
+    in_short,
+    why_removed,
+)
 from dbsp_core.utils.schema import (
     build,
     checked,
@@ -113,7 +121,14 @@ def _read_strategy(value: Any, name: str) -> Any:
 
 
 def _read_planner(value: Any, name: str) -> Any:
-    return PlannerConfig(value) if isinstance(value, str) else convert(value, PlannerConfig | str, name, "planner")
+    if isinstance(value, Mapping):
+        for key in value:
+            if removed := why_removed(key):
+                raise SettingError(removed, (str(key),))
+    if not isinstance(value, str):
+        raise UserError(f"{name} must be a planner's name, such as dbsp, got {in_short(value)}")
+    require_planner(value)
+    return value
 
 
 def _read_bags(value: Any, name: str) -> Any:
@@ -132,7 +147,7 @@ class DbspConfig:
             not measured), or None for the host's own degrees.
         layout: How tokens are laid out between attentions: "contiguous" or "striped"; None: contiguous with needed
             keys, else as the planner is meant for.
-        planner: A `PlannerConfig`, a mapping for one, or only its name.
+        planner: A name from `dbsp_core.planning.planners.PLANNERS`.
         keys: Keys and values come in chunks from where they live. "all": each rank is sent all of its heads';
             "needed": those that its rows need, for masks that are known beforehand. See docs/needed-keys.md.
         exchange: An `ExchangeConfig`, or a mapping for one.
@@ -157,7 +172,7 @@ class DbspConfig:
     dense_schedule: DenseSchedule = field(default_factory=DenseSchedule)
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     layout: str | None = None
-    planner: PlannerConfig = field(default_factory=PlannerConfig, metadata={"read": _read_planner})
+    planner: str = field(default="dbsp", metadata={"read": _read_planner})
     keys: str = ALL
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
@@ -227,7 +242,7 @@ class DbspConfig:
 
         Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
-        return self.layout or ("contiguous" if self.keys == NEEDED else require_planner(self.planner.name).layout)
+        return self.layout or ("contiguous" if self.keys == NEEDED else require_planner(self.planner).layout)
 
     @property
     def effective_planning(self) -> str:
@@ -298,13 +313,8 @@ class DbspConfig:
         return beside | own | {"mask": mask_values(self.mask)}
 
     def with_overrides(self, **values: Any) -> DbspConfig:
-        """A copy in which every value that is not None replaces the setting of that name.
-
-        A planner's name replaces only the name: what else is set of planners stays.
-        """
+        """Returns a copy in which every value that is not None replaces the setting of that name."""
         given = {key: value for key, value in values.items() if value is not None}
-        if isinstance(given.get("planner"), str):
-            given["planner"] = replace(self.planner, name=given["planner"])
         return replace(self, **checked(DbspConfig, given, "the overrides")) if given else self
 
 

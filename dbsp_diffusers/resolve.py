@@ -99,7 +99,7 @@ def log_config(
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
-    layout = f"planner {config.planner.name}, layout {config.effective_layout}, kernel {kernel}"
+    layout = f"planner {config.planner}, layout {config.effective_layout}, kernel {kernel}"
     if config.exchange.wire is not MODEL:
         layout += f", exchange {config.exchange.precision}"
     _log_once(f"{model_title(identity)} on {ranks}, strategy {strategy or 'auto'}, {layout}")

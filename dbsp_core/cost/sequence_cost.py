@@ -22,8 +22,7 @@ from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
-from dbsp_core.planning.planners import imbalance_ratio
-from dbsp_core.planning.rows import plan_rows
+from dbsp_core.planning.planners import imbalance_ratio, plan_rows
 from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, StaticMaskSource

@@ -16,9 +16,9 @@ from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, require_keys
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.planners import (
-    PlannerConfig,
     Problem,
     balanced_majority_rank,
+    head_price,
     imbalance_ratio,
     majority_rank,
     require_planner,
@@ -152,25 +152,20 @@ class Plan:
     Attributes:
         assignment: Which rank owns each row, and which keys come to it in which chunk.
         metrics: Its numbers for one mask.
-        config: The planner and its settings.
+        planner: The planner's name.
         moved: Share of rows whose owner's ring rank is not that of the rank that holds them outside attention.
         plan_ms: Time from counts to owners and chunks, milliseconds; counting blocks is not in it.
     """
 
     assignment: Assignment
     metrics: PlanMetrics
-    config: PlannerConfig
+    planner: str
     moved: float
     plan_ms: float
 
     def __repr__(self) -> str:
         keys = "" if self.assignment.chunks.keys == ALL else ", needed keys"
         return f"<Plan {self.strategy} by {self.planner}{keys}: {self.metrics.summary}, moved {self.moved:.1%}>"
-
-    @property
-    def planner(self) -> str:
-        """The planner's name."""
-        return self.config.name
 
     @property
     def strategy(self) -> Strategy:
@@ -215,7 +210,7 @@ class Plan:
 def make_plan(
     mask: BlockMask,
     strategy: Strategy | str,
-    planner: PlannerConfig | str = "dbsp",
+    planner: str = "dbsp",
     *,
     layout: SequenceLayout | None = None,
     compare: bool = True,
@@ -227,7 +222,7 @@ def make_plan(
     Args:
         mask: Its dense blocks, on any device.
         strategy: How many ranks share heads and how many form a ring, such as "U4R2" (paper §2.3).
-        planner: A name from `dbsp_core.planning.planners.PLANNERS`, or that and what else it is told.
+        planner: A name from `dbsp_core.planning.planners.PLANNERS`.
         layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or "needed":
@@ -246,7 +241,7 @@ def make_plan(
     strategy = Strategy.parse(strategy)
     require_keys(keys)
     wire = require_wire_format(precision)
-    config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
+    assign = require_planner(planner).assign
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     if (layout.tokens, layout.world) != (mask.grid.tokens, strategy.world):
         raise UserError(
@@ -257,7 +252,7 @@ def make_plan(
     q_home, k_home = majority_ring_ranks(layout, grid, mask.heads, strategy)
     position = block_positions(grid) if keys == NEEDED else None
     start = time.perf_counter()
-    owner = require_planner(config.name).assign(Problem(strategy, work, q_home, position), config)
+    owner = assign(Problem(strategy, work, q_home, head_price(grid, strategy), position))
     chunks = Chunks.of_heads(owner, k_home, strategy)
     seconds = time.perf_counter() - start
     if keys == NEEDED:
@@ -266,7 +261,7 @@ def make_plan(
     return Plan(
         assignment=assignment,
         metrics=PlanMetrics.of(assignment, mask, compare=compare),
-        config=config,
+        planner=planner,
         moved=_moved(assignment, layout),
         plan_ms=seconds * 1e3,
     )

@@ -63,7 +63,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
         host=host,
         world_size=group.size,
         strategy=_in_words(session.strategy, columns),
-        planner=session.config.planner.name,
+        planner=session.config.planner,
         max_abs_diff=None,
         layers=_last_of_each_layer(calls),
         seconds=_seconds(observer, calls),

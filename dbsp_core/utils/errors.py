@@ -105,6 +105,8 @@ REMOVED_KEYS: dict[str, str] = {
     "budget": "plans are kept by reuse.threshold alone; a lower one asks for more plans",
     "exchange_cost": "leave it out: planner dbsp puts balance first; planner contiguous moves nothing",
     "memory_limit": "leave it out: use more GPUs, or a smaller video or batch, where memory is short",
+    "target_rho": "write only the planner's name: dbsp balances to 1.002, or as far as is worth its keys",
+    "paper": "write only the planner's name: the paper's own numbers are arguments of planning.planners.paper",
     "balancer": "KnapFormer's greedy always chooses the bags; leave it out",
     "pooled_keys": "rows attend to the blocks that they keep, and skipped blocks have no mean keys; leave it out",
 }

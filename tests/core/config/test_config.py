@@ -15,7 +15,7 @@ from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.config import DbspConfig, ReuseConfig
 from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.settings import GenerateSettings, VideoSettings
-from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
+from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import (
     SOURCES,
     CallableSource,
@@ -36,7 +36,7 @@ from dbsp_kernels import KERNELS
 def test_nothing_gives_the_defaults():
     config = DbspConfig.load(None)
     assert config == DbspConfig() == DbspConfig.load({})
-    assert (config.strategy, config.planner.name, config.layout, config.mask) == (None, "dbsp", None, DenseSource())
+    assert (config.strategy, config.planner, config.layout, config.mask) == (None, "dbsp", None, DenseSource())
 
 
 def test_each_planner_has_the_layout_it_is_meant_for():
@@ -54,7 +54,7 @@ def test_yaml_and_dict_say_the_same(tmp_path):
         mask: {source: window, window: [3, 5, 7], block_q: 32}
         strategy: u2r3
         layout: striped
-        planner: {name: contiguous, paper: {reward: 2, equal_heads: true}}
+        planner: contiguous
         reuse: {threshold: 1.5}
         cost_model: a800
         kernel: reference
@@ -67,7 +67,7 @@ def test_yaml_and_dict_say_the_same(tmp_path):
         mask=WindowSource(window=(3, 5, 7), block_q=32),
         strategy=Strategy(2, 3),
         layout="striped",
-        planner=PlannerConfig("contiguous", paper=PaperConfig(reward=2.0, equal_heads=True)),
+        planner="contiguous",
         reuse=ReuseConfig(threshold=1.5),
         cost_model="a800",
         kernel="reference",
@@ -79,7 +79,7 @@ def test_yaml_and_dict_say_the_same(tmp_path):
         "mask": {"source": "window", "window": [3, 5, 7], "block_q": 32},
         "strategy": "U2R3",
         "layout": "striped",
-        "planner": {"name": "contiguous", "paper": {"reward": 2, "equal_heads": True}},
+        "planner": "contiguous",
         "reuse": {"threshold": 1.5},
         "cost_model": "a800",
         "kernel": "reference",
@@ -90,11 +90,6 @@ def test_yaml_and_dict_say_the_same(tmp_path):
     assert DbspConfig.load(path) == DbspConfig.load(str(path)) == expected
     assert DbspConfig.load(settings) == expected
     assert DbspConfig.load(expected) is expected
-
-
-def test_a_planners_name_is_short_for_a_mapping():
-    assert DbspConfig.load({"planner": "snake"}) == DbspConfig.load({"planner": {"name": "snake"}})
-    assert DbspConfig(planner="snake").planner == PlannerConfig("snake")
 
 
 def test_a_file_holds_what_to_generate_besides_and_attention_does_not_depend_on_it(tmp_path):
@@ -204,10 +199,6 @@ class TestOverrides:
         changed = config.with_overrides(planner=None, cost_model="h200", strategy="U2R2", mask={"source": "window"})
         assert changed == DbspConfig(WindowSource(), strategy=Strategy(2, 2), planner="contiguous", cost_model="h200")
 
-    def test_a_planners_name_keeps_what_else_is_set_of_planners(self):
-        config = DbspConfig(planner={"target_rho": 1.01})
-        assert config.with_overrides(planner="paper").planner == PlannerConfig("paper", target_rho=1.01)
-
     def test_false_is_a_value(self):
         assert DbspConfig(debug=True).with_overrides(debug=False).debug is False
 
@@ -255,23 +246,18 @@ MISTAKES = {
         {"strategy": 42},
         "'strategy' in the configuration must be a strategy such as U4R2 or auto, got 42",
     ),
-    "a negative reward": ({"planner": {"paper": {"reward": -1}}}, "planner.paper.reward=-1.0 must not be negative"),
-    "a reward that is no number": (
-        {"planner": {"paper": {"reward": "a lot"}}},
-        "'reward' in 'paper' must be float, got 'a lot'",
-    ),
-    "a reward that is not a number": ({"planner": {"paper": {"reward": float("nan")}}}, "must not be negative"),
+    "a planner in a mapping": ({"planner": {"name": "dbsp"}}, "must be a planner's name, such as dbsp, got {'name'"),
     "a threshold below 1": ({"reuse": {"threshold": 0.9}}, "reuse.threshold=0.9 must be at least 1"),
     "text for a switch": ({"debug": "yes"}, "must be bool, got 'yes'"),
     "a number for a switch": ({"debug": 1}, "must be bool, got 1"),
-    "a switch for a number": ({"planner": {"target_rho": True}}, "must be float, got True"),
+    "a switch for a number": ({"reuse": {"threshold": True}}, "must be float, got True"),
     "bags that are none": ({"bags": "8x4"}, "bags '8x4' are not of the form gGnN"),
     "bags of nothing": ({"bags": {"topology": "g0n2"}}, "bags 'g0n2' are not of the form gGnN"),
     "bags that hold nothing": ({"bags": {"max_tokens": 0}}, "bags.max_tokens=0 must be at least 1"),
     "a report of bags": ({"bags": "g2n2", "report": "out"}, "leave out report, or bags"),
     "null where there must be a value": (
         {"planner": None},
-        "must be a mapping of name, target_rho, paper or str, got None",
+        "must be a planner's name, such as dbsp, got None",
     ),
 }
 
@@ -303,19 +289,11 @@ BAD_FILES = {
         ":3: unknown key 'strategie'; did you mean 'strategy'?",
     ),
     "with an unknown key of a group": (
-        b"planner:\n  name: dbsp\n  target_ro: 1.01\n",
-        ":3: unknown key 'target_ro' in 'planner'; did you mean 'target_rho'?",
+        b"reuse:\n  mode: sync\n  treshold: 1.01\n",
+        ":3: unknown key 'treshold' in 'reuse'; did you mean 'threshold'?",
     ),
-    "with a value out of range in a group within a group": (
-        b"planner:\n  paper:\n    equal_heads: true\n    reward: -1",
-        ":4: planner.paper.reward=-1.0 must",
-    ),
+    "with a removed key of a group": (b"planner:\n  name: dbsp\n  target_rho: 1.01\n", ":3: target_rho was removed; "),
     "with an unknown mode": (b"reuse:\n  mode: lazy", ":2: unknown reuse.mode 'lazy'; use one of auto, sync, async"),
-    "with a planner's name in a group": (b"planner:\n  paper: {}\n  name: greedy", ":3: unknown planner 'greedy'"),
-    "with a key of a group within a group at the wrong level": (
-        b"planner: paper\nreward: 1",
-        ":2: unknown key 'reward'; it belongs under 'planner.paper'",
-    ),
     "with a wrong type": (b"planner: paper\ndebug: 3", ":2: 'debug' must be bool, got 3"),
     "with a value out of range": (b"planner: paper\nreuse: {threshold: -1}", ":2: "),
     "with an unknown name": (b"kernel: cpu\nplanner: greedy\nlayout: striped", ":2: unknown planner 'greedy'"),
@@ -425,7 +403,6 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
         (lambda: FileSource(), "path"),
         (lambda: DenseSchedule(last_layers=-1), "last_layers"),
         (lambda: VideoSettings(height=720, width=1), "width"),
-        (lambda: PlannerConfig(target_rho=0.5), "target_rho"),
         (lambda: GenerateSettings(dtype="int8"), "dtype"),
     ],
 )
@@ -453,8 +430,6 @@ def test_a_file_that_is_not_there_raises(tmp_path):
 GROUPS = {
     "Keys": DbspConfig,
     "`dense_schedule`": DenseSchedule,
-    "`planner`": PlannerConfig,
-    "`planner.paper`": PaperConfig,
     "`reuse`": ReuseConfig,
     "Keys of generation": GenerateSettings,
     "`video`": VideoSettings,

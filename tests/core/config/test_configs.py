@@ -150,7 +150,7 @@ def test_a_known_model_has_settings_without_a_configuration():
 def test_a_file_of_the_users_own_goes_before_a_shipped_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-wan").write_text("planner: paper\n")
-    assert DbspConfig.load("tiny-wan").planner.name == "paper"
+    assert DbspConfig.load("tiny-wan").planner == "paper"
     with pytest.raises(ValueError, match=r"does not exist; .* did you mean 'tiny-wan-sparge'"):
         find_config("tiny-wan-sparg.yaml")
 

@@ -14,6 +14,8 @@ SETTINGS_OF_REMOVED_KEYS: dict[str, dict[str, Any]] = {
     "budget": {"reuse": {"budget": 0.3}},
     "exchange_cost": {"planner": {"exchange_cost": 0.1}},
     "memory_limit": {"planner": {"memory_limit": "8GiB"}},
+    "target_rho": {"planner": {"name": "dbsp", "target_rho": 1.01}},
+    "paper": {"planner": {"name": "paper", "paper": {"reward": 2}}},
     "balancer": {"bags": {"topology": "g2n2", "balancer": "dbsp"}},
     "pooled_keys": {"mask": {"source": "sol", "pooled_keys": True}},
 }
@@ -23,7 +25,7 @@ SETTINGS_OF_REMOVED_VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("layout", "learned"): {"layout": "learned"},
     ("layout", "local"): {"layout": "local"},
     ("planner", "local"): {"planner": "local", "keys": "needed"},
-    ("planner", "knapsack"): {"planner": {"name": "knapsack"}},
+    ("planner", "knapsack"): {"planner": "knapsack"},
     ("keys", "kept"): {"keys": "kept"},
     ("keys", "auto"): {"keys": "auto"},
     ("keys", "ring"): {"keys": "ring"},
