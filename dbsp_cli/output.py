@@ -1,9 +1,10 @@
-"""Output of commands: tables for people, one JSON object for programs; and options as dataclasses take them."""
+"""Output of commands: tables for people, one JSON object for programs, files; and options as dataclasses take them."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -19,8 +20,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
-from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import user_path
+from dbsp_core.utils.errors import UserError, cut_short
+from dbsp_core.utils.files import require_place, user_path
 from dbsp_core.utils.process import printable
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "options_for",
     "print_json",
     "print_tables",
+    "require_apart",
+    "require_file_place",
     "require_pictures",
     "working",
 ]
@@ -138,3 +141,34 @@ def as_text(table: TextTable, width: int | None = None) -> str:
     if left_out:
         lines.append(f"(a wider terminal shows {', '.join(left_out)} as well)")
     return printable("\n".join(lines + ([table.caption] if table.caption else [])))
+
+
+def require_apart(
+    files: Mapping[str, Path], folders: Mapping[str, Path] | None = None, inputs: Mapping[str, Path] | None = None
+) -> None:
+    """Raises UserError where one result would be written over another, or over an input. Links are followed.
+
+    Args:
+        files: Files that are written, by the option that gives them.
+        folders: Folders that are written to.
+        inputs: Files that are read.
+    """
+    given = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
+    places = [(what, Path(os.path.realpath(path))) for what, path in given]
+    for index, (what, place) in enumerate(places[: len(files) + len(folders or {})]):
+        for other, taken in places[index + 1 :]:
+            if place == taken:
+                raise UserError(f"{what} and {other} are the same place, {cut_short(str(place))}; give another {what}")
+        for other, file in places[: len(files)]:
+            if file in place.parents:
+                raise UserError(f"{what} {cut_short(str(place))} is inside {other}, a file; give another {what}")
+
+
+def require_file_place(path: Path, what: str) -> None:
+    """Raises UserError unless a file can be written there; `what` names the path in the message."""
+    if os.path.isdir(path):
+        raise UserError(f"{what} {path} is a folder; give the name of a file")
+    if not os.path.exists(path) or os.path.isfile(path):
+        require_place(path, what)
+    elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
+        raise UserError(f"{what} {path} cannot be written to; give another place")

@@ -40,7 +40,7 @@ def owners_picture(title: str, plans: Sequence[tuple[str, Plan]]) -> Any:
         for (left, right), (name, plan) in zip(axes, plans, strict=True):
             _owners(left, plan, colours)
             left.set_title(f"{name}: owner of each row", loc="left")
-            work = plan.metrics.work
+            work = plan.work
             right.barh(range(world), work, height=0.8 if world <= _NAMED else 1.0, color=colours)
             right.axvline(work.mean(), color=INK, linestyle="dotted")
             right.set_title(f"ρ_s {plan.rho:.3f}", loc="left")
@@ -68,7 +68,7 @@ def _owners(axis: Any, plan: Plan, colours: list[Any]) -> None:
     world = plan.strategy.world
     norm = BoundaryNorm(np.arange(world + 1) - 0.5, world)
     colour_map = ListedColormap(colours)
-    owners = plan.assignment.q_owner
+    owners = plan.owner
     axis.imshow(owners, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest")
     axis.grid(visible=False)
     axis.set_yticks(np.arange(plan.heads + 1) - 0.5, minor=True)

@@ -8,8 +8,8 @@ import torch
 
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.models.checkpoint import Checkpoint
 from dbsp_core.utils.errors import UserError, blame_setting
+from dbsp_diffusers.checkpoint import Checkpoint
 from dbsp_kernels import choose_kernel
 
 __all__ = ["cached_checkpoint", "local_checkpoint", "require_checkpoint", "require_possible"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.models.lookup import find_model_spec
+from dbsp_core.models.table import find_model_spec
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.reports.observer import RunObserver, run_observer
 from dbsp_core.runtime.session import AttentionSession

@@ -15,8 +15,8 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
-from dbsp_core.models.lookup import model_title
 from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
+from dbsp_core.models.table import model_title
 from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
 from dbsp_core.utils.errors import UserError, kind_of
@@ -124,7 +124,7 @@ def _describe_source(mask: MaskSource) -> str:
 def _describe_changed(settings: Any, default: Any) -> str:
     """The fields whose value is not the default's, as text; without a default instance, all that are set."""
     shown = []
-    for f in fields(settings):
+    for f in sorted(fields(settings), key=lambda one: bool(one.kw_only)):  # what several sources have comes last
         value = getattr(settings, f.name)
         if f.name.startswith("_") or value is None or (default is not None and value == getattr(default, f.name)):
             continue

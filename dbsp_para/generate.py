@@ -13,9 +13,9 @@ import torch.distributed as dist
 from dbsp_core.comm.devices import use_local_device
 from dbsp_core.comm.rank_program import exit_on_failure, process_group
 from dbsp_core.config import DbspConfig
-from dbsp_core.models.lookup import model_title, signature_of_model
 from dbsp_core.models.settings import VideoSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
+from dbsp_core.models.table import model_title, signature_of_model
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import exit_on_user_error
 from dbsp_diffusers.group_timeouts import limit_group_timeouts

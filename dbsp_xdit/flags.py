@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from dbsp_core.config import DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.models.lookup import find_model_spec, signature_of_model
+from dbsp_core.models.table import find_model_spec, signature_of_model
 from dbsp_core.utils.errors import UserError
 from dbsp_xdit.command_line import full_name
 

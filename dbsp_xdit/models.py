@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config import DbspConfig
-from dbsp_core.models.checkpoint import Checkpoint
-from dbsp_core.models.lookup import find_model_spec, published_model, signature_of_model
 from dbsp_core.models.settings import side_complaint
 from dbsp_core.models.signature import PIPELINES, ModelSignature
-from dbsp_core.models.table import MODEL_SPECS, ModelSpec
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec, find_model_spec, published_model, signature_of_model
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.files import require_folder_place
+from dbsp_diffusers.checkpoint import Checkpoint
 from dbsp_diffusers.preflight import require_possible
 from dbsp_xdit.flags import config_from, parse_known
 

@@ -205,6 +205,7 @@ ORDER = {
         *(
             "patching",
             "group_timeouts",
+            "checkpoint",
             "preflight",
             "bags",
             "packed_samples",

@@ -14,10 +14,11 @@ from importlib.metadata import entry_points
 import torch
 import torch.distributed as dist
 
+from dbsp_cli.generate.hosts import missing_packages
 from dbsp_cli.interfaces import choice_of_gloo, choice_of_nccl
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.process import installed_version, missing_packages
+from dbsp_core.utils.process import installed_version
 from dbsp_kernels import KERNELS, available, explain_auto
 from dbsp_kernels.errors import install_command, page
 from dbsp_sglang import plugin as sglang_plugin

@@ -27,13 +27,15 @@ from dbsp_cli.output import (
     options_for,
     print_json,
     print_tables,
+    require_apart,
+    require_file_place,
     require_pictures,
 )
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import parse_size, require_apart, require_file_place, require_folder_place, write_atomically
+from dbsp_core.utils.files import parse_size, require_folder_place, write_atomically
 from dbsp_core.utils.process import RECORD, RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, printable
 
 __all__ = ["masks_app"]

@@ -17,11 +17,12 @@ from dbsp_cli.output import (
     TextTable,
     print_json,
     print_tables,
+    require_apart,
+    require_file_place,
     require_pictures,
 )
 from dbsp_cli.owners_picture import owners_picture
-from dbsp_core.cost.prediction import traffic_of
-from dbsp_core.cost.selection import candidates
+from dbsp_core.cost.prediction import candidates, traffic_of
 from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -30,7 +31,7 @@ from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
 from dbsp_core.planning.wire_format import MODEL, require_wire_format
-from dbsp_core.utils.files import require_apart, require_file_place, write_atomically
+from dbsp_core.utils.files import write_atomically
 from dbsp_core.utils.process import printable
 
 __all__ = ["plan_command"]
@@ -115,7 +116,7 @@ def _plans(mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
             usual = "contiguous" if request.keys == NEEDED else require_planner(name).layout
             layout = SequenceLayout.named(request.layout or usual, mask.grid, strategy)
             plan = make_plan(mask, strategy, name, layout=layout, keys=request.keys, precision=request.precision)
-            plans.append(_FilePlan(plan, traffic_of(plan.assignment, layout).kv_received / share))
+            plans.append(_FilePlan(plan, traffic_of(plan, layout).kv_received / share))
     return plans
 
 
@@ -124,7 +125,7 @@ def _record(one: _FilePlan, keys: str, precision: str) -> dict[str, Any]:
     return (
         {"strategy": str(plan.strategy)}
         | {name: getattr(plan, name) for name in _VALUES}
-        | {"split_heads": plan.assignment.split_heads, "extra_kv": plan.assignment.extra_kv, "plan_ms": plan.plan_ms}
+        | {"split_heads": plan.split_heads, "extra_kv": plan.extra_kv, "plan_ms": plan.plan_ms}
         | {"keys": keys, "precision": precision, "kv_received": one.kv_received}
     )
 
@@ -134,7 +135,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
     rows = []
     for p, received in plans:
         numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
-        shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.assignment.extra_kv:.0%}")
+        shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.extra_kv:.0%}")
         rows.append((str(p.strategy), p.planner, *numbers, *shares, f"{received:.2f}", f"{p.plan_ms:.2f}"))
     return TextTable(
         f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",

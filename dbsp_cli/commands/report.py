@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from dbsp_cli.comparison import Comparison, compare
-from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables
+from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, require_apart, require_file_place
 from dbsp_core.reports.page import LayerSummary, headline, in_seconds, layer_summaries, render_page, report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import in_bytes, require_apart, require_file_place, write_atomically
+from dbsp_core.utils.files import in_bytes, write_atomically
 
 __all__ = ["report_command", "run_tables"]
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import dbsp_xdit
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.process import missing_packages, require_packages
 from dbsp_kernels.errors import install_command
 
-__all__ = ["HOSTS", "Host", "find_host"]
+__all__ = ["HOSTS", "Host", "find_host", "missing_packages"]
+
+
+def missing_packages(names: Iterable[str]) -> list[str]:
+    """The packages, by import name, that cannot be found."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 @dataclass(frozen=True)
@@ -47,5 +53,7 @@ def find_host(name: str | None) -> str:
     name = _SYNONYMS.get(name, name)
     if name not in HOSTS:
         raise UserError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")
-    require_packages(f"--host {name}", HOSTS[name].needs, HOSTS[name].extra)
+    missing = HOSTS[name].missing
+    if missing:
+        raise UserError(f"--host {name} lacks {', '.join(missing)}; {install_command(HOSTS[name].extra)}")
     return name

@@ -17,27 +17,29 @@ from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.launch import Launch, Rendezvous
 from dbsp_cli.generate.rank_output import require_own_log
 from dbsp_cli.generate.resources import duration_notice
+from dbsp_cli.output import require_apart, require_file_place
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.models.lookup import (
+from dbsp_core.models.settings import VideoSettings, side_complaint
+from dbsp_core.models.signature import PIPELINES, ModelSignature
+from dbsp_core.models.table import (
+    MODEL_SPECS,
+    TINY,
+    TINY_MODELS,
     find_model_spec,
     model_title,
     published_model,
-    require_video,
     signature_of_model,
     tiny_architecture,
 )
-from dbsp_core.models.settings import VideoSettings
-from dbsp_core.models.signature import ModelSignature
-from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
-from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean, in_short
-from dbsp_core.utils.files import expand_path, require_apart, require_file_place, require_folder_place
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean, in_short
+from dbsp_core.utils.files import expand_path, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
-__all__ = ["TIMEOUT_S", "GenerateJob", "GenerateRequest", "resolve"]
+__all__ = ["TIMEOUT_S", "GenerateJob", "GenerateRequest", "require_video", "resolve"]
 
 TIMEOUT_S = 600.0
 """NCCL's default: longer than any rank waits for the others in a run that goes well."""
@@ -318,6 +320,25 @@ def _require_images(identity: ModelSignature, video: VideoSettings) -> None:
     if len(given) - len(missing) < identity.images[0]:
         complaint = identity.images_complaint(len(given) - len(missing))
         raise UserError(f"{model_title(identity)} {complaint}; give one with {missing[0]} FILE")
+
+
+def require_video(signature: ModelSignature, video: VideoSettings) -> None:
+    """Raises SettingError for what the pipeline would change or refuse: frames, a size, or images."""
+    spec = published_model(signature)
+    if signature.pipeline in PIPELINES and video.num_frames is not None:
+        complaint = PIPELINES[signature.pipeline].frames_complaint(video.num_frames)
+        if complaint is not None:
+            raise bad_value(video, "num_frames", complaint, "video.")
+    for side in ("height", "width"):
+        value = getattr(video, side)
+        complaint = None if value is None or spec is None else side_complaint(value, spec.token_pixels)
+        if complaint is not None:
+            raise bad_value(video, side, complaint, "video.")
+    complaint = signature.images_complaint(sum(image is not None for image in (video.image, video.last_image)))
+    if complaint is not None:
+        raise SettingError(f"{model_title(signature)} {complaint}", ("image",))
+    if video.last_image is not None and video.image is None:
+        raise SettingError("video.last_image needs video.image, the first frame", ("last_image",))
 
 
 def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:

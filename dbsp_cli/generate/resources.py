@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.models.checkpoint import Checkpoint
-from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.models.settings import VideoSettings
-from dbsp_core.models.table import ModelSpec
+from dbsp_core.models.table import ModelSpec, find_model_spec
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["duration_notice", "memory_complaint"]
+__all__ = ["duration_notice", "linear_flops", "memory_complaint", "passes"]
 
 _HOUR = 3600.0
 
@@ -31,7 +29,7 @@ def memory_complaint(model: str, dtype: torch.dtype, processes: int) -> str | No
     from dbsp_diffusers.preflight import local_checkpoint  # here: it takes seconds to import
 
     checkpoint, spec = local_checkpoint(model), find_model_spec(model)
-    numbers = max(sum(_numbers_in(checkpoint)) if checkpoint else 0, spec.parameters if spec else 0)
+    numbers = max(sum(_numbers_in(checkpoint.weights())) if checkpoint else 0, spec.parameters if spec else 0)
     if torch.cuda.is_available():
         where, processes = "the GPU", 1
         there: int | None = torch.cuda.get_device_properties(0).total_memory
@@ -55,7 +53,7 @@ def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int
         return None
     run = replace(spec, video=video, paper_thw=None)
     rate = load_hardware("cpu-demo").constants.linear_flops_per_s * processes
-    seconds = run.calls * run.linear_flops / rate
+    seconds = passes(run) * linear_flops(run) / rate
     if seconds < _HOUR:
         return None
     long = f"{seconds / _HOUR / 24:,.0f} days" if seconds > 48 * _HOUR else f"{seconds / _HOUR:.0f} hours"
@@ -65,13 +63,31 @@ def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int
     )
 
 
-def _numbers_in(checkpoint: Checkpoint) -> Iterator[int]:
-    """How many numbers each file of weights of a pipeline holds, as its header says.
+def passes(spec: ModelSpec) -> int:
+    """Forward passes of a model's usual video: two a step under classifier-free guidance, whose scale is over 1."""
+    scales = (spec.video.guidance_scale, spec.video.guidance_scale_2)
+    guided = any(scale is not None and scale > 1 for scale in scales)
+    return (2 if guided else 1) * (spec.video.steps or 0)
+
+
+def linear_flops(spec: ModelSpec) -> float:
+    """FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
+
+    The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
+    """
+    projections = 4 * spec.width**2 + 2 * spec.width * spec.ffn
+    if spec.cross_text:
+        projections += 2 * spec.width**2 + 2 * spec.width * spec.cross_text
+    return 2.0 * spec.layers * spec.tokens * projections
+
+
+def _numbers_in(files: Iterable[Path]) -> Iterator[int]:
+    """How many numbers each file of weights holds, as its header says.
 
     Raises:
         UserError: For a file that is none of weights: cut short, or Git LFS's stand-in for one.
     """
-    for path in checkpoint.weights():
+    for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
                 yield sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping

@@ -25,7 +25,7 @@ from dbsp_core.masks.mask_writer import MaskLayout, write_masks
 from dbsp_core.masks.steps import DenoisingStep, StepGroups
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["ENCODINGS", "ConvertOptions", "convert_masks", "convert_recording", "lut_bits"]
+__all__ = ["ENCODINGS", "ConvertOptions", "convert_masks", "convert_recording", "even_groups", "lut_bits"]
 
 ENCODINGS = ("absolute", "delta")
 """Key blocks by number ("absolute"), or the first by number and each later one by its distance to the one before it
@@ -68,6 +68,25 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     bits = torch.zeros(heads, rows, nk + 1, dtype=torch.bool, device="cpu")
     bits.scatter_(2, torch.where(valid & named, blocks, nk), True)
     return bits[..., :nk]
+
+
+def even_groups(groups: int, steps: int, dense_steps: int = 0) -> StepGroups:
+    """Returns groups as PAROAttention maps steps to masks: step s of n gets mask floor(s · groups / n).
+
+    Leading `dense_steps` are taken from the first group.
+
+    Raises:
+        UserError: There are fewer steps than groups, or the first group is left without steps.
+    """
+    if not 1 <= groups <= steps or not 0 <= dense_steps < steps:
+        raise UserError(f"{groups} step groups don't fit into {steps} steps, {dense_steps} of them dense")
+    starts = [-(-group * steps // groups) for group in range(groups)]
+    if dense_steps and dense_steps >= (starts[1] if groups > 1 else steps):
+        raise UserError(
+            f"{dense_steps} dense steps leave none for the first of {groups} groups over {steps} steps; leave the "
+            "dense steps to the configuration, paro.dense_steps"
+        )
+    return StepGroups((dense_steps, *starts[1:]), steps)
 
 
 _MASKS = ("", "mask", "sparse", "masks", "lut")
@@ -273,7 +292,7 @@ def _groups(masks: torch.Tensor, options: ConvertOptions) -> StepGroups | None:
             "--groups 5-9,10-24,25-49 says it in full"
         )
     if options.steps is not None:
-        return StepGroups.even(masks.shape[0], options.steps, options.dense_steps)
+        return even_groups(masks.shape[0], options.steps, options.dense_steps)
     groups = StepGroups.parse(options.groups or "")
     if len(groups) != masks.shape[0]:
         raise UserError(f"--groups {groups} names {len(groups)} groups, the masks have {masks.shape[0]}")

@@ -17,7 +17,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid
 from dbsp_kernels.exchange import to_device
-from dbsp_kernels.prediction import BlockRuns, block_runs, pool_rows, sum_tokens
+from dbsp_kernels.prediction import pool_rows, sum_tokens
 
 __all__ = ["ShardedBlocks", "exchange_heads", "pool_heads"]
 
@@ -68,7 +68,7 @@ def pool_heads(
 class _OwnBlocks(NamedTuple):
     """A rank's blocks of one axis: the arguments of `sum_tokens`, and int64 tokens of each complete block."""
 
-    blocks: tuple[torch.Tensor, torch.Tensor, BlockRuns]
+    blocks: tuple[torch.Tensor, torch.Tensor]
     lengths: torch.Tensor
 
 
@@ -128,7 +128,7 @@ class ShardedBlocks:
         order = np.argsort(block, kind="stable")
         first = np.searchsorted(block[order], np.arange(len(own) + 1))
         place = self.layout.local[self.token_permutation[mine[order]]]
-        blocks = to_device(place, device), to_device(first, device), block_runs(np.diff(first))
+        blocks = to_device(place, device), to_device(first, device)
         return _OwnBlocks(blocks, to_device(axis.lengths[whole], device))
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects

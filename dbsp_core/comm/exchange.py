@@ -14,10 +14,10 @@ import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.exchange import CopySegments, copy_segments, to_device
-from dbsp_kernels.prediction import MEAN_UNIT, BlockRuns, block_runs, sum_tokens
+from dbsp_kernels.prediction import MEAN_UNIT, sum_tokens
 
 __all__ = [
     "CHUNKS_IN_FLIGHT",
@@ -34,14 +34,6 @@ __all__ = [
 
 BLOCK = 256
 """Tokens that are summed at a time, so that a GPU has work for all of its multiprocessors."""
-
-
-class _OwnTokens(NamedTuple):
-    """A rank's places with a token, in blocks: arguments of `sum_tokens`."""
-
-    place: torch.Tensor
-    first: torch.Tensor
-    runs: BlockRuns
 
 
 def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: SequenceGroup) -> torch.Tensor:
@@ -64,10 +56,11 @@ def mean_bytes(batch: int, heads: int, width: int, ranks: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> _OwnTokens:
+def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rank's places with a token, in blocks: `place` and `first` of `sum_tokens`."""
     place = layout.tokens_at(rank)[1]
     first = np.append(np.arange(0, len(place), BLOCK), len(place))
-    return _OwnTokens(to_device(place, device), to_device(first, device), block_runs(np.diff(first)))
+    return to_device(place, device), to_device(first, device)
 
 
 CHUNKS_IN_FLIGHT = 2
@@ -254,15 +247,15 @@ def by_batch(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.transpose(0, 1)[:, None]
 
 
-def exchange_q_separately(assignment: Assignment) -> bool:
+def exchange_q_separately(plan: Plan) -> bool:
     """Returns whether queries are exchanged and unpacked before keys and values, which lowers the peak.
 
     Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
     whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the
     peak comes later.
     """
-    world = assignment.strategy.world
-    if assignment.strategy.ring > 1 or world == 1:
+    world = plan.strategy.world
+    if plan.strategy.ring > 1 or world == 1:
         return False
-    rows = np.bincount(assignment.q_owner.ravel(), minlength=world)
-    return bool(rows.max() * world > UNEVEN * assignment.q_owner.size)
+    rows = np.bincount(plan.owner.ravel(), minlength=world)
+    return bool(rows.max() * world > UNEVEN * plan.owner.size)

@@ -1,4 +1,4 @@
-"""Builds routes: from an assignment and a sequence layout to one rank's tables of segments."""
+"""Builds routes: from a plan and a sequence layout to one rank's tables of segments."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ import torch
 from dbsp_core.comm.exchange import Exchange, Route, exchange_q_separately
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
-from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.exchange import CopySegments
 
 __all__ = ["build_route"]
 
 
-def build_route(
-    assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int, device: torch.device
-) -> Route:
+def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
     """The route of one rank, which holds `n_local` tokens (padding included) outside attention."""
-    world, grid, wire = assignment.strategy.world, assignment.grid, assignment.wire
-    queries, keys = _axes(assignment, layout)
-    own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.chunks.of(rank)
+    world, grid, wire = plan.strategy.world, plan.grid, plan.wire
+    queries, keys = _axes(plan, layout)
+    own_rows, (own_blocks, *later) = plan.rows_of(rank), plan.chunks.of(rank)
     # 1. Places of this rank's pieces: at home by the rank that needs them, packed by the rank they come from.
-    q_home = queries.at_home(rank, lambda heads, blocks: assignment.q_owner[np.ix_(heads, blocks)][..., None])
-    kv_homes = [
-        keys.at_home(rank, functools.partial(assignment.chunks.readers, chunk)) for chunk in range(1 + len(later))
-    ]
+    q_home = queries.at_home(rank, lambda heads, blocks: plan.owner[np.ix_(heads, blocks)][..., None])
+    kv_homes = [keys.at_home(rank, functools.partial(plan.chunks.readers, chunk)) for chunk in range(1 + len(later))]
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
-    empty = _padding(layout, rank, n_local, assignment.heads)
+    empty = _padding(layout, rank, n_local, plan.heads)
     # 2. Which tensors travel together.
     of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_homes[0], kv_packed)
-    apart = exchange_q_separately(assignment)
+    apart = exchange_q_separately(plan)
     dispatch = [_exchange(world, part, device, wire) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
     # 3. Each further chunk of keys has an exchange of its own.
     fetch = tuple(
@@ -168,10 +164,10 @@ class _Axis:
         return _Places.sorted_by_rank(parts)
 
 
-def _axes(assignment: Assignment, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
+def _axes(plan: Plan, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
     """The axes of queries and of keys."""
-    grid = assignment.grid
-    found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(assignment.heads)]
+    grid = plan.grid
+    found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
     queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
     return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
 

@@ -70,9 +70,8 @@ class SequenceLayout:
         return f"<SequenceLayout of {self.tokens} tokens on {ranks} of {self.shard} places>"
 
     def __post_init__(self) -> None:
-        place = self._place
         inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)
-        if not inside.all() or np.bincount(place).max(initial=0) > 1:
+        if not inside.all() or np.bincount(self.rank * self.shard + self.local).max(initial=0) > 1:
             raise ValueError("a sequence layout must put every token at a place of its own, on one of its ranks")
 
     @classmethod
@@ -177,11 +176,6 @@ class SequenceLayout:
     def tokens(self) -> int:
         return len(self.rank)
 
-    @property
-    def _place(self) -> np.ndarray:
-        """int64[tokens]: each token's place among those of all ranks."""
-        return self.rank * self.shard + self.local
-
     @cached_property
     def fingerprint(self) -> int:
         """A number below 2^63 that differs between layouts, for ranks to compare."""
@@ -189,11 +183,6 @@ class SequenceLayout:
         for part in (self.rank, self.local):
             digest.update(part.astype(np.int64).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """int64[tokens]: canonical positions rank after rank, without padding."""
-        return np.argsort(self._place)
 
     def tokens_at(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(canonical position, place) of the tokens that `rank` holds, int64[n] each, by place."""

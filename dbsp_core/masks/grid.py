@@ -1,4 +1,4 @@
-"""Token orders: the order in which a mask reads video tokens."""
+"""Block grids: tokens of text and video in token order, cut into blocks of queries and of keys."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Video(NamedTuple):
 
 
 Order = str | tuple[str, ...]
-"""A token order (see `dbsp_core.masks.grid`); in a packed grid one for each sequence."""
+"""A token order, one of `AXIS_ORDERS` or "tile:TxHxW"; in a packed grid one for each sequence."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -206,17 +206,9 @@ class BlockGrid:
             )
 
     @classmethod
-    def uniform(
-        cls,
-        tokens: int,
-        block: int = 64,
-        text_tokens: int = 0,
-        *,
-        block_q: int | None = None,
-        block_k: int | None = None,
-    ) -> BlockGrid:
-        """A grid of blocks of one size; `tokens` counts text and video. `block_q` and `block_k` override `block`."""
-        return cls(tokens, text_tokens, block if block_q is None else block_q, block if block_k is None else block_k)
+    def uniform(cls, tokens: int, block: int = 64, text_tokens: int = 0) -> BlockGrid:
+        """A grid of blocks of one size; `tokens` counts text and video."""
+        return cls(tokens, text_tokens, block, block)
 
     @classmethod
     def packed(cls, grids: Sequence[BlockGrid]) -> BlockGrid:

@@ -1,4 +1,4 @@
-"""The values of one mask in a mask file: its bits, one or eight in a byte, sequence after sequence."""
+"""Reads mask files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ __all__ = [
     "mask_bits",
     "mask_values",
     "one_or_each",
-    "pack_mask_bits",
     "require_countable",
-    "unpack_mask_bits",
 ]
 
 
@@ -45,32 +43,26 @@ def head_values(grid: BlockGrid, packed: bool) -> int:
     return sum(nq * (-(-nk // 8) if packed else nk) for nq, nk in counts)
 
 
-def pack_mask_bits(bits: torch.Tensor) -> np.ndarray:
-    """uint8[..., nq, ceil(nk / 8)] of bool[..., nq, nk]: the first of eight blocks is the most significant bit."""
-    return np.packbits(bits.cpu().numpy(), axis=-1)
-
-
-def unpack_mask_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
-    """bool[..., nq, nk]: the inverse of `pack_mask_bits`. Bits beyond the last block are ignored."""
-    return torch.from_numpy(np.unpackbits(packed, axis=-1, count=nk).view(bool))
-
-
 def mask_values(bits: torch.Tensor, grid: BlockGrid, packed: bool) -> np.ndarray:
-    """uint8, the values of a `BlockMask`'s bits; in one dimension for packed sequences."""
-    parts = BlockMask(bits, grid.with_orders((CANONICAL,))).parts
-    values = [pack_mask_bits(part.bits) if packed else part.bits.cpu().to(torch.uint8).numpy() for part in parts]
+    """uint8, the values of a `BlockMask`'s bits; in one dimension for packed sequences.
+
+    `packed`: eight blocks of a row in a byte, the first of which is the most significant bit.
+    """
+    parts = [part.bits.cpu().numpy() for part in BlockMask(bits, grid.with_orders((CANONICAL,))).parts]
+    values = [np.packbits(part, axis=-1) if packed else part.astype(np.uint8) for part in parts]
     return np.concatenate([one.ravel() for one in values]) if grid.packed_from else values[0]
 
 
 def mask_bits(values: np.ndarray, grid: BlockGrid, heads: int, packed: bool) -> torch.Tensor:
-    """The bits of a `BlockMask`: the inverse of `mask_values`."""
+    """The bits of a `BlockMask`: the inverse of `mask_values`. Bits beyond a row's last block are ignored."""
     if not packed:
         return torch.from_numpy(values).bool()
-    if not grid.packed_from:
-        return unpack_mask_bits(values, grid.nk)
     sizes = [heads * head_values(one, packed=True) for one in grid.sequences]
-    pieces = zip(np.split(values, np.cumsum(sizes)[:-1]), grid.sequences, strict=True)
-    return torch.cat([unpack_mask_bits(own.reshape(-1, -(-one.nk // 8)), one.nk).flatten() for own, one in pieces])
+    parts = []
+    for own, one in zip(np.split(values.ravel(), np.cumsum(sizes)[:-1]), grid.sequences, strict=True):
+        rows = own.reshape(heads, one.nq, -1)
+        parts.append(torch.from_numpy(np.unpackbits(rows, axis=-1, count=one.nk).view(bool)))
+    return torch.cat([part.flatten() for part in parts]) if grid.packed_from else parts[0]
 
 
 Orders = tuple[Order, ...]
@@ -107,7 +99,9 @@ class MaskFile:
                 metadata = file.metadata() or {}
                 views = {name: file.get_slice(name) for name in ("mask", "packed", "orders") if name in names}
                 kinds = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
-                self._require_bytes("orders", kinds)  # before reading: numpy lacks types that a file may have
+                if kinds.get("orders", ("U8",))[0] != "U8":  # numpy lacks types that a file may have
+                    message = f"tensor 'orders' is {kinds['orders'][0]} and must be uint8 (U8)"
+                    raise UserError(f"mask file {self.path}: {message}")
                 order_index = file.get_tensor("orders") if "orders" in names else None
         except (SafetensorError, OSError, TypeError) as error:
             raise UserError(
@@ -118,11 +112,6 @@ class MaskFile:
         self.grid, self.groups = self._parse(metadata)
         self._shape = self._checked_shape(*kinds[self._tensor])
         self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
-
-    def _require_bytes(self, name: str, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        dtype, _ = kinds.get(name, ("U8", ()))
-        if dtype != "U8":
-            raise UserError(f"mask file {self.path}: tensor {name!r} is {dtype} and must be uint8 (U8)")
 
     def _tensor_name(self, names: list[str]) -> str:
         found = [name for name in ("mask", "packed") if name in names]

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from safetensors.numpy import save
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.masks.mask_file import SIZES, Orders, head_values, mask_values, require_countable
 from dbsp_core.masks.steps import StepGroups
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import ByteTensor, user_path, write_byte_tensors
+from dbsp_core.utils.files import user_path, write_atomically
 
-__all__ = ["MaskLayout", "mask_file_bytes", "save_mask", "write_masks"]
+__all__ = ["ByteTensor", "MaskLayout", "mask_file_bytes", "safetensors_pieces", "save_mask", "write_masks"]
+
+
+@dataclass(frozen=True)
+class ByteTensor:
+    """A uint8 tensor that is written piece by piece, in row-major order."""
+
+    shape: tuple[int, ...]
+    pieces: Iterable[bytes]
+
+
+def safetensors_pieces(tensors: Mapping[str, ByteTensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """Yields the content of a safetensors file. Raises ValueError when a tensor's pieces don't add up to its shape."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + math.prod(tensor.shape)
+        header[name] = {"dtype": "U8", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name, tensor in tensors.items():
+        written = 0
+        for piece in tensor.pieces:
+            written += len(piece)
+            yield piece
+        if written != math.prod(tensor.shape):
+            raise ValueError(f"tensor {name!r} of shape {list(tensor.shape)} was given {written} bytes")
 
 
 @dataclass(frozen=True)
@@ -87,12 +113,16 @@ def write_masks(
 
     `masks` are the bits of a `BlockMask` each, by group and layer.
     """
-    pieces: Iterator[bytes] = (mask_values(bits, layout.grid, packed).tobytes() for bits in masks)
+    return write_atomically(path, _mask_file_pieces(layout, masks, packed))
+
+
+def _mask_file_pieces(layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool) -> Iterator[bytes]:
+    pieces = (mask_values(bits, layout.grid, packed).tobytes() for bits in masks)
     metadata, orders = layout.metadata()
     a_head, nq = head_values(layout.grid, packed), layout.grid.nq
     own = (layout.heads * a_head,) if layout.grid.packed_from else (layout.heads, nq, a_head // nq)
     tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, *own), pieces)}
-    return write_byte_tensors(path, tensors if orders is None else tensors | {"orders": orders}, metadata)
+    return safetensors_pieces(tensors if orders is None else tensors | {"orders": orders}, metadata)
 
 
 def save_mask(
@@ -138,9 +168,5 @@ def save_mask(
 
 def mask_file_bytes(mask: BlockMask) -> bytes:
     """The content of a packed mask file with one mask for all layers; without a coarse branch, if it has one."""
-    plain = mask.grid.with_orders((CANONICAL,))
-    metadata, orders = MaskLayout(plain, mask.heads, orders=(mask.grid.orders,)).metadata()
-    tensors = {"packed": mask_values(mask.bits, plain, packed=True)}
-    if orders is not None:
-        tensors["orders"] = np.frombuffer(b"".join(orders.pieces), dtype=np.uint8).reshape(orders.shape)
-    return save(tensors, metadata)
+    layout = MaskLayout(mask.grid.with_orders((CANONICAL,)), mask.heads, orders=(mask.grid.orders,))
+    return b"".join(_mask_file_pieces(layout, [mask.bits], packed=True))

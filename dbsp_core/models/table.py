@@ -1,14 +1,28 @@
-"""The models that db-SP has settings for, published and tiny: their sizes and usual videos."""
+"""The models that db-SP has settings for, their sizes and usual videos, and which of them a name or folder means."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dbsp_core.models.settings import TOKEN_PIXELS, VideoSettings
-from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, token_grid
+from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, model_signature, token_grid, variant_of
 
-__all__ = ["MODEL_SPECS", "PUBLISHED", "TINY", "TINY_MODELS", "TINY_NAMES", "ModelSpec"]
+__all__ = [
+    "MODEL_SPECS",
+    "TINY",
+    "TINY_MODELS",
+    "ModelSpec",
+    "find_model_spec",
+    "model_title",
+    "published_model",
+    "signature_of_model",
+    "signature_of_name",
+    "tiny_architecture",
+]
 
 
 @dataclass(frozen=True)
@@ -25,7 +39,6 @@ class ModelSpec:
         ffn: Width of the MLP.
         cross_text: Text tokens that cross-attention looks at; 0: there is none.
         parameters: Number of all transformers' and the text encoder's together, as published.
-        preset: Name in `dbsp_core.sources.synthetic.source` of the masks that are taken for its own.
         video: Its usual video, with all set but prompt and seed, and flow_shift where the scheduler comes with one.
         paper_thw: The token grid that times are predicted for, where that is not the usual video's.
         token_pixels: Height and width of a token.
@@ -42,7 +55,6 @@ class ModelSpec:
     ffn: int
     cross_text: int
     parameters: int
-    preset: str
     video: VideoSettings
     paper_thw: tuple[int, int, int] | None = None
     variant: Variant = ""
@@ -77,33 +89,6 @@ class ModelSpec:
     def width(self) -> int:
         return self.heads * self.head_dim
 
-    @property
-    def steps(self) -> int:
-        """Steps of a denoising."""
-        return self.video.steps or 0
-
-    @property
-    def guided(self) -> bool:
-        """Whether it runs under classifier-free guidance: with a scale over 1, which distilled models are not."""
-        scales = (self.video.guidance_scale, self.video.guidance_scale_2)
-        return any(scale is not None and scale > 1 for scale in scales)
-
-    @property
-    def calls(self) -> int:
-        """Forward passes of one video: two a step under classifier-free guidance, also where they are one batch."""
-        return (2 if self.guided else 1) * self.steps
-
-    @property
-    def linear_flops(self) -> float:
-        """FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
-
-        The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
-        """
-        projections = 4 * self.width**2 + 2 * self.width * self.ffn
-        if self.cross_text:
-            projections += 2 * self.width**2 + 2 * self.width * self.cross_text
-        return 2.0 * self.layers * self.tokens * projections
-
 
 _WAN_NEGATIVE = (
     "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
@@ -125,7 +110,6 @@ _WAN_14B = ModelSpec(
     ffn=13824,
     cross_text=512,
     parameters=14_288_491_584 + 5_680_910_336,
-    preset="wan2.1-t2v-14b",
     video=VideoSettings(
         None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
     ),
@@ -153,7 +137,6 @@ _COGVIDEOX_1_5 = ModelSpec(
     ffn=12288,
     cross_text=0,
     parameters=5_570_676_352 + 4_762_310_656,
-    preset="cogvideox1.5-5b",
     video=VideoSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
     paper_thw=(21, 51, 80),  # §6.1
 )
@@ -234,8 +217,6 @@ _WAN_VACE_1_3B = replace(
 _WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
 MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
 """Models by name. Of several with one signature and one repository, the first is what their weights are known as."""
-PUBLISHED = {spec.signature: spec for spec in reversed(MODEL_SPECS.values())}
-"""The first of `MODEL_SPECS` with each signature."""
 
 TINY = "tiny-"
 """Prefix that makes a key of `TINY_MODELS` the name of a model, which is made where it is needed."""
@@ -249,5 +230,55 @@ TINY_MODELS = {
     "cogvideox": ModelSignature("CogVideoXPipeline", (2, 6, 16, 2)),
 }
 """Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
-TINY_NAMES = {signature: name for name, signature in reversed(TINY_MODELS.items())}
-"""The first of `TINY_MODELS` with each signature."""
+
+
+def find_model_spec(name: str) -> ModelSpec | None:
+    """The model of that name, upper or lower case, or None."""
+    wanted = name.casefold()
+    return next((s for s in MODEL_SPECS.values() if wanted in {known.casefold() for known in s.names}), None)
+
+
+def tiny_architecture(model: str) -> str | None:
+    """The key of `TINY_MODELS` that a model's name asks for ("tiny-wan": "wan"), or None."""
+    name = model.removeprefix(TINY)
+    return name if model.startswith(TINY) and name in TINY_MODELS and not Path(model).exists() else None
+
+
+def signature_of_name(name: str) -> ModelSignature | None:
+    """The signature of a published or tiny model of this name; None where there is none."""
+    spec, tiny = find_model_spec(name), tiny_architecture(name)
+    return spec.signature if spec is not None else None if tiny is None else TINY_MODELS[tiny]
+
+
+def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
+    """The signature of a model by its name, or of a local folder in diffusers' form; None for what is neither."""
+    text = os.fspath(model)
+    known = signature_of_name(text)
+    if known is not None:
+        return known
+    try:
+        index = json.loads((Path(text) / "model_index.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(text) / "transformer" / "config.json").read_text(encoding="utf-8"))
+        variant = variant_of((index.get("transformer_2") or [None])[0] is not None, index)
+        return model_signature(str(index["_class_name"]), config, variant)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def published_model(signature: ModelSignature) -> ModelSpec | None:
+    """The first published model that has this signature, or None."""
+    return next((spec for spec in MODEL_SPECS.values() if spec.signature == signature), None)
+
+
+def model_title(signature: ModelSignature) -> str:
+    """A model in words: its name where it is known, else its pipeline and sizes."""
+    spec = published_model(signature)
+    if spec is not None:
+        return spec.name
+    tiny = next((name for name, one in TINY_MODELS.items() if one == signature), None)
+    if tiny is not None:
+        return f"{TINY}{tiny}"
+    layers, heads, head_dim, _ = signature.sizes
+    if not heads:  # a class whose configuration has other names for them
+        return f"a {signature.pipeline}"
+    return f"a {signature.pipeline} with {layers} layers and {heads} heads of {head_dim}"

@@ -1,10 +1,11 @@
-"""Where blocks are outside attention, and who owns rows in plain Ulysses, Ring and USP."""
+"""Plans: the owner of each row and the keys that each rank is sent, with the work of each rank under one mask."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
-from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, require_keys
+from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.planners import (
     Problem,
@@ -25,17 +25,17 @@ from dbsp_core.planning.planners import (
     rho_bound,
     work_by_rank,
 )
-from dbsp_core.planning.wire_format import require_wire_format
+from dbsp_core.planning.wire_format import MODEL, WireFormat, require_wire_format
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
 __all__ = [
     "Plan",
-    "PlanMetrics",
     "block_positions",
     "majority_ring_ranks",
     "make_plan",
     "plain_owners",
+    "plan_from_counts",
 ]
 
 
@@ -93,117 +93,151 @@ def _read_only(arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PlanMetrics:
-    """The numbers of an assignment for one mask. Ranks wait for one another at the end alone: all are of totals.
+class Plan:
+    """One attention on a group's ranks, and how much each rank computes under one mask.
+
+    Ranks wait for one another at the end of an attention only, so all numbers are totals.
 
     Attributes:
+        owner: int64[H, nq], the rank that computes each row, a (head, query block).
+        chunks: The KV blocks that each rank is sent in each chunk.
+        planner: The planner's name.
         work: int64[P], dense blocks of each rank.
-        baseline_work: int64[P], the same without db-SP; None where comparing was left out.
-        rho_bound: ρ_s that no plan of whole rows can beat; NaN where comparing was left out.
+        wire: How queries, keys and values are written in exchanges.
+        baseline_work: int64[P], the dense blocks of each rank without db-SP, or None if not compared.
+        rho_bound: ρ_s that no plan of whole rows can beat; NaN if not compared.
+        moved: Share of queries whose owner is in another ring rank than the rank that holds them outside attention.
+        plan_ms: Milliseconds from counts to owners and chunks; counting blocks is not included.
     """
 
+    strategy: Strategy
+    grid: BlockGrid
+    owner: np.ndarray
+    chunks: Chunks
+    planner: str
     work: np.ndarray
-    baseline_work: np.ndarray | None
-    rho_bound: float
+    wire: WireFormat = MODEL
+    baseline_work: np.ndarray | None = None
+    rho_bound: float = float("nan")
+    moved: float = 0.0
+    plan_ms: float = 0.0
 
-    @classmethod
-    def of(cls, assignment: Assignment, mask: BlockMask, *, compare: bool) -> PlanMetrics:
-        """Counts the blocks of `mask`; to `compare`, also those of the contiguous plan, and the bound."""
-        assignment.require_fit(mask)
-        world, rows = assignment.strategy.world, mask.counts.rows
-        work = work_by_rank(assignment.q_owner, rows, world)
-        if not compare:
-            return cls(work, None, float("nan"))
-        without = plain_owners(mask.grid, mask.heads, assignment.strategy)
-        return cls(work, work_by_rank(without, rows, world), rho_bound(rows, world))
+    def __repr__(self) -> str:
+        keys = "" if self.chunks.keys == ALL else ", needed keys"
+        rho = f"ρ_s {self.rho:.3f}"
+        if self.baseline_work is not None:
+            rho = f"ρ_s {self.rho_before:.3f} → {self.rho:.3f}, bound {self.rho_bound:.3f}"
+        return f"<Plan {self.strategy} by {self.planner}{keys}: {rho}, moved {self.moved:.1%}>"
+
+    @property
+    def heads(self) -> int:
+        return len(self.owner)
+
+    @property
+    def rho(self) -> float:
+        """ρ_s: the work of the slowest rank over the mean."""
+        return imbalance_ratio(self.work)
+
+    @property
+    def rho_before(self) -> float:
+        """ρ_s without db-SP; NaN if not compared."""
+        return float("nan") if self.baseline_work is None else imbalance_ratio(self.baseline_work)
 
     @property
     def compared(self) -> tuple[np.ndarray, np.ndarray]:
-        """`work` and `baseline_work`. Raises RuntimeError where comparing was left out."""
+        """`work` and `baseline_work`. Raises RuntimeError if not compared."""
         if self.baseline_work is None:
             raise RuntimeError("this plan was made without comparing it to the contiguous one")
         return self.work, self.baseline_work
 
     @property
-    def rho(self) -> float:
-        """ρ_s: what the slowest rank computes, over the mean."""
-        return imbalance_ratio(self.work)
-
-    @property
-    def rho_before(self) -> float:
-        """ρ_s without db-SP."""
-        return float("nan") if self.baseline_work is None else imbalance_ratio(self.baseline_work)
-
-    @property
-    def summary(self) -> str:
-        """ρ_s in words."""
-        if self.baseline_work is None:
-            return f"ρ_s {self.rho:.3f}"
-        return f"ρ_s {self.rho_before:.3f} → {self.rho:.3f}, bound {self.rho_bound:.3f}"
-
-    def __repr__(self) -> str:
-        return f"<PlanMetrics of {int(self.work.sum())} dense blocks: {self.summary}>"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Plan:
-    """An assignment, its numbers for a mask, and how it was made.
-
-    Attributes:
-        assignment: Which rank owns each row, and which keys come to it in which chunk.
-        metrics: Its numbers for one mask.
-        planner: The planner's name.
-        moved: Share of rows whose owner's ring rank is not that of the rank that holds them outside attention.
-        plan_ms: Time from counts to owners and chunks, milliseconds; counting blocks is not in it.
-    """
-
-    assignment: Assignment
-    metrics: PlanMetrics
-    planner: str
-    moved: float
-    plan_ms: float
-
-    def __repr__(self) -> str:
-        keys = "" if self.assignment.chunks.keys == ALL else ", needed keys"
-        return f"<Plan {self.strategy} by {self.planner}{keys}: {self.metrics.summary}, moved {self.moved:.1%}>"
-
-    @property
-    def strategy(self) -> Strategy:
-        return self.assignment.strategy
-
-    @property
-    def grid(self) -> BlockGrid:
-        return self.assignment.grid
-
-    @property
-    def heads(self) -> int:
-        return self.assignment.heads
-
-    @property
-    def rho(self) -> float:
-        return self.metrics.rho
-
-    @property
-    def rho_before(self) -> float:
-        return self.metrics.rho_before
-
-    @property
-    def rho_bound(self) -> float:
-        return self.metrics.rho_bound
-
-    @property
     def density(self) -> float:
         """Share of blocks that are dense."""
-        return int(self.metrics.work.sum()) / (self.heads * self.grid.pairs)
+        return int(self.work.sum()) / (self.heads * self.grid.pairs)
+
+    @property
+    def split_heads(self) -> int:
+        """Heads whose rows are in more than one Ulysses rank."""
+        return int((self._columns > 1).sum())
+
+    @property
+    def extra_kv(self) -> float:
+        """K and V elements sent more than once, as a share of all Q, K, V.
+
+        If all keys are sent: to more than one rank of a ring row. If needed keys are: to more than one rank at all.
+        """
+        if self.chunks.keys == NEEDED:
+            copies = (self.chunks.sent.sum(axis=0) - 1).clip(min=0).sum(axis=0)
+            return int(copies @ self.grid.k_axis.lengths) * 2 / (3 * self.heads * self.grid.tokens)
+        return int((self._columns - 1).clip(min=0).sum()) * 2 / (3 * self.heads)
+
+    @cached_property
+    def _columns(self) -> np.ndarray:
+        """int64[H]: number of Ulysses ranks in which each head has rows."""
+        columns: np.ndarray = columns_of_heads(self.owner, self.strategy.ulysses).sum(axis=1)
+        return columns
+
+    def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""
+        head, block = np.divmod(np.flatnonzero(self.owner == rank), self.owner.shape[1])  # faster than np.nonzero
+        return head, block
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63 bits that differ between plans with different routes; all ranks must have the same."""
+        names = self.strategy, self.grid, self.chunks.keys, self.wire.name
+        digest = hashlib.blake2b(str(names).encode(), digest_size=8)
+        digest.update(self.owner.astype(np.uint16).tobytes())  # there are no more ranks, and bytes are a quarter
+        for part in self.chunks.identity:
+            digest.update(part.tobytes())
+        return int.from_bytes(digest.digest(), "big") >> 1
+
+    def same_routes(self, other: Plan) -> bool:
+        """Returns True if both plans send the same tokens to the same ranks."""
+        if self.owner is other.owner and self.chunks is other.chunks and self.wire is other.wire:
+            return True
+        return (
+            (self.strategy, self.grid, self.wire) == (other.strategy, other.grid, other.wire)
+            and np.array_equal(self.owner, other.owner)
+            and self.chunks.equals(other.chunks)
+        )
+
+    def require_fit(self, mask: BlockMask) -> None:
+        """Raises UserError for a mask of another number of heads or on another grid."""
+        if self.heads != mask.heads:
+            raise UserError(f"the plan has {self.heads} heads, the mask {mask.heads}; make a plan for this mask")
+        if self.grid != mask.grid:
+            raise UserError(f"the plan is on {self.grid}, the mask on {mask.grid}; make a plan for this mask")
 
     def fits(self, mask: BlockMask) -> bool:
-        """Whether a mask has as many heads, on the same grid, and needs no keys that the plan leaves out."""
-        return (self.heads, self.grid) == (mask.heads, mask.grid) and self.assignment.serves(mask)
+        """Returns True if a mask has as many heads, is on the same grid, and needs no keys that are not sent."""
+        same = (self.heads, self.grid) == (mask.heads, mask.grid)
+        return same and self.chunks.serves(self.owner, mask)
 
-    def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
-        """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
-        metrics = PlanMetrics.of(self.assignment, mask, compare=compare)
-        return replace(self, metrics=metrics, plan_ms=0.0)
+    def counted(self, counts: BlockMask | np.ndarray, *, compare: bool = True) -> Plan:
+        """Returns the same plan with the numbers of other counts. Nothing is planned: `plan_ms` is 0.
+
+        Args:
+            counts: A mask of the same grid and heads, or int64[H, nq], dense blocks of each row.
+            compare: Whether to count what the contiguous plan would do, and what no plan could beat.
+
+        Raises:
+            UserError: For counts of another shape.
+        """
+        if isinstance(counts, BlockMask):
+            self.require_fit(counts)
+            counts = counts.counts.rows
+        elif counts.shape != self.owner.shape:
+            raise UserError(
+                f"row counts of shape {counts.shape} do not fit a plan of {self.heads} heads of {self.grid.nq} query "
+                "blocks; make a plan for these counts"
+            )
+        world, baseline, bound = self.strategy.world, None, float("nan")
+        if compare:
+            baseline = work_by_rank(plain_owners(self.grid, self.heads, self.strategy), counts, world)
+            bound = rho_bound(counts, world)
+        work = work_by_rank(self.owner, counts, world)
+        return replace(self, work=work, baseline_work=baseline, rho_bound=bound, plan_ms=0.0)
 
 
 @not_compiled
@@ -238,38 +272,63 @@ def make_plan(
         UserError: For an unknown planner, way of keys or precision, or a layout of another size.
     """
     require_mask(mask)
-    strategy = Strategy.parse(strategy)
     require_keys(keys)
-    wire = require_wire_format(precision)
+    needed = keys == NEEDED
+    plan = plan_from_counts(
+        mask.counts.rows,
+        mask.grid,
+        strategy,
+        planner,
+        layout=layout,
+        compare=compare,
+        precision=precision,
+        runs=needed,
+    )
+    if not needed:
+        return plan
+    return replace(plan, chunks=Chunks.of_rows(plan.owner, plan.chunks.home, plan.strategy, mask))
+
+
+@not_compiled
+def plan_from_counts(
+    row_work: np.ndarray,
+    grid: BlockGrid,
+    strategy: Strategy | str,
+    planner: str = "dbsp",
+    *,
+    layout: SequenceLayout | None = None,
+    compare: bool = True,
+    precision: str = "model",
+    runs: bool = False,
+) -> Plan:
+    """Plans one attention from its rows' dense blocks; all keys of a rank's heads are sent. See `make_plan`.
+
+    Args:
+        row_work: int64[H, nq], dense blocks of each row.
+        runs: Whether planner "dbsp" cuts rows into runs of tokens, for plans that send needed keys only.
+    """
+    strategy, wire = Strategy.parse(strategy), require_wire_format(precision)
     assign = require_planner(planner).assign
-    layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
-    if (layout.tokens, layout.world) != (mask.grid.tokens, strategy.world):
+    layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
+    if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise UserError(
-            f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit {mask.grid.tokens} "
+            f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit {grid.tokens} "
             f"tokens on {strategy.world}; build it from the same grid and strategy"
         )
-    grid, work = mask.grid, mask.counts.rows
-    q_home, k_home = majority_ring_ranks(layout, grid, mask.heads, strategy)
-    position = block_positions(grid) if keys == NEEDED else None
+    q_home, k_home = majority_ring_ranks(layout, grid, len(row_work), strategy)
+    position, price = (block_positions(grid), 0) if runs else (None, head_price(grid, strategy))
+    problem = Problem(strategy, row_work, q_home, price, position)
     start = time.perf_counter()
-    owner = assign(Problem(strategy, work, q_home, head_price(grid, strategy), position))
+    owner = assign(problem)
     chunks = Chunks.of_heads(owner, k_home, strategy)
-    seconds = time.perf_counter() - start
-    if keys == NEEDED:
-        chunks = Chunks.of_rows(owner, k_home, strategy, mask)
-    assignment = Assignment(strategy, grid, owner, chunks, wire)
-    return Plan(
-        assignment=assignment,
-        metrics=PlanMetrics.of(assignment, mask, compare=compare),
-        planner=planner,
-        moved=_moved(assignment, layout),
-        plan_ms=seconds * 1e3,
-    )
+    plan_ms = (time.perf_counter() - start) * 1e3
+    plan = Plan(strategy, grid, owner, chunks, planner, np.zeros(strategy.world, dtype=np.int64), wire)
+    return replace(plan.counted(row_work, compare=compare), moved=_moved(plan, layout), plan_ms=plan_ms)
 
 
-def _moved(assignment: Assignment, layout: SequenceLayout) -> float:
-    """Share of queries that change ring rank on their way to their owner."""
-    strategy, grid, owner = assignment.strategy, assignment.grid, assignment.q_owner
+def _moved(plan: Plan, layout: SequenceLayout) -> float:
+    """Returns the share of queries whose owner is in another ring rank than the rank that holds them."""
+    strategy, grid, owner = plan.strategy, plan.grid, plan.owner
     if strategy.ring == 1:
         return 0.0
     ring, stays = strategy.ring, 0

@@ -158,7 +158,8 @@ class Problem:
         row_work: int64[H, nq], dense blocks per (head, query block).
         home: int64[nq], ring rank that holds most of each query block outside attention; int64[H, nq] where heads have
             token orders of their own.
-        price: Dense blocks that take as long as receiving the keys of one head; see `head_price`.
+        price: Dense blocks that take as long as receiving the keys of one head: `head_price`, or 0 if ranks are sent
+            only the keys that their rows need, of which a split head adds few.
         position: float64[nq], mean position of each query block's tokens, if each rank is sent only the keys that its
             rows need; else None.
     """

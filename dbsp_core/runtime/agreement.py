@@ -18,7 +18,7 @@ from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import version_marks
 from dbsp_kernels import KernelRequirements, require_supported
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = [
     "LAYERS_DIFFER",
@@ -161,5 +161,5 @@ def _marks_of(executor: AttentionExecutor | None, kernel: str) -> dict[str, int]
     """What ranks compare of an executor by its complaint; zeros where it is still to be made."""
     if executor is None:
         return {MASKS_DIFFER: 0, PLANS_DIFFER: 0, KERNELS_DIFFER: 0}
-    plan = executor.plan.assignment.fingerprint
+    plan = executor.plan.fingerprint
     return {MASKS_DIFFER: executor.mask_mark, PLANS_DIFFER: plan, KERNELS_DIFFER: fingerprint_of(kernel)}

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import CommunicationError, SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.plan_cache import KeptPlan, MakePlan, PlanCache, Planned, new_plan
 from dbsp_core.runtime.rank_plan import RankPlan
@@ -49,7 +48,7 @@ class _Call:
     mask: BlockMask
     make: MakePlan
     name: Hashable | None
-    part_of: Callable[[Assignment], RankPlan] | None
+    part_of: Callable[[Plan], RankPlan] | None
     event: torch.cuda.Event | None
 
 
@@ -61,7 +60,7 @@ class _Evaluation:
         used: The plan of the call, with the numbers of its mask.
         next: The plan of the attention's next call.
         new: Whether that is another plan.
-        part: This rank's part in it, where it is another assignment.
+        part: This rank's part in it, where it has other routes.
     """
 
     used: KeptPlan
@@ -100,7 +99,7 @@ class AsyncPlanCache(PlanCache):
         mask: BlockMask,
         make: MakePlan,
         name: Hashable | None = None,
-        part_of: Callable[[Assignment], RankPlan] | None = None,
+        part_of: Callable[[Plan], RankPlan] | None = None,
     ) -> Planned:
         """The plan to use for this call; its numbers are those of a mask before it, or of the one it was made for.
 
@@ -129,7 +128,7 @@ class AsyncPlanCache(PlanCache):
         self._adopt(key)
         kept = self._kept.setdefault(key, KeptPlan(plan))
         used = kept.used_with(plan)
-        if not kept.plan.assignment.equals(plan.assignment) or used.expired(self.threshold, name):
+        if not kept.plan.same_routes(plan) or used.expired(self.threshold, name):
             return False
         self.counters.calls += 1
         self._keep(key, used)
@@ -172,7 +171,7 @@ class AsyncPlanCache(PlanCache):
         evaluation, fingerprint = None, 0
         try:
             evaluation = self._found_out(call)
-            fingerprint = evaluation.next.plan.assignment.fingerprint
+            fingerprint = evaluation.next.plan.fingerprint
         except Exception:
             problem = RuntimeError(f"planning failed:\n{traceback.format_exc()}")
         check_consistent(self._thread_group, problem, {PLANS_DIFFER: fingerprint}, RuntimeError)
@@ -183,9 +182,9 @@ class AsyncPlanCache(PlanCache):
     def _found_out(self, call: _Call) -> _Evaluation:
         with self._own_stream(call.mask.bits.device, call.event):
             used, chosen, new = self._evaluate(call.kept, call.mask, call.make, call.name)
-        assignment, part = chosen.plan.assignment, None
-        if call.part_of is not None and new and not assignment.equals(used.plan.assignment):
-            part = call.part_of(assignment)
+        part = None
+        if call.part_of is not None and new and not chosen.plan.same_routes(used.plan):
+            part = call.part_of(chosen.plan)
         return _Evaluation(used, chosen, new, part)
 
     def _own_stream(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:

@@ -35,7 +35,7 @@ from dbsp_core.runtime.agreement import (
 )
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.tables import dense_head_layout
+from dbsp_core.runtime.tables import whole_head_tokens
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import not_compiled, outside_inference, version_marks
 from dbsp_kernels import KernelRequirements, require_supported
@@ -103,10 +103,11 @@ class DualBalancedAttention(AttentionExecutor):
         device = torch.device(device)
         problem = None
         try:
-            ragged = dense_head_layout(plan.assignment, group.rank) is None
+            ragged = whole_head_tokens(plan) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
-            if not plan.assignment.serves(mask):
+            plan.require_fit(mask)
+            if not plan.fits(mask):
                 raise UserError(KEYS_LEFT_OUT)
         except UserError as error:
             problem = error
@@ -115,10 +116,10 @@ class DualBalancedAttention(AttentionExecutor):
             **version_marks(debug),
             LAYOUTS_DIFFER: layout.fingerprint,
             MASKS_DIFFER: mask.fingerprint if debug else 0,
-            PLANS_DIFFER: plan.assignment.fingerprint,
+            PLANS_DIFFER: plan.fingerprint,
         }
         check_consistent(group, problem, marks)
-        part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
+        part = RankPlan.of(plan, layout, group.rank, n_local).to(device)
         executor = cls.of_part(part, plan, mask, group, kernel, mark=debug)
         executor.debug = debug
         return executor

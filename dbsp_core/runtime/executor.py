@@ -91,14 +91,14 @@ class AttentionExecutor(PreparedAttention):
             plan: The part's plan, or one with the same owners and chunks.
             mark: Whether ranks will compare masks, whose bits are read back for it.
         """
-        if not plan.assignment.equals(part.assignment):
+        if not plan.same_routes(part.plan):
             raise ValueError("this part of a plan was made for another plan")
-        tables, whole_heads = _tables(part, plan, mask), part.head_layout
+        tables, head_tokens = _tables(part, plan, mask), part.head_tokens
         needs = KernelRequirements(
             (plan.grid.block_q, plan.grid.block_k),
             lse=plan.strategy.ring > 1,
-            ragged_rows=whole_heads is None,
-            tokens=None if whole_heads is None else whole_heads.tokens,
+            ragged_rows=head_tokens is None,
+            tokens=head_tokens,
         )
         choice, mask_mark = KernelChoice(kernel, needs), mask.fingerprint if mark else 0
         return cls(part, plan, tables, group, choice, mask_mark, coarse=mask.coarse)
@@ -151,5 +151,5 @@ class AttentionExecutor(PreparedAttention):
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[ChunkTable, ...]:
     """The kernel tables of a mask under a part's plan, one a chunk of keys."""
-    plan.assignment.require_fit(mask)
+    plan.require_fit(mask)
     return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
@@ -13,11 +12,10 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
-from dbsp_core.masks.steps import DenoisingStep, DenseSchedule, StepClock
-from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource, parts_of
+from dbsp_core.masks.steps import DenoisingStep, DenseSchedule, StepClock, first_value
+from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, parts_of
 from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.process import first_value
 
 __all__ = ["MaskProvider"]
 
@@ -57,12 +55,8 @@ class MaskProvider:
     """Numbers of cache keys, in the order in which they were first given for these videos."""
 
     @property
-    def _dynamic(self) -> DynamicMaskSource | None:
-        return cast(DynamicMaskSource, self.source) if self.source.changes == "per_call" else None
-
-    @property
-    def _static(self) -> StaticMaskSource:
-        return cast(StaticMaskSource, self.source)
+    def _predicted(self) -> bool:
+        return self.source.changes == "per_call"
 
     def begin(
         self,
@@ -100,7 +94,7 @@ class MaskProvider:
         Collective then: what one rank raises, all raise, and also where masks that are new to one rank are known to
         another. Such ranks would wait for one another in vain.
         """
-        if self._dynamic is not None:
+        if self._predicted:
             return
         now = self._now
         if now not in self._keys:
@@ -150,25 +144,25 @@ class MaskProvider:
         """Equal keys are equal masks of this layer now. None where the mask is predicted from q and k."""
         if self._is_dense(layer):
             return _DENSE
-        if self._dynamic is not None:
+        if self._predicted:
             return None
         return (self._named[layer] if layer in self._named else self._static_key(layer),)
 
     def mask(self, layer: int, tokens: LocalQK) -> BlockMask:
         """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""
-        requests, dynamic = self._requests(layer), self._dynamic
+        requests = self._requests(layer)
         if self._is_dense(layer):
             return BlockMask.dense(self.heads, self._grid(requests))
-        if dynamic is None:
+        if not self._predicted:
             return self._agreed(layer)
-        return dynamic.mask(requests[0], tokens) if len(requests) == 1 else self._packed(requests, tokens)
+        return self.source.mask(requests[0], tokens) if len(requests) == 1 else self._packed(requests, tokens)
 
     def _agreed(self, layer: int) -> BlockMask:
         """The mask of this layer from a static source. Collective."""
 
         def make() -> BlockMask:
             requests = self._requests(layer)
-            mask = self._static.mask(requests[0]) if len(requests) == 1 else self._packed(requests)
+            mask = self.source.mask(requests[0]) if len(requests) == 1 else self._packed(requests)
             if mask.heads != self.heads:
                 raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
             return mask
@@ -180,7 +174,7 @@ class MaskProvider:
         return self.schedule.is_dense(layer, self.layers, self.moment.step, steps)
 
     def _static_key(self, layer: int) -> Hashable:
-        keys = tuple(self._static.cache_key(request) for request in self._requests(layer))
+        keys = tuple(self.source.cache_key(request) for request in self._requests(layer))
         return keys if len(keys) > 1 else keys[0]
 
     def _grid(self, requests: Sequence[MaskRequest]) -> BlockGrid:

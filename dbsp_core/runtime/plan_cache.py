@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.rank_plan import RankPlan
 
@@ -58,17 +57,17 @@ class KeptPlan:
     Attributes:
         plan: The plan, with its numbers for the mask that it was last used for.
         made_for: The name of the mask that a plan was last made for, or None if that mask has no name.
-        made: The assignment that was made for that mask.
+        made: The plan that was made for that mask.
     """
 
     plan: Plan
     made_for: Hashable | None = None
-    made: Assignment | None = None
+    made: Plan | None = None
 
     @classmethod
     def new(cls, plan: Plan, name: Hashable | None) -> KeptPlan:
         """A plan that was just made for the mask of this name."""
-        return cls(plan, name, plan.assignment)
+        return cls(plan, name, plan)
 
     def used_with(self, plan: Plan) -> KeptPlan:
         """Returns what is kept after one more call, for whose mask `plan` has its numbers."""
@@ -88,7 +87,7 @@ class KeptPlan:
     def _was_made_for(self, name: Hashable | None) -> bool:
         if name is None or name != self.made_for or self.made is None:
             return False
-        return self.made.equals(self.plan.assignment)
+        return self.made.same_routes(self.plan)
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class PlanCache:
         mask: BlockMask,
         make: MakePlan,
         name: Hashable | None = None,
-        part_of: Callable[[Assignment], RankPlan] | None = None,
+        part_of: Callable[[Plan], RankPlan] | None = None,
     ) -> Planned:
         """Returns the plan to use for one call of an attention: the kept plan if it still serves, else a new one.
 
@@ -134,7 +133,7 @@ class PlanCache:
             mask: Mask of this call.
             make: Makes a new plan where one is due.
             name: The mask's name, which no other mask of the attention has; None if it has none.
-            part_of: Returns this rank's part in an assignment, if there is time to prepare it.
+            part_of: Returns this rank's part in a plan, if there is time to prepare it.
         """
         self.counters.calls += 1
         kept = self._kept.get(key)
@@ -178,7 +177,7 @@ class PlanCache:
         self, kept: KeptPlan, mask: BlockMask, make: MakePlan, name: Hashable | None
     ) -> tuple[KeptPlan, KeptPlan, bool]:
         """Returns the kept plan with this mask's numbers; the plan to use from now on; and whether that is new."""
-        used = kept.used_with(kept.plan.evaluate(mask, compare=self.compare))
+        used = kept.used_with(kept.plan.counted(mask, compare=self.compare))
         if used.expired(self.threshold, name):
             return used, new_plan(kept, mask, make, name), True
         return used, used, False

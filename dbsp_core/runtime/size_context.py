@@ -13,15 +13,13 @@ import torch
 from dbsp_core.comm.consistency import InputsAgreed, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import Hardware, cost_basis, hardware_for, warn_if_elsewhere
-from dbsp_core.cost.prediction import AttentionShape, Topology
-from dbsp_core.cost.selection import StrategySelector, candidates
+from dbsp_core.cost.machine import Hardware, cost_basis, hardware_for
+from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import MOST_PASSES
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.executor import AttentionExecutor
@@ -30,10 +28,8 @@ from dbsp_core.runtime.plan_cache import PlanCache, ReuseCounters
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
-from dbsp_kernels import choose_kernel
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = [
     "PlanKey",
@@ -66,25 +62,14 @@ def agree_on_constants(
 def selector_of(
     config: DbspConfig,
     group: SequenceGroup,
-    topology: Topology,
+    nodes: tuple[int, ...],
     layout: SequenceLayout,
     hardware: Hardware | None,
     grid: BlockGrid,
-    device: torch.device,
 ) -> StrategySelector:
-    """Returns the selector for masks on `grid`, used on `device`. Rank 0 warns if the constants are of another one."""
-    if hardware is not None and group.rank == 0:
-        warn_if_elsewhere(hardware, device, _kernel_name(config.kernel, device))
+    """Returns the selector for masks on `grid`."""
     strategies = candidates(group.size, grid, returns_lse(config.kernel))
-    return StrategySelector(strategies, hardware, topology, layout)
-
-
-def _kernel_name(kernel: str, device: torch.device) -> str:
-    """Returns the name of the kernel that is expected to run. Whether it can is checked at the first attention."""
-    try:
-        return choose_kernel(kernel, device, torch.bfloat16 if device.type == "cuda" else torch.float32).name
-    except UserError:
-        return kernel
+    return StrategySelector(strategies, hardware, nodes, layout)
 
 
 class PlanKey(NamedTuple):
@@ -114,6 +99,7 @@ class SessionParts:
     """What all sizes of a session have in common.
 
     Attributes:
+        nodes: The node of each rank.
         strategy: How the ranks are used; None: as is predicted to be fastest, for each attention.
         masks: Its masks, begun for the size of the current forward pass.
         counters: What all sizes' plan caches count in.
@@ -122,7 +108,7 @@ class SessionParts:
 
     config: DbspConfig
     group: SequenceGroup
-    topology: Topology
+    nodes: tuple[int, ...]
     strategy: Strategy | None
     masks: MaskProvider
     counters: ReuseCounters
@@ -217,9 +203,9 @@ class SizeContext:
         planned = self.plans.plan_for(plan_key, plain, make, name, self._part)  # a thread may hold the mask
         plan, used = planned.plan, self._used.get(attention)
         before = None if used is None else self._executors.get(used)
-        if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
+        if before is not None and before.device == device and plan.same_routes(before.part.plan):
             return before.for_mask(plan, mask, mark=config.debug)
-        part = (planned.part or self._part(plan.assignment)).to(device)
+        part = (planned.part or self._part(plan)).to(device)
         return AttentionExecutor.of_part(part, plan, mask, self.session.group, config.kernel, mark=config.debug)
 
     def _new_plan(self, shape: AttentionShape, mask: BlockMask, current: Plan | None) -> Plan:
@@ -233,9 +219,9 @@ class SizeContext:
             raise RuntimeError("a strategy is to be chosen, but nothing says among which")
         return self.selector.choose(make, shape, None if current is None else current.strategy)
 
-    def _part(self, assignment: Assignment) -> RankPlan:
-        """This rank's part in an assignment, on the host."""
-        return RankPlan.of(assignment, self.layout, self.session.group.rank)
+    def _part(self, plan: Plan) -> RankPlan:
+        """This rank's part in a plan, on the host."""
+        return RankPlan.of(plan, self.layout, self.session.group.rank)
 
 
 def new_size(
@@ -268,8 +254,7 @@ def new_size(
         layout = _layout(session, grid, streams)
     selector = None
     if strategy is None:
-        topology = session.topology
-        make = partial(selector_of, config, group, topology, layout, hardware, grid, device)
+        make = partial(selector_of, config, group, session.nodes, layout, hardware, grid)
         selector = run_consistently(group, make)
     return SizeContext(session, size, layout, selector, plan_cache_of(session))
 

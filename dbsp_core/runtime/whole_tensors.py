@@ -14,9 +14,19 @@ from torch.autograd.function import once_differentiable
 from dbsp_core.comm.consistency import INFERENCE_TENSORS, needs_gradients, unfollowed
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
-from dbsp_kernels import attend_dense, attend_dense_backward, merge_states
+from dbsp_kernels import (
+    BackwardInputs,
+    Kernel,
+    KernelInputs,
+    block_attention_backward,
+    choose_kernel,
+    merge_states,
+)
 
 __all__ = ["attend_shared_keys", "count_gradient_once", "sum_gradient"]
+
+BLOCK = 64
+"""Tokens of a kernel's rows and blocks."""
 
 
 def attend_shared_keys(
@@ -57,7 +67,8 @@ class _SharedKeys(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group: SequenceGroup
     ) -> torch.Tensor:
-        out, lse = attend_dense(q, k, v, scale)
+        found = _kernel_for(q).run(_in_blocks(q, k, v, scale))
+        out, lse = (part.reshape(*q.shape[:2], -1, *part.shape[2:])[:, :, : q.shape[2]] for part in found)
         if group.size > 1:
             everyone = group.all_gather(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
             parts = [(part[..., :-1], part[..., -1]) for part in everyone]
@@ -71,8 +82,40 @@ class _SharedKeys(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         dout = _sum(dout.to(lse.dtype), ctx.group)
-        grads = attend_dense_backward(q, k, v, out, lse, dout, ctx.scale)
-        return (*(grad.to(q.dtype) for grad in grads), None, None)
+        given, heads = _in_blocks(q, k, v, ctx.scale), len(q) * q.shape[1]
+        turned = _item_table(heads, len(given.k) // heads, len(given.q) // heads, q.device)
+        rows = _blocks(dout.to(q.dtype)), _blocks(out), _blocks(lse[..., None]).squeeze(-1)
+        grads = block_attention_backward(BackwardInputs(given, *rows, lambda: turned), _kernel_for(q))
+        whole = zip(grads, (q, k, v), strict=True)
+        tokens = (grad.view(*one.shape[:2], -1, one.shape[3])[:, :, : one.shape[2]] for grad, one in whole)
+        return (*(grad.to(q.dtype) for grad in tokens), None, None)
+
+
+def _kernel_for(q: torch.Tensor) -> Kernel:
+    """The kernel of db-SP's own on q's device, whichever runs the shared sequence."""
+    return choose_kernel("triton" if q.is_cuda else "cpu", q.device, q.dtype)
+
+
+def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> KernelInputs:
+    """A block kernel's inputs for q [B, H, n, D] that attends to all of k and v [B, H, m, D]."""
+    heads, keys = len(q) * q.shape[1], k.shape[2]
+    rows, blocks = _blocks(q), _blocks(k)
+    tables = _item_table(heads, len(rows) // heads, len(blocks) // heads, q.device)
+    first = torch.arange(0, keys, BLOCK, device=q.device)
+    kv_len = (keys - first).clamp(max=BLOCK).to(torch.int32).repeat(heads)
+    return KernelInputs(rows, blocks, _blocks(v), *tables, kv_len, scale)
+
+
+def _item_table(items: int, rows: int, blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns kv_index int32[items · rows, blocks] and kv_count of rows that attend to all blocks of their item."""
+    every = torch.arange(items * blocks, dtype=torch.int32, device=device).view(items, blocks)
+    return every.repeat_interleave(rows, 0), torch.full((items * rows,), blocks, dtype=torch.int32, device=device)
+
+
+def _blocks(tokens: torch.Tensor) -> torch.Tensor:
+    """[B, H, n, D] → [B · H · ceil(n / BLOCK), BLOCK, D], with zeros behind the last token."""
+    padded = torch.nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[2] % BLOCK))
+    return padded.reshape(-1, BLOCK, tokens.shape[3])
 
 
 def count_gradient_once(output: torch.Tensor, group: SequenceGroup) -> torch.Tensor:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from dbsp_core.sources.base import (
-    DynamicMaskSource,
-    LocalQK,
-    MaskRequest,
-    MaskSource,
-    StaticMaskSource,
-    packed_mask,
-)
+from dbsp_core.sources.base import LocalQK, MaskRequest, MaskSource, packed_mask
 from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.frame_patterns import RadialSource, SvgSource
-from dbsp_core.sources.lowrank import LowRankSource
-from dbsp_core.sources.record_qk import RecordQKSource
+from dbsp_core.sources.lowrank import LowRankSource, RecordQKSource
 from dbsp_core.sources.sol import SolSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
@@ -26,7 +18,6 @@ __all__ = [
     "SOURCES",
     "CallableSource",
     "DenseSource",
-    "DynamicMaskSource",
     "FileSource",
     "LocalQK",
     "LowRankSource",
@@ -38,7 +29,6 @@ __all__ = [
     "RecordQKSource",
     "SolSource",
     "SpargeSource",
-    "StaticMaskSource",
     "SvgSource",
     "SyntheticSource",
     "UnionSource",

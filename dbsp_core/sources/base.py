@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -12,17 +12,16 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid, Video
-from dbsp_core.utils.errors import UserError
+from dbsp_core.masks.grid import CANONICAL, BlockGrid, Video, require_order
+from dbsp_core.utils.errors import UserError, blame_setting
 
 __all__ = [
     "BlockSizes",
     "Changes",
-    "DynamicMaskSource",
     "LocalQK",
     "MaskRequest",
     "MaskSource",
-    "StaticMaskSource",
+    "PredictedSource",
     "packed_mask",
 ]
 
@@ -88,12 +87,13 @@ class LocalQK:
 
 
 class MaskSource(Protocol):
-    """Makes masks: a `StaticMaskSource` or a `DynamicMaskSource`.
+    """Makes the masks of attentions. Every rank makes the same requests and must get the same bits.
 
     The sources of db-SP are frozen dataclasses, whose fields are the keys next to `source:` in a configuration.
+    `grid` and `mask` raise ValueError when the request does not fit the source.
 
     Attributes:
-        changes: How often a layer's mask may change; "per_call" if and only if the source is a dynamic one.
+        changes: How often a layer's mask may change; "per_call" if and only if it is predicted from q and k.
     """
 
     @property
@@ -103,43 +103,22 @@ class MaskSource(Protocol):
         """The block grid of the request's tokens, from which sequence layouts are made before there is a mask.
 
         Masks may have grids with other token orders.
-
-        Raises:
-            ValueError: When the request does not fit the source.
         """
         ...
 
-
-class StaticMaskSource(MaskSource, Protocol):
-    """Makes masks from requests. Every rank makes the same requests and must get the same bits."""
-
     def cache_key(self, request: MaskRequest) -> Hashable:
-        """Requests of one video size with equal keys get equal masks, which are made once.
+        """Requests of one video size with equal keys get equal masks, which are made once. Not asked "per_call".
 
         Must not raise: ranks raise together only what `grid` or `mask` raises.
         """
         ...
 
-    def mask(self, request: MaskRequest) -> BlockMask:
-        """The mask of the request's heads.
+    @property
+    def mask(self) -> Callable[..., BlockMask]:
+        """Method mask(request), or mask(request, tokens) if the mask is predicted from `LocalQK`.
 
-        Raises:
-            ValueError: When the request does not fit the source.
-        """
-        ...
-
-
-class DynamicMaskSource(MaskSource, Protocol):
-    """Predicts masks from each attention's queries and keys, by all ranks together."""
-
-    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-        """The mask, equal on all ranks. May use collectives of `tokens.group`.
-
-        Returns:
-            A mask of the request's heads, or of B times as many where each sample of a batch has masks of its own.
-
-        Raises:
-            ValueError: When the request does not fit the source.
+        The latter is called by all ranks together and may use collectives of `tokens.group`. It returns a mask of the
+        request's heads, or of B times as many where each sample of a batch has masks of its own.
         """
         ...
 
@@ -163,6 +142,30 @@ class BlockSizes:
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         return BlockGrid(request.tokens, request.text_tokens, self.block_q, self.block_k, request.thw)
+
+
+@dataclass(frozen=True)
+class PredictedSource(BlockSizes):
+    """Base of mask sources that predict each mask from queries and keys, in blocks of one token order.
+
+    Attributes:
+        attention_sink: Whether the first key block is dense in every row.
+        dense_text: Whether rows and columns of text are dense.
+        token_order: The token order that is cut into blocks; see `dbsp_core.masks.grid`.
+    """
+
+    attention_sink: bool = field(default=False, kw_only=True)
+    dense_text: bool = field(default=True, kw_only=True)
+    token_order: str = field(default=CANONICAL, kw_only=True)
+    changes: ClassVar[Changes] = "per_call"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with blame_setting("token_order"):
+            require_order(self.token_order)
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return replace(super().grid(request), orders=(self.token_order,))
 
 
 def packed_mask(
@@ -194,7 +197,7 @@ def packed_mask(
             raise UserError(f"a sequence of {grid.tokens} tokens has no thw, which its mask source needs; give it one")
         own = replace(request, thw=grid.thw, text_tokens=grid.text_tokens)
         if source.changes != "per_call":
-            masks.append(cast(StaticMaskSource, source).mask(own))
+            masks.append(source.mask(own))
         elif tokens is None:
             raise UserError(
                 "a mask source that predicts from queries and keys needs them; give packed_mask its tokens"
@@ -204,5 +207,5 @@ def packed_mask(
             layout = SequenceLayout(
                 tokens.layout.rank[here], tokens.layout.local[here], tokens.layout.world, tokens.layout.shard
             )
-            masks.append(cast(DynamicMaskSource, source).mask(own, replace(tokens, layout=layout)))
+            masks.append(source.mask(own, replace(tokens, layout=layout)))
     return BlockMask.packed(masks)

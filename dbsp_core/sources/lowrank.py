@@ -1,34 +1,36 @@
-"""Masks predicted from low-rank projections of queries and keys, fitted for each layer and head (DSV)."""
+"""Masks predicted from low-rank projections of queries and keys (DSV), and the moments that these are fitted to."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import re
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from dbsp_core.comm.block_pooling import exchange_heads
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
+from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.head_shares import assigned_heads, gather_bits
-from dbsp_core.sources.sparge import SpargeThresholds, always_dense, select_in_parts
+from dbsp_core.sources.head_shares import gather_bits, heads_by_rank
+from dbsp_core.sources.sparge import LikeliestBlocks, always_dense, select_in_parts
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of
-from dbsp_core.utils.files import expand_path, require_file
+from dbsp_core.utils.files import expand_path, require_file, user_path, write_atomically
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import halving_sum
 
-__all__ = ["LowRankProjections", "LowRankSource", "predicted_mass"]
+__all__ = ["LowRankProjections", "LowRankSource", "RecordQKSource"]
 
 CHUNK = 1 << 23
 """Scores of one head that are held at a time."""
@@ -37,13 +39,14 @@ FIT = "fit one with: dbsp masks fit RECORDING -o FILE.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class LowRankProjections:
-    """Fitted projections, float32[H, D, rank] by layer: q·k is near (q·query)·(k·key).
+    """Fitted projections: q·k is near (q·query)·(k·key).
 
-    `layers` is the number of the model's layers, or None if the recording did not know it.
+    Attributes:
+        sides: By layer, the projections of queries and of keys, float32[H, D, rank] each.
+        layers: Number of the model's layers, or None if the recording did not know it.
     """
 
-    query: Mapping[int, torch.Tensor]
-    key: Mapping[int, torch.Tensor]
+    sides: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     layers: int | None = None
 
     @classmethod
@@ -51,42 +54,34 @@ class LowRankProjections:
         """Reads a file from `dbsp masks fit`. Raises UserError for anything else, naming the file and the fix."""
         path = expand_path(path)
         require_file(Path(path), "fitted file", FIT)
-        sides: dict[str, dict[int, torch.Tensor]] = {"query": {}, "key": {}}
         try:
             with safe_open(path, framework="pt") as file:
                 layers = (file.metadata() or {}).get("layers", "")
-                for name in file.keys():  # noqa: SIM118  no mapping
-                    side, _, layer = name.partition(".")
-                    sides[side][int(layer)] = file.get_tensor(name).float()
+                found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
+            numbers = [int(name.removeprefix("query.")) for name in found if not name.startswith("key.")]
+            sides = {number: (found[f"query.{number}"], found[f"key.{number}"]) for number in numbers}
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise UserError(f"{path} is not a file of fitted projections ({error}); {FIT}") from error
-        query, key = sides["query"], sides["key"]
-        shapes = {tuple(one.shape) for one in (*query.values(), *key.values())}
-        finite = all(bool(one.isfinite().all()) for one in (*query.values(), *key.values()))
-        if query.keys() != key.keys() or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
+        shapes = {tuple(one.shape) for one in found.values()}
+        finite = all(bool(one.isfinite().all()) for one in found.values())
+        if len(found) != 2 * len(sides) or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
             raise UserError(f"{path} is not a file of fitted projections: its tensors don't go together; {FIT}")
-        return cls(query, key, int(layers) if re.fullmatch(r"\d{1,9}", layers) else None)
+        return cls(sides, int(layers) if re.fullmatch(r"\d{1,9}", layers) else None)
 
     @property
-    def heads(self) -> int:
-        return len(next(iter(self.query.values())))
-
-    @property
-    def width(self) -> int:
-        """Head size D."""
-        return next(iter(self.query.values())).shape[1]
+    def shape(self) -> torch.Size:
+        """(H, D, rank)."""
+        return next(iter(self.sides.values()))[0].shape
 
     @property
     def fingerprint(self) -> int:
         """A number below 2^63 that is equal for equal projections."""
-        numbers = [
-            (layer, self.query[layer].numpy().tobytes(), self.key[layer].numpy().tobytes()) for layer in self.query
-        ]
+        numbers = [(layer, *(side.numpy().tobytes() for side in both)) for layer, both in self.sides.items()]
         return fingerprint_of((self.layers, *numbers))
 
 
 @dataclass(frozen=True)
-class LowRankSource(BlockSizes):
+class LowRankSource(LikeliestBlocks):
     """DSV's predictor: scores of queries and keys that are projected to a few dimensions.
 
     Each rank projects its own tokens, the projections travel to the rank that predicts their head, and the bits are
@@ -96,18 +91,11 @@ class LowRankSource(BlockSizes):
 
     Attributes:
         path: A file from `dbsp masks fit`.
-        cdf: See `SpargeThresholds`, as for topk, one of which is needed.
         queries: "mean": only the mean query of each query block is scored (DSV's proxy query); "all": every query.
-        attention_sink: See `SpargeSource`, as for dense_text and token_order.
     """
 
     path: str = ""
-    cdf: float | None = None
-    topk: float | None = None
     queries: Literal["mean", "all"] = "mean"
-    attention_sink: bool = False
-    dense_text: bool = True
-    token_order: str = CANONICAL
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,9 +103,6 @@ class LowRankSource(BlockSizes):
             raise SettingError(
                 "mask source 'lowrank' needs either cdf or topk, and not both; for example topk: 0.2", ("topk",)
             )
-        SpargeThresholds(self.cdf, self.topk)  # raises for values out of range
-        with blame_setting("token_order"):
-            require_order(self.token_order)
         with blame_setting("path"):
             if not self.path:
                 raise UserError(f"mask source 'lowrank' needs the path of a fitted file; {FIT}")
@@ -139,28 +124,20 @@ class LowRankSource(BlockSizes):
 
     def _on_device(self, layer: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a layer's projections of queries and keys on a device, where they stay."""
-        found = self._on_devices.get((layer, device))
-        if found is None:
-            query, key = self._fitted.query[layer], self._fitted.key[layer]
-            found = to_device(query.numpy(), device), to_device(key.numpy(), device)
-            self._on_devices[layer, device] = found
-        return found
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
+        if (layer, device) not in self._on_devices:
+            query, key = self._fitted.sides[layer]
+            self._on_devices[layer, device] = to_device(query.numpy(), device), to_device(key.numpy(), device)
+        return self._on_devices[layer, device]
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         """Raises UserError where the fitted file is for another model."""
-        fitted = self._fitted
-        if fitted.heads != request.heads or (
-            None not in (fitted.layers, request.layers) and fitted.layers != request.layers
-        ):
+        layers, heads = self._fitted.layers, self._fitted.shape[0]
+        if heads != request.heads or (None not in (layers, request.layers) and layers != request.layers):
             raise UserError(
-                f"fitted file {self.path} is for {fitted.layers or 'unknown'} layers of {fitted.heads} heads, the "
+                f"fitted file {self.path} is for {layers or 'unknown'} layers of {heads} heads, the "
                 f"model has {request.layers} of {request.heads}; {FIT}, from a recording of this model"
             )
-        return replace(super().grid(request), orders=(self.token_order,))
+        return super().grid(request)
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
@@ -182,18 +159,17 @@ class LowRankSource(BlockSizes):
             return torch.stack(found) if found else heads.new_empty(0, grid.nq, grid.nk, dtype=torch.float64)
 
         dense = always_dense(grid, self.dense_text, self.attention_sink, device).expand(len(own), -1)
-        limits = SpargeThresholds(self.cdf, self.topk).limits(grid.nk)
-        mine = select_in_parts(chance, lambda rows: rows, dense, grid.nq, limits)
-        return BlockMask(gather_bits(mine, request.heads, heads.shape[1], grid.nk, tokens.group), grid)
+        mine = select_in_parts(chance, lambda rows: rows, dense, grid.nq, (*self.limits(grid.nk), False))
+        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
         """Raises UserError for a file of another model; on all ranks together at a group's first call. Collective."""
         fitted, width = self._fitted, tokens.q.shape[-1]
 
         def check() -> LowRankProjections:
-            if fitted.width != width or layer not in fitted.query:
+            if fitted.shape[1] != width or layer not in fitted.sides:
                 raise UserError(
-                    f"fitted file {self.path} has heads of size {fitted.width} and layers {sorted(fitted.query)}, "
+                    f"fitted file {self.path} has heads of size {fitted.shape[1]} and layers {sorted(fitted.sides)}, "
                     f"layer {layer} of the model has size {width}; {FIT}, from a recording of this model"
                 )
             return fitted
@@ -220,7 +196,7 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
     group, (batch, heads, _, width) = tokens.group, projected.shape
     ids, places = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
     own = projected.index_select(2, to_device(places[group.rank], projected.device)).transpose(0, 1).contiguous()
-    shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
+    shares = heads_by_rank(heads, group.size)
     counts = [len(one) for one in ids]
     arrived = exchange_heads(own, shares, counts, group)
     mine = shares[group.rank]
@@ -248,9 +224,9 @@ def predicted_mass(
     """
     (q_place, q_real), (k_place, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
     rows = query.double()[q_place] * q_real[..., None]  # [nq, Bq, W]
-    lengths = q_real.sum(dim=1)
     if not every_query:
-        rows = rows.sum(dim=1, keepdim=True) / lengths[:, None, None]
+        rows = rows.sum(dim=1, keepdim=True) / q_real.sum(dim=1)[:, None, None]
+        q_real = q_real[:, :1]
     keys = key.double()[k_place.flatten()].T.contiguous()
     mass = rows.new_empty(grid.nq, grid.nk)
     step = max(1, CHUNK // (keys.shape[1] * rows.shape[1]))
@@ -260,11 +236,8 @@ def predicted_mass(
         by_block = (
             torch.softmax(scores, dim=-1).unflatten(1, k_place.shape).sum(dim=2).unflatten(0, (-1, rows.shape[1]))
         )
-        if every_query:
-            real = q_real[first : first + step]
-            mass[first : first + step] = (by_block * real[..., None]).sum(dim=1) / real.sum(dim=1)[:, None]
-        else:
-            mass[first : first + step] = by_block[:, 0]
+        real = q_real[first : first + step]
+        mass[first : first + step] = (by_block * real[..., None]).sum(dim=1) / real.sum(dim=1)[:, None]
     return mass
 
 
@@ -279,3 +252,66 @@ def _padded(grid: BlockGrid, side: int, device: torch.device) -> tuple[torch.Ten
     real = within < axis.lengths[:, None]
     place = np.minimum(axis.starts[:, None] + within, axis.starts[:, None] + axis.lengths[:, None] - 1)
     return to_device(place, device), to_device(real, device)
+
+
+class Moments:
+    """Second moments by layer and side, float32[H, D, D], Σ x xᵀ over the tokens of all calls on one rank.
+
+    They are divided by the number of tokens and written whenever a pass begins, and when the process ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sums: dict[str, torch.Tensor] = {}
+        self._tokens: dict[str, int] = {}
+        self._about: dict[str, str] = {}
+        self._rank, self._last = 0, -1
+        atexit.register(self.write)
+
+    def add(self, request: MaskRequest, tokens: LocalQK) -> None:
+        """Adds this rank's tokens of one attention."""
+        if request.layer <= self._last:
+            self.write()
+        self._last, self._rank = request.layer, tokens.group.rank
+        if request.layers is not None:
+            self._about["layers"] = str(request.layers)
+        places = to_device(tokens.layout.tokens_at(tokens.group.rank)[1], tokens.q.device)
+        for side, tensor in (("query", tokens.q), ("key", tokens.k)):
+            name = f"{side}.{request.layer}"
+            own = tensor.detach().index_select(2, places).float()
+            found = torch.einsum("bhnd,bhne->hde", own, own)  # [H, D, D]
+            self._sums[name] = self._sums[name] + found if name in self._sums else found
+            self._tokens[name] = self._tokens.get(name, 0) + tensor.shape[0] * len(places)
+
+    def write(self) -> None:
+        """Writes this rank's file, whole or not at all."""
+        if self._sums:
+            tensors = {name: (total / self._tokens[name]).cpu() for name, total in self._sums.items()}
+            counts = {f"tokens of {name}": str(count) for name, count in self._tokens.items()}
+            path = self.folder / f"moments-{self._rank}.safetensors"
+            write_atomically(path, save(tensors, self._about | counts))
+
+
+@dataclass(frozen=True)
+class RecordQKSource(BlockSizes):
+    """Dense masks; writes each layer's second moments of queries and keys to folder `path` for `dbsp masks fit`."""
+
+    path: str = ""
+    changes: ClassVar[Changes] = "per_call"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise SettingError("mask source 'record_qk' needs a path: the folder to write to", ("path",))
+
+    @cached_property
+    def _moments(self) -> Moments:
+        return Moments(user_path(self.path))
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        self._moments.add(request, tokens)
+        return BlockMask.dense(request.heads, self.grid(request))
+
+    def write(self) -> None:
+        """Writes what was recorded so far."""
+        self._moments.write()

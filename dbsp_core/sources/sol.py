@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
-from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.sources.base import LocalQK, MaskRequest, PredictedSource
 from dbsp_core.sources.head_shares import gather_bits, pool_own_heads
 from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
-from dbsp_core.utils.errors import blame_setting, require_value
+from dbsp_core.utils.errors import require_value
 from dbsp_core.utils.schema import require_choice
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import halving_sum, pairs_at_once, pooled_scores
@@ -32,7 +32,7 @@ ANY_SIMILARITY = -2.0
 
 
 @dataclass(frozen=True)
-class SolSource(BlockSizes):
+class SolSource(PredictedSource):
     """Sol-Attn's routing: a row keeps the key blocks whose pooled score is above its scores' mean by τ deviations.
 
     Also the blocks at its own place and next to it. Rows and heads differ in how many blocks they keep. Pooled,
@@ -44,35 +44,21 @@ class SolSource(BlockSizes):
         tau: Standard deviations above the mean of a row's scores. Larger keeps fewer blocks.
         thresh_type: The variance of a row's scores: "diag" from that of each channel of the pooled keys, as if
             channels were independent; "exact" from the scores themselves.
-        attention_sink: See `SpargeSource`, as for dense_text and token_order.
     """
 
     tau: float = 1.0
     thresh_type: Literal["diag", "exact"] = "diag"
-    attention_sink: bool = False
-    dense_text: bool = True
-    token_order: str = CANONICAL
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_value(self, "tau", math.isfinite(self.tau), "must be a finite number; 1.0 is usual")
         require_choice("thresh_type", self.thresh_type, ("diag", "exact"), "mask.")
-        with blame_setting("token_order"):
-            require_order(self.token_order)
         require_poolable_blocks(self, "sol")
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
-
-    def grid(self, request: MaskRequest) -> BlockGrid:
-        return replace(super().grid(request), orders=(self.token_order,))
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid = self.grid(request)
-        rows = pool_own_heads(tokens, grid)
-        samples, rows = rows.shape[1], rows.flatten(0, 1)
+        rows = pool_own_heads(tokens, grid).flatten(0, 1)
         dense = always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         anyway = dense[: grid.nq, None] | dense[grid.nq :] | _near(grid, rows.device)
         together = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk))
@@ -82,8 +68,7 @@ class SolSource(BlockSizes):
             threshold = self._thresholds(some, scores, tokens.scale)
             found.append(pack_bits((scores > threshold[..., None]) | anyway))
         mine = found[0] if len(found) == 1 else torch.cat(found)
-        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
-        return BlockMask(bits, grid)
+        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
     def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
         """float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].

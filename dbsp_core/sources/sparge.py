@@ -5,58 +5,44 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
-from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, PredictedSource
 from dbsp_core.sources.head_shares import gather_bits, pool_own_heads
-from dbsp_core.utils.errors import SettingError, blame_setting, require_value
+from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import pairs_at_once, pooled_scores, select_blocks
 
-__all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "require_poolable_blocks", "select_in_parts"]
+__all__ = ["LikeliestBlocks", "SpargeSource", "always_dense", "require_poolable_blocks", "select_in_parts"]
 
 
 @dataclass(frozen=True)
-class SpargeThresholds:
-    """Limits by which each row's blocks are chosen, largest pooled attention probability first.
+class LikeliestBlocks(PredictedSource):
+    """Base of mask sources that keep each row's blocks of largest predicted attention probability.
 
     Attributes:
         cdf: Largest cumulative probability of the chosen blocks, of which there is at least one. Either this or topk.
         topk: Share of the row's blocks, rounded down, but at least one.
-        similarity: Rows and columns of blocks whose tokens have a mean cosine of at most this are dense, as a mean
-            does not represent them.
-        crossing: Whether the block with which a row exceeds cdf is chosen too: the fewest blocks with more than cdf.
-
-    Raises:
-        SettingError: For both or neither of cdf and topk, or values out of range.
     """
 
     cdf: float | None = None
     topk: float | None = None
-    similarity: float = 0.3
-    crossing: bool = False
 
     def __post_init__(self) -> None:
-        if (self.cdf is None) == (self.topk is None):
-            message = "mask source 'sparge' needs either cdf or topk, and not both; cdf: 0.92 is what xDiT uses"
-            raise SettingError(message, ("cdf",))
+        super().__post_init__()
         for name, value in (("cdf", self.cdf), ("topk", self.topk)):
             require_value(self, name, value is None or 0 < value <= 1, "must be above 0 and at most 1")
-        is_cosine = -1 <= self.similarity <= 1
-        require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
-        if self.crossing and self.cdf is None:
-            raise SettingError("crossing is about cdf; leave it out, or give cdf instead of topk", ("crossing",))
 
-    def limits(self, blocks: int) -> tuple[float | None, int, bool]:
-        """The last arguments of `select_blocks`: cdf, if any, most blocks of a row, and crossing."""
+    def limits(self, blocks: int) -> tuple[float | None, int]:
+        """Returns the arguments `cdf` and `most` of `select_blocks` for rows of so many blocks."""
         if self.topk is not None:
-            return None, max(1, math.floor(self.topk * blocks + 1e-9)), False
-        return (None if self.cdf == 1 else self.cdf), blocks, self.crossing
+            return None, max(1, math.floor(self.topk * blocks + 1e-9))
+        return (None if self.cdf == 1 else self.cdf), blocks
 
 
 LARGEST_BLOCK = 1 << 16
@@ -65,7 +51,7 @@ USUAL_CDF = 0.92
 
 
 @dataclass(frozen=True)
-class SpargeSource(BlockSizes):
+class SpargeSource(LikeliestBlocks):
     """SpargeAttn's block predictor: pooled attention of each head shows where most of its probability will be.
 
     Each rank pools blocks of its own tokens, each head is predicted by one rank, and the bits are gathered, so that
@@ -74,61 +60,46 @@ class SpargeSource(BlockSizes):
     Accelerating Any Model Inference, 2025. Self-similarity is the mean cosine of a block's tokens, as in its code.)
 
     Attributes:
-        cdf: See `SpargeThresholds`, as for topk, similarity and crossing; 0.92 as in xDiT if neither cdf nor topk is
-            given.
-        attention_sink: Whether the first key block is dense in every row.
-        dense_text: Whether rows and columns of text are dense.
-        token_order: The token order that is cut into blocks; see `dbsp_core.masks.grid`.
+        cdf: See `LikeliestBlocks`, as for topk; 0.92 as in xDiT if neither is given.
+        similarity: Rows and columns of blocks whose tokens have a mean cosine of at most this are dense, as a mean
+            does not represent them.
+        crossing: Whether the block with which a row exceeds cdf is chosen too: the fewest blocks with more than cdf.
     """
 
-    cdf: float | None = None
-    topk: float | None = None
     similarity: float = 0.3
-    attention_sink: bool = False
-    dense_text: bool = True
-    token_order: str = CANONICAL
     crossing: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        with blame_setting("token_order"):
-            require_order(self.token_order)
+        if self.cdf is not None and self.topk is not None:
+            message = "mask source 'sparge' needs either cdf or topk, and not both; cdf: 0.92 is what xDiT uses"
+            raise SettingError(message, ("cdf",))
         if self.cdf is None and self.topk is None:
             object.__setattr__(self, "cdf", USUAL_CDF)
-        self.thresholds  # noqa: B018  raises for values out of range
+        is_cosine = -1 <= self.similarity <= 1
+        require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
+        if self.crossing and self.cdf is None:
+            raise SettingError("crossing is about cdf; leave it out, or give cdf instead of topk", ("crossing",))
         require_poolable_blocks(self, "sparge")
-
-    @property
-    def thresholds(self) -> SpargeThresholds:
-        return SpargeThresholds(self.cdf, self.topk, self.similarity, self.crossing)
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
-
-    def grid(self, request: MaskRequest) -> BlockGrid:
-        return replace(super().grid(request), orders=(self.token_order,))
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
-        grid, how = self.grid(request), self.thresholds
-        rows = pool_own_heads(tokens, grid)
-        samples, rows = rows.shape[1], rows.flatten(0, 1)
+        grid = self.grid(request)
+        rows = pool_own_heads(tokens, grid).flatten(0, 1)
 
         def scores(first: int, last: int) -> torch.Tensor:
             """float64 scores by operations on single heads: the other heads of a rank cannot change a bit."""
-            return pooled_scores(rows[first:last], grid.nq, tokens.scale, how.similarity)
+            return pooled_scores(rows[first:last], grid.nq, tokens.scale, self.similarity)
 
         def chance(scores: torch.Tensor) -> torch.Tensor:
             """Probabilities; NaN in rows whose key blocks are all dissimilar and therefore dense."""
             return torch.softmax(scores, dim=-1)
 
-        dense = rows[..., -1] <= how.similarity
+        dense = rows[..., -1] <= self.similarity
         if self.attention_sink or (self.dense_text and grid.text_tokens):
             dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
-        mine = select_in_parts(scores, chance, dense, grid.nq, how.limits(grid.nk))
-        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
-        return BlockMask(bits, grid)
+        mine = select_in_parts(scores, chance, dense, grid.nq, (*self.limits(grid.nk), self.crossing))
+        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
 
 def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:

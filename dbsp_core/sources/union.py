@@ -6,20 +6,12 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import (
-    BlockSizes,
-    Changes,
-    DynamicMaskSource,
-    LocalQK,
-    MaskRequest,
-    MaskSource,
-    StaticMaskSource,
-)
+from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest, MaskSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.window import Sizes, WindowSource
 from dbsp_core.utils.errors import SettingError, UserError, in_short
@@ -67,7 +59,7 @@ class UnionSource:
         return max((part.changes for part in self.of), key=_FASTER.index)
 
     def cache_key(self, request: MaskRequest) -> Hashable:
-        return tuple(cast(StaticMaskSource, part).cache_key(request) for part in self.of)
+        return tuple(part.cache_key(request) for part in self.of)
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         """Raises UserError where the parts' blocks are not the same."""
@@ -76,13 +68,11 @@ class UnionSource:
     def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         """The union. Collective where one part is predicted, which needs `tokens`."""
         if tokens is None:
-            return self._joined([cast(StaticMaskSource, part).mask(request) for part in self.of])
+            return self._joined([part.mask(request) for part in self.of])
         masks = []
         for place, part in enumerate(self.of):
-            if part.changes == "per_call":
-                masks.append(cast(DynamicMaskSource, part).mask(request, tokens))
-            else:
-                masks.append(self._kept(place, request, tokens))
+            predicted = part.changes == "per_call"
+            masks.append(part.mask(request, tokens) if predicted else self._kept(place, request, tokens))
         return self._joined(masks)
 
     @cached_property
@@ -91,7 +81,7 @@ class UnionSource:
 
     def _kept(self, place: int, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """The mask of a part that is not predicted. Collective at first: all ranks then raise together."""
-        part, device, control = cast(StaticMaskSource, self.of[place]), tokens.q.device, tokens.group.control()
+        part, device, control = self.of[place], tokens.q.device, tokens.group.control()
         video = request.thw, request.text_tokens, request.heads, request.layers
         key = place, video, part.cache_key(request), tokens.group, device
         if key not in self._made:
@@ -172,14 +162,11 @@ class NablaSource(BlockSizes):
 
     cdf: float | None = None
     window: Sizes | None = None
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._union  # noqa: B018  raises for values out of range
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
 
     def or_else(self, checkpoint: NablaSource) -> NablaSource:
         """This source with what is not set of it from a checkpoint's."""
@@ -198,4 +185,4 @@ class NablaSource(BlockSizes):
         sizes, order = (self.block_q, self.block_k), "tile:{}x{}x{}".format(*TILE)
         near = WindowSource(*sizes, USUAL_WINDOW if self.window is None else self.window, TILE, shifted=False)
         cdf = USUAL_CDF if self.cdf is None else self.cdf
-        return UnionSource((near, SpargeSource(*sizes, cdf, similarity=-1.0, token_order=order, crossing=True)))
+        return UnionSource((near, SpargeSource(*sizes, cdf=cdf, similarity=-1.0, token_order=order, crossing=True)))

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from dbsp_core.utils.errors import UserError, cut_short, in_short
 
 __all__ = [
-    "ByteTensor",
     "expand_path",
     "in_bytes",
     "open_atomically",
     "parse_size",
-    "require_apart",
     "require_file",
-    "require_file_place",
     "require_folder_place",
     "require_place",
     "user_path",
     "write_atomically",
-    "write_byte_tensors",
 ]
 
 
@@ -128,37 +121,6 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def require_apart(
-    files: Mapping[str, Path], folders: Mapping[str, Path] | None = None, inputs: Mapping[str, Path] | None = None
-) -> None:
-    """Raises UserError where one result would be written over another, or over an input. Links are followed.
-
-    Args:
-        files: Files that are written, by the option that gives them.
-        folders: Folders that are written to.
-        inputs: Files that are read.
-    """
-    given = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
-    places = [(what, Path(os.path.realpath(path))) for what, path in given]
-    for index, (what, place) in enumerate(places[: len(files) + len(folders or {})]):
-        for other, taken in places[index + 1 :]:
-            if place == taken:
-                raise UserError(f"{what} and {other} are the same place, {cut_short(str(place))}; give another {what}")
-        for other, file in places[: len(files)]:
-            if file in place.parents:
-                raise UserError(f"{what} {cut_short(str(place))} is inside {other}, a file; give another {what}")
-
-
-def require_file_place(path: Path, what: str) -> None:
-    """Raises UserError unless a file can be written there; `what` names the path in the message."""
-    if os.path.isdir(path):
-        raise UserError(f"{what} {path} is a folder; give the name of a file")
-    if not os.path.exists(path) or os.path.isfile(path):
-        require_place(path, what)
-    elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
-        raise UserError(f"{what} {path} cannot be written to; give another place")
-
-
 def require_folder_place(path: Path, what: str) -> None:
     """Raises UserError unless the folder can be made and written to."""
     _require_possible(path, what)
@@ -223,42 +185,12 @@ def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Writes a file so that a reader sees the old one or the new one, never half of it."""
-    with open_atomically(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-
-
-@dataclass(frozen=True)
-class ByteTensor:
-    """A uint8 tensor that is written piece by piece, in row-major order."""
-
-    shape: tuple[int, ...]
-    pieces: Iterable[bytes]
-
-
-def write_byte_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, ByteTensor], metadata: Mapping[str, str]
-) -> int:
-    """Writes a safetensors file with one piece in memory at a time, whole or not at all.
+def write_atomically(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> int:
+    """Writes a file, maybe piece by piece, so that a reader sees the old one or the new one, never half of it.
 
     Returns:
         Its size in bytes.
-
-    Raises:
-        ValueError: When a tensor's pieces don't add up to its shape.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + math.prod(tensor.shape)
-        header[name] = {"dtype": "U8", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
+    content = content.encode() if isinstance(content, str) else content
     with open_atomically(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors.items():
-            written = sum(file.write(piece) for piece in tensor.pieces)
-            if written != math.prod(tensor.shape):
-                raise ValueError(f"tensor {name!r} of shape {list(tensor.shape)} was given {written} bytes")
-    return 8 + len(text) + end
+        return sum(file.write(piece) for piece in ((content,) if isinstance(content, bytes) else content))

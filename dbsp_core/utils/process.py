@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_kernels.errors import install_command
 
 __all__ = [
     "ERROR",
@@ -29,15 +26,12 @@ __all__ = [
     "environment_number",
     "environment_value",
     "exit_on_user_error",
-    "first_value",
     "installed_version",
     "log",
-    "missing_packages",
     "not_compiled",
     "outside_inference",
     "package_versions",
     "printable",
-    "require_packages",
     "version_marks",
 ]
 
@@ -123,18 +117,6 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def missing_packages(names: Iterable[str]) -> list[str]:
-    """The packages, by import name, that cannot be found."""
-    return [name for name in names if importlib.util.find_spec(name) is None]
-
-
-def require_packages(what: str, names: Iterable[str], extra: str) -> None:
-    """Raises UserError if packages that `what` needs are missing, which `extra` would install."""
-    missing = missing_packages(names)
-    if missing:
-        raise UserError(f"{what} lacks {', '.join(missing)}; {install_command(extra)}")
-
-
 @functools.cache
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the installed packages among `_PACKAGES`, by name."""
@@ -187,30 +169,3 @@ def outside_inference(function: Callable[P, Result]) -> Callable[P, Result]:
             return function(*args, **kwargs)
 
     return call
-
-
-MOST_VALUES = 1 << 16
-"""Values of a schedule that are copied to the host, at most."""
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Each schedule's version and values. A scheduler makes a new one for each generation."""
-
-
-def first_value(values: torch.Tensor | float) -> float:
-    """Returns the first element.
-
-    A view, such as `timesteps[i].expand(batch)`, is looked up in a copy of all that it is a view of. So a schedule is
-    read once, and waits for its device once, however many of its elements are asked for. In inference mode tensors do
-    not tell what they are views of: there each is read by itself.
-    """
-    if not isinstance(values, torch.Tensor):
-        return float(values)
-    base = values if values._base is None else values._base
-    place = values.storage_offset() - base.storage_offset()
-    plain = base.is_contiguous() and base.dtype == values.dtype and 0 <= place < base.numel() <= MOST_VALUES
-    if base.is_inference() or not plain:
-        return float(values[(0,) * values.ndim])
-    known = _read.get(base)
-    if known is None or known[0] != base._version:
-        known = base._version, base.flatten().tolist()
-        _read[base] = known
-    return float(known[1][place])

@@ -60,7 +60,7 @@ def figure_of(height: float, title: str, note: str = "") -> Figure:
 def waiting_picture(mask: BlockMask) -> Figure:
     """One attention on eight GPUs: waiting, and none."""
     plans = {planner: plan_of(mask, STRATEGY, planner) for planner in NAMES}
-    ends = {planner: int(plan.metrics.work.max()) for planner, plan in plans.items()}
+    ends = {planner: int(plan.work.max()) for planner, plan in plans.items()}
     earlier = 1 - ends["dbsp"] / ends["contiguous"]
     figure = figure_of(
         5.4,
@@ -70,7 +70,7 @@ def waiting_picture(mask: BlockMask) -> Figure:
     )
     axes = figure.subplots(2, 1, sharex=True)
     for axis, (planner, plan) in zip(axes, plans.items(), strict=True):
-        work, end = plan.metrics.work, ends[planner]
+        work, end = plan.work, ends[planner]
         lanes = range(len(work))
         axis.barh(lanes, work, 0.8, color=PLANNERS[planner])
         axis.barh(lanes, end - work, 0.8, left=work, color="white", hatch="////", edgecolor="#a8a196", linewidth=0)

@@ -40,7 +40,7 @@ def reuse_picture(masks: list[BlockMask]) -> Figure:
     rho, made = kept(masks, THRESHOLD)
     once, _ = kept(masks, float("inf"))
     blind = make_plan(masks[0], STRATEGY, "contiguous")
-    unbalanced = [blind.evaluate(mask, compare=False).rho for mask in masks]
+    unbalanced = [blind.counted(mask, compare=False).rho for mask in masks]
     steps = range(len(masks))
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     heading(

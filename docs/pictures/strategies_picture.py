@@ -43,13 +43,13 @@ def keys_of(plan: Plan, chunk: int) -> np.ndarray:
     """int64[H, nk]: the rank that computes with each head's key blocks in a chunk; -1: none."""
     found = np.full((plan.heads, plan.grid.nk), -1)
     for rank in range(plan.strategy.world):
-        found[plan.assignment.chunks.of(rank)[chunk]] = rank
+        found[plan.chunks.of(rank)[chunk]] = rank
     return found
 
 
 def travels(plan: Plan, layout: SequenceLayout) -> str:
     """What a GPU receives, in words, as the mean over GPUs; a number is how many times its share of q."""
-    traffic = traffic_of(plan.assignment, layout)
+    traffic = traffic_of(plan, layout)
     share = plan.heads * plan.grid.tokens
 
     def received(sent: np.ndarray) -> float:
@@ -78,7 +78,7 @@ def strategies_picture() -> Figure:
         part.supxlabel(travels(plan, layout), x=0.012, ha="left", size=10)
         axes = part.subplots(1, 3, sharey=True)
         home = np.broadcast_to(layout.rank[::BLOCK], (HEADS, BLOCKS))
-        for axis, name, ranks in zip(axes, COLUMNS, (home, plan.assignment.q_owner, keys_of(plan, 0)), strict=True):
+        for axis, name, ranks in zip(axes, COLUMNS, (home, plan.owner, keys_of(plan, 0)), strict=True):
             _ranks(axis, ranks)
             later = ", chunk 0" if plan.strategy.ring > 1 and name == COLUMNS[-1] else ""
             axis.set_title(name + later, size=10, weight="normal")

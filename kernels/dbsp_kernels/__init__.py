@@ -1,27 +1,19 @@
 """Attention on packed blocks: `block_attention`, its `block_attention_backward`, and `available`, the kernels here."""
 
 from dbsp_kernels.attention import block_attention, block_attention_backward
-from dbsp_kernels.dense import (
-    DensePart,
-    attend_dense,
-    attend_dense_backward,
-    attend_dense_part,
-    dense_supported,
-    fused_kernel,
-)
+from dbsp_kernels.dense import DensePart, attend_dense_part, fused_kernel
 from dbsp_kernels.inputs import (
     BackwardInputs,
-    DenseHeadLayout,
     Gradients,
     KernelInputs,
     PartialAttention,
-    TransposedTable,
     merge_into,
     merge_states,
 )
-from dbsp_kernels.kernel import Kernel, KernelRequirements
-from dbsp_kernels.registry import (
+from dbsp_kernels.kernel import (
     KERNELS,
+    Kernel,
+    KernelRequirements,
     available,
     choose_kernel,
     explain_auto,
@@ -31,22 +23,17 @@ from dbsp_kernels.registry import (
 __all__ = [
     "KERNELS",
     "BackwardInputs",
-    "DenseHeadLayout",
     "DensePart",
     "Gradients",
     "Kernel",
     "KernelInputs",
     "KernelRequirements",
     "PartialAttention",
-    "TransposedTable",
-    "attend_dense",
-    "attend_dense_backward",
     "attend_dense_part",
     "available",
     "block_attention",
     "block_attention_backward",
     "choose_kernel",
-    "dense_supported",
     "explain_auto",
     "fused_kernel",
     "merge_into",

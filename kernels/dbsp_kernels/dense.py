@@ -1,7 +1,8 @@
-"""Dense attention with log-sum-exp on the fused kernel that torch chooses: alone, or for some rows of a packed one."""
+"""Dense rows of a packed attention, on the fused kernel that torch chooses, with log-sum-exp."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,26 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend
 
-from dbsp_kernels.attention import block_attention
-from dbsp_kernels.inputs import PartialAttention, lse_dtype
-from dbsp_kernels.kernel import HALVES, Kernel
+from dbsp_kernels.inputs import PartialAttention
+from dbsp_kernels.kernel import HALVES
 
-__all__ = [
-    "DensePart",
-    "attend_dense",
-    "attend_dense_backward",
-    "attend_dense_part",
-    "dense_supported",
-    "fused_kernel",
-]
+__all__ = ["DensePart", "attend_dense_part", "fused_kernel"]
 
-KEYS_AT_A_TIME = 4096
-"""In a backward, so that scores of all keys need not be held at once."""
+Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PartialAttention]
+"""Takes q [B, H, n, D], k and v [B, H, m, D] and the scale; returns out and log-sum-exp [B, H, n]."""
 
 aten = torch.ops.aten
 _log = logging.getLogger("dbsp.kernels")
-_ran: dict[tuple[torch.device, torch.dtype, int], str | None] = {}
-"""Torch's fused kernel that ran last, by device, dtype and head dim; None: there is none, or it raised."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,152 +36,61 @@ class DensePart:
     tokens: torch.Tensor | None
 
 
-def dense_supported(q: torch.Tensor) -> bool:
-    """Returns whether torch may have a fused kernel that returns a log-sum-exp for q [..., D]."""
-    if not q.is_cuda:
-        return q.device.type == "cpu" and hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu")
-    width = q.shape[-1]
-    return q.dtype in HALVES and width % 8 == 0 and width <= 256 and _ran.get(_kind(q), "") is not None
-
-
 def fused_kernel(q: torch.Tensor) -> str | None:
-    """Returns the name of torch's fused kernel that ran dense rows of such q on a GPU last, or None."""
-    return _ran.get(_kind(q))
+    """Returns the name of torch's fused kernel for dense rows of q [..., D], or None: the block kernel runs them.
+
+    Ranks may differ in it: results differ by rounding only.
+    """
+    width = q.shape[-1]
+    if not q.is_cuda or q.dtype not in HALVES or width % 8 or width > 256:
+        return None
+    found = _operator(q.device, q.dtype, width)
+    return found and found[0]
 
 
 def attend_dense_part(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    part: DensePart,
-    kv_len: torch.Tensor,
-    scale: float,
-    kernel: str | Kernel = "auto",
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DensePart, scale: float
 ) -> PartialAttention:
-    """Attention of one part, on torch's fused kernel or else on `kernel`.
+    """Attention of one part on `fused_kernel`, which there must be.
 
     Args:
         q: [B, Rq, Bq, D].
         k, v: [B, Ck, Bk, D].
-        kv_len: int32[Ck], real tokens of each block.
-        kernel: The block kernel that runs the part if torch has no fused kernel for it.
 
     Returns:
         out [B, rows, Bq, D] in q's dtype and lse [B, rows, Bq], natural log.
     """
-    rows, blocks = q[:, slice(*part.rows)], slice(*part.blocks)
-    found = None
-    if dense_supported(q):
-        keys, values = (t[:, blocks].flatten(1, 2) for t in (k, v))
-        if part.tokens is not None:
-            keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
-        queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
-        found = _attend(queries, keys, values, scale)
+    found = _operator(q.device, q.dtype, q.shape[-1])
     if found is None:
-        found = _attend_by_blocks(rows, k[:, blocks], v[:, blocks], kv_len[blocks], scale, kernel)
-    return found[0].reshape(rows.shape), found[1].reshape(rows.shape[:3])
+        raise ValueError(f"torch has no fused kernel for {q.dtype} and head dim {q.shape[-1]} on {q.device}")
+    rows = q[:, slice(*part.rows)]
+    keys, values = (t[:, slice(*part.blocks)].flatten(1, 2) for t in (k, v))
+    if part.tokens is not None:
+        keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
+    out, lse = found[1](*(t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values)), scale)
+    return out.reshape(rows.shape), lse.reshape(rows.shape[:3])
 
 
-def _attend_by_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: torch.Tensor, scale: float, kernel: str | Kernel
-) -> PartialAttention:
-    """Runs rows [B, r, Bq, D] on a block kernel, each over all its item's blocks [B, n, Bk, D]."""
-    (batch, rows), blocks = q.shape[:2], k.shape[1]
-    every = torch.arange(batch * blocks, dtype=torch.int32, device=q.device).view(batch, blocks)
-    count = torch.full((batch * rows,), blocks, dtype=torch.int32, device=q.device)
-    q, k, v = (t.flatten(0, 1).contiguous() for t in (q, k, v))
-    index = every.repeat_interleave(rows, 0)
-    return block_attention(q, k, v, index, count, kv_len.repeat(batch), scale=scale, kernel=kernel)
-
-
-def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
-    """Attention to all of some keys; autograd does not follow it.
-
-    Args:
-        q: [B, H, n, D].
-        k, v: [B, H, m, D]; m may be 0.
-
-    Returns:
-        out [B, H, n, D] in q's dtype and lse [B, H, n], natural log, of `lse_dtype`.
-    """
-    wide = lse_dtype(q.dtype)
-    if k.shape[2] == 0:
-        return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    found = _attend(q.contiguous(), k.contiguous(), v.contiguous(), scale) if dense_supported(q) else None
-    if found is not None:
-        return found[0], found[1].to(wide)
-    scores = (q.to(wide) @ k.to(wide).mT) * scale
-    lse = scores.logsumexp(dim=-1)
-    return ((scores - lse[..., None]).exp() @ v.to(wide)).to(q.dtype), lse
-
-
-def attend_dense_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of an attention of which these keys are all, or a part.
-
-    With out and log-sum-exp over *all* keys, P = exp(scale·QKᵀ − lse) is this part of the whole softmax, and the
-    gradients of several parts add up: dV = Pᵀ·dO, dS = P ∘ (dO·Vᵀ − Σ dO∘O), dQ = scale·dS·K, dK = scale·dSᵀ·Q.
-
-    Args:
-        q, out, dout: [B, H, n, D].
-        k, v: [B, H, m, D].
-        lse: [B, H, n].
-
-    Returns:
-        dq, dk and dv, of `lse_dtype`.
-    """
-    wide = lse.dtype
-    q, out, dout = q.to(wide), out.to(wide), dout.to(wide)
-    delta = (dout * out).sum(dim=-1, keepdim=True)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for first in range(0, k.shape[2], KEYS_AT_A_TIME):
-        part = slice(first, first + KEYS_AT_A_TIME)
-        keys, values = k[:, :, part].to(wide), v[:, :, part].to(wide)
-        weights = ((q @ keys.mT) * scale - lse[..., None]).exp()
-        dscores = weights * (dout @ values.mT - delta) * scale
-        dq += dscores @ keys
-        dk[:, :, part] = dscores.mT @ q
-        dv[:, :, part] = weights.mT @ dout
-    return dq, dk, dv
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention | None:
-    """Attends with q [B, H, n, D] to k and v [B, H, m, D] on torch's fused kernel; None if there is none.
-
-    Ranks may differ in what they find here: results differ by rounding only.
-    """
-    if not q.is_cuda:
-        cpu: PartialAttention = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)[:2]
-        return cpu
+@functools.cache
+def _operator(device: torch.device, dtype: torch.dtype, width: int) -> tuple[str, Operator] | None:
+    """Returns the name and operator that torch chooses, once it has run on a block of zeros, or None."""
+    q = torch.zeros(1, 1, 64, width, device=device, dtype=dtype)
     try:
-        name, run = _FUSED.get(torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=scale), ("", None))
-        if run is not None:
-            found = run(q, k, v, scale)
-            _ran[_kind(q)] = name
-            return found
+        chosen = _FUSED.get(torch._fused_sdp_choice(q, q, q, None, 0.0, False, scale=1.0))
+        if chosen is not None:
+            chosen[1](q, q, q, 1.0)
+            return chosen
         reason = "torch chooses no fused kernel that returns a log-sum-exp"
     except _NOT_OURS:
         raise
     except RuntimeError as error:  # an operator that this build of torch or this GPU lacks
         reason = " ".join(str(error).split())[:200]
-    _ran[_kind(q)] = None
-    _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", q.dtype, q.shape[-1], reason)
+    _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", dtype, width, reason)
     return None
 
 
 _NOT_OURS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors that another kernel cannot avoid."""
-
-
-def _kind(q: torch.Tensor) -> tuple[torch.device, torch.dtype, int]:
-    return q.device, q.dtype, q.shape[-1]
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
@@ -220,7 +120,7 @@ def _graph_queries(queries: int, keys: int) -> int:
     return -(-queries // step) * step
 
 
-_FUSED: dict[int, tuple[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PartialAttention]]] = {
+_FUSED: dict[int, tuple[str, Operator]] = {
     SDPBackend.FLASH_ATTENTION.value: ("flash", _flash),
     SDPBackend.EFFICIENT_ATTENTION.value: ("efficient", _efficient),
     SDPBackend.CUDNN_ATTENTION.value: ("cudnn", _cudnn),

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DOCS",
-    "REPOSITORY",
-    "UserError",
-    "install_command",
-    "page",
-]
+__all__ = ["REPOSITORY", "UserError", "install_command", "page"]
 
 
 class UserError(ValueError):
@@ -26,12 +20,11 @@ class UserError(ValueError):
 
 
 REPOSITORY = "https://github.com/db-sp/db-sp"
-DOCS = f"{REPOSITORY}/blob/main/docs"
 
 
 def page(name: str) -> str:
     """The address of docs/NAME.md, which a wheel does not have."""
-    return f"{DOCS}/{name}.md"
+    return f"{REPOSITORY}/blob/main/docs/{name}.md"
 
 
 def install_command(extra: str) -> str:

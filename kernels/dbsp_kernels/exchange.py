@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,22 +9,15 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dbsp_kernels.dispatch import uses_triton
-
 __all__ = [
-    "COLUMNS",
-    "LARGEST",
-    "TINY",
     "CopySegments",
     "copy_segments",
     "gather_segments",
     "on_device",
-    "put_tokens",
     "quantise_segments",
     "restore_rows",
     "row_words",
     "rows_of_tokens",
-    "take_tokens",
     "to_device",
 ]
 
@@ -65,17 +57,16 @@ def quantise_segments(
         segments: Without zeros.
         less: float32[B, source's heads, D], what is subtracted from every token beforehand. None: nothing.
     """
-    if uses_triton(source):
+    if source.is_cuda:
         from dbsp_kernels.triton.exchange import triton_quantise_segments  # here: triton need not be installed
 
         triton_quantise_segments(source, destination, segments.table, segments.mean, less)
         return
     from_head, from_token, to_head, to_token, *_ = segments.places
-    for item, (one, other) in enumerate(zip(source, destination, strict=True)):
-        values = take_tokens(one, from_head, from_token).to(torch.float32)
-        if less is not None:
-            values = values - less[item].index_select(0, from_head)
-        put_tokens(other, to_head, to_token, rows_of_tokens(values))
+    values = source[:, from_head, from_token].to(torch.float32)
+    if less is not None:
+        values -= less[:, from_head]
+    destination[:, to_head, to_token] = rows_of_tokens(values)
 
 
 def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
@@ -92,15 +83,9 @@ def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
 
 def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Tokens [..., D] of a floating-point dtype from contiguous rows int32[..., row_words(D)]: number · scale."""
-    if uses_triton(rows):
-        from dbsp_kernels.triton.exchange import triton_restore_rows  # here: triton need not be installed
+    tokens = rows.new_empty(*rows.shape[:-1], width, dtype=dtype)
+    return torch.mul(rows.view(torch.int8)[..., :width], rows.view(torch.float32)[..., -1:], out=tokens)
 
-        return triton_restore_rows(rows, width, dtype)
-    numbers = rows.view(torch.int8)[..., :width].to(torch.float32)
-    return numbers.mul_(rows.view(torch.float32)[..., -1:]).to(dtype)
-
-
-COLUMNS = ("from_head", "from_token", "to_head", "to_token", "length", "zeros")
 
 SLICED = 16  # mean tokens from which on the CPU copies segment by segment, rather than by index
 
@@ -110,7 +95,8 @@ class CopySegments:
     """What `copy_segments` copies; no two segments write to one place.
 
     Attributes:
-        table: int32[n, 6], COLUMNS: `length` tokens are copied, and `zeros` zeros written behind them.
+        table: int32[n, 6], from_head, from_token, to_head, to_token, length and zeros of each: `length` tokens are
+            copied, and `zeros` zeros written behind them.
         mean: Tokens and zeros of a segment, on average.
     """
 
@@ -131,8 +117,7 @@ class CopySegments:
     @cached_property
     def entries(self) -> list[list[int]]:
         """The table as lists of Python integers."""
-        entries: list[list[int]] = self.table.tolist()
-        return entries
+        return self.table.tolist()
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, ...]:
@@ -171,13 +156,11 @@ def copy_segments(
                 destination[:, b, j + length : j + length + zeros] = 0
         return
     from_head, from_token, to_head, to_token, zero_head, zero_token = segments.places
-    for one, other in zip(source, destination, strict=True):
-        if add:
-            other[to_head, to_token] += one[from_head, from_token]
-            continue
-        put_tokens(other, to_head, to_token, take_tokens(one, from_head, from_token))
-        if len(zero_head):
-            other[zero_head, zero_token] = 0
+    if add:
+        destination[:, to_head, to_token] += source[:, from_head, from_token]
+        return
+    destination[:, to_head, to_token] = source[:, from_head, from_token]
+    destination[:, zero_head, zero_token] = 0
 
 
 def gather_segments(
@@ -198,37 +181,6 @@ def gather_segments(
         return
     for source, of_source in zip(sources, segments, strict=True):
         copy_segments(source, destination, of_source)
-
-
-def take_tokens(tokens: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """[n, D], `tokens[head, token]` of [heads, tokens, D], by indices int64[n]."""
-    found = _token_matrix(tokens)
-    if found is None:
-        return tokens[head, token]
-    rows, by_head, by_token = found  # several times as fast as indexing by head and token
-    return rows.index_select(0, head * by_head + token * by_token)
-
-
-def put_tokens(tokens: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values: torch.Tensor) -> None:
-    """Sets `tokens[head, token]` of [heads, tokens, D], by indices int64[n], to values [n, D]."""
-    found = _token_matrix(tokens)
-    if found is None:
-        tokens[head, token] = values
-        return
-    rows, by_head, by_token = found
-    rows.index_copy_(0, head * by_head + token * by_token, values)
-
-
-def _token_matrix(t: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
-    """A view [rows, D] of t [heads, tokens, D], and how many rows apart heads and tokens are; None without one."""
-    heads, tokens, width = t.shape
-    by_head, by_token = t.stride(0) if heads > 1 else 0, t.stride(1)
-    step = math.gcd(by_head, by_token)
-    if t.numel() == 0 or t.stride(2) != 1 or step < width:
-        return None
-    by_head, by_token = by_head // step, by_token // step
-    rows = (heads - 1) * by_head + (tokens - 1) * by_token + 1
-    return t.as_strided((rows, width), (step, 1)), by_head, by_token
 
 
 def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

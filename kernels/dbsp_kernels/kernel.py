@@ -1,19 +1,36 @@
-"""What a kernel is: its functions, and what it can serve."""
+"""What a kernel is and can do, which kernels there are, and the choice among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import os
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.dispatch import interpreted
+from dbsp_kernels.backends import cpu, fa4, sparge
+from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention
+from dbsp_kernels.triton.launch import interpreted, why_unavailable
 
-__all__ = ["FLOATS", "HALVES", "Kernel", "KernelRequirements", "arch_of"]
+__all__ = [
+    "HALVES",
+    "KERNELS",
+    "Kernel",
+    "KernelRequirements",
+    "available",
+    "choose_kernel",
+    "explain_auto",
+    "require_kernel_name",
+    "require_supported",
+    "returns_lse",
+]
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALVES | {torch.float32, torch.float64}
+
+LONGEST_SHOWN = 80
+"""Characters of an unknown name that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +40,7 @@ class KernelRequirements:
     Attributes:
         blocks: (block_q, block_k); None: not known yet.
         width: D; None: not known yet.
-        lse: Whether the log-sum-exp is used, by which rings merge the results of ring steps.
+        lse: Whether the log-sum-exp is used, by which the results of chunks are merged.
         ragged_rows: Whether rows are not simply all rows of whole heads: heads are split, or in a ring.
         tokens: Tokens of a head; None: not known yet.
         backward: Whether gradients will be computed.
@@ -46,12 +63,11 @@ class Kernel:
         devices: Device types, such as "cuda".
         backward: The gradients, or None; see `dbsp_kernels.block_attention_backward`.
         dtypes: Dtypes of q, k and v.
-        archs: Architectures of GPUs, 90 for Hopper; None: any.
-        blocks: Returns the supported (block_q, block_k) on an architecture (None: unknown), or None if any are.
+        blocks: Supported (block_q, block_k) by architecture of a GPU, 90 for Hopper; None: any, on any.
         widths: Values of D.
         least_tokens: Fewest tokens of a head.
         returns_lse: Whether it returns a log-sum-exp, and not NaN.
-        ragged_rows: Whether it serves other rows than those of whole heads.
+        ragged_rows: Whether it supports other rows than those of whole heads.
         merges: Whether it merges into `partial` and returns `out_dtype` by itself.
         why_unavailable: Returns why it cannot work on this machine, or None.
         interpreted: Whether Triton's interpreter can run it on the CPU.
@@ -63,8 +79,7 @@ class Kernel:
     devices: frozenset[str]
     backward: Callable[[BackwardInputs], Gradients] | None = None
     dtypes: frozenset[torch.dtype] = FLOATS
-    archs: frozenset[int] | None = None
-    blocks: Callable[[int | None], frozenset[tuple[int, int]] | None] = lambda arch: None
+    blocks: Mapping[int, frozenset[tuple[int, int]]] | None = None
     widths: Container[int] = range(1, 1 << 20)
     least_tokens: int = 1
     returns_lse: bool = True
@@ -84,14 +99,14 @@ class Kernel:
         if dtype not in self.dtypes:
             return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
         reason = self.why_unsupported_anywhere(needs) or self.why_unavailable()
-        if reason is not None:
+        if reason is not None or self.blocks is None:
             return reason
-        arch = arch_of(device)
-        if arch is not None and self.archs is not None and arch not in self.archs:
-            served = ", ".join(f"{served // 10}.{served % 10}" for served in sorted(self.archs))
+        arch = _arch_of(device)
+        if arch is not None and arch not in self.blocks:
+            served = ", ".join(f"{served // 10}.{served % 10}" for served in sorted(self.blocks))
             return f"it serves GPUs of compute capability {served}; {device} has {arch // 10}.{arch % 10}"
-        blocks = self.blocks(arch)
-        if blocks is None or needs.blocks is None or needs.blocks in blocks:
+        blocks = frozenset().union(*self.blocks.values()) if arch is None else self.blocks[arch]
+        if needs.blocks is None or needs.blocks in blocks:
             return None
         served = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
         return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"
@@ -99,7 +114,7 @@ class Kernel:
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
         """Returns why this kernel cannot serve such a plan on any machine, or None."""
         if needs.lse and not self.returns_lse:
-            return "it returns no log-sum-exp, by which a ring's periods are merged; use a strategy UxR1"
+            return "it returns no log-sum-exp, by which chunks of keys are merged; use a strategy UxR1"
         if needs.ragged_rows and not self.ragged_rows:
             return "it serves only whole heads, and here heads are split over ranks or cut by text of uneven length"
         if needs.backward and self.backward is None:
@@ -117,10 +132,159 @@ def _listed(widths: Container[int]) -> str:
     return " or ".join(map(str, sorted(widths)))  # type: ignore[call-overload]
 
 
-def arch_of(device: torch.device | str) -> int | None:
-    """Compute capability as one number, 90 for Hopper; None if the device is no GPU of this machine."""
-    device = torch.device(device)
+def _arch_of(device: torch.device) -> int | None:
+    """Returns the compute capability as one number, 90 for Hopper, or None if the device is no GPU of this machine."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def _triton(inputs: KernelInputs) -> PartialAttention:
+    from dbsp_kernels.triton.forward import triton_attention  # here: triton need not be installed
+
+    return triton_attention(inputs)
+
+
+def _triton_backward(inputs: BackwardInputs) -> Gradients:
+    from dbsp_kernels.triton.backward import triton_attention_backward  # here: triton need not be installed
+
+    return triton_attention_backward(inputs)
+
+
+_CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
+_IN_ORDER = (
+    Kernel(
+        name="cpu",
+        run=cpu.cpu_attention,
+        backward=cpu.cpu_attention_backward,
+        devices=_CPU,
+        why_unavailable=cpu.why_unavailable,
+        auto_on=_CPU,
+    ),
+    Kernel(
+        name="triton",
+        run=_triton,
+        backward=_triton_backward,
+        devices=_CUDA,
+        dtypes=FLOATS - {torch.float64},
+        widths=range(1, 257),
+        merges=True,
+        why_unavailable=why_unavailable,
+        interpreted=True,
+        auto_on=_CUDA,
+    ),
+    Kernel(
+        name="reference",
+        run=cpu.reference_attention,
+        backward=cpu.reference_attention_backward,
+        devices=_CPU | _CUDA,
+        auto_on=_CPU,  # on CUDA a loop over rows would take hours
+    ),
+    Kernel(
+        name="fa4",
+        run=fa4.fa4_attention,
+        devices=_CUDA,
+        dtypes=HALVES,
+        blocks=fa4.BLOCKS,
+        widths=frozenset({64, 96, 128}),
+        why_unavailable=fa4.why_unavailable,
+    ),
+    Kernel(
+        name="sparge",
+        run=sparge.sparge_attention,
+        devices=_CUDA,
+        dtypes=HALVES,
+        blocks=sparge.BLOCKS,
+        widths=frozenset({64, 128}),
+        least_tokens=128,  # which SpargeAttn asserts
+        returns_lse=False,
+        ragged_rows=False,
+        why_unavailable=sparge.why_unavailable,
+    ),
+)
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER}
+"""Kernels by name, in order of preference."""
+
+REMOVED = dict.fromkeys(("flex", "cudnn", "fastvideo"), "triton")
+"""Names of kernels that older versions had, with the kernel to use instead."""
+
+
+def available(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
+) -> list[str]:
+    """Names of the kernels that can serve tensors of `dtype` on `device` here, best first."""
+    return [name for name, kernel in KERNELS.items() if kernel.why_unsupported(device, dtype, needs) is None]
+
+
+def require_kernel_name(name: str, source: str = "kernel") -> None:
+    """Raises UserError, with the names to use instead, unless `name` is "auto" or a kernel's; `source` set it."""
+    if name in REMOVED:
+        raise UserError(f"{source} {name!r} has been removed from db-SP; use {REMOVED[name]}")
+    if name != "auto" and name not in KERNELS:
+        shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}…"
+        raise UserError(f"unknown {source} {shown!r}; use one of auto, {', '.join(KERNELS)}")
+
+
+def _wanted(name: str) -> str:
+    """Returns `name`, or for "auto" $DBSP_KERNEL if set. Raises UserError if no kernel has that name."""
+    from_environment = os.environ.get("DBSP_KERNEL") if name == "auto" else None
+    require_kernel_name(from_environment or name, "DBSP_KERNEL" if from_environment else "kernel")
+    return from_environment or name
+
+
+def choose_kernel(
+    name: str, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
+) -> Kernel:
+    """Returns the kernel called `name`; for "auto" $DBSP_KERNEL if set, else the first that `auto` may take here.
+
+    Raises:
+        UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
+    """
+    wanted = _wanted(name)
+    reasons = {}
+    for kernel in _candidates(device) if wanted == "auto" else [KERNELS[wanted]]:
+        reason = kernel.why_unsupported(device, dtype, needs)
+        if reason is None:
+            return kernel
+        reasons[kernel.name] = reason
+    instead = " or ".join(available(device, dtype, needs)) or "another dtype"
+    if wanted == "auto":
+        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none runs on this device"
+        raise UserError(f"kernel auto finds no kernel for {dtype} on {device} ({found}); use {instead}")
+    raise UserError(f"kernel {wanted!r} cannot be used here: {reasons[wanted]}; use {instead}")
+
+
+def _candidates(device: torch.device | str) -> list[Kernel]:
+    """Returns the kernels that "auto" may choose on such a device, best first."""
+    return [kernel for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
+
+
+def require_supported(name: str, needs: KernelRequirements) -> None:
+    """Raises UserError, naming kernels that can, when the kernel called `name` can serve such a plan on no machine.
+
+    Nothing that differs between ranks matters, so that all of them raise alike.
+    """
+    wanted = _wanted(name)
+    reason = None if wanted == "auto" else KERNELS[wanted].why_unsupported_anywhere(needs)
+    if reason is not None:
+        instead = " or ".join(k.name for k in KERNELS.values() if k.why_unsupported_anywhere(needs) is None)
+        raise UserError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
+
+
+def explain_auto(device: torch.device | str, dtype: torch.dtype) -> str:
+    """Returns one sentence with the kernel that "auto" takes for `dtype` on `device` here, and why."""
+    chosen = choose_kernel("auto", device, dtype)
+    if os.environ.get("DBSP_KERNEL"):
+        return f"{chosen.name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
+    candidates = _candidates(device)
+    passed = [f"{k.name}: {k.why_unsupported(device, dtype)}" for k in candidates[: candidates.index(chosen)]]
+    return f"{chosen.name}, the first that supports {dtype} on {device}" + (
+        f" ({'; '.join(passed)})" if passed else ""
+    )
+
+
+def returns_lse(kernel: str) -> bool:
+    """Returns whether a kernel has the log-sum-exp that rings merge by; "auto" does. Raises UserError if unknown."""
+    wanted = _wanted(kernel)
+    return wanted == "auto" or KERNELS[wanted].returns_lse

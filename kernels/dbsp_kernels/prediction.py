@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
-import numpy as np
 import torch
 
-from dbsp_kernels.dispatch import uses_triton
 from dbsp_kernels.tables import pack_bits
 
-__all__ = [
-    "BlockRuns",
-    "block_runs",
-    "pairs_at_once",
-    "pool_rows",
-    "pool_rows_torch",
-    "pooled_scores",
-    "pooled_scores_torch",
-    "select_blocks",
-    "select_blocks_torch",
-    "sum_tokens",
-    "sum_tokens_torch",
-]
-
-
-BlockRuns = tuple[tuple[int, int], ...]
+__all__ = ["halving_sum", "pairs_at_once", "pool_rows", "pooled_scores", "select_blocks", "sum_tokens"]
 
 # The fixed point that every implementation of `sum_tokens` rounds to.
 LIMIT = 2.0**15  # magnitudes beyond it count as it: no attention has such queries or keys
 MEAN_UNIT = 2.0**-32  # with LIMIT, int64 holds the sum of 2**16 tokens
 DIRECTION_UNIT = 2.0**-20
 
-CHUNK_BYTES = 1 << 20  # of widened tokens at a time: what is computed of them stays in the cache
+TOKENS_AT_A_TIME = 1024  # on the CPU: what is computed of them stays in the cache
 
 
-def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor, runs: BlockRuns) -> torch.Tensor:
-    """Sums over the tokens of each block.
+def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Sums over the tokens of each block, which are integers: no order of summation changes a bit.
 
     Values that are not finite count as 0 or as ± LIMIT.
 
@@ -45,24 +27,32 @@ def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor, r
         tokens: [B, H, n, D], float32, bfloat16 or float16, any strides.
         place: int64[m], which of the n are summed, block after block.
         first: int64[blocks + 1], where each block's begin in `place`, and where the last one's end.
-        runs: The same on the host, from `block_runs`.
 
     Returns:
         int64[H, B, blocks, 2 · D + 2]: the sum of values, in units of MEAN_UNIT, and then of directions (values
         divided by the token's length), in units of DIRECTION_UNIT, each token's rounded down; and two zeros, so that
         sums of a block take the room of four rows of `pool_rows`.
     """
-    if uses_triton(tokens):
+    if tokens.is_cuda:
         from dbsp_kernels.triton.prediction import sum_tokens_triton  # here: triton need not be installed
 
-        return sum_tokens_triton(tokens, place, first, LIMIT, MEAN_UNIT, DIRECTION_UNIT)
-    return sum_tokens_torch(tokens, place, runs)
-
-
-def block_runs(lengths: np.ndarray) -> BlockRuns:
-    """Lengths of blocks int64[blocks], as (blocks, tokens of each) for those of one length that follow one another."""
-    first = np.flatnonzero(np.diff(lengths, prepend=-1))
-    return tuple(zip(np.diff(first, append=len(lengths)).tolist(), lengths[first].tolist(), strict=True))
+        return sum_tokens_triton(tokens, place, first)
+    (batch, heads, _, width), blocks = tokens.shape, len(first) - 1
+    sums = tokens.new_zeros(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
+    block = torch.repeat_interleave(torch.arange(blocks), first.diff())
+    together = list(zip(place.split(TOKENS_AT_A_TIME), block.split(TOKENS_AT_A_TIME), strict=True))
+    # Units are powers of 2, so that counting in them is exact in float32.
+    for item, head, (places, into) in itertools.product(range(batch), range(heads), together):
+        part = tokens[item, head].index_select(0, places).to(torch.float32)
+        part = torch.nan_to_num_(part, nan=0.0).clamp_(-LIMIT, LIMIT)
+        values, directions = sums[head, item, :, :-2].chunk(2, dim=-1)
+        values.index_add_(0, into, part.mul(1 / MEAN_UNIT).floor_().long())
+        # In float64: torch's float32 root on CPU is not always the nearest; of this one's, the rounded one is.
+        norm = halving_sum(part * part).to(torch.float64).sqrt_().to(torch.float32)
+        part.div_(norm.masked_fill_(norm == 0, torch.inf)[:, None])  # without a length: no direction
+        # Rounded down: to add a half first would round twice, and not everywhere alike.
+        directions.index_add_(0, into, part.mul_(1 / DIRECTION_UNIT).floor_().long())
+    return sums
 
 
 def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -77,57 +67,14 @@ def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     Returns:
         float32[H, B, blocks, D + 1]: the mean, and then the mean cosine of all pairs of the block's tokens.
     """
-    if uses_triton(sums):
+    if sums.is_cuda:
         from dbsp_kernels.triton.prediction import pool_rows_triton  # here: triton need not be installed
 
-        return pool_rows_triton(sums, lengths, MEAN_UNIT, DIRECTION_UNIT)
-    return pool_rows_torch(sums, lengths)
-
-
-def pool_rows_torch(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """`pool_rows` by torch's own operations."""
+        return pool_rows_triton(sums, lengths)
     values, directions = sums[..., :-2].to(torch.float64).chunk(2, dim=-1)
     mean = values * MEAN_UNIT / lengths[:, None]
     direction = directions * DIRECTION_UNIT / lengths[:, None]
     return torch.cat([mean, halving_sum(direction * direction)[..., None]], dim=-1).to(torch.float32)
-
-
-def sum_tokens_torch(tokens: torch.Tensor, place: torch.Tensor, runs: BlockRuns) -> torch.Tensor:
-    """`sum_tokens` by torch's own operations, some blocks of one head at a time."""
-    batch, heads, _, width = tokens.shape
-    sums = tokens.new_zeros(heads, batch, sum(blocks for blocks, _ in runs), 2 * width + 2, dtype=torch.int64)
-    # What is computed of some blocks of one head stays in the core's cache. Units are powers of 2, so that counting in
-    # them is exact in float32.
-    for begin, end, start, length in _parts(runs, max(1, CHUNK_BYTES // (8 * width))):
-        places = place[start : start + (end - begin) * length]
-        for item, head in itertools.product(range(batch), range(heads)):
-            part = tokens[item, head].index_select(0, places).to(torch.float32)
-            part = torch.nan_to_num_(part, nan=0.0).clamp_(-LIMIT, LIMIT)
-            values, directions = sums[head, item, begin:end, :-2].chunk(2, dim=-1)
-            values.copy_(_exact_sums(part.mul(1 / MEAN_UNIT).floor_(), length))
-            # In float64: torch's float32 root on CPU is not always the nearest; of this one's, the rounded one is.
-            norm = halving_sum(part * part).to(torch.float64).sqrt_().to(torch.float32)
-            part.div_(norm.masked_fill_(norm == 0, torch.inf)[:, None])  # without a length: no direction
-            # Rounded down: to add a half first would round twice, and not everywhere alike.
-            directions.copy_(_exact_sums(part.mul_(1 / DIRECTION_UNIT).floor_(), length))
-    return sums
-
-
-def _parts(runs: BlockRuns, most_tokens: int) -> Iterator[tuple[int, int, int, int]]:
-    """(first block, last + 1, first token, block length) of parts of runs: `most_tokens` or fewer, or one block."""
-    block, token = 0, 0
-    for count, length in runs:
-        step = max(1, most_tokens // max(1, length))
-        for begin in range(0, count if length else 0, step):
-            yield block + begin, block + min(begin + step, count), token + begin * length, length
-        block, token = block + count, token + count * length
-
-
-def _exact_sums(units: torch.Tensor, length: int) -> torch.Tensor:
-    """int64[blocks, D]: sums over each block's tokens of float32[blocks · length, D], whole numbers up to 2^47."""
-    # float64 holds the sum of 64 of them exactly.
-    parts = units.view(-1, length, units.shape[-1]).split(64, dim=1)
-    return torch.stack([part.sum(dim=1, dtype=torch.float64).long() for part in parts]).sum(dim=0)
 
 
 def halving_sum(terms: torch.Tensor) -> torch.Tensor:
@@ -171,15 +118,10 @@ def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) 
     Returns:
         float64[heads, nq, nk].
     """
-    if uses_triton(rows):
+    if rows.is_cuda:
         from dbsp_kernels.triton.prediction import pooled_scores_triton  # here: triton need not be installed
 
-        return pooled_scores_triton(rows, nq, scale, similarity, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT)
-    return pooled_scores_torch(rows, nq, scale, similarity)
-
-
-def pooled_scores_torch(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
-    """`pooled_scores` by torch's own operations."""
+        return pooled_scores_triton(rows, nq, scale, similarity)
     means = rows[..., :-1]
     # |x| < 2^(exponent − 126), and scaling by powers of two is exact.
     exponent = (means.abs().amax(dim=-1).view(torch.int32) >> 23).clamp_(min=LEAST_EXPONENT)
@@ -206,17 +148,10 @@ def select_blocks(
     Returns:
         uint8[heads, nq, ceil(nk / 8)], as `pack_bits` packs them.
     """
-    if uses_triton(chance):
+    if chance.is_cuda:
         from dbsp_kernels.triton.prediction import select_blocks_triton  # here: triton need not be installed
 
         return select_blocks_triton(chance, dense, cdf, count, crossing)
-    return select_blocks_torch(chance, dense, cdf, count, crossing)
-
-
-def select_blocks_torch(
-    chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
-) -> torch.Tensor:
-    """`select_blocks` by torch's own operations."""
     nq, nk = chance.shape[1:]
     ordered, block = torch.sort(chance.nan_to_num(0.0), dim=-1, descending=True, stable=True)
     place = torch.arange(nk, device=chance.device)

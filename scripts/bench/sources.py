@@ -21,12 +21,20 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core.comm.block_pooling import ShardedBlocks
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
-from dbsp_core.sources.head_shares import traffic
 
 WAN_14B = BlockGrid(75600, 0, 64, 64)
 WAN_HEADS, WAN_WIDTH, WAN_BYTES = 40, 128, 2  # bfloat16
+
+
+def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int) -> int:
+    """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and bits of other heads."""
+    most, others = -(-heads // layout.world), layout.world - 1
+    pooled = sum(ShardedBlocks.of(layout, grid).rows) * 4 * (width + 1)
+    bits = most * grid.nq * -(-grid.nk // 8)
+    return most * pooled * others // layout.world + others * bits
 
 
 def smooth_tokens(

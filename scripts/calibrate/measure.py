@@ -88,7 +88,7 @@ def _kernel_call(case: Case, setting: Setting) -> Callable[[], object]:
     """Returns a call of only the kernel, on all rows of the case, as one rank would see them."""
     mask = case.mask()
     plan = make_plan(mask, "U1R1", "contiguous")
-    table = build_tables(table_layout(plan.assignment, 0).to(torch.device(setting.device)), mask)[0]
+    table = build_tables(table_layout(plan, 0).to(torch.device(setting.device)), mask)[0]
     grid = mask.grid
     q = torch.randn(len(table.kv_count), grid.block_q, case.head_dim, **setting.where)
     k, v = (torch.randn(len(table.kv_len), grid.block_k, case.head_dim, **setting.where) for _ in range(2))

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from dbsp_core import BlockMask
-from dbsp_core.models.table import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.lockstep import RingPlan, plan_ring
 from scripts.results.result import FOLDER
 
@@ -71,30 +70,37 @@ def arguments(description: str, layers: int) -> argparse.ArgumentParser:
     return parser
 
 
+def preset_model(name: str) -> ModelSpec:
+    """Returns the model that a preset was fitted for."""
+    return MODEL_SPECS[name.removesuffix("-sparge")]
+
+
+def preset_blocks(name: str, coarsen: int = 1) -> dict[str, int]:
+    """Returns the block sizes that a preset was fitted for: SpargeAttn has 128 queries and 64 keys in a block."""
+    return {"block_q": (128 if name.endswith("-sparge") else 64) * coarsen, "block_k": 64 * coarsen}
+
+
 def preset_source(name: str, options: argparse.Namespace, **style: Any) -> SyntheticSource:
     """The preset's masks in the preset's own block sizes. style: keys to set differently."""
-    preset = PRESETS[name]
-    block_q, block_k = preset.block_q * options.coarsen, preset.block_k * options.coarsen
-    return SyntheticSource(preset=name, seed=options.seed, block_q=block_q, block_k=block_k, **style)
+    return SyntheticSource(preset=name, seed=options.seed, **preset_blocks(name, options.coarsen), **style)
 
 
 def layer_count(name: str, options: argparse.Namespace) -> int:
-    layers = PRESETS[name].model.layers
+    layers = preset_model(name).layers
     return min(options.layers, layers) if options.layers > 0 else layers
 
 
 def masks(name: str, options: argparse.Namespace, **style: Any) -> Iterator[BlockMask]:
     """The first mask of each of the model's first layers."""
-    source, model = preset_source(name, options, **style), PRESETS[name].model
+    source, model = preset_source(name, options, **style), preset_model(name)
     for layer in range(layer_count(name, options)):
         yield source.mask(MaskRequest(layer, model.heads, model.thw, model.text_tokens))
 
 
 def mask_of(model: ModelSpec, density: float | None = None, coarsen: int = 1, seed: int = 0) -> BlockMask:
-    """Returns the first layer's mask in the style of the model's preset; density None: the preset's."""
-    preset = PRESETS[model.preset]
-    sizes = {"block_q": preset.block_q * coarsen, "block_k": preset.block_k * coarsen}
-    source = SyntheticSource(preset=model.preset, density=density, seed=seed, **sizes)
+    """Returns the first layer's mask in the style of its family's preset; density None: the preset's."""
+    name = "cogvideox1.5-5b" if model.pipeline == "CogVideoXPipeline" else "wan2.1-t2v-14b"
+    source = SyntheticSource(preset=name, density=density, seed=seed, **preset_blocks(name, coarsen))
     return source.mask(MaskRequest(0, model.heads, model.thw, model.text_tokens))
 
 
@@ -108,7 +114,7 @@ def contiguous_rho(
         for strategy, values in rho.items():
             if strategy not in plans:
                 plans[strategy] = plan_ring(mask, strategy)
-            values.append(plans[strategy].evaluate(mask).rho)
+            values.append(plans[strategy].counted(mask).rho)
     return list(rho.values())
 
 

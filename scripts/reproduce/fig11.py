@@ -16,11 +16,10 @@ from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.runtime.plan_cache import PlanCache
 from dbsp_core.sources import MaskRequest
-from dbsp_core.sources.synthetic.source import PRESETS
-from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_source
+from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_model, preset_source
+from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.figures import STAR, imbalance_axis, in_words, legend_below, panels
 from scripts.results.result import Result
 
@@ -46,8 +45,8 @@ class Row:
 
 
 def masks_by_step(layer: int, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
-    source, preset = preset_source(PRESET, options, **style), PRESETS[PRESET]
-    return [source.mask(MaskRequest(layer, preset.model.heads, VIDEO, step=call)) for call in range(FIG_11["steps"])]
+    source, model = preset_source(PRESET, options, **style), preset_model(PRESET)
+    return [source.mask(MaskRequest(layer, model.heads, VIDEO, step=call)) for call in range(FIG_11["steps"])]
 
 
 def replans_and_rho(

@@ -16,8 +16,7 @@ from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_core import Strategy
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
-from dbsp_core.models.lookup import published_model
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS, published_model
 from dbsp_diffusers.resolve import resolve_config
 from dbsp_start.module import module_command
 from dbsp_xdit.flags import config_from, parse_known

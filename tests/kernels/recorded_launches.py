@@ -21,15 +21,18 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from dbsp_kernels import prediction
 from dbsp_kernels.exchange import row_words
-from dbsp_kernels.inputs import BackwardInputs, KernelInputs, TransposedTable
-from dbsp_kernels.prediction import pooled_scores
+from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
-from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments, triton_restore_rows
+from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
 from dbsp_kernels.triton.forward import triton_attention
 from dbsp_kernels.triton.merge import triton_merge_into
-from dbsp_kernels.triton.prediction import pool_rows_triton, select_blocks_triton, sum_tokens_triton
+from dbsp_kernels.triton.prediction import (
+    pool_rows_triton,
+    pooled_scores_triton,
+    select_blocks_triton,
+    sum_tokens_triton,
+)
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 from scripts.checks.machine_code.launches import gpu_of
 
@@ -96,7 +99,7 @@ def attend(rows: int, blocks: int, offset: int) -> None:
     wide = {"out_dtype": torch.float32}
     for options in ({}, wide, {"partial": partial}, {"partial": partial, "out_dtype": torch.bfloat16}):
         triton_attention(KernelInputs(**(vars(plain) | options)))
-    turned = TransposedTable(table(blocks, rows, offset=offset), table(blocks, offset=offset))
+    turned = table(blocks, rows, offset=offset), table(blocks, offset=offset)
     triton_attention_backward(BackwardInputs(plain, q, q, partial[1], lambda: turned))
     triton_merge_into(*partial, q, partial[1])
 
@@ -113,10 +116,8 @@ def make_tables(rows: int, blocks: int, offset: int) -> None:
 def predict(rows: int, blocks: int, offset: int) -> None:
     tokens = table(1 + rows % 2, 64 * blocks, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2)
     place, first = (table(n, offset=offset, dtype=torch.int64) for n in (64 * blocks, blocks + 1))
-    units = (prediction.MEAN_UNIT, prediction.DIRECTION_UNIT)
-    sums = sum_tokens_triton(tokens, place, first, prediction.LIMIT, *units)
-    pool_rows_triton(sums, first[1:], *units)
-    pooled_scores(table(HEADS, rows + blocks, WIDTH + 1, dtype=torch.float32), rows, 0.1, 0.5)
+    pool_rows_triton(sum_tokens_triton(tokens, place, first), first[1:])
+    pooled_scores_triton(table(HEADS, rows + blocks, WIDTH + 1, dtype=torch.float32), rows, 0.1, 0.5)
     chance, dense = table(HEADS, rows, 1182, dtype=torch.float64), table(HEADS, rows + 1182, dtype=torch.bool)
     select_blocks_triton(chance, dense, 0.9, 0)
     select_blocks_triton(chance, dense, None, blocks)
@@ -134,7 +135,6 @@ def exchange(rows: int, blocks: int, offset: int) -> None:
         triton_copy_segments([local] * 3, sent, others, mean)
         triton_quantise_segments(local, words, segments, mean, less)
         triton_quantise_segments(local, words, segments, mean, None)
-    triton_restore_rows(table(64 * rows, row_words(WIDTH)), WIDTH, torch.bfloat16)
 
 
 def main() -> None:

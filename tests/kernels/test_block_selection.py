@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_kernels.prediction import pooled_scores, pooled_scores_torch, select_blocks_torch
+from dbsp_kernels.prediction import pooled_scores, select_blocks
 from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
@@ -26,7 +26,7 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit, crossing):
     dense = torch.rand(2, 3 + nk, generator=generator) < 0.1
     with interpreted():
         found = select_blocks_triton(chance.to(DEVICE), dense.to(DEVICE), *limit, crossing)
-    assert torch.equal(found.cpu(), select_blocks_torch(chance, dense, *limit, crossing))
+    assert torch.equal(found.cpu(), select_blocks(chance, dense, *limit, crossing))
 
 
 def test_what_is_dense_may_be_one_for_all_heads_and_chances_a_view():
@@ -37,16 +37,18 @@ def test_what_is_dense_may_be_one_for_all_heads_and_chances_a_view():
     dense = (torch.rand(3 + 19, generator=generator) < 0.2).to(DEVICE).expand(7, -1)
     with interpreted():
         found = select_blocks_triton(chance, dense, None, 4)
-    assert torch.equal(found.cpu(), select_blocks_torch(chance.cpu(), dense.cpu(), None, 4))
+    assert torch.equal(found.cpu(), select_blocks(chance.cpu(), dense.cpu(), None, 4))
 
 
 @pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5), (40, 33, 128)])
 def test_the_kernel_s_scores_are_torch_s(nq, nk, width):
+    from dbsp_kernels.triton.prediction import pooled_scores_triton
+
     rows = pooled(nq + nk, width)
     rows[:, nq, -1], rows[:, nq + 1, -1] = 0.25, 0.5
     with interpreted():
-        found = pooled_scores(rows.to(DEVICE), nq, 0.3, 0.25)
-    assert torch.equal(found.cpu(), pooled_scores_torch(rows, nq, 0.3, 0.25))
+        found = pooled_scores_triton(rows.to(DEVICE), nq, 0.3, 0.25)
+    assert torch.equal(found.cpu(), pooled_scores(rows, nq, 0.3, 0.25))
     assert found.isinf().any()
     assert not found.isinf().all()
 
@@ -54,7 +56,7 @@ def test_the_kernel_s_scores_are_torch_s(nq, nk, width):
 def test_scores_depend_on_no_order_of_summation():
     rows, shuffled = pooled(50, 64), torch.randperm(64, generator=torch.Generator().manual_seed(1))
     other = torch.cat([rows[..., shuffled], rows[..., -1:]], dim=-1)
-    assert torch.equal(pooled_scores_torch(rows, 20, 0.125, -2.0), pooled_scores_torch(other, 20, 0.125, -2.0))
+    assert torch.equal(pooled_scores(rows, 20, 0.125, -2.0), pooled_scores(other, 20, 0.125, -2.0))
     wide = rows[..., :-1].double()
     products = (wide[:, :20, None] * wide[:, None, 20:]).unbind(-1)
     assert not torch.equal(sum(products), sum(products[::-1]))  # as float64 sums of what is not rounded do
@@ -62,7 +64,7 @@ def test_scores_depend_on_no_order_of_summation():
 
 def test_scores_are_those_of_the_means_but_for_rounding():
     rows = pooled(300, 128, least=-30)[1:]
-    scores, wide = pooled_scores_torch(rows, 100, 1.0, -2.0), rows[..., :-1].double()
+    scores, wide = pooled_scores(rows, 100, 1.0, -2.0), rows[..., :-1].double()
     norms = wide.norm(dim=-1)
     error = (scores - wide[:, :100] @ wide[:, 100:].mT).abs() / (norms[:, :100, None] * norms[:, None, 100:])
     assert 0 < error.max() <= 2.0**-18

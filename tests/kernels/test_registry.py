@@ -10,9 +10,9 @@ import torch
 
 from dbsp_core.config import DbspConfig
 from dbsp_kernels import KERNELS, KernelRequirements, available, choose_kernel
-from dbsp_kernels.backends import triton
 from dbsp_kernels.errors import UserError
-from dbsp_kernels.registry import REMOVED
+from dbsp_kernels.kernel import REMOVED
+from dbsp_kernels.triton import launch
 
 RING = KernelRequirements((64, 64), 128, lse=True, ragged_rows=True, tokens=1000)
 HEADS = KernelRequirements((128, 64), 128, tokens=1000)
@@ -70,7 +70,7 @@ def test_auto_considers_only_kernels_that_tests_run():
 def test_auto_on_cuda_without_triton_raises_and_names_the_package(monkeypatch):
     missing = {"triton": None}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: missing.get(name, object()))
-    monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=triton.why_unavailable))
+    monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=launch.why_unavailable))
     with pytest.raises(UserError, match=r"triton is not installed; run `pip install triton`"):
         choose_kernel("auto", "cuda", torch.bfloat16)
 

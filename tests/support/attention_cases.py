@@ -10,8 +10,8 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import Streams
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.chunks import NEEDED, Chunks
+from dbsp_core.planning.plan import Plan
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference, rounded_to_int8
 from tests.support.shared import shared
@@ -174,10 +174,10 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
     planner = "contiguous" if case.planner == "random" else case.planner
     plan = make_plan(mask, strategy, planner, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner == "random":
-        plan = replace(plan, assignment=random_assignment(plan.assignment, mask, case.seed))
+        plan = random_owners(plan, mask, case.seed)
     if case.sabotage == "a needed block left out":
-        plan = replace(plan, assignment=without_a_block(plan.assignment, mask))
-        mask = BlockMask(mask.bits & _sent(plan.assignment), mask.grid)
+        plan = without_a_block(plan, mask)
+        mask = BlockMask(mask.bits & _sent(plan), mask.grid)
     executor = DualBalancedAttention.prepare(
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
@@ -187,29 +187,29 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
     return executor(*local, scale=scale)
 
 
-def random_assignment(like: Assignment, mask: BlockMask, seed: int) -> Assignment:
+def random_owners(like: Plan, mask: BlockMask, seed: int) -> Plan:
     """Any owner of any row; blocks come in any chunk, other ones in heads whose token orders differ."""
     rng, strategy, grid = np.random.default_rng(seed), like.strategy, like.grid
-    owner = rng.integers(strategy.world, size=like.q_owner.shape)
+    owner = rng.integers(strategy.world, size=like.owner.shape)
     home = np.empty((like.heads, grid.nk), dtype=np.int64)
     for _, heads in grid.order_groups(like.heads):
         home[heads] = rng.integers(strategy.ring, size=grid.nk)
     if like.chunks.keys == NEEDED:
-        return replace(like, q_owner=owner, chunks=Chunks.of_rows(owner, home, strategy, mask))
-    return replace(like, q_owner=owner, chunks=Chunks.of_heads(owner, home, strategy))
+        return replace(like, owner=owner, chunks=Chunks.of_rows(owner, home, strategy, mask))
+    return replace(like, owner=owner, chunks=Chunks.of_heads(owner, home, strategy))
 
 
-def without_a_block(assignment: Assignment, mask: BlockMask) -> Assignment:
+def without_a_block(plan: Plan, mask: BlockMask) -> Plan:
     """The same, but a rank is not sent the block of its last chunk that most of its rows attend to."""
-    chunks = assignment.chunks
-    readers = mask.counts.columns_by_rank(assignment.q_owner, assignment.strategy.world)
+    chunks = plan.chunks
+    readers = mask.counts.columns_by_rank(plan.owner, plan.strategy.world)
     last = [(rank, *place) for rank in range(len(readers)) for place in zip(*chunks.of(rank)[-1], strict=True)]
     sent = chunks.sent.copy()
     sent[max(last, key=lambda place: readers[place])] = False
-    return replace(assignment, chunks=replace(chunks, sent=sent))
+    return replace(plan, chunks=replace(chunks, sent=sent))
 
 
-def _sent(assignment: Assignment) -> torch.Tensor:
+def _sent(plan: Plan) -> torch.Tensor:
     """bool[H, nq, nk]: whether each row's owner is sent each block."""
-    heads = np.arange(assignment.heads)[:, None]
-    return torch.from_numpy(assignment.chunks.sent[assignment.q_owner, heads])
+    heads = np.arange(plan.heads)[:, None]
+    return torch.from_numpy(plan.chunks.sent[plan.owner, heads])

@@ -13,7 +13,7 @@ import torch
 
 from dbsp_core import Strategy
 from dbsp_core.config import DbspConfig
-from dbsp_core.models.lookup import find_model_spec
+from dbsp_core.models.table import find_model_spec
 from dbsp_core.sources import NablaSource, RadialSource, SolSource, UnionSource, VsaSource, WindowSource
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.command_line import dbsp_requested, is_xfuser_run, is_xfusers_torchrun

@@ -12,7 +12,6 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.sources.synthetic.patterns import (
     ALWAYS_DENSE,
@@ -28,7 +27,7 @@ from dbsp_core.sources.synthetic.patterns import (
 )
 from dbsp_core.utils.errors import SettingError, bad_value, in_short, require_value
 
-__all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "Preset", "SyntheticSource"]
+__all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "SyntheticSource"]
 
 
 @dataclass(frozen=True)
@@ -67,36 +66,19 @@ class MaskStyle:
             raise bad_value(self, "head_concentration", "must be positive; 10 makes heads similar")
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A model as the paper ran it, and the style of its masks."""
-
-    model: ModelSpec
-    style: MaskStyle
-    block_q: int = 64
-    block_k: int = 64
-
-
 DEFAULT_STYLE = MaskStyle(density=0.4, spread=0.6, head_concentration=8.0)
 
 # Fitted by scripts/reproduce/presets.py; docs/masks-synthetic.md says to what, and how well the rest agrees.
-_WAN = Preset(MODEL_SPECS["wan2.1-t2v-14b"], MaskStyle(density=0.414, spread=0.432, head_concentration=3.8))
-_COGVIDEOX = Preset(MODEL_SPECS["cogvideox1.5-5b"], MaskStyle(density=0.414, spread=0.643, head_concentration=1.54))
+_WAN = MaskStyle(density=0.414, spread=0.432, head_concentration=3.8)
+_COGVIDEOX = MaskStyle(density=0.414, spread=0.643, head_concentration=1.54)
 
-
-def _sparge(preset: Preset, head_concentration: float, drift: float) -> Preset:
-    """The same model under SpargeAttn: masks change from step to step, in blocks of 128 queries and 64 keys."""
-    style = replace(preset.style, head_concentration=head_concentration, drift=drift)
-    return replace(preset, block_q=128, style=style)
-
-
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, MaskStyle] = {
     "wan2.1-t2v-14b": _WAN,
     "cogvideox1.5-5b": _COGVIDEOX,
-    "wan2.1-t2v-14b-sparge": _sparge(_WAN, head_concentration=2.18, drift=0.015),
-    "cogvideox1.5-5b-sparge": _sparge(_COGVIDEOX, head_concentration=0.78, drift=0.015),
+    "wan2.1-t2v-14b-sparge": replace(_WAN, head_concentration=2.18, drift=0.015),
+    "cogvideox1.5-5b-sparge": replace(_COGVIDEOX, head_concentration=0.78, drift=0.015),
 }
-"""Presets by the name after `preset:` in a configuration: PAROAttention's static masks unless -sparge."""
+"""Styles by the name after `preset:`: of PAROAttention, or of SpargeAttn, whose masks change from step to step."""
 
 
 class _Stream(IntEnum):
@@ -138,7 +120,7 @@ class SyntheticSource(BlockSizes):
     @property
     def style(self) -> MaskStyle:
         """The statistics in effect."""
-        base = PRESETS[self.preset].style if self.preset else DEFAULT_STYLE
+        base = PRESETS[self.preset] if self.preset else DEFAULT_STYLE
         given = {f.name: getattr(self, f.name) for f in fields(MaskStyle)}
         return replace(base, **{name: value for name, value in given.items() if value is not None})
 

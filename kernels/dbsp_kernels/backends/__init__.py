@@ -1,1 +1,1 @@
-"""The kernels, one file each, with what each can do: its `KERNEL`; `dbsp_kernels.registry` lists them."""
+"""A file per kernel: what `dbsp_kernels.kernel` lists."""

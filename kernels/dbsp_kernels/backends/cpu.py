@@ -1,29 +1,27 @@
-"""The CPU kernel: torch's own flash attention, on rows of equal length together, or on rows of the same blocks as one.
+"""The CPU kernel, torch's own flash attention on rows of equal length together, and the reference in plain torch.
 
-What bounds it: the operator works on 32 queries at a time where a sequence has fewer than 192; a row is a sequence.
-At 64×64 and D 64 that is about 0.7 of its rate on long sequences, and gathering blocks takes it to about 0.5.
-Rows of the same blocks, as a dense head's, make one sequence, not gathered.
+What bounds it: the operator works on 32 queries at a time where a sequence has fewer than 192, and a row is a
+sequence. At 64×64 and D 64 that is about 0.7 of its rate on long sequences; gathering blocks takes it to about 0.5.
 """
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 
 import torch
 
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, lse_dtype
-from dbsp_kernels.kernel import Kernel
 
-__all__ = ["GATHER_BYTES", "KERNEL", "cpu_attention", "tail_bias", "why_unavailable"]
+__all__ = [
+    "cpu_attention",
+    "cpu_attention_backward",
+    "reference_attention",
+    "reference_attention_backward",
+    "why_unavailable",
+]
 
 GATHER_BYTES = 2 << 20
 """Bytes of keys that a thread gathers at a time, into memory that is reused: fresh memory costs page faults."""
-
-LONG = 192
-"""Queries from which on torch's flash attention works on 64 or more of them at a time, and not on 32."""
-
-STRETCH_BYTES = 256 << 20
-"""Bytes of keys that neighbouring rows gather in a stretch: they share a head's keys, which stay in the cache."""
 
 
 def why_unavailable() -> str | None:
@@ -36,90 +34,42 @@ def why_unavailable() -> str | None:
 def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`."""
     kv_count, kv_len = inputs.kv_count, inputs.kv_len
-    q, k, v = (t.contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator reads D as if its stride were 1
+    q, k, v = (t.detach().contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator needs a D of stride 1
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
     short = bool((kv_len < k.shape[1]).any())
-    gather = _Gather(k, v)
-    together = GATHER_BYTES * torch.get_num_threads()
-    # 1. Rows that share their blocks, as one sequence.
-    rest = kv_count.clone()
-    for rows, run in _long_sequences(inputs.kv_index, kv_count, q.shape[1]):
-        of_rows, of_blocks = slice(rows.start, rows.stop), slice(run.start, run.stop)
-        bias = tail_bias(kv_len[of_blocks][None], k.shape[1], q.dtype) if short else None
-        one = _flash(q[of_rows].flatten(0, 1)[None], k[of_blocks][None], v[of_blocks][None], bias, inputs.scale)
-        out[of_rows], lse[of_rows] = one[0].view_as(out[of_rows]), one[1].view_as(lse[of_rows])
-        rest[of_rows] = 0
-    # 2. The other rows, those with equally many blocks together.
-    for rows in _stretches(rest, gather.block_bytes):
-        counts = rest[rows.start : rows.stop]
-        for count in counts.unique().tolist():
-            if count == 0:  # the operator would give lse 0, not −inf
-                continue
-            alike = (counts == count).nonzero().squeeze(1) + rows.start
-            for chunk in alike.split(max(1, together // (count * gather.block_bytes))):
-                blocks = inputs.kv_index[chunk, :count].long()
-                bias = tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
-                out[chunk], lse[chunk] = _flash(q[chunk], *gather(blocks), bias, inputs.scale)
+    together = GATHER_BYTES * torch.get_num_threads() // _block_bytes(k)
+    gathered = k.new_empty(2, max(min(together, int(kv_count.sum())), inputs.kv_index.shape[1]), *k.shape[1:])
+    for count in kv_count.unique().tolist():
+        if count == 0:  # the operator would give lse 0, not −inf
+            continue
+        alike = (kv_count == count).nonzero().squeeze(1)
+        for rows in alike.split(max(1, together // count)):
+            blocks = inputs.kv_index[rows, :count].long()
+            keys, values = gathered[:, : blocks.numel()]
+            torch.index_select(k, 0, blocks.flatten(), out=keys)
+            torch.index_select(v, 0, blocks.flatten(), out=values)
+            bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
+            shape = (len(rows), -1, k.shape[2])
+            out[rows], lse[rows] = _flash(q[rows], keys.view(shape), values.view(shape), bias, inputs.scale)
     return out, lse
 
 
-def _long_sequences(kv_index: torch.Tensor, kv_count: torch.Tensor, block_q: int) -> list[tuple[range, range]]:
-    """(rows, blocks): neighbouring rows, LONG queries or more, that all attend to the same run of blocks."""
-    column = torch.arange(kv_index.shape[1], device=kv_index.device)
-    unused = column >= kv_count[:, None]
-    first = kv_index.masked_fill(unused, 1 << 30).amin(1) if len(column) else kv_count
-    # 1. Groups of neighbours with the same first block and number of blocks, which may be runs of blocks.
-    alike = torch.stack([first, kv_count], dim=1).unique_consecutive(dim=0, return_counts=True)
-    found, start = [], 0
-    for (block, count), rows in zip(alike[0].tolist(), alike[1].tolist(), strict=True):
-        group, start = range(start, start + rows), start + rows
-        if count == 0 or rows * block_q < LONG:
-            continue
-        # 2. Whether each row's list, in any order, is that run.
-        lists = kv_index[group.start : group.stop, :count].sort(dim=1).values
-        if bool((lists == block + column[:count]).all()):
-            found.append((group, range(block, block + count)))
-    return found
-
-
-def _stretches(kv_count: torch.Tensor, block_bytes: int) -> list[range]:
-    """Runs of neighbouring rows whose blocks take at most STRETCH_BYTES, or of a single row."""
-    before = (kv_count.long().cumsum(0) - kv_count) * block_bytes // STRETCH_BYTES
-    lengths = before.unique_consecutive(return_counts=True)[1].tolist()
-    ends = list(itertools.accumulate(lengths))
-    return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-
-
-class _Gather:
-    """Takes blocks of keys and values together, into memory of its own that the next ones overwrite."""
-
-    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.block_bytes = k[0].numel() * k.element_size() if len(k) else 1
-        self._k, self._v = k.detach(), v.detach()
-        self._memory = k.new_empty(2, 0, *k.shape[1:])
-
-    def __call__(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, n, Bk, D] of blocks int64[R, n]."""
-        if self._memory.shape[1] < blocks.numel():
-            self._memory = self._k.new_empty(2, blocks.numel(), *self._k.shape[1:])
-        keys, values = self._memory[:, : blocks.numel()]
-        torch.index_select(self._k, 0, blocks.flatten(), out=keys)
-        torch.index_select(self._v, 0, blocks.flatten(), out=values)
-        return keys.unflatten(0, blocks.shape), values.unflatten(0, blocks.shape)
+def _block_bytes(k: torch.Tensor) -> int:
+    return k[0].numel() * k.element_size() if len(k) else 1
 
 
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> PartialAttention:
-    """(out [R, Bq, D], lse [R, Bq]) of q [R, Bq, D] over k and v [R, n, Bk, D], with bias [R, 1, 1, n·Bk] or None."""
+    """(out [R, Bq, D], lse [R, Bq]) of q [R, Bq, D] over k and v [R, m, D], with bias [R, 1, 1, m] or None."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[:, None], k.flatten(1, 2)[:, None], v.flatten(1, 2)[:, None], 0.0, False, attn_mask=bias, scale=scale
+        q[:, None], k[:, None], v[:, None], 0.0, False, attn_mask=bias, scale=scale
     )
     return out[:, 0], lse[:, 0]
 
 
-def tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+def _tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
     """[R, 1, 1, n·block]: −inf on the tokens beyond each block's length, given int[R, n]."""
     beyond = torch.arange(block, device=lengths.device) >= lengths[..., None]
     bias = torch.zeros(beyond.shape, dtype=dtype, device=beyond.device)
@@ -135,15 +85,15 @@ def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
     q, k, v, dout, out = (t.to(wide).contiguous() for t in (given.q, given.k, given.v, inputs.dout, inputs.out))
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     short = bool((given.kv_len < k.shape[1]).any())
-    block_bytes = k[0].numel() * k.element_size() if len(k) else 1
+    together = GATHER_BYTES * torch.get_num_threads() // _block_bytes(k)
     for count in given.kv_count.unique().tolist():
         if count == 0:
             continue
         alike = (given.kv_count == count).nonzero().squeeze(1)
-        for rows in alike.split(max(1, GATHER_BYTES * torch.get_num_threads() // (count * block_bytes))):
+        for rows in alike.split(max(1, together // count)):
             blocks = given.kv_index[rows, :count].long()
             keys, values = (t[blocks].flatten(1, 2)[:, None] for t in (k, v))
-            bias = tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
+            bias = _tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout[rows, None], q[rows, None], keys, values, out[rows, None], inputs.lse[rows, None],
                 0.0, False, attn_mask=bias, scale=given.scale,
@@ -154,11 +104,38 @@ def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
     return dq, dk, dv
 
 
-KERNEL = Kernel(
-    name="cpu",
-    run=cpu_attention,
-    backward=cpu_attention_backward,
-    devices=frozenset({"cpu"}),
-    why_unavailable=why_unavailable,
-    auto_on=frozenset({"cpu"}),
-)
+def reference_attention(inputs: KernelInputs) -> PartialAttention:
+    """The contract of `dbsp_kernels.block_attention`, one row at a time, in fp32 (fp64 for fp64 input)."""
+    q, k, v, kv_len = inputs.q, inputs.k, inputs.v, inputs.kv_len
+    out = torch.zeros_like(q)
+    wide = lse_dtype(q.dtype)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=wide)
+    for row, count in enumerate(inputs.kv_count.tolist()):
+        if count == 0:
+            continue
+        blocks = inputs.kv_index[row, :count].long()
+        lengths = list(zip(blocks.tolist(), kv_len[blocks].tolist(), strict=True))
+        keys, values = (torch.cat([side[block, :n] for block, n in lengths]).to(wide) for side in (k, v))
+        scores = q[row].to(wide) @ keys.T * inputs.scale
+        lse[row] = torch.logsumexp(scores, dim=-1)
+        out[row] = torch.softmax(scores, dim=-1) @ values
+    return out, lse
+
+
+def reference_attention_backward(inputs: BackwardInputs) -> Gradients:
+    """The contract of `dbsp_kernels.block_attention_backward`, by autograd of a forward that is computed once more.
+
+    The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so that of this call's (outᵢ, lseᵢ) the gradients are
+    wᵢ·dout and wᵢ·Σ dout·(outᵢ − out).
+    """
+    given, wide = inputs.forward, inputs.lse.dtype
+    leaves = [t.detach().requires_grad_(True) for t in (given.q, given.k, given.v)]
+    with torch.enable_grad():
+        out, lse = reference_attention(replace(given, q=leaves[0], k=leaves[1], v=leaves[2]))
+    if not out.requires_grad:  # no row has a block
+        return tuple(torch.zeros_like(t, dtype=wide) for t in leaves)  # type: ignore[return-value]
+    dout, part = inputs.dout.to(wide), out.detach().to(wide)
+    weight = torch.exp(lse.detach() - inputs.lse.masked_fill(torch.isneginf(inputs.lse), torch.inf))
+    dlse = weight * (dout * part).sum(-1) - weight * inputs.delta()
+    grads = torch.autograd.grad((out, lse), leaves, ((weight[..., None] * dout).to(out.dtype), dlse.to(lse.dtype)))
+    return tuple(grad.to(wide) for grad in grads)  # type: ignore[return-value]

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dbsp_kernels.errors import install_command
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
-from dbsp_kernels.kernel import HALVES, Kernel
 
-__all__ = ["KERNEL", "blocks", "fa4_attention", "forward_arguments", "why_unavailable"]
+__all__ = ["BLOCKS", "fa4_attention", "why_unavailable"]
 
-_SERVED = {90: frozenset({(128, 128)}), 100: frozenset({(256, 128)}), 103: frozenset({(256, 128)})}
+BLOCKS = {90: frozenset({(128, 128)}), 100: frozenset({(256, 128)}), 103: frozenset({(256, 128)})}
+"""Supported (block_q, block_k) by architecture, 90 for Hopper.
+
+On Blackwell (100) it takes two rows' tiles at a time and rejects rows of 128 queries; on 120, all block sparsity.
+"""
 
 
 def why_unavailable() -> str | None:
@@ -30,14 +34,6 @@ def why_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton, whose kernel runs the short blocks, is not installed; run `pip install triton`"
     return None
-
-
-def blocks(arch: int | None) -> frozenset[tuple[int, int]]:
-    """Returns the supported (block_q, block_k) on an architecture; None: unknown.
-
-    On Blackwell (sm100) it takes two rows' tiles at a time and refuses rows of 128 queries; of sm120 all.
-    """
-    return frozenset().union(*_SERVED.values()) if arch is None else _SERVED.get(arch, frozenset())
 
 
 def fa4_attention(inputs: KernelInputs) -> PartialAttention:
@@ -56,12 +52,12 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
     from flash_attn.cute import flash_attn_func
 
     with torch.cuda.device_of(q):  # it launches on the current device
-        out, lse = flash_attn_func(**forward_arguments(inputs))[:2]
+        out, lse = flash_attn_func(**_forward_arguments(inputs))[:2]
     partial = out.view(q.shape), lse.view(q.shape[:2])
-    return triton_attention(inputs.merged_into(partial), short_only=True)
+    return triton_attention(replace(inputs, partial=partial, out_dtype=None), short_only=True)
 
 
-def forward_arguments(inputs: KernelInputs) -> dict[str, Any]:
+def _forward_arguments(inputs: KernelInputs) -> dict[str, Any]:
     """What `flash_attn_func` is called with: one item of one head, and the full blocks that rows begin with."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -88,15 +84,3 @@ def forward_arguments(inputs: KernelInputs) -> dict[str, Any]:
 def _one_head(t: torch.Tensor) -> torch.Tensor:
     """[n, B, D] → [1, n·B, 1, D]"""
     return t.reshape(1, -1, 1, t.shape[-1]).contiguous()
-
-
-KERNEL = Kernel(
-    name="fa4",
-    run=fa4_attention,
-    devices=frozenset({"cuda"}),
-    dtypes=HALVES,
-    archs=frozenset(_SERVED),
-    blocks=blocks,
-    widths=frozenset({64, 96, 128}),
-    why_unavailable=why_unavailable,
-)

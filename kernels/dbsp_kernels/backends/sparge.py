@@ -11,14 +11,13 @@ import torch
 
 from dbsp_kernels.errors import page
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
-from dbsp_kernels.kernel import HALVES, Kernel
 
-__all__ = ["ARCHS", "KERNEL", "LEAST_TOKENS", "blocks", "sparge_attention", "why_unavailable"]
+__all__ = ["BLOCKS", "INSTALL", "sparge_attention", "why_unavailable"]
 
-ARCHS = frozenset({80, 86, 87, 89, 90})
+BLOCKS = dict.fromkeys((80, 86, 87, 89), frozenset({(128, 64)})) | {90: frozenset({(64, 128)})}
+"""Supported (block_q, block_k) by architecture, 90 for Hopper."""
+
 INSTALL = "pip install --no-build-isolation git+https://github.com/thu-ml/SpargeAttn"
-LEAST_TOKENS = 128
-"""Fewest tokens of a head, which SpargeAttn asserts."""
 _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_with_pv_threshold_sm90"
 
 
@@ -35,30 +34,26 @@ def why_unavailable() -> str | None:
     return None
 
 
-def blocks(arch: int | None) -> frozenset[tuple[int, int]]:
-    """(block_q, block_k) on a GPU of this architecture, 90 for Hopper."""
-    return frozenset({(64, 128) if arch == 90 else (128, 64)})
-
-
 def sparge_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention` for whole heads; lse is NaN, for there is none."""
     from spas_sage_attn import block_sparse_sage2_attn_cuda
 
-    q, k, layout, kv_count = inputs.q, inputs.k, inputs.head_layout, inputs.kv_count
-    if layout is None:
-        raise ValueError("SpargeAttn's kernel needs a head_layout: it serves only whole heads")
+    q, k, tokens, kv_count = inputs.q, inputs.k, inputs.head_tokens, inputs.kv_count
+    if tokens is None:
+        raise ValueError("SpargeAttn's kernel needs head_tokens: it supports only whole heads")
     lse = torch.full(q.shape[:2], torch.nan, device=q.device, dtype=torch.float32)
     out = torch.zeros_like(q)
     if len(q) == 0 or len(k) == 0:
         return out, lse
     q, scale = inputs.positively_scaled()
-    heads = [t.reshape(1, layout.heads, -1, t.shape[-1])[:, :, : layout.tokens].contiguous() for t in (q, k, inputs.v)]
-    mask = _head_mask(inputs.kv_index, kv_count, layout.heads, len(k))
+    count = len(q) // -(-tokens // q.shape[1])
+    heads = [t.reshape(1, count, -1, t.shape[-1])[:, :, :tokens].contiguous() for t in (q, k, inputs.v)]
+    mask = _head_mask(inputs.kv_index, kv_count, count, len(k))
     with _default_stream(q.device):
         result = block_sparse_sage2_attn_cuda(
             *heads, mask_id=mask, scale=scale, tensor_layout="HND", output_dtype=q.dtype
         )
-    out.view(1, layout.heads, -1, q.shape[-1])[:, :, : layout.tokens] = result
+    out.view(1, count, -1, q.shape[-1])[:, :, :tokens] = result
     return out.masked_fill(kv_count[:, None, None] == 0, 0.0), lse  # rows without blocks: it leaves memory as it was
 
 
@@ -87,18 +82,3 @@ def _head_mask(kv_index: torch.Tensor, kv_count: torch.Tensor, heads: int, packe
     block = torch.where(column, kv_index % own, own).long()  # entries beyond the count mark a column that is dropped
     mask = torch.zeros(rows, own + 1, dtype=torch.int8, device=kv_index.device)
     return mask.scatter_(1, block, 1)[:, :own].reshape(1, heads, -1, own).contiguous()
-
-
-KERNEL = Kernel(
-    name="sparge",
-    run=sparge_attention,
-    devices=frozenset({"cuda"}),
-    dtypes=HALVES,
-    archs=ARCHS,
-    blocks=blocks,
-    widths=frozenset({64, 128}),
-    least_tokens=LEAST_TOKENS,
-    returns_lse=False,
-    ragged_rows=False,
-    why_unavailable=why_unavailable,
-)

@@ -1,12 +1,33 @@
-"""Launches of Triton kernels on the device of their tensors, which need not be the current device."""
+"""Whether Triton kernels run here, and their launches on the device of their tensors, which need not be the current.
+
+Imports no triton, which need not be installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 import torch
 
-__all__ = ["launch"]
+__all__ = ["interpreted", "launch", "why_unavailable"]
+
+
+def interpreted() -> bool:
+    """Returns whether Triton kernels run in Triton's interpreter, on the CPU: slow, but exact, and without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_unavailable() -> str | None:
+    """Returns why Triton kernels cannot run here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; run `pip install triton`"
+    if not torch.cuda.is_available() and not interpreted():
+        return "there is no GPU, and TRITON_INTERPRET=1 is not set"
+    if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0 (Ampere) or newer"
+    return None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *arguments: Any, **options: Any) -> None:

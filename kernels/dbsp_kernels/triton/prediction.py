@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels import prediction
 from dbsp_kernels.triton.launch import launch
 
-__all__ = [
-    "pool_rows_triton",
-    "pooled_scores_triton",
-    "score_kernel",
-    "select_blocks_triton",
-    "sum_constants",
-    "sum_kernel",
-    "sum_tokens_triton",
-]
+__all__ = ["pool_rows_triton", "pooled_scores_triton", "select_blocks_triton", "sum_tokens_triton"]
 
+LIMIT = tl.constexpr(prediction.LIMIT)
+MEAN_UNIT = tl.constexpr(prediction.MEAN_UNIT)
+DIRECTION_UNIT = tl.constexpr(prediction.DIRECTION_UNIT)
+SCALE_EXPONENT = tl.constexpr(prediction.SCALE_EXPONENT)
+LEAST_EXPONENT = tl.constexpr(prediction.LEAST_EXPONENT)
+UNIT_EXPONENT = tl.constexpr(prediction.UNIT_EXPONENT)
 
 TOKENS_TILE = 16  # tokens at a time: of 32, some compilers spill
 
@@ -44,7 +41,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, place_ptr, first_ptr, sums_ptr,
     batch_stride, head_stride, token_stride, width_stride, heads, blocks,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, LOG2: tl.constexpr,
-    LIMIT: tl.constexpr, PER_MEAN_UNIT: tl.constexpr, PER_DIRECTION_UNIT: tl.constexpr,
+    PER_MEAN_UNIT: tl.constexpr, PER_DIRECTION_UNIT: tl.constexpr,
 ):  # fmt: skip
     """One program, one block of one head of one batch item."""
     block = tl.program_id(0)
@@ -72,35 +69,20 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 2 * WIDTH + tl.arange(0, 2), tl.zeros([2], tl.int64))
 
 
-def sum_constants(width: int, limit: float, mean_unit: float, direction_unit: float) -> dict[str, Any]:
-    """What `sum_kernel` is compiled for."""
-    padded = triton.next_power_of_2(width)
-    return {
-        "WIDTH": width, "PADDED": padded, "TILE": TOKENS_TILE, "LOG2": padded.bit_length() - 1,
-        "LIMIT": limit, "PER_MEAN_UNIT": 1 / mean_unit, "PER_DIRECTION_UNIT": 1 / direction_unit,
-    }  # fmt: skip
-
-
-def sum_tokens_triton(
-    tokens: torch.Tensor,
-    place: torch.Tensor,
-    first: torch.Tensor,
-    limit: float,
-    mean_unit: float,
-    direction_unit: float,
-) -> torch.Tensor:
-    """The contract of `dbsp_kernels.prediction.sum_tokens`, with its limit and units."""
+def sum_tokens_triton(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """The contract of `dbsp_kernels.prediction.sum_tokens`."""
     batch, heads, _, width = tokens.shape
     blocks = len(first) - 1
     sums = tokens.new_empty(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
-    if sums.numel() == 0:
-        return sums
-    launch(
-        sum_kernel, (blocks, batch * heads),
-        tokens, place, first, sums, *tokens.stride(), heads, blocks,
-        **sum_constants(width, limit, mean_unit, direction_unit),
-        enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
-    )  # fmt: skip
+    if sums.numel():
+        padded = triton.next_power_of_2(width)
+        launch(
+            sum_kernel, (blocks, batch * heads),
+            tokens, place, first, sums, *tokens.stride(), heads, blocks,
+            WIDTH=width, PADDED=padded, TILE=TOKENS_TILE, LOG2=padded.bit_length() - 1,
+            PER_MEAN_UNIT=1 / prediction.MEAN_UNIT, PER_DIRECTION_UNIT=1 / prediction.DIRECTION_UNIT,
+            enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
+        )  # fmt: skip
     return sums
 
 
@@ -108,7 +90,6 @@ def sum_tokens_triton(
 def _pool_kernel(  # type: ignore[no-untyped-def]
     sums_ptr, length_ptr, pooled_ptr, copy_stride, block_stride, blocks,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, LOG2: tl.constexpr,
-    MEAN_UNIT: tl.constexpr, DIRECTION_UNIT: tl.constexpr,
 ):  # fmt: skip
     """One program, one block of one head of one batch item."""
     block = tl.program_id(0).to(tl.int64)
@@ -124,10 +105,8 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + WIDTH + tl.arange(0, 1), square.to(tl.float32))
 
 
-def pool_rows_triton(
-    sums: torch.Tensor, lengths: torch.Tensor, mean_unit: float, direction_unit: float
-) -> torch.Tensor:
-    """The contract of `dbsp_kernels.prediction.pool_rows`, with its units."""
+def pool_rows_triton(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The contract of `dbsp_kernels.prediction.pool_rows`."""
     heads, batch, blocks, width = *sums.shape[:3], sums.shape[3] // 2 - 1
     pooled = sums.new_empty(heads, batch, blocks, width + 1, dtype=torch.float32)
     if pooled.numel():
@@ -136,7 +115,6 @@ def pool_rows_triton(
             _pool_kernel, (blocks, heads * batch),
             sums, lengths, pooled, sums.stride(1), sums.stride(2), blocks,
             WIDTH=width, PADDED=padded, LOG2=padded.bit_length() - 1,
-            MEAN_UNIT=mean_unit, DIRECTION_UNIT=direction_unit,
             enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
         )  # fmt: skip
     return pooled
@@ -144,14 +122,14 @@ def pool_rows_triton(
 
 SCORE_TILE = 32  # query and key blocks a program scores
 WARPS = 8  # of them: 4 have too few registers
+ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
 UNIT = 2.0**-60  # int64 holds the sum of a row's chances, which is 1
 
 
 @triton.jit
 def _in_units(  # type: ignore[no-untyped-def]
-    rows_ptr, first, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    SCALE_EXPONENT: tl.constexpr, LEAST_EXPONENT: tl.constexpr, UNIT_EXPONENT: tl.constexpr,
-):  # fmt: skip
+    rows_ptr, first, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr
+):
     """Rows from `first` on, of which there are `count`, as whole numbers of three limbs, and the unit of each.
 
     Returns:
@@ -161,10 +139,8 @@ def _in_units(  # type: ignore[no-untyped-def]
     there = (row < count)[:, None] & (width < WIDTH)[None, :]
     x = tl.load(rows_ptr + row[:, None] * (WIDTH + 1) + width[None, :], mask=there, other=0.0)
     exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
-    x = x * ((SCALE_EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    whole = ((x + 12582912.0) - 12582912.0).to(
-        tl.int32
-    )  # 1.5 · 2^23: to the nearest whole number, ties to the even one
+    x = x * ((-exponent + SCALE_EXPONENT) << 23).to(tl.float32, bitcast=True)[:, None]
+    whole = ((x + ROUND) - ROUND).to(tl.int32)
     low = ((whole + 128) & 255) - 128
     whole = (whole - low) >> 8
     middle = ((whole + 128) & 255) - 128
@@ -177,7 +153,6 @@ def _in_units(  # type: ignore[no-untyped-def]
 def score_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    SCALE_EXPONENT: tl.constexpr, LEAST_EXPONENT: tl.constexpr, UNIT_EXPONENT: tl.constexpr,
 ):  # fmt: skip
     """One program, a tile of one head. Products of limbs are exact in int32, and their sum in int64."""
     q_first, k_first = tl.program_id(0) * TILE, tl.program_id(1) * TILE
@@ -185,12 +160,8 @@ def score_kernel(  # type: ignore[no-untyped-def]
     q_rows = rows_ptr + head * (nq + nk) * (WIDTH + 1)
     k_rows = q_rows + nq * (WIDTH + 1)
     # 1. Rows of queries and keys in whole numbers.
-    q0, q1, q2, q_unit = _in_units(
-        q_rows, q_first, nq, WIDTH, PADDED, TILE, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT
-    )
-    k0, k1, k2, k_unit = _in_units(
-        k_rows, k_first, nk, WIDTH, PADDED, TILE, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT
-    )
+    q0, q1, q2, q_unit = _in_units(q_rows, q_first, nq, WIDTH, PADDED, TILE)
+    k0, k1, k2, k_unit = _in_units(k_rows, k_first, nk, WIDTH, PADDED, TILE)
     # 2. All products of limbs, those of one weight together.
     k0, k1, k2 = tl.trans(k0), tl.trans(k1), tl.trans(k2)
     total = tl.dot(q2, k2, out_dtype=tl.int32).to(tl.int64)
@@ -208,16 +179,8 @@ def score_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, scores, mask=(q < nq)[:, None] & (k < nk)[None, :])
 
 
-def pooled_scores_triton(
-    rows: torch.Tensor,
-    nq: int,
-    scale: float,
-    similarity: float,
-    scale_exponent: int,
-    least_exponent: int,
-    unit_exponent: int,
-) -> torch.Tensor:
-    """The contract of `dbsp_kernels.prediction.pooled_scores`, with its exponents."""
+def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
+    """The contract of `dbsp_kernels.prediction.pooled_scores`."""
     heads, blocks, width = rows.shape
     rows, nk = rows.contiguous(), blocks - nq
     scores = rows.new_empty(heads, nq, nk, dtype=torch.float64)
@@ -228,7 +191,6 @@ def pooled_scores_triton(
             score_kernel, grid,
             rows, scores, nq, nk, scale, rounded,
             WIDTH=width - 1, PADDED=max(32, triton.next_power_of_2(width - 1)), TILE=SCORE_TILE,
-            SCALE_EXPONENT=scale_exponent, LEAST_EXPONENT=least_exponent, UNIT_EXPONENT=unit_exponent,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return scores

@@ -8,25 +8,12 @@ import triton.language as tl
 
 from dbsp_kernels.triton.launch import launch
 
-__all__ = ["expand_kernel", "pack_kernel", "triton_expand_rows", "triton_pack_rows"]
+__all__ = ["triton_expand_rows", "triton_pack_rows"]
 
 CHUNK = 1024  # columns at a time
 
 
-@triton.jit(
-    do_not_specialize=(
-        "bits_ptr",
-        "base_ptr",
-        "length_ptr",
-        "full_ptr",
-        "index_ptr",
-        "rows",
-        "row_bytes",
-        "width",
-        "block",
-        "blocks",
-    )
-)
+@triton.jit(do_not_specialize=range(10))  # all arguments but the constant
 def expand_kernel(  # type: ignore[no-untyped-def]
     bits_ptr, base_ptr, length_ptr, full_ptr, index_ptr, rows, row_bytes, width, block, blocks, CHUNK: tl.constexpr
 ):
@@ -50,35 +37,17 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         short_place += tl.sum(short, 0)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "mask_ptr",
-        "rows_ptr",
-        "spans_ptr",
-        "turn_ptr",
-        "columns_ptr",
-        "present_ptr",
-        "full_ptr",
-        "bits_ptr",
-        "count_ptr",
-        "counted_ptr",
-        "key_ptr",
-        "mask_row",
-        "spans",
-        "width",
-        "row_bytes",
-    )
-)
+@triton.jit(do_not_specialize=range(15))  # all arguments but the constant
 def pack_kernel(  # type: ignore[no-untyped-def]
     mask_ptr, rows_ptr, spans_ptr, turn_ptr, columns_ptr, present_ptr, full_ptr,
     bits_ptr, count_ptr, counted_ptr, key_ptr, mask_row, spans, width, row_bytes, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row in one period."""
+    """One program, one row in one chunk of keys."""
     row = tl.program_id(0)
-    period = tl.program_id(1).to(tl.int64)
-    place = period * tl.num_programs(0) + row
+    chunk = tl.program_id(1).to(tl.int64)
+    place = chunk * tl.num_programs(0) + row
     mask_row_ptr = mask_ptr + tl.load(rows_ptr + row) * mask_row
-    of_span = (period * spans + tl.load(spans_ptr + row)) * width
+    of_span = (chunk * spans + tl.load(spans_ptr + row)) * width
     count = 0
     counted = 0
     for start in range(0, width, CHUNK):
@@ -109,13 +78,13 @@ def triton_pack_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The contract of `dbsp_kernels.tables.pack_rows`, for columns in any order."""
     mask = mask[:, None] if mask.ndim == 1 else mask if mask.stride(1) == 1 else mask.contiguous()
-    (periods, all_spans, width), count = columns.shape, len(rows)
-    bits = rows.new_empty(periods, count, -(-width // 8), dtype=torch.uint8)
-    counts, counted = rows.new_empty(2, periods, count, dtype=torch.int32)
-    keys = rows.new_empty(periods, count)
+    (chunks, all_spans, width), count = columns.shape, len(rows)
+    bits = rows.new_empty(chunks, count, -(-width // 8), dtype=torch.uint8)
+    counts, counted = rows.new_empty(2, chunks, count, dtype=torch.int32)
+    keys = rows.new_empty(chunks, count)
     if bits.numel():
         launch(
-            pack_kernel, (count, periods),
+            pack_kernel, (count, chunks),
             mask, rows, spans, turn, columns, present, full, bits, counts, counted, keys,
             mask.stride(0), all_spans, width, bits.shape[2], CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip

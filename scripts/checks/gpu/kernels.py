@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -18,7 +17,6 @@ import torch
 from dbsp_kernels import (
     BackwardInputs,
     KernelInputs,
-    TransposedTable,
     block_attention_backward,
     merge_into,
 )
@@ -107,7 +105,7 @@ def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
     on = p.to(setting.device)
     scale, full = shape.head_dim**-0.5, full_counts(p).to(setting.device)
     given = KernelInputs(on.q, on.k, on.v, on.kv_index, on.kv_count, on.kv_len, scale, full)
-    table = TransposedTable(order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device))
+    table = order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device)
     parts = dout, out.detach().to(shape.dtype), lse.float()
     inputs = BackwardInputs(given, *(one.to(setting.device) for one in parts), lambda: table)
     found, again = (block_attention_backward(inputs, "triton") for _ in range(2))
@@ -119,30 +117,31 @@ def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
 
 def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
     """Sums of blocks, their means, scores, and the blocks chosen, each from the twin's input."""
+    from dbsp_kernels.triton import prediction as on_gpu
+
     rng = np.random.default_rng(0)
     blocks = 6 if setting.dry else 150
     lengths = rng.integers(1, 16 if setting.dry else 130, blocks)
     first = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
     tokens = torch.randn(2, 3, int(first[-1]), head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    place, runs = torch.from_numpy(rng.permutation(int(first[-1]))), predicted.block_runs(lengths)
-    on = setting.device
+    place, on = torch.from_numpy(rng.permutation(int(first[-1]))), setting.device
 
     def differ(name: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
         same = (found.cpu() == twin) | (found.cpu() != found.cpu()) & (twin != twin)
         return Row(f"{name} that differ from the twin's", float((~same).sum()), "", 0.0)
 
-    sums = predicted.sum_tokens_torch(tokens, place, runs)
-    yield differ("sums", predicted.sum_tokens(tokens.to(on), place.to(on), first.to(on), runs), sums)
+    sums = predicted.sum_tokens(tokens, place, first)
+    yield differ("sums", on_gpu.sum_tokens_triton(tokens.to(on), place.to(on), first.to(on)), sums)
     counts = torch.from_numpy(lengths)
-    rows = predicted.pool_rows_torch(sums, counts)
-    yield differ("means", predicted.pool_rows(sums.to(on), counts.to(on)), rows)
+    rows = predicted.pool_rows(sums, counts)
+    yield differ("means", on_gpu.pool_rows_triton(sums.to(on), counts.to(on)), rows)
     rows, nq = rows.flatten(0, 1), blocks // 3
-    scores = predicted.pooled_scores_torch(rows, nq, head_dim**-0.5, 0.02)
-    yield differ("scores", predicted.pooled_scores(rows.to(on), nq, head_dim**-0.5, 0.02), scores)
+    scores = predicted.pooled_scores(rows, nq, head_dim**-0.5, 0.02)
+    yield differ("scores", on_gpu.pooled_scores_triton(rows.to(on), nq, head_dim**-0.5, 0.02), scores)
     chance, dense = torch.softmax(scores * 30, dim=-1), rows[..., -1] <= 0.02
     for cdf, count in ((0.9, 0), (None, max(1, nq // 4))):
-        chosen = predicted.select_blocks(chance.to(on), dense.to(on), cdf, count)
-        yield differ(f"blocks by {cdf or count}", chosen, predicted.select_blocks_torch(chance, dense, cdf, count))
+        chosen = on_gpu.select_blocks_triton(chance.to(on), dense.to(on), cdf, count)
+        yield differ(f"blocks by {cdf or count}", chosen, predicted.select_blocks(chance, dense, cdf, count))
 
 
 def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, int]:
@@ -157,6 +156,8 @@ def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, 
 
 def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
     """Tokens rounded to int8 while they are packed, and restored."""
+    from dbsp_kernels.triton.exchange import triton_quantise_segments
+
     for mean in (1, 64):
         table, places = segment_table(setting, mean, 0)
         size = 10.0 ** torch.randint(-4, 4, (2, 600, 5, 1))
@@ -165,11 +166,11 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         less = torch.randn(2, 5, head_dim)
         expected = torch.zeros(2, 1, places, row_words(head_dim), dtype=torch.int32)
         found = torch.full_like(expected, 7, device=setting.device)
-        with _twins():
-            quantise_segments(source, expected, CopySegments.of(table, CPU), less)
-            restored = restore_rows(expected, head_dim, dtype)
+        quantise_segments(source, expected, CopySegments.of(table, CPU), less)
+        restored = restore_rows(expected, head_dim, dtype)
         there = CopySegments.of(table, torch.device(setting.device))
-        quantise_segments(source.to(setting.device), found, there, less.to(setting.device))
+        given = (source.to(setting.device), found, there.table, there.mean, less.to(setting.device))
+        triton_quantise_segments(*given)
         scales = [one.view(torch.float32)[..., -1].cpu().nan_to_num(-1.0) for one in (found, expected)]
         yield Row(f"scales that differ, segments of {mean}", float((scales[0] != scales[1]).sum()), "", 0.0)
         words = float((found[..., :-1].cpu() != expected[..., :-1]).sum())
@@ -231,8 +232,3 @@ def range_checks(setting: Setting) -> Iterator[Row]:
         except ValueError:
             told = 1
     yield Row("indices that are not told", 1 - told, "", 0.0)
-
-
-def _twins() -> AbstractContextManager[None]:
-    """Lets torch's own operations compute on the CPU, also where Triton's interpreter is asked for."""
-    return mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"})

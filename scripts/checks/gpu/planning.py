@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.tables import build_tables, dense_spans_of
-from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest
+from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.setting import Setting
@@ -39,7 +39,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def prediction(setting: Setting, name: str, options: dict[str, Any]) -> Iterator[Row]:
     """A rank's heads over all tokens: what pooling, scores and choosing take, without communication."""
-    source = cast(DynamicMaskSource, DbspConfig.load({"mask": {"source": name, **options}}).mask)
+    source = DbspConfig.load({"mask": {"source": name, **options}}).mask
     shape = 1, setting.own_heads, setting.tokens, setting.head_dim
     # Neighbouring tokens are alike, or every block would be dense for its dissimilarity.
     q, k = ((torch.randn(shape, device=setting.device).cumsum(2) / 30).to(setting.dtype) for _ in range(2))
@@ -80,16 +80,16 @@ def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, in
     source = SyntheticSource(preset="wan2.1-t2v-14b", density=0.4, **blocks)
     mask = source.mask(MaskRequest(0, setting.heads, setting.thw))
     plan = make_plan(mask, strategy, planner)
-    yield Row("ρ_s", plan.metrics.rho)
+    yield Row("ρ_s", plan.rho)
     yield Row("plan, on the host", setting.sampler.host_ms(lambda i: make_plan(_copy(mask), strategy, planner)), "ms")
     layout = SequenceLayout.contiguous(setting.tokens, setting.world)
     device = torch.device(setting.device)
     yield Row(
         "a rank's part, on the host",
-        setting.sampler.host_ms(lambda i: RankPlan.of(plan.assignment, layout, 0).to(device)),
+        setting.sampler.host_ms(lambda i: RankPlan.of(plan, layout, 0).to(device)),
         "ms",
     )
-    part = RankPlan.of(plan.assignment, layout, 0).to(device)
+    part = RankPlan.of(plan, layout, 0).to(device)
     there = BlockMask(mask.bits.to(device), mask.grid)
 
     def tables(i: int) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, StaticMaskSource
+from dbsp_core.sources import LocalQK, MaskRequest
 from tests.support.oracle import token_mask
 
 UNEVEN = {"source": "callable", "function": f"{__name__}:uneven_bits", "block_q": 16, "block_k": 32}
@@ -109,8 +109,8 @@ def mask_of(session: AttentionSession, request: MaskRequest, tokens: LocalQK) ->
     """The mask that a session uses for all tokens of one sample."""
     source = session.config.mask
     if source.changes == "per_call":
-        return cast(DynamicMaskSource, source).mask(request, tokens)
-    return cast(StaticMaskSource, source).mask(request)
+        return source.mask(request, tokens)
+    return source.mask(request)
 
 
 def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.models.lookup import signature_of_name
+from dbsp_core.models.table import signature_of_name
 from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
@@ -162,7 +162,7 @@ class PackedJob:
     @cached_property
     def table(self) -> KernelTable:
         plan = make_plan(self.mask, "U1R1")
-        (kept,) = build_tables(table_layout(plan.assignment, 0).to(torch.device(self.setting.device)), self.mask)
+        (kept,) = build_tables(table_layout(plan, 0).to(torch.device(self.setting.device)), self.mask)
         return kept.expanded()
 
     @cached_property

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dbsp_cli.generate.resources import linear_flops, passes
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Constants, Hardware
-from dbsp_core.cost.prediction import AttentionShape, Prediction
+from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from scripts.reproduce.authors.measured import BURST, DBSP, DENSITIES, PASSES, SPARGE, STRATEGIES, Bar
 from scripts.reproduce.common import TABLE_1
-from scripts.reproduce.lockstep import plan_ring, predict_ring
+from scripts.reproduce.lockstep import RingPrediction, plan_ring, predict_ring
 
 BALANCED_RHO = 1.015
 """Of db-SP's plans: the slides' 1.025 for heads and below 1.01 for rings."""
@@ -40,12 +41,12 @@ def as_run(name: str) -> ModelSpec:
     """The model without guidance, so with one pass a step."""
     spec = MODEL_SPECS[name]
     run = replace(spec, video=replace(spec.video, guidance_scale=1.0, guidance_scale_2=None))
-    assert run.calls == PASSES * run.steps
+    assert passes(run) == PASSES * run.video.steps
     return run
 
 
 @functools.cache
-def _without_blocks(model: str, strategy: Strategy, constants: Constants) -> Prediction:
+def _without_blocks(model: str, strategy: Strategy, constants: Constants) -> RingPrediction:
     spec = MODEL_SPECS[model]
     grid = BlockGrid.uniform(spec.tokens, BLOCK)
     empty = BlockMask(np.zeros((spec.heads, grid.nq, grid.nk), dtype=bool), grid)
@@ -91,9 +92,9 @@ def bar_attention_s(bar: Bar, known: Constants, unknowns: Unknowns) -> float:
     else:
         strategy = Strategy.parse(bar.way)
         one = attention_s(bar.model, strategy, known, density * rho_of(bar.model, strategy, bar.method))
-    return spec.calls * spec.layers * one
+    return passes(spec) * spec.layers * one
 
 
 def other_s(model: str, known: Constants) -> float:
     spec = as_run(model)
-    return spec.calls * spec.linear_flops / known.linear_flops_per_s / 8 + known.serial_s
+    return passes(spec) * linear_flops(spec) / known.linear_flops_per_s / 8 + known.serial_s

@@ -11,7 +11,6 @@ import torch
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
 from dbsp_core.comm.exchange import mean_of_tokens
-from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import Int8Format
 from dbsp_kernels.exchange import CopySegments
@@ -89,7 +88,7 @@ def error_with(rank: int, world: int, case: Case, fault: str) -> float:
     """The error with one of `FAULTS`, against the same rounded in one process."""
     given = Inputs.of(case, rank)
     plan = planned(case, given)
-    plan = replace(plan, assignment=replace(plan.assignment, wire=FAULTS[fault](rank)))
+    plan = replace(plan, wire=FAULTS[fault](rank))
     n_local = given.local[0].shape[2]
     attend = DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.of(), n_local=n_local)
     q, k, v = as_sent(case, given.full)
@@ -104,23 +103,22 @@ def rows_at_owners(rank: int, world: int, case: Case, fault: str | None = None) 
     kept = Kept()
     if fault is not None:
         kept.write = FAULTS[fault](rank).write  # type: ignore[method-assign]
-    assignment = replace(plan.assignment, wire=kept)
-    plan, n_local = replace(plan, assignment=assignment), given.local[0].shape[2]
+    plan, n_local = replace(plan, wire=kept), given.local[0].shape[2]
     DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.of(), n_local=n_local)(*given.local)
     rows, *slots = kept.seen
-    return [*_rows(assignment, rank, rows), *_slots(assignment, rank, slots)]
+    return [*_rows(plan, rank, rows), *_slots(plan, rank, slots)]
 
 
-def _rows(assignment: Assignment, rank: int, rows: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
-    lengths, heads, blocks = assignment.grid.q_axis.lengths, *assignment.rows_of(rank)
-    packed = rows.view(len(rows), len(heads), assignment.grid.block_q, -1)
+def _rows(plan: Plan, rank: int, rows: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
+    lengths, heads, blocks = plan.grid.q_axis.lengths, *plan.rows_of(rank)
+    packed = rows.view(len(rows), len(heads), plan.grid.block_q, -1)
     places = enumerate(zip(heads.tolist(), blocks.tolist(), strict=True))
     return [(("q", head, block), packed[:, place, : lengths[block]]) for place, (head, block) in places]
 
 
-def _slots(assignment: Assignment, rank: int, slots: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
-    lengths, found = assignment.grid.k_axis.lengths, []
-    for slot, (heads, blocks) in zip(slots, assignment.chunks.of(rank), strict=True):
+def _slots(plan: Plan, rank: int, slots: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
+    lengths, found = plan.grid.k_axis.lengths, []
+    for slot, (heads, blocks) in zip(slots, plan.chunks.of(rank), strict=True):
         for place, (head, block) in enumerate(zip(heads.tolist(), blocks.tolist(), strict=True)):
             both = slot[:, :, place, : lengths[block]]
             found += [(("k", head, block), both[0]), (("v", head, block), both[1])]

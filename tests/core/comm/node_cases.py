@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from unittest import mock
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.nodes import gather_nodes
+from dbsp_core.comm.devices import gather_nodes
 from tests.core.runtime.session_cases import Session
 
 THW = (4, 12, 16)
@@ -26,4 +26,4 @@ def attention(rank: int, world: int, told: Sequence[Mapping[str, str]]) -> tuple
     with mock.patch.dict("os.environ", told[rank]):
         session = Session({"mask": MASK}, "auto")  # chosen by the nodes
         worst = session.attend(900.0, thw=THW)
-    return worst, session.inner.records[0].assignment.fingerprint
+    return worst, session.inner.records[0].fingerprint

@@ -416,7 +416,7 @@ def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeyp
     def broken(self):
         raise ValueError("cdf is broken")
 
-    monkeypatch.setattr("dbsp_core.sources.sparge.SpargeThresholds.__post_init__", broken)
+    monkeypatch.setattr("dbsp_core.sources.sparge.LikeliestBlocks.__post_init__", broken)
     with pytest.raises(ValueError, match="cdf is broken") as raised:
         DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
     assert not isinstance(raised.value, UserError)

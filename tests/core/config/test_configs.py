@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dbsp_cli.generate.job import require_video
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
-from dbsp_core.models.lookup import find_model_spec, published_model, require_video, signature_of_model
 from dbsp_core.models.settings import GenerateSettings, VideoSettings
 from dbsp_core.models.signature import ModelSignature, token_grid
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
-from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
 from dbsp_diffusers.resolve import describe_mask
@@ -175,7 +174,6 @@ def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
         require_video(spec.signature, with_images(spec.video, spec.signature))
         first = {"wan2.1-i2v-14b-480p": "wan2.1-i2v-14b", "wan2.2-distilled-i2v": "wan2.2-i2v-a14b"}
         assert published_model(spec.signature) is MODEL_SPECS[first.get(spec.name, spec.name)]
-        assert spec.preset in PRESETS
 
 
 def test_models_agree_with_the_pipelines_defaults():

@@ -43,8 +43,8 @@ DERIVED: dict[str, Callable[[BlockMask], object]] = {
     "fingerprints of parts": lambda mask: [part.fingerprint for part in mask.parts],
     "density": lambda mask: mask.density,
     "dense spans": lambda mask: dense_spans_of(mask, torch.device("cuda")).tolist(),
-    "plan": lambda mask: make_plan(mask, "U1R2").metrics.work.tolist(),
-    "evaluated plan": lambda mask: make_plan(random_mask(mask.grid), "U1R2").evaluate(mask).metrics.work.tolist(),
+    "plan": lambda mask: make_plan(mask, "U1R2").work.tolist(),
+    "evaluated plan": lambda mask: make_plan(random_mask(mask.grid), "U1R2").counted(mask).work.tolist(),
 }
 
 

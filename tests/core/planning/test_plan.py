@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
+from dbsp_core.planning.plan import plan_from_counts
 from dbsp_core.planning.planners import PLANNERS
 from tests.support.generators import EVERY_STRATEGY, SEEDS, examples, problems, random_bits
 
@@ -19,7 +20,7 @@ every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
 
 def counted(plan: Plan, mask: BlockMask) -> float:
     """ρ_s, dense block by dense block."""
-    done = Counter(int(plan.assignment.q_owner[h, i]) for h, i, _ in mask.bits.nonzero().tolist())
+    done = Counter(int(plan.owner[h, i]) for h, i, _ in mask.bits.nonzero().tolist())
     return max(done.values()) / (done.total() / plan.strategy.world) if done else 1.0
 
 
@@ -29,11 +30,7 @@ def counted(plan: Plan, mask: BlockMask) -> float:
 def test_every_row_is_computed_by_exactly_one_rank(strategy, data):
     problem = data.draw(problems(strategy))
     plan = problem.plan()
-    rows = [
-        row
-        for rank in range(problem.strategy.world)
-        for row in zip(*map(list, plan.assignment.rows_of(rank)), strict=True)
-    ]
+    rows = [row for rank in range(problem.strategy.world) for row in zip(*map(list, plan.rows_of(rank)), strict=True)]
     assert sorted(rows) == list(np.ndindex(problem.mask.heads, plan.grid.nq))
 
 
@@ -45,13 +42,13 @@ def test_every_rank_is_sent_each_kv_block_of_its_columns_heads_once(strategy, da
     plan, (x, y) = problem.plan(), (problem.strategy.ulysses, problem.strategy.ring)
     for rank in range(problem.strategy.world):
         of_column = range(rank % x, problem.strategy.world, x)
-        heads = {h for one in of_column for h in plan.assignment.rows_of(one)[0].tolist()}
-        chunks = plan.assignment.chunks.of(rank)
+        heads = {h for one in of_column for h in plan.rows_of(one)[0].tolist()}
+        chunks = plan.chunks.of(rank)
         assert len(chunks) == y
         sent = [block for chunk in chunks for block in zip(*(a.tolist() for a in chunk), strict=True)]
         assert sorted(sent) == [(h, j) for h in sorted(heads) for j in range(plan.grid.nk)]
         for number, (head, block) in enumerate(chunks):
-            home = np.broadcast_to(plan.assignment.chunks.home, (problem.mask.heads, plan.grid.nk))
+            home = np.broadcast_to(plan.chunks.home, (problem.mask.heads, plan.grid.nk))
             assert ((rank // x - number) % y == home[head, block]).all()
 
 
@@ -61,9 +58,9 @@ def test_every_rank_is_sent_each_kv_block_of_its_columns_heads_once(strategy, da
 def test_heads_stay_whole_within_a_column_and_blocks_within_a_ring_rank(strategy, data):
     problem = data.draw(problems(strategy, [name for name in PLANNERS if name != "dbsp"]))
     plan, x = problem.plan(), problem.strategy.ulysses
-    assert (plan.assignment.split_heads, plan.assignment.extra_kv) == (0, 0.0)
-    assert (plan.assignment.q_owner % x == plan.assignment.q_owner[:, :1] % x).all()
-    assert (plan.assignment.q_owner // x == plan.assignment.q_owner[:1] // x).all()
+    assert (plan.split_heads, plan.extra_kv) == (0, 0.0)
+    assert (plan.owner % x == plan.owner[:, :1] % x).all()
+    assert (plan.owner // x == plan.owner[:1] // x).all()
 
 
 @every_strategy
@@ -87,7 +84,7 @@ def test_moved_is_the_share_of_queries_that_change_ring_rank(strategy, data):
     for head in range(problem.mask.heads):
         for token in range(grid.tokens):
             ring = layout.rank[token] // x
-            moved += plan.assignment.q_owner[head, grid.q_axis.block_of[token]] // x != ring
+            moved += plan.owner[head, grid.q_axis.block_of[token]] // x != ring
     assert plan.moved == pytest.approx(moved / (problem.mask.heads * grid.tokens))
 
 
@@ -107,10 +104,10 @@ def test_equal_arguments_give_equal_plans(strategy, data):
     problem = data.draw(problems(strategy))
     copy = replace(problem, mask=BlockMask(problem.mask.bits.clone(), problem.mask.grid))
     plan, again = problem.plan(), copy.plan()
-    assert (plan.assignment.q_owner == again.assignment.q_owner).all()
-    assert plan.assignment.equals(again.assignment)
-    assert plan.assignment.fingerprint == again.assignment.fingerprint
-    assert 0 <= plan.assignment.fingerprint < 2**63
+    assert (plan.owner == again.owner).all()
+    assert plan.same_routes(again)
+    assert plan.fingerprint == again.fingerprint
+    assert 0 <= plan.fingerprint < 2**63
 
 
 @given(st.data())
@@ -118,16 +115,16 @@ def test_equal_arguments_give_equal_plans(strategy, data):
 def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
     strategy = Strategy(ulysses=2, ring=3)
     plan = data.draw(problems(strategy)).plan()
-    assignment, chunks = plan.assignment, plan.assignment.chunks
+    chunks = plan.chunks
 
     def one_elsewhere(places, parts):
         changed, index = places.copy(), data.draw(st.integers(0, places.size - 1))
         changed.flat[index] = (changed.flat[index] + 1) % parts
         return changed
 
-    moved_row = replace(assignment, q_owner=one_elsewhere(assignment.q_owner, strategy.world))
-    moved_block = replace(assignment, chunks=replace(chunks, home=one_elsewhere(chunks.home, strategy.ring)))
-    assert len({one.fingerprint for one in (assignment, moved_row, moved_block)}) == 3
+    moved_row = replace(plan, owner=one_elsewhere(plan.owner, strategy.world))
+    moved_block = replace(plan, chunks=replace(chunks, home=one_elsewhere(chunks.home, strategy.ring)))
+    assert len({one.fingerprint for one in (plan, moved_row, moved_block)}) == 3
 
 
 @every_strategy
@@ -137,11 +134,35 @@ def test_a_reused_plan_has_the_numbers_of_the_new_mask(strategy, data, seed):
     problem = data.draw(problems(strategy))
     plan = problem.plan()
     mask = BlockMask(random_bits(problem.mask.heads, problem.mask.grid, seed), problem.mask.grid)
-    reused, fresh = plan.evaluate(mask), replace(problem, mask=mask).plan()
-    assert reused.assignment.fingerprint == plan.assignment.fingerprint
+    reused, fresh = plan.counted(mask), replace(problem, mask=mask).plan()
+    assert reused.fingerprint == plan.fingerprint
     assert reused.rho == pytest.approx(counted(plan, mask))
     assert (reused.rho_before, reused.rho_bound) == (fresh.rho_before, fresh.rho_bound)
     assert (reused.moved, reused.plan_ms) == (plan.moved, 0.0)
+
+
+@every_strategy
+@given(data=st.data())
+@examples(6)
+def test_row_counts_give_the_plan_and_the_numbers_of_their_mask(strategy, data):
+    problem = data.draw(problems(strategy))
+    mask, plan = problem.mask, make_plan(problem.mask, strategy)
+    rows = mask.bits.sum(dim=2).numpy()
+    from_counts = plan_from_counts(rows, mask.grid, strategy)
+    assert plan.same_routes(from_counts)
+    assert plan.fingerprint == from_counts.fingerprint
+    for one in (from_counts, plan.counted(np.ones_like(rows)).counted(rows)):
+        assert (one.work.tolist(), one.moved) == (plan.work.tolist(), plan.moved)
+        assert (one.rho, one.rho_before, one.rho_bound) == (plan.rho, plan.rho_before, plan.rho_bound)
+
+
+def test_a_plan_that_was_not_compared_has_no_numbers_to_compare_with():
+    mask = BlockMask.dense(2, BlockGrid.uniform(64, 16))
+    plan = make_plan(mask, "U2R1", compare=False)
+    assert np.isnan([plan.rho_before, plan.rho_bound]).all()
+    with pytest.raises(RuntimeError, match="without comparing"):
+        _ = plan.compared
+    assert plan.counted(mask).compared[1].sum() == plan.work.sum()
 
 
 def test_a_contiguous_plan_by_hand():
@@ -149,21 +170,24 @@ def test_a_contiguous_plan_by_hand():
     # rank 1 does 7: ρ_s = 7 / (10 / 2) = 1.4.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "contiguous")
-    assert plan.assignment.q_owner.tolist() == [[0, 0, 1, 1]]
-    assert [[block.tolist() for _, block in plan.assignment.chunks.of(rank)] for rank in (0, 1)] == [
+    assert plan.owner.tolist() == [[0, 0, 1, 1]]
+    assert [[block.tolist() for _, block in plan.chunks.of(rank)] for rank in (0, 1)] == [
         [[0, 1], [2, 3]],
         [[2, 3], [0, 1]],
     ]
-    assert plan.metrics.work.tolist() == [3, 7]
+    assert plan.work.tolist() == [3, 7]
     assert (plan.rho, plan.moved) == (1.4, 0.0)
 
 
 def test_a_paper_plan_by_hand():
     # The same mask, R_b = 1. Rows, largest first: 4 stays, as 0 − 4 < 0; 3, 0 at home: 4 − 3 > 0, moves to rank 0;
-    # 2 at home: 3 − 2 < 4, stays; 1 at home: 5 − 1 = 4, a tie with rank 1, so it stays.
+    # 2 at home: 3 − 2 < 4, stays; 1 at home: 5 − 1 = 4, a tie that the lower rank wins, so it stays.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "paper")
-    assert plan.metrics.work.sum() == 10
+    assert plan.owner.tolist() == [[0, 0, 0, 1]]
+    assert plan.work.tolist() == [6, 4]
+    assert (plan.rho, plan.rho_before, plan.rho_bound) == (1.2, 1.4, 1.0)
+    assert plan.moved == 0.25
 
 
 class TestErrors:
@@ -173,10 +197,12 @@ class TestErrors:
     def test_a_mask_of_another_size(self):
         plan = make_plan(self.MASK, "U2R1")
         with pytest.raises(ValueError, match="the plan has 2 heads, the mask 3; make a plan for this mask"):
-            plan.evaluate(BlockMask.dense(3, self.GRID))
+            plan.counted(BlockMask.dense(3, self.GRID))
         other = BlockMask.dense(2, BlockGrid.uniform(64, 8))
         with pytest.raises(ValueError, match=r"the plan is on .*, the mask on .*; make a plan for this mask"):
-            plan.evaluate(other)
+            plan.counted(other)
+        with pytest.raises(ValueError, match=r"row counts of shape \(2, 5\) do not fit a plan of 2 heads of 4 query"):
+            plan.counted(np.ones((2, 5), dtype=np.int64))
         assert not plan.fits(other)
 
     def test_an_unknown_planner_names_those_there_are(self):
@@ -186,8 +212,8 @@ class TestErrors:
     @pytest.mark.parametrize("planner", PLANNERS)
     def test_more_ring_ranks_than_blocks_leave_ranks_idle(self, planner):
         plan = make_plan(self.MASK, "U1R5", planner)
-        assert plan.metrics.work.sum() == 2 * 4 * 4
-        assert len(plan.assignment.chunks.of(4)) == 5
+        assert plan.work.sum() == 2 * 4 * 4
+        assert len(plan.chunks.of(4)) == 5
 
     def test_a_strategy_of_another_form(self):
         with pytest.raises(ValueError, match="not of the form UxRy"):

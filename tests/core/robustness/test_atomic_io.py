@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_core.utils.files import ByteTensor, require_file_place, write_atomically, write_byte_tensors
+from dbsp_cli.output import require_file_place
+from dbsp_core.masks.mask_writer import ByteTensor, safetensors_pieces
+from dbsp_core.utils.files import write_atomically
 
 
 def mode(path: Path) -> int:
@@ -60,6 +62,6 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
     (tmp_path / "file").write_text("old")
     tensors = {"mask": ByteTensor((4,), [b"half"[:2]])}
     with pytest.raises(ValueError, match="was given 2 bytes"):
-        write_byte_tensors(tmp_path / "file", tensors, {})
+        write_atomically(tmp_path / "file", safetensors_pieces(tensors, {}))
     assert (tmp_path / "file").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dbsp_cli.output import require_file_place
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_file_place, require_folder_place
+from dbsp_core.utils.files import require_folder_place
 
 COMMANDS = {
     "tiny": ("make_tiny", ["tiny", "wan", "PLACE"], "FOLDER"),

@@ -47,8 +47,6 @@ def test_a_plan(mask):
     plan = make_plan(mask, "U2R1")
     numbers = f"ρ_s {plan.rho_before:.3f} → {plan.rho:.3f}, bound {plan.rho_bound:.3f}"
     assert repr(plan) == f"<Plan U2R1 by dbsp: {numbers}, moved 0.0%>"
-    assert repr(plan.metrics) == f"<PlanMetrics of {int(mask.bits.sum())} dense blocks: {numbers}>"
-    assert repr(plan.assignment) == "<Assignment U2R1 of 3 heads of 125 × 125 blocks, keys: all>"
     bare = make_plan(mask, "U1R2", keys="needed", compare=False)
     assert repr(bare) == f"<Plan U1R2 by dbsp, needed keys: ρ_s {bare.rho:.3f}, moved {bare.moved:.1%}>"
 
@@ -100,7 +98,7 @@ def test_what_holds_tensors_prints_none(mask, session):
     numbers = torch.ones(50).long().numpy()
     attend = DualBalancedAttention.prepare(plan, mask, layout, None)
     for one in (
-        *(mask, mask.counts, GRID.q_axis, layout, plan, plan.metrics, plan.assignment, session),
+        *(mask, mask.counts, GRID.q_axis, layout, plan, session),
         *(attend, attend.part, attend.tables, attend.route, LocalQK.alone(big, big), Rehoming.of(layout, layout)),
         *(
             sample,

@@ -379,7 +379,7 @@ def needed_keys_of_growing_masks(
     with fits:
         worst = max(session.attend(900.0 - step) for step in range(8))
     plans = session.inner.records.values()
-    return worst, session.inner.reuse.replans, [plan.assignment.chunks.keys == "needed" for plan in plans]
+    return worst, session.inner.reuse.replans, [plan.chunks.keys == "needed" for plan in plans]
 
 
 def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str) -> tuple[float, set[str]]:
@@ -388,7 +388,7 @@ def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str) -
     session, names = Session(settings, strategy), set()
     for step, (batch, text) in enumerate(((1, 0), (1, 0), (2, 0), (1, 7), (2, 7), (1, 0))):
         worst = session.attend(900.0 - step, batch, text_tokens=text, settle=True)
-        names |= {plan.assignment.chunks.keys for plan in session.inner.records.values()}
+        names |= {plan.chunks.keys for plan in session.inner.records.values()}
         if worst > 1e-5:
             break
     return worst, names

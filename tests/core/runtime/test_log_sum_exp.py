@@ -8,7 +8,7 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
 from dbsp_kernels import KERNELS
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels.kernel import returns_lse
 
 
 def test_a_kernel_that_returns_no_log_sum_exp_serves_no_ring(monkeypatch):

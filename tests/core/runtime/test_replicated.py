@@ -7,8 +7,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from dbsp_core import SequenceGroup
+from dbsp_core.runtime import whole_tensors
 from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_once
-from dbsp_kernels import dense
+from dbsp_kernels import KERNELS
+from tests.support.interpreter import interpreted
 
 KEYS = {2: (0, 7), 3: (5, 1, 30), 4: (9, 0, 0, 2)}
 """How many each rank has, by the number of ranks."""
@@ -42,10 +44,10 @@ def attend(rank: int, world: int, merged: bool = True) -> list[torch.Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("at_a_time", [4096, 4])
+@pytest.mark.parametrize("block", [64, 4])
 @pytest.mark.parametrize("world", KEYS)
-def test_equals_one_process_with_its_gradients(threads, monkeypatch, world, at_a_time):
-    monkeypatch.setattr(dense, "KEYS_AT_A_TIME", at_a_time)
+def test_equals_one_process_with_its_gradients(threads, monkeypatch, world, block):
+    monkeypatch.setattr(whole_tensors, "BLOCK", block)
     found, (out, dq, dk, dv) = threads(world).run(attend), expected(world)
     assert all(torch.equal(one[0], found[0][0]) for one in found), "the same bits on every rank"
     assert (found[0][0] - out).abs().max() < 1e-14
@@ -60,14 +62,22 @@ def test_a_rank_alone_would_be_wrong(threads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_where_torch_has_no_kernel_for_it_the_result_is_the_same(monkeypatch, dtype):
-    q, k, v, _ = tensors(3, dtype)
-    with_kernel = dense.attend_dense(q, k, v, SCALE)
-    monkeypatch.setattr(dense, "dense_supported", lambda q: False)
-    without = dense.attend_dense(q, k, v, SCALE)
-    for one, other, like in zip(with_kernel, without, (dtype, torch.float32), strict=True):
-        assert one.dtype == other.dtype == like
-        torch.testing.assert_close(one, other, atol=1e-6 if dtype == torch.float32 else 0.02, rtol=0)
+def test_kernels_for_gpus_give_the_same(monkeypatch, dtype):
+    """Forward and backward, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which the kernel is not interpreted")
+    *given, weights = tensors(3, dtype)
+    found = []
+    for kernel in ("cpu", "triton"):
+        with interpreted():
+            monkeypatch.setattr(whole_tensors, "_kernel_for", lambda q, kernel=kernel: KERNELS[kernel])
+            leaves = [t.clone().requires_grad_(True) for t in given]
+            out = attend_shared_keys(*leaves, SCALE, SequenceGroup(0, 1))
+            (out * weights).sum().backward()
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0)
 
 
 def test_inference_tensors_are_refused():

@@ -98,10 +98,10 @@ def test_plans_count_what_they_own():
         for planner in ("dbsp", "contiguous", "paper", "snake"):
             layout = SequenceLayout.striped(mask.grid, strategy)
             plan = make_plan(mask, strategy, planner, layout=layout)
-            square, owner = mask.square().numpy(), plan.assignment.q_owner
+            square, owner = mask.square().numpy(), plan.owner
             owned = [square[owner == rank].sum() for rank in range(strategy.world)]
-            assert owned == plan.metrics.work.tolist()
-            assert plan.rho == imbalance_ratio(plan.metrics.work)
+            assert owned == plan.work.tolist()
+            assert plan.rho == imbalance_ratio(plan.work)
             assert plan.density == pytest.approx(mask.density)
 
 

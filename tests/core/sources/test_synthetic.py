@@ -12,6 +12,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.patterns import always_dense, choose_best, exact_counts
 from dbsp_core.sources.synthetic.source import PRESETS
+from scripts.reproduce.common import preset_model
 from scripts.reproduce.lockstep import plan_ring
 
 DEMO = MaskRequest(0, 12, (7, 13, 9))
@@ -31,7 +32,7 @@ def bits(source: SyntheticSource, request: MaskRequest = DEMO) -> np.ndarray:
 
 
 def request_of(name: str, layer: int) -> MaskRequest:
-    model = PRESETS[name].model
+    model = preset_model(name)
     return MaskRequest(layer, model.heads, model.thw, model.text_tokens)
 
 
@@ -147,10 +148,10 @@ def test_without_drift_masks_are_static():
 def test_presets_give_table_1(name):
     """For every second layer, on a grid as coarse as ring shards allow: ρ_s is within 0.01 of that at block 64."""
     source = SyntheticSource(preset=name, block_q=256, block_k=256)
-    layers = [source.mask(request_of(name, layer)) for layer in range(0, PRESETS[name].model.layers, 2)]
+    layers = [source.mask(request_of(name, layer)) for layer in range(0, preset_model(name).layers, 2)]
     for strategy, paper in PAPER[name].items():
         plan = plan_ring(layers[0], strategy)  # asks for nothing in a mask: serves all layers
-        rho = np.mean([plan.evaluate(mask).rho for mask in layers])
+        rho = np.mean([plan.counted(mask).rho for mask in layers])
         tolerance = 0.05 if strategy in FITTED else 0.10
         assert rho == pytest.approx(paper, rel=tolerance), strategy
 
@@ -170,7 +171,7 @@ def test_keys_override_a_preset():
     )
     style = config.mask.style
     assert (style.density, style.drift) == (0.2, 0.1)
-    assert style.head_concentration == PRESETS["cogvideox1.5-5b"].style.head_concentration
+    assert style.head_concentration == PRESETS["cogvideox1.5-5b"].head_concentration
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dbsp_core.config import DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.steps import StepGroups
-from dbsp_core.models.lookup import signature_of_model
+from dbsp_core.models.table import signature_of_model
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.lowrank import LowRankProjections

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from dbsp_core import (
 from dbsp_core.sources import LocalQK
 from scripts.checks.campaign.oracle.attention_case import Draw
 from scripts.checks.campaign.oracle.drawn_masks import mask_of, sources_of
-from tests.support.attention_cases import random_assignment
+from tests.support.attention_cases import random_owners
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, rounded_to_int8
 
@@ -135,7 +135,7 @@ def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLa
     plan = make_plan(mask, strategy, name, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner != "random":
         return plan
-    return replace(plan, assignment=random_assignment(plan.assignment, mask, case.seed))
+    return random_owners(plan, mask, case.seed)
 
 
 def _expected(mask: BlockMask, tensors: list[torch.Tensor], queries: torch.Tensor) -> torch.Tensor:

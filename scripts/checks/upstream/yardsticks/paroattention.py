@@ -19,11 +19,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks
+from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, even_groups
 from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS
 from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.masks.steps import StepGroups
 from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
 
 __all__ = ["findings"]
@@ -85,7 +84,7 @@ def _step_groups(folder: Path, callback: Any, groups: int, steps: int) -> Findin
     for step in range(steps - 1):
         callback.on_step_end(pipe, step, 0, {})
         theirs.append(int(pipe.transformer.i_timestep))
-    ours = [StepGroups.even(groups, steps).find(step) for step in range(steps)]
+    ours = [even_groups(groups, steps).find(step) for step in range(steps)]
     one_hot = [np.arange(groups) == np.array(one)[:, None] for one in (theirs, ours)]
     return compared(PROJECT, folder, f"{groups} step groups of {steps} steps", *one_hot, unit="pairs")
 

@@ -44,7 +44,7 @@ def plan_of(strategy: str, keys: str = "all"):
 def test_table_layout_on_another_device_keeps_its_spans(strategy):
     plan = plan_of(strategy)
     for rank in range(plan.strategy.world):
-        here = table_layout(plan.assignment, rank)
+        here = table_layout(plan, rank)
         there = here.to(META)
         spans = [span for of_period in there.spans for span in of_period]
         assert spans
@@ -58,7 +58,7 @@ def test_rank_plan_on_another_device_differs_in_its_tensors_alone(strategy, keys
     plan = plan_of(strategy, keys)
     layout = SequenceLayout.contiguous(256, plan.strategy.world)
     for rank in range(plan.strategy.world):
-        here = RankPlan.of(plan.assignment, layout, rank)
+        here = RankPlan.of(plan, layout, rank)
         there = here.to(META)
         assert (
             assert_moved(here.table_layout, there.table_layout, "table_layout")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
-from dbsp_core.runtime.tables import build_tables, dense_head_layout, table_layout
+from dbsp_core.runtime.tables import build_tables, table_layout, whole_head_tokens
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 from tests.support.generators import SEEDS, examples, masks
 from tests.support.interpreter import interpreted
@@ -84,7 +84,7 @@ def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs whole layers")
     strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3"]))
-    layout = table_layout(make_plan(mask, strategy).assignment, 0)
+    layout = table_layout(make_plan(mask, strategy), 0)
     bits = mask.row_bits
     of_mask = layout.rows, layout.spans_of, layout.turn, layout.columns, layout.present, layout.full
     expected = pack_rows(bits, *of_mask, layout.as_masked)
@@ -106,10 +106,10 @@ def test_every_rank_and_chunk_lists_what_the_mask_and_the_plan_say(mask, batch, 
     plan = make_plan(mask, strategy, data.draw(st.sampled_from(["contiguous", "paper", "dbsp"])), keys=keys)
     seen = torch.zeros_like(square, dtype=torch.int64)
     for rank in range(strategy.world):
-        row_head, row_block = plan.assignment.rows_of(rank)
-        for chunk, kept in enumerate(build_tables(table_layout(plan.assignment, rank).to(torch.device("cpu")), mask)):
+        row_head, row_block = plan.rows_of(rank)
+        for chunk, kept in enumerate(build_tables(table_layout(plan, rank).to(torch.device("cpu")), mask)):
             table = kept.expanded(batch)
-            kv_head, kv_block = plan.assignment.chunks.of(rank)[chunk]
+            kv_head, kv_block = plan.chunks.of(rank)[chunk]
             lengths = grid.k_axis.lengths[kv_block]
             assert table.kv_len.tolist() == lengths.tolist() * batch
             assert sorted(table.row_schedule.tolist()) == list(range(batch * len(row_head)))
@@ -134,7 +134,7 @@ def test_bits_take_an_eighth_of_a_byte_a_block():
     grid = BlockGrid.uniform(75_600)
     mask = BlockMask.dense(5, grid)
     plan = make_plan(mask, "U1R1")
-    (kept,) = build_tables(table_layout(plan.assignment, 0).to(torch.device("cpu")), mask)
+    (kept,) = build_tables(table_layout(plan, 0).to(torch.device("cpu")), mask)
     assert kept.bits.nbytes == 5 * 1182 * 148
     assert sum(t.nbytes for t in vars(kept).values() if isinstance(t, torch.Tensor)) < 1e6
 
@@ -152,9 +152,10 @@ def test_bits_take_an_eighth_of_a_byte_a_block():
 def test_whole_heads_are_recognised(strategy, tokens, text_tokens, heads):
     grid = BlockGrid.uniform(tokens, 16, text_tokens)
     plan = make_plan(BlockMask.dense(4, grid), strategy)
-    found = [dense_head_layout(plan.assignment, rank) for rank in range(plan.strategy.world)]
+    found = whole_head_tokens(plan)
     if heads is None:
-        assert (plan.assignment.split_heads > 0) == (strategy == "U3R1")
-        assert found == [None] * plan.strategy.world
+        assert (plan.split_heads > 0) == (strategy == "U3R1")
+        assert found is None
     else:
-        assert [(whole.heads, whole.tokens) for whole in found] == [(heads, tokens)] * 2
+        assert found == tokens
+        assert [len(plan.rows_of(rank)[0]) for rank in range(2)] == [heads * grid.nq] * 2

@@ -60,7 +60,7 @@ def predict_together(rank: int, world: int, case: SpargeCase, strategy: str) -> 
     parsed = Strategy.parse(strategy)
     tokens = local_tokens(rank, world, case, parsed)
     mask = case.source.mask(case.request, tokens)
-    return mask.fingerprint, make_plan(mask, parsed, layout=tokens.layout).assignment.fingerprint
+    return mask.fingerprint, make_plan(mask, parsed, layout=tokens.layout).fingerprint
 
 
 def local_tokens(

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from dbsp_core.sources import LocalQK
-from dbsp_kernels.prediction import block_runs, pool_rows, pool_rows_torch, sum_tokens, sum_tokens_torch
+from dbsp_kernels.prediction import pool_rows, sum_tokens
+from dbsp_kernels.triton.prediction import pool_rows_triton, sum_tokens_triton
 from tests.core.sources.predicted.sparge_cases import SpargeCase
 from tests.core.sources.predicted.sparge_reference import predict
 
@@ -68,10 +69,9 @@ def same_sums(width: int, dtype: torch.dtype) -> bool:
     tokens = tokens.to(dtype).transpose(1, 2)  # as [B, n, H, D] hosts give it
     place = torch.randperm(90, generator=generator)[:80]
     first = torch.tensor([0, 40, 40, 73, 80])
-    runs = block_runs(first.diff().numpy())
-    sums, lengths = sum_tokens(tokens, place, first, runs), torch.tensor([40, 1, 33, 7])
-    rows = pool_rows(sums[:, :, 1:], lengths[1:]), pool_rows_torch(sums[:, :, 1:], lengths[1:])
-    return torch.equal(sums, sum_tokens_torch(tokens, place, runs)) and torch.equal(*rows)
+    sums, lengths = sum_tokens_triton(tokens, place, first), torch.tensor([40, 1, 33, 7])
+    rows = pool_rows_triton(sums[:, :, 1:], lengths[1:]), pool_rows(sums[:, :, 1:], lengths[1:])
+    return torch.equal(sums, sum_tokens(tokens, place, first)) and torch.equal(*rows)
 
 
 if __name__ == "__main__":

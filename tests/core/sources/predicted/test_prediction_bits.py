@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from dbsp_core.comm import block_pooling
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis
-from dbsp_core.sources import LocalQK
-from dbsp_kernels.prediction import DIRECTION_UNIT, LIMIT, MEAN_UNIT, block_runs, sum_tokens_torch
+from dbsp_core.sources import LocalQK, sol, sparge, vsa
+from dbsp_kernels.prediction import DIRECTION_UNIT, LIMIT, MEAN_UNIT, sum_tokens
 from tests.core.sources.predicted.sparge_cases import SpargeCase
 from tests.support.interpreter import interpreted
 
@@ -22,6 +24,9 @@ CASES = (
     SpargeCase(settings={"topk": 0.3, "similarity": 0.2}, dtype=torch.bfloat16, width=24),
     SpargeCase(settings={"cdf": 1.0, "similarity": 0.4, "attention_sink": True}, dtype=torch.float16),
 )
+
+
+GPU_FUNCTIONS = ("sum_tokens", "pool_rows", "pooled_scores", "select_blocks")
 
 
 def halving_sum(terms: torch.Tensor) -> torch.Tensor:
@@ -93,9 +98,7 @@ def test_bits_are_those_of_the_plain_form(case, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_those_of_the_plain_form(dtype, monkeypatch):
-    monkeypatch.setattr(
-        "dbsp_kernels.prediction.CHUNK_BYTES", 8 * 24 * 100
-    )  # several chunks, and blocks longer than one
+    monkeypatch.setattr("dbsp_kernels.prediction.TOKENS_AT_A_TIME", 100)  # blocks longer than that, too
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(2, 3, 400, 24, generator=generator) * torch.logspace(-30, 5, 400)[:, None]
     tokens[0, 1, 5], tokens[1, 2, 7, 0], tokens[0, 0, 3, 1] = 0.0, torch.nan, -torch.inf
@@ -103,7 +106,7 @@ def test_sums_are_those_of_the_plain_form(dtype, monkeypatch):
     place, first = torch.randperm(400, generator=generator)[:380], torch.tensor([0, 40, 80, 120, 120, 290, 370, 380])
     block = torch.repeat_interleave(torch.arange(7), first.diff())
     expected = plain_sums(tokens[:, :, place], block, 7)
-    sums = sum_tokens_torch(tokens, place, block_runs(first.diff().numpy())).transpose(0, 1)
+    sums = sum_tokens(tokens, place, first).transpose(0, 1)
     assert torch.equal(sums[..., :-2], torch.cat(expected, dim=-1))
     assert not sums[..., -2:].any()
 
@@ -118,13 +121,18 @@ def test_sums_are_those_of_the_plain_form(dtype, monkeypatch):
     ],
     ids=lambda settings: settings["source"],
 )
-def test_kernels_for_gpus_predict_the_same_bits(settings):
+def test_kernels_for_gpus_predict_the_same_bits(settings, monkeypatch):
     """In Triton's interpreter, where there is no GPU."""
     pytest.importorskip("triton")
+    from dbsp_kernels.triton import prediction
+
     case = SpargeCase(thw=(3, 9, 10), text_tokens=5, heads=3, batch=2)
     source = DbspConfig.load({"mask": settings | {"block_q": 16, "block_k": 16}}).mask
     expected = source.mask(case.request, LocalQK.alone(*case.tensors()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    for module, name in itertools.product((block_pooling, sol, sparge, vsa), GPU_FUNCTIONS):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, getattr(prediction, f"{name}_triton"))
     with interpreted():
         found = source.mask(case.request, LocalQK.alone(*(one.to(device) for one in case.tensors())))
     assert found.fingerprint == expected.fingerprint

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dbsp_core.models.checkpoint import Checkpoint
+from dbsp_diffusers.checkpoint import Checkpoint
 
 INDEX = {
     "_class_name": "WanPipeline",
