@@ -16,7 +16,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.steps import DenoisingStep, StepClock, StepCounter
+from dbsp_core.masks.steps import DenoisingStep, Progress, StepClock
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.mask_recorder import MaskRecorder
 from dbsp_core.runtime.executor import AttentionExecutor
@@ -255,15 +255,15 @@ class RunObserver(SessionObserver):
 
     def moments(self) -> list[DenoisingStep]:
         """The step and guidance pass of each forward pass. Waits for the device once."""
-        counter, found = StepCounter(), []
+        clock, found = StepClock(lambda: Progress(step_index=now[1])), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
-        for number, (timestep, of_host) in enumerate(zip(self._timesteps, self._passes, strict=True)):
+        for number, (timestep, now) in enumerate(zip(self._timesteps, self._passes, strict=True)):
             if timestep is None:  # only their order is known
                 found.append(DenoisingStep(number))
             else:
                 value = next(read) if isinstance(timestep, torch.Tensor) else timestep
-                found.append(counter.advance(float(value), *of_host))
+                found.append(clock.advance(float(value), now[0]))
         return found
 
     def _evaluate(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:

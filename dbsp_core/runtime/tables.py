@@ -13,7 +13,7 @@ from dbsp_core.masks.block_mask import BlockMask, row_places
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels import DenseHeadLayout, DensePart, TransposedTable
+from dbsp_kernels import DensePart
 from dbsp_kernels.exchange import on_device, to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
@@ -25,10 +25,10 @@ __all__ = [
     "TableLayout",
     "TransposedLayout",
     "build_tables",
-    "dense_head_layout",
     "dense_spans_of",
     "table_layout",
     "transposed_layouts",
+    "whole_head_tokens",
 ]
 
 
@@ -308,18 +308,15 @@ def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndar
     return DenseRows(tuple(parts), not rest.any(), table.kv_count * kept, table.kv_full * kept)
 
 
-def dense_head_layout(plan: Plan, rank: int) -> DenseHeadLayout | None:
-    """What the kernel is told where the ranks' rows are simply all those of whole heads; None where they are not.
-
-    The answer is None on all ranks or on none.
-    """
+def whole_head_tokens(plan: Plan) -> int | None:
+    """Returns the tokens of a head if every rank's rows are simply all those of whole heads, or None."""
     grid = plan.grid
     only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
         return None
     if not plan.chunks.sends_every_block:  # a block that nobody needs, or that comes by itself
         return None
-    return DenseHeadLayout(len(plan.rows_of(rank)[0]) // grid.nq, grid.tokens)
+    return grid.tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,14 +335,12 @@ class TransposedLayout:
     column: torch.Tensor
     most: int
 
-    def table(self, table: ChunkTable, batch: int = 1) -> TransposedTable:
+    def table(self, table: ChunkTable, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Which rows attend to each block, for `batch` copies; made where the bits are, without a synchronisation."""
         blocks, device = len(self.first), table.bits.device
         if not blocks or not self.most:
-            return TransposedTable(
-                torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device),
-                torch.zeros(batch * blocks, dtype=torch.int32, device=device),
-            )
+            nothing = torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device)
+            return nothing, nothing[:, 0]
         # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
         place = torch.arange(self.most, device=device)
         row = (self.first[:, None] + place).clamp(max=len(table.bits) - 1)
@@ -355,7 +350,7 @@ class TransposedLayout:
         count = needed.sum(dim=1, dtype=torch.int32)
         whole = torch.full((len(table.bits),), 1, dtype=torch.int32, device=device)
         rows = expand_rows(pack_bits(needed), self.first, whole, count, self.most, 1, batch)
-        return TransposedTable(rows, count.repeat(batch))
+        return rows, count.repeat(batch)
 
 
 def transposed_layouts(layout: TableLayout) -> tuple[TransposedLayout, ...]:

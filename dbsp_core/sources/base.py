@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -157,15 +157,12 @@ class PredictedSource(BlockSizes):
     attention_sink: bool = field(default=False, kw_only=True)
     dense_text: bool = field(default=True, kw_only=True)
     token_order: str = field(default=CANONICAL, kw_only=True)
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         with blame_setting("token_order"):
             require_order(self.token_order)
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         return replace(super().grid(request), orders=(self.token_order,))

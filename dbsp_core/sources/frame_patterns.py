@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.utils.errors import UserError, bad_value, require_value
 
@@ -41,21 +41,18 @@ class LineSegments:
     begins: np.ndarray
 
 
-def line_segments(grid: BlockGrid, at: np.ndarray, line: np.ndarray | None = None) -> list[LineSegments]:
-    """Returns the segments of the video's query blocks, and of its key blocks.
+def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
+    """The segments of one axis's video blocks.
 
-    Args:
-        grid: The blocks.
-        at: int64[video tokens] in the order of the blocks, each token's position on its line, which never falls there.
-        line: int64[video tokens], each token's line; None: all are on one.
+    `line` and `at` are int64[video tokens] in the order of the blocks: each token's line, and its position there,
+    which never falls along the line.
     """
-    line, found = np.zeros_like(at) if line is None else line, []
-    for axis in (grid.q_axis, grid.k_axis):
-        new_block = np.diff(axis.block_of[grid.text_tokens :], prepend=-1) != 0
-        start = np.flatnonzero(new_block | (np.diff(line, prepend=-1) != 0))
-        end = np.append(start[1:], len(line)) - 1
-        found.append(LineSegments(line[start], at[start], at[end], np.flatnonzero(new_block[start])))
-    return found
+    text_tokens = len(axis.block_of) - len(line)
+    block = axis.block_of[text_tokens:]
+    new_block = np.diff(block, prepend=-1) != 0
+    start = np.flatnonzero(new_block | (np.diff(line, prepend=-1) != 0))
+    end = np.append(start[1:], len(line)) - 1
+    return LineSegments(line[start], at[start], at[end], np.flatnonzero(new_block[start]))
 
 
 def distances(q: LineSegments, k: LineSegments) -> np.ndarray:
@@ -113,7 +110,7 @@ def radial_bits(
     """
     frames, frame = thw[0], thw[1] * thw[2]
     line, at = np.divmod(np.arange(frames * frame), frame)
-    q, k = line_segments(grid, at, line)
+    q, k = line_segments(grid.q_axis, line, at), line_segments(grid.k_axis, line, at)
     reach = _reach(frames, width * frame, decay, max(grid.block_q, grid.block_k))
     dense = distances(q, k) < reach[np.abs(q.line[:, None] - k.line)]
     dense |= k.line < sink_frames
@@ -197,7 +194,8 @@ def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_f
     A query in frame i may attend to all of frame j if |i − j| ≤ ⌊frames / 2⌋ or j < sink_frames.
     """
     frame = np.repeat(np.arange(thw[0]), thw[1] * thw[2])
-    q, k = line_segments(grid, frame)
+    everything = np.zeros_like(frame)
+    q, k = line_segments(grid.q_axis, everything, frame), line_segments(grid.k_axis, everything, frame)
     return reduce_to_blocks(grid, (distances(q, k) <= frames // 2) | (k.first < sink_frames), q, k)
 
 
@@ -209,5 +207,6 @@ def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], bandwidth: float) 
     """
     places = thw[1] * thw[2]
     place = np.repeat(np.arange(places), thw[0])
-    q, k = line_segments(grid, place)
+    everything = np.zeros_like(place)
+    q, k = line_segments(grid.q_axis, everything, place), line_segments(grid.k_axis, everything, place)
     return reduce_to_blocks(grid, distances(q, k) <= int(bandwidth * places) // 2, q, k)

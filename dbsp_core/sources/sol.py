@@ -58,8 +58,7 @@ class SolSource(PredictedSource):
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid = self.grid(request)
-        rows = pool_own_heads(tokens, grid)
-        samples, rows = rows.shape[1], rows.flatten(0, 1)
+        rows = pool_own_heads(tokens, grid).flatten(0, 1)
         dense = always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         anyway = dense[: grid.nq, None] | dense[grid.nq :] | _near(grid, rows.device)
         together = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk))
@@ -69,8 +68,7 @@ class SolSource(PredictedSource):
             threshold = self._thresholds(some, scores, tokens.scale)
             found.append(pack_bits((scores > threshold[..., None]) | anyway))
         mine = found[0] if len(found) == 1 else torch.cat(found)
-        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
-        return BlockMask(bits, grid)
+        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
     def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
         """float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].

@@ -85,8 +85,7 @@ class SpargeSource(LikeliestBlocks):
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid = self.grid(request)
-        rows = pool_own_heads(tokens, grid)
-        samples, rows = rows.shape[1], rows.flatten(0, 1)
+        rows = pool_own_heads(tokens, grid).flatten(0, 1)
 
         def scores(first: int, last: int) -> torch.Tensor:
             """float64 scores by operations on single heads: the other heads of a rank cannot change a bit."""
@@ -100,8 +99,7 @@ class SpargeSource(LikeliestBlocks):
         if self.attention_sink or (self.dense_text and grid.text_tokens):
             dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         mine = select_in_parts(scores, chance, dense, grid.nq, (*self.limits(grid.nk), self.crossing))
-        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
-        return BlockMask(bits, grid)
+        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
 
 def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
@@ -162,14 +162,11 @@ class NablaSource(BlockSizes):
 
     cdf: float | None = None
     window: Sizes | None = None
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._union  # noqa: B018  raises for values out of range
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
 
     def or_else(self, checkpoint: NablaSource) -> NablaSource:
         """This source with what is not set of it from a checkpoint's."""

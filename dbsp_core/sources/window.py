@@ -78,7 +78,7 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: 
     tiles = [-(-size // each) for size, each in zip(thw, tile, strict=True)]
     at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
     line = at[0] * tiles[1] + at[1]
-    q, k = line_segments(grid, at[2], line)
+    q, k = line_segments(grid.q_axis, line, at[2]), line_segments(grid.k_axis, line, at[2])
     in_time, in_height = (_sees(tiles[axis], window[axis], shifted) for axis in (0, 1))
     first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2], shifted)
     dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]

@@ -83,12 +83,8 @@ def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
 
 def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Tokens [..., D] of a floating-point dtype from contiguous rows int32[..., row_words(D)]: number · scale."""
-    if rows.is_cuda:
-        from dbsp_kernels.triton.exchange import triton_restore_rows  # here: triton need not be installed
-
-        return triton_restore_rows(rows, width, dtype)
-    numbers = rows.view(torch.int8)[..., :width].to(torch.float32)
-    return numbers.mul_(rows.view(torch.float32)[..., -1:]).to(dtype)
+    tokens = rows.new_empty(*rows.shape[:-1], width, dtype=dtype)
+    return torch.mul(rows.view(torch.int8)[..., :width], rows.view(torch.float32)[..., -1:], out=tokens)
 
 
 SLICED = 16  # mean tokens from which on the CPU copies segment by segment, rather than by index
@@ -121,7 +117,7 @@ class CopySegments:
     @cached_property
     def entries(self) -> list[list[int]]:
         """The table as lists of Python integers."""
-        return self.table.tolist()  # type: ignore[no-any-return]
+        return self.table.tolist()
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.backends import cpu, fa4, reference, sparge
+from dbsp_kernels.backends import cpu, fa4, sparge
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention
 from dbsp_kernels.triton.launch import interpreted, why_unavailable
@@ -176,8 +176,8 @@ _IN_ORDER = (
     ),
     Kernel(
         name="reference",
-        run=reference.reference_attention,
-        backward=reference.reference_attention_backward,
+        run=cpu.reference_attention,
+        backward=cpu.reference_attention_backward,
         devices=_CPU | _CUDA,
         auto_on=_CPU,  # on CUDA a loop over rows would take hours
     ),
