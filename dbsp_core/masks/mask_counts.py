@@ -29,7 +29,8 @@ class RowCounts:
         if not parts[0].is_cuda:
             self._host = np.concatenate([_row_sums(part.numpy()) for part in parts], axis=1)
             return
-        sums = torch.cat([part.sum(dim=2, dtype=torch.int32) for part in parts], dim=1)
+        of_parts = [part.sum(dim=2, dtype=torch.int32) for part in parts]
+        sums = of_parts[0] if len(parts) == 1 else torch.cat(of_parts, dim=1)
         pinned = torch.empty(sums.shape, dtype=torch.int32, device="cpu", pin_memory=True)
         self._host = pinned.copy_(sums, non_blocking=True).numpy()
         self._copied = torch.cuda.current_stream(sums.device).record_event()

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import save
 
 from dbsp_core.comm.consistency import check_consistent, gather_texts
-from dbsp_core.comm.groups import SequenceGroup, report_group
-from dbsp_core.cost.machine import device_class, software_versions
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.reports.observer import ObservedCall, RunObserver, run_observer
+from dbsp_core.reports.observer import REPORTS, ObservedCall, RunObserver, run_observer
 from dbsp_core.reports.page import balance_picture, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.files import user_path, write_atomically
-from dbsp_core.utils.process import package_versions
+from dbsp_core.utils.process import installed_version, package_versions
 
 if TYPE_CHECKING:
     from dbsp_core.planning.plan import Plan
@@ -48,7 +48,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
     session.flush()
     observer.read_counts()
-    calls, group = list(observer.calls), report_group(session.group)
+    calls, group = list(observer.calls), session.group.auxiliary(REPORTS)
     group.barrier()
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
     check_consistent(group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, RuntimeError)
@@ -64,7 +64,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
         host=host,
         world_size=group.size,
         strategy=_in_words(session.strategy, columns),
-        planner=session.config.planner.name,
+        planner=session.config.planner,
         max_abs_diff=None,
         layers=_last_of_each_layer(calls),
         seconds=_seconds(observer, calls),
@@ -163,13 +163,18 @@ def _seconds(observer: RunObserver, calls: list[ObservedCall]) -> float:
 
 
 def _environment(session: AttentionSession, observer: RunObserver, hardware: list[str], model: str) -> Environment:
-    software = {"python": platform.python_version(), **software_versions(observer.kernel)}
-    software.pop("kernel")
+    own = installed_version("dbsp-attention") or "not installed"
+    software = {"python": platform.python_version(), "dbsp-attention": own, "torch": str(torch.__version__)}
     if torch.version.cuda:
         software["cuda"] = torch.version.cuda
     software |= {name: own for name, own in package_versions().items() if name not in software}
     settings = session.config.to_values()
-    settings |= {"model": model, "layout": session.config.effective_layout, "kernel": observer.kernel}
-    del settings["report"], settings["record"]  # these folders may be gone when the report is read
+    settings |= {
+        "model": model,
+        "layout": session.config.layout,
+        "keys": session.config.keys,
+        "kernel": observer.kernel,
+    }
+    del settings["report"]  # this folder may be gone when the report is read
     date = datetime.now().astimezone().isoformat(timespec="minutes")
     return Environment(settings, software, hardware, observer.kernel, observer.dtype, date)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
+from dbsp_core.comm.devices import node_marks, number_nodes
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.nodes import node_marks, number_nodes
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.utils.errors import UserError, fingerprint_of

@@ -26,7 +26,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.agreement import (
     LAYOUTS_DIFFER,
     MASKS_DIFFER,
@@ -36,7 +35,7 @@ from dbsp_core.runtime.agreement import (
 )
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.tables import dense_head_layout
+from dbsp_core.runtime.tables import whole_head_tokens
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import not_compiled, outside_inference, version_marks
 from dbsp_kernels import KernelRequirements, require_supported
@@ -104,7 +103,7 @@ class DualBalancedAttention(AttentionExecutor):
         device = torch.device(device)
         problem = None
         try:
-            ragged = dense_head_layout(plan, group.rank) is None
+            ragged = whole_head_tokens(plan) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
             plan.require_fit(mask)
@@ -180,7 +179,7 @@ def dual_balanced_attention(
     mask: BlockMask,
     strategy: Strategy | str,
     *,
-    planner: PlannerConfig | str = "dbsp",
+    planner: str = "dbsp",
     layout: SequenceLayout | None = None,
     group: SequenceGroup | ProcessGroup | None = None,
     scale: float | None = None,

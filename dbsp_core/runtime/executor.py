@@ -93,12 +93,12 @@ class AttentionExecutor(PreparedAttention):
         """
         if not plan.same_routes(part.plan):
             raise ValueError("this part of a plan was made for another plan")
-        tables, whole_heads = _tables(part, plan, mask), part.head_layout
+        tables, head_tokens = _tables(part, plan, mask), part.head_tokens
         needs = KernelRequirements(
             (plan.grid.block_q, plan.grid.block_k),
             lse=plan.strategy.ring > 1,
-            ragged_rows=whole_heads is None,
-            tokens=None if whole_heads is None else whole_heads.tokens,
+            ragged_rows=head_tokens is None,
+            tokens=head_tokens,
         )
         choice, mask_mark = KernelChoice(kernel, needs), mask.fingerprint if mark else 0
         return cls(part, plan, tables, group, choice, mask_mark, coarse=mask.coarse)

@@ -12,8 +12,7 @@ from dbsp_core.comm.exchange_backward import BackwardRoute
 from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.tables import TableLayout, TransposedLayout, dense_head_layout, table_layout, transposed_layouts
-from dbsp_kernels import DenseHeadLayout
+from dbsp_core.runtime.tables import TableLayout, TransposedLayout, table_layout, transposed_layouts, whole_head_tokens
 
 __all__ = ["RankPlan"]
 
@@ -29,7 +28,7 @@ class RankPlan:
         route: How tensors travel between homes and owners, whatever the mask.
         table_layout: What the kernel tables of every mask have in common.
         n_local: Tokens this rank holds outside attention.
-        head_layout: Says that the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`.
+        head_tokens: Tokens of a head, if the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`.
     """
 
     plan: Plan
@@ -38,7 +37,7 @@ class RankPlan:
     route: Route
     table_layout: TableLayout
     n_local: int
-    head_layout: DenseHeadLayout | None
+    head_tokens: int | None
 
     @classmethod
     def of(cls, plan: Plan, layout: SequenceLayout, rank: int, n_local: int | None = None) -> RankPlan:
@@ -49,8 +48,8 @@ class RankPlan:
         """
         n_local = layout.shard if n_local is None else n_local
         route = build_route(plan, layout, rank, n_local, torch.device("cpu"))
-        tables, head_layout = table_layout(plan, rank), dense_head_layout(plan, rank)
-        return cls(plan, layout, rank, route, tables, n_local, head_layout)
+        tables, head_tokens = table_layout(plan, rank), whole_head_tokens(plan)
+        return cls(plan, layout, rank, route, tables, n_local, head_tokens)
 
     @cached_property
     def transposed(self) -> tuple[TransposedLayout, ...]:

@@ -12,7 +12,6 @@ import torch
 from dbsp_core.comm.consistency import check_consistent, needs_gradients, problem_of_inputs
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.prediction import Topology
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -62,7 +61,7 @@ class AttentionSession:
         heads: Attention heads of every layer.
         steps: Tells how many denoising steps there will be, where the host knows.
         problem: Why this rank has no settings, which is raised on all ranks; the other arguments are then not used.
-        topology: The nodes of the group's ranks.
+        nodes: The node of each rank of the group.
         report: Whether any rank's settings ask for a report.
     """
 
@@ -75,7 +74,7 @@ class AttentionSession:
     clock: StepClock = field(default_factory=StepClock)
     observers: list[SessionObserver] = field(default_factory=list)
     problem: InitVar[Exception | None] = None
-    topology: Topology = field(init=False)
+    nodes: tuple[int, ...] = field(init=False)
     report: bool = field(init=False)
     _mask_provider: MaskProvider = field(init=False)
     _statistics: ReuseStatistics = field(default_factory=ReuseStatistics)
@@ -92,7 +91,7 @@ class AttentionSession:
         told = agree_on_settings(
             self.group, self.strategy, config.kernel, settings, problem, report=wanted, debug=debug
         )
-        self.topology, self.report = Topology.of_nodes(told.nodes), told.report
+        self.nodes, self.report = told.nodes, told.report
         self._one_thread = OneThread(self.group)
         count_steps = debug or any(observer.counts_steps for observer in self.observers)
         self._mask_provider = MaskProvider(
@@ -283,11 +282,11 @@ class AttentionSession:
         if not isinstance(layout, SequenceLayout):
             # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
             longest = self.strategy or Strategy(1, self.group.size)
-            layout = SequenceLayout.named(config.effective_layout, grid, longest, streams=layout)
+            layout = SequenceLayout.named(config.layout, grid, longest, streams=layout)
         if self.strategy is None:
-            selector = selector_for(config, self.group, self.topology, layout, grid, device)
+            selector = selector_for(config, self.group, self.nodes, layout, grid, device)
         compare = any(observer.compares for observer in self.observers)
-        keeper = PlanKeeper(config.reuse.threshold, compare, self._statistics)
+        keeper = PlanKeeper(config.reuse, compare, self._statistics)
         parts = config, self.group, self.strategy, self._mask_provider, self.observers
         return SizeContext(*parts, videos, grid, layout, selector, keeper)
 
@@ -345,7 +344,7 @@ class AttentionSession:
     def _problem_of(self, qkv: QKV, tokens: int) -> UserError | None:
         """Returns what is wrong with this rank's q, k and v, or None."""
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
-        problem = problem_of_inputs(*qkv, self.heads, tokens, why, self.config.exchange.wire.no_gradients)
+        problem = problem_of_inputs(*qkv, self.heads, tokens, why, self.config.wire.no_gradients)
         return None if problem is None else UserError(problem)
 
     def _agree(

@@ -13,9 +13,8 @@ import torch
 from dbsp_core.comm.consistency import InputsAgreed, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import cost_basis, hardware_for, warn_if_elsewhere
-from dbsp_core.cost.prediction import AttentionShape, Topology
-from dbsp_core.cost.selection import StrategySelector, candidates
+from dbsp_core.cost.machine import cost_basis, hardware_for
+from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -28,9 +27,7 @@ from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
-from dbsp_kernels import choose_kernel
 from dbsp_kernels.kernel import returns_lse
 
 __all__ = ["SizeContext", "selector_for"]
@@ -143,7 +140,7 @@ class SizeContext:
     def _new_plan(self, make: partial[Plan], shape: AttentionShape, current: Plan | None) -> Plan:
         """Makes a plan, of the strategy that is predicted to be fastest if none is set."""
         config, compare = self.config, self.keeper.compare
-        options = {"planner": config.planner, "layout": self.layout, "precision": config.exchange.precision}
+        options = {"planner": config.planner, "layout": self.layout, "precision": config.precision}
         make = partial(make, **options, compare=compare)
         if self.selector is None:
             return make(self.strategy)
@@ -182,26 +179,16 @@ class SizeContext:
 def selector_for(
     config: DbspConfig,
     group: SequenceGroup,
-    topology: Topology,
+    nodes: tuple[int, ...],
     layout: SequenceLayout,
     grid: BlockGrid,
     device: torch.device,
 ) -> StrategySelector:
-    """Returns the selector for masks on `grid`, used on `device`. Rank 0 says by which constants it chooses."""
-    hardware = hardware_for(config.cost_model, device.type, config.kernel)
+    """Returns the selector for masks on `grid`, used on `device`. Rank 0 logs the constants that it chooses by."""
+    hardware = hardware_for(config.machine, device.type, config.kernel)
     if group.rank == 0:
         log.info("costs are estimated by %s", cost_basis(hardware))
-        if hardware is not None:
-            warn_if_elsewhere(hardware, device, _kernel_name(config.kernel, device))
-    return StrategySelector(candidates(group.size, grid, returns_lse(config.kernel)), hardware, topology, layout)
-
-
-def _kernel_name(kernel: str, device: torch.device) -> str:
-    """Returns the name of the kernel that is expected to run. Whether it can is checked at the first attention."""
-    try:
-        return choose_kernel(kernel, device, torch.bfloat16 if device.type == "cuda" else torch.float32).name
-    except UserError:
-        return kernel
+    return StrategySelector(candidates(group.size, grid, returns_lse(config.kernel)), hardware, nodes, layout)
 
 
 def _fingerprint(plan: Plan) -> int:

@@ -1,7 +1,7 @@
 """Measures this machine for the latency model: dense blocks, all-to-all, P2P, launches; fits, prints and writes.
 
 python -m scripts.calibrate --ranks 8  the GPUs of this node; runs then use the result
-python -m scripts.calibrate --out FILE --check  two ranks, to a file for `cost_model`, and checks
+python -m scripts.calibrate --out FILE --check  two ranks, to a file for `machine`, and checks
 python -m scripts.calibrate --ranks 1 --communication h200 --out FILE  one GPU
 """
 
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from dbsp_cli.output import TextTable, print_json, print_tables, require_file_place
-from dbsp_core.cost.machine import Hardware, load_hardware, measured_file, save_hardware
+from dbsp_core.cost.machine import Hardware, load_hardware, measured_file
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import user_path
 from scripts.calibrate.calibrate import Calibration, Checked, calibrate, check
+from scripts.calibrate.hardware_file import save_hardware
 
 _WORST = 0.5
 """Relative error of a prediction above which constants are not written: `auto` would choose by something else."""

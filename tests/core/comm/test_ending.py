@@ -40,12 +40,11 @@ class TestGroups:
     def test_groups_beside_a_destroyed_one_leave_no_thread(self):
         used = """
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.groups import report_group
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
 assert world.control() == world.control() != world
-report_group(world).barrier()
+world.auxiliary("reports").barrier()
 del world
 """
         done = run(SINGLE_RANK + used + LEFT)

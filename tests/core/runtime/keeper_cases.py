@@ -77,7 +77,7 @@ def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list
 
     Returns what each call raised.
     """
-    session = Session(PREDICTED | {"reuse": {"threshold": 1.0}}, f"U{world}R1")
+    session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
     raised = []
     for call in range(4):
         patched = _faulty(fault) if (rank, call) == (odd, 2) else plan_from_counts
@@ -105,7 +105,7 @@ def two_generations(rank: int, world: int, steps: int, threshold: float) -> list
 
     Returns by step whether a plan was made for it, ρ_s in use, and whether the plan is the last step's.
     """
-    session = Session(PREDICTED | {"reuse": {"threshold": threshold}}, f"U{world}R1", steps=steps)
+    session = Session(PREDICTED | {"reuse": threshold}, f"U{world}R1", steps=steps)
     uses: list[PlanUse] = []
     for step in range(2 * steps):
         assert session.attend(900.0 - step % steps) <= 1e-5

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
+from tests.support.settings import with_debug
 
 VSA = {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
 LAYERS = 3
@@ -23,7 +23,7 @@ LAYERS = 3
 
 def branches_alive(rank: int, world: int, debug: bool) -> tuple[int, int]:
     """Returns how many gates and coarse branches were made in a pass, and how many are alive after it."""
-    config = DbspConfig.load({"mask": VSA, "debug": debug})
+    config = with_debug({"mask": VSA}, debug)
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), 4, LAYERS)
     made: list[weakref.ref[torch.Tensor]] = []
 

@@ -32,7 +32,7 @@ from tests.core.runtime.session_cases import (
 from tests.support.workers import assert_all_raise
 
 LAYERS = PASSES = 2
-EVEN = {"threshold": 1.02}
+EVEN = 1.02
 """The masks here have plans of their own that are more even, and are less even under others'."""
 
 
@@ -68,7 +68,7 @@ class TestMasksThatChangeByStep:
 
     def test_a_threshold_of_1_asks_for_plans_at_every_step(self, threads):
         """The bound above can fail."""
-        settings = {"mask": Drifting(16, 16, slope=0.03), "reuse": {"threshold": 1.0}}
+        settings = {"mask": Drifting(16, 16, slope=0.03), "reuse": 1.0}
         for _, calls, plans, kept, executors in threads(2).run(changing_masks, settings, 9):
             assert plans > calls / 2
             assert kept == executors == LAYERS * PASSES
@@ -124,7 +124,7 @@ class TestSettings:
     @pytest.mark.parametrize("odd", [0, 1])
     @pytest.mark.parametrize(
         "other",
-        [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"planner": "snake"}, {"reuse": {"threshold": 1.3}}],
+        [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"precision": "int8"}, {"reuse": 1.3}, {"debug": True}],
     )
     def test_other_settings_on_one_rank_stop_all(self, threads, odd, other):
         settings = PREDICTED | other
