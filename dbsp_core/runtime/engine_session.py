@@ -94,16 +94,6 @@ def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
     return SequenceLayout(rank, local, world, shard + share)
 
 
-def _load(config: ConfigLike) -> DbspConfig:
-    loaded = DbspConfig.load(os.environ.get(CONFIG_VARIABLE) if config is None else config)
-    if loaded.layout not in (None, "contiguous"):
-        raise UserError(
-            f"layout: {loaded.layout} is not for engines, which shard the sequence by consecutive tokens themselves; "
-            "leave it out"
-        )
-    return loaded
-
-
 class EngineSession:
     """One transformer's attentions: `begin` before the first layer of every forward pass, then `attend` once a layer.
 
@@ -129,7 +119,7 @@ class EngineSession:
     ) -> None:
         loaded, problem = DbspConfig(), None
         try:
-            loaded = _load(config)
+            loaded = DbspConfig.load(os.environ.get(CONFIG_VARIABLE) if config is None else config)
         except Exception as error:  # raised on all ranks by the session
             problem = error
         of_session = loaded, group, loaded.strategy_or(strategy), heads, layers
