@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,16 +21,14 @@ from dbsp_core.cost.sequence_cost import (
     LayerSize,
     SequenceWork,
     WorkOfSizes,
-    bag_layout,
     fastest_bags,
     sequence_cost,
-    whole_layout,
 )
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.planning.bags import BagTopology
-from dbsp_core.planning.sequences import AUTO, BagConfig, SequencePlan, plan_sequences
+from dbsp_core.planning.bags import AUTO, BagConfig, BagTopology
+from dbsp_core.planning.sequences import SequencePlan, plan_sequences
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import UserError, fingerprint_of
@@ -143,14 +142,14 @@ class BagSessions:
             if not len(own):
                 return None
             here = [videos[one] for one in own.tolist()]
-            layout = _with_streams(bag_layout(plan, work.tokens, bag), is_text(here), streams)
+            layout = _with_streams(plan.bag_layout(work.tokens, bag), is_text(here), streams)
             return session.begin(*here, device=device, streams=layout, **step)
 
         layout = run_consistently(control, begun)
         blocks = self.whole.heads * sum(work.grids[one].nq * work.grids[one].nk for one in own.tolist())
         self._last = session, blocks
         text = is_text(videos)
-        whole = _with_streams(whole_layout(plan, work.tokens), text, streams)
+        whole = _with_streams(plan.layout(work.tokens), text, streams)
         first_here = 0 if streams is None else max(1, int(_first(text, streams)[whole.rank == group.rank].sum()))
         if layout is None:
             return Sharing(group, whole, 1 + first_here, first_here, None, plan)
@@ -209,9 +208,9 @@ class BagSessions:
         if self._proposed is not None:
             with suppress(UserError):
                 return planned(self._proposed), work
-        node_size = whole.topology.node_size
+        node_size = max(Counter(whole.nodes).values())
         slack = _SLACK if known is None else 0.0
-        plan = fastest_bags(planned, work, loader, cost, layer, hardware, world, node_size, slack)
+        plan = fastest_bags(planned, work, cost, layer, hardware, world, node_size, slack)
         if whole.group.rank == 0:
             log.info("bags %s, the fastest by %s", plan.topology, cost_basis(known))
         return plan, work

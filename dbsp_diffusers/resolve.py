@@ -124,7 +124,7 @@ def _describe_source(mask: MaskSource) -> str:
 def _describe_changed(settings: Any, default: Any) -> str:
     """The fields whose value is not the default's, as text; without a default instance, all that are set."""
     shown = []
-    for f in sorted(fields(settings), key=lambda one: one.kw_only):  # what several sources have comes last
+    for f in sorted(fields(settings), key=lambda one: bool(one.kw_only)):  # what several sources have comes last
         value = getattr(settings, f.name)
         if f.name.startswith("_") or value is None or (default is not None and value == getattr(default, f.name)):
             continue

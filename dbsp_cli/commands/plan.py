@@ -22,8 +22,7 @@ from dbsp_cli.output import (
     require_pictures,
 )
 from dbsp_cli.owners_picture import owners_picture
-from dbsp_core.cost.prediction import traffic_of
-from dbsp_core.cost.selection import candidates
+from dbsp_core.cost.prediction import candidates, traffic_of
 from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask

@@ -36,7 +36,7 @@ from dbsp_core.runtime.agreement import (
 )
 from dbsp_core.runtime.chunk_attention import attend
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.tables import dense_head_layout
+from dbsp_core.runtime.tables import whole_head_tokens
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import not_compiled, outside_inference, version_marks
 from dbsp_kernels import KernelRequirements, require_supported
@@ -100,7 +100,7 @@ class DualBalancedAttention:
         device = torch.device(device)
         problem = None
         try:
-            ragged = dense_head_layout(plan, group.rank) is None
+            ragged = whole_head_tokens(plan) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
             plan.require_fit(mask)

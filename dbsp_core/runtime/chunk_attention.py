@@ -15,12 +15,11 @@ from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import ChunkTable
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import (
-    DenseHeadLayout,
     Kernel,
     PartialAttention,
     attend_dense_part,
     block_attention,
-    dense_supported,
+    fused_kernel,
     merge_into,
 )
 
@@ -131,12 +130,11 @@ def _at_owners(
     # 2. Keys and values of other ring rows come from their ranks, each chunk beside the kernel on the one before it.
     chunks = route.chunks(first, keys, group)
     # 3. The kernel runs once for each; results merge by log-sum-exp.
-    heads, lse = prepared.table_layout.whole_heads, keep is not None or len(prepared.tables) > 1
-    heads = heads and DenseHeadLayout(heads.heads * batch, heads.tokens)
+    head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(prepared.tables) > 1
     running, last = None, prepared.tables[-1]
     for table in prepared.tables:
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
-        running = _attend(running, rows, wire.read(next(chunks), q), table, scale, kernel, heads, dtype, lse)
+        running = _attend(running, rows, wire.read(next(chunks), q), table, scale, kernel, head_tokens, dtype, lse)
     if running is None:
         raise ValueError("attention needs at least one chunk of keys")
     out, out_lse = running[0].to(q.dtype), running[1]
@@ -152,7 +150,7 @@ def _attend(
     table: ChunkTable,
     scale: float,
     kernel: Kernel,
-    head_layout: DenseHeadLayout | None,
+    head_tokens: int | None,
     out_dtype: torch.dtype,
     lse: bool,
 ) -> PartialAttention:
@@ -162,13 +160,13 @@ def _attend(
         running: None before the first chunk.
         rows: [B·Rq, Bq, D].
         kv: [2, B, Ck, Bk, D], keys and values of the chunk.
-        head_layout: Says that rows are those of whole heads; see `dbsp_kernels.block_attention`.
+        head_tokens: Tokens of a head, if rows are those of whole heads; see `dbsp_kernels.block_attention`.
         out_dtype: Of the result, which is in at least 32 bits until the last chunk, and where there are dense rows.
         lse: Whether the log-sum-exp is wanted: for other chunks, or for backward.
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)
-    dense = table.dense if kernel.returns_lse and dense_supported(rows) else None
+    dense = table.dense if kernel.returns_lse and fused_kernel(rows) else None
     if dense is not None:
         table = replace(table, kv_count=dense.kv_count, kv_full=dense.kv_full)
         lse, out_dtype = True, torch.promote_types(rows.dtype, torch.float32)
@@ -182,11 +180,11 @@ def _attend(
             kernel=kernel,
             partial=running,
             out_dtype=out_dtype,
-            head_layout=head_layout,
+            head_tokens=head_tokens,
             lse=lse,
         )
     if dense is not None:
-        running = _with_dense_rows(running, rows, keys, values, table, batch, scale, kernel)
+        running = _with_dense_rows(running, rows, keys, values, table, batch, scale)
     if running is None:
         raise ValueError("a chunk has either rows for the kernel or dense rows")
     return running
@@ -200,12 +198,8 @@ def _with_dense_rows(
     table: ChunkTable,
     batch: int,
     scale: float,
-    kernel: Kernel,
 ) -> PartialAttention:
-    """Merges the dense rows' attention to this chunk's keys into the running result, which is None before the first.
-
-    Rows that torch has no fused kernel for run on `kernel`.
-    """
+    """Merges dense rows' attention to this chunk's keys into the running result, which is None before the first."""
     if running is None:
         wide = torch.promote_types(q.dtype, torch.float32)
         running = (
@@ -215,6 +209,6 @@ def _with_dense_rows(
     q, keys, values, all_out, all_lse = (t.unflatten(0, (batch, -1)) for t in (q, keys, values, *running))
     for part in table.dense.parts if table.dense else ():
         rows = slice(*part.rows)
-        found = attend_dense_part(q, keys, values, part, table.kv_len, scale, kernel)
+        found = attend_dense_part(q, keys, values, part, scale)
         merge_into(all_out[:, rows], all_lse[:, rows], *found)
     return running

@@ -105,14 +105,14 @@ class PreparedAttention:
 
     def kernel_question(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KernelQuestion:
         """Returns everything that `kernel_for` decides by, equal on all ranks that attend together."""
-        grid, whole, backward = self.plan.grid, self.table_layout.whole_heads, needs_gradients(q, k, v)
+        grid, tokens, backward = self.plan.grid, self.table_layout.head_tokens, needs_gradients(q, k, v)
         needs = KernelRequirements(
             (grid.block_q, grid.block_k),
             width=q.shape[-1],
             lse=backward or self.plan.strategy.ring > 1,
             backward=backward,
-            ragged_rows=whole is None,
-            tokens=None if whole is None else whole.tokens,
+            ragged_rows=tokens is None,
+            tokens=tokens,
         )
         return needs, q.device, q.dtype
 

@@ -10,11 +10,10 @@ from functools import partial
 import torch
 
 from dbsp_core.comm.consistency import problem_of_inputs
+from dbsp_core.comm.devices import gather_nodes
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import Hardware
-from dbsp_core.cost.prediction import Topology
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -87,7 +86,7 @@ class AttentionSession:
             return replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers
 
         agree_on_settings(self.group, self.strategy, self.config.kernel, settings, self.config.debug)
-        topology = Topology.of_nodes(gather_nodes(self.group))
+        nodes = gather_nodes(self.group)
         self._mask_provider = MaskProvider(
             self.config.mask,
             self.config.dense_schedule,
@@ -100,7 +99,7 @@ class AttentionSession:
         )
         compare = any(observer.compares for observer in self.observers)
         self._parts = SessionParts(
-            self.config, self.group, topology, self.strategy, self._mask_provider, self._counters, compare
+            self.config, self.group, nodes, self.strategy, self._mask_provider, self._counters, compare
         )
         if self.config.effective_planning == "async":
             self.group.auxiliary("planning")  # while no rank can have failed yet: making a group is a collective
@@ -175,9 +174,9 @@ class AttentionSession:
         return frozenset(self._reached)
 
     @property
-    def topology(self) -> Topology:
-        """The nodes of the group's ranks."""
-        return self._parts.topology
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank of the group."""
+        return self._parts.nodes
 
     @property
     def layout(self) -> SequenceLayout:
@@ -251,13 +250,6 @@ class AttentionSession:
     def records(self) -> dict[int, Plan]:
         """Each layer's plan, with the numbers of the mask that it was last used for. Waits for pending plans."""
         return self._now.records if self._sizes else {}
-
-    @property
-    def chosen(self) -> dict[Strategy, int]:
-        """How often each strategy was, where it was left to be chosen; for this size of video."""
-        self.flush()
-        selector = self._now.selector if self._sizes else None
-        return {} if selector is None else dict(selector.chosen)
 
     @property
     def reuse(self) -> ReuseCounters:

@@ -13,9 +13,8 @@ import torch
 from dbsp_core.comm.consistency import InputsAgreed, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import Hardware, cost_basis, hardware_for, warn_if_elsewhere
-from dbsp_core.cost.prediction import AttentionShape, Topology
-from dbsp_core.cost.selection import StrategySelector, candidates
+from dbsp_core.cost.machine import Hardware, cost_basis, hardware_for
+from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -28,9 +27,7 @@ from dbsp_core.runtime.plan_cache import PlanCache, ReuseCounters
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
-from dbsp_kernels import choose_kernel
 from dbsp_kernels.kernel import returns_lse
 
 __all__ = [
@@ -64,25 +61,14 @@ def agree_on_constants(
 def selector_of(
     config: DbspConfig,
     group: SequenceGroup,
-    topology: Topology,
+    nodes: tuple[int, ...],
     layout: SequenceLayout,
     hardware: Hardware | None,
     grid: BlockGrid,
-    device: torch.device,
 ) -> StrategySelector:
-    """Returns the selector for masks on `grid`, used on `device`. Rank 0 warns if the constants are of another one."""
-    if hardware is not None and group.rank == 0:
-        warn_if_elsewhere(hardware, device, _kernel_name(config.kernel, device))
+    """Returns the selector for masks on `grid`."""
     strategies = candidates(group.size, grid, returns_lse(config.kernel))
-    return StrategySelector(strategies, hardware, topology, layout)
-
-
-def _kernel_name(kernel: str, device: torch.device) -> str:
-    """Returns the name of the kernel that is expected to run. Whether it can is checked at the first attention."""
-    try:
-        return choose_kernel(kernel, device, torch.bfloat16 if device.type == "cuda" else torch.float32).name
-    except UserError:
-        return kernel
+    return StrategySelector(strategies, hardware, nodes, layout)
 
 
 class PlanKey(NamedTuple):
@@ -112,6 +98,7 @@ class SessionParts:
     """What all sizes of a session have in common.
 
     Attributes:
+        nodes: The node of each rank.
         strategy: How the ranks are used; None: as is predicted to be fastest, for each attention.
         masks: Its masks, begun for the size of the current forward pass.
         counters: What all sizes' plan caches count in.
@@ -120,7 +107,7 @@ class SessionParts:
 
     config: DbspConfig
     group: SequenceGroup
-    topology: Topology
+    nodes: tuple[int, ...]
     strategy: Strategy | None
     masks: MaskProvider
     counters: ReuseCounters
@@ -262,8 +249,7 @@ def new_size(
         layout = _layout(session, grid, streams)
     selector = None
     if strategy is None:
-        topology = session.topology
-        make = partial(selector_of, config, group, topology, layout, hardware, grid, device)
+        make = partial(selector_of, config, group, session.nodes, layout, hardware, grid)
         selector = run_consistently(group, make)
     return SizeContext(session, size, layout, selector, plan_cache_of(session))
 

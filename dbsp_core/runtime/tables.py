@@ -12,8 +12,8 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask, row_places
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels import DenseHeadLayout, DensePart, TransposedTable
-from dbsp_kernels.exchange import on_device, to_device
+from dbsp_kernels import DensePart
+from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
 __all__ = [
@@ -23,9 +23,9 @@ __all__ = [
     "TableLayout",
     "TransposedLayout",
     "build_tables",
-    "dense_head_layout",
     "dense_spans_of",
     "table_layout",
+    "whole_head_tokens",
 ]
 
 
@@ -131,8 +131,7 @@ class TableLayout:
         spans: By chunk, on the host: of each span with rows, where its rows and blocks are.
         base: By chunk int32[Rq], the packed block of each row's column 0.
         kv_len: By chunk int32[Ck], tokens of each packed block.
-        as_masked: Whether column j is KV block j for all rows: then a mask's bits are taken as they are.
-        whole_heads: See `dense_head_layout`.
+        head_tokens: See `whole_head_tokens`.
     """
 
     spans_of: torch.Tensor
@@ -145,8 +144,7 @@ class TableLayout:
     kv_len: tuple[torch.Tensor, ...]
     spans: tuple[tuple[Span, ...], ...]
     block_k: int
-    as_masked: bool
-    whole_heads: DenseHeadLayout | None
+    head_tokens: int | None
 
     @property
     def width(self) -> int:
@@ -158,7 +156,7 @@ class TableLayout:
             return self
 
         def move(table: torch.Tensor) -> torch.Tensor:
-            return to_device(table.numpy(), device)
+            return to_device(table, device)
 
         return replace(
             self,
@@ -202,9 +200,7 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     per_span = np.stack([np.bincount(span, minlength=len(numbers)) for span in of_blocks])  # int64[chunks, spans]
     first = np.cumsum(per_span, axis=1) - per_span
     width = max(1, int(per_span.max(initial=0)))
-    whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
-    as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
-    width += 0 if as_masked else -width % 8  # whole bytes of bits
+    width += -width % 8  # whole bytes of bits
     # 3. Blocks are packed by chunk and span, as these arrays have them.
     present = np.arange(width) < per_span[..., None]
     block = np.concatenate([block for _, block in packed])
@@ -225,8 +221,7 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
             for start, count, (_, of_chunk) in zip(first, per_span, packed, strict=True)
         ),
         block_k=axis.block,
-        as_masked=as_masked,
-        whole_heads=dense_head_layout(plan, rank),
+        head_tokens=whole_head_tokens(plan),
     )
 
 
@@ -261,8 +256,8 @@ def build_tables(
         dense_spans: See `dense_spans_of`.
     """
     # 1. The rows' bits by chunk, and what rows have to do.
-    bits = on_device(mask.row_bits, layout.rows.device)
-    of_mask = layout.columns, layout.present, layout.full, layout.as_masked
+    bits = to_device(mask.row_bits, layout.rows.device)
+    of_mask = layout.columns, layout.present, layout.full
     packed, count, full, key = pack_rows(bits, layout.rows, layout.spans_of, layout.turn, *of_mask)
     # 2. In which order they start.
     order = torch.argsort(key, dim=1, stable=True).to(torch.int32)
@@ -295,18 +290,15 @@ def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndar
     return DenseRows(tuple(parts), not rest.any(), table.kv_count * kept, table.kv_full * kept)
 
 
-def dense_head_layout(plan: Plan, rank: int) -> DenseHeadLayout | None:
-    """What the kernel is told where the ranks' rows are simply all those of whole heads; None where they are not.
-
-    The answer is None on all ranks or on none.
-    """
+def whole_head_tokens(plan: Plan) -> int | None:
+    """Returns the tokens of a head if every rank's rows are simply all those of whole heads, or None."""
     grid = plan.grid
     only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
         return None
     if not plan.chunks.sends_every_block:  # a block that nobody needs, or that comes by itself
         return None
-    return DenseHeadLayout(len(plan.rows_of(rank)[0]) // grid.nq, grid.tokens)
+    return grid.tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,14 +317,12 @@ class TransposedLayout:
     column: torch.Tensor
     most: int
 
-    def table(self, table: ChunkTable, batch: int = 1) -> TransposedTable:
+    def table(self, table: ChunkTable, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Which rows attend to each block, for `batch` copies; made where the bits are, without a synchronisation."""
         blocks, device = len(self.first), table.bits.device
         if not blocks or not self.most:
-            return TransposedTable(
-                torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device),
-                torch.zeros(batch * blocks, dtype=torch.int32, device=device),
-            )
+            nothing = torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device)
+            return nothing, nothing[:, 0]
         # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
         place = torch.arange(self.most, device=device)
         row = (self.first[:, None] + place).clamp(max=len(table.bits) - 1)
@@ -342,4 +332,4 @@ class TransposedLayout:
         count = needed.sum(dim=1, dtype=torch.int32)
         whole = torch.full((len(table.bits),), 1, dtype=torch.int32, device=device)
         rows = expand_rows(pack_bits(needed), self.first, whole, count, self.most, 1, batch)
-        return TransposedTable(rows, count.repeat(batch))
+        return rows, count.repeat(batch)

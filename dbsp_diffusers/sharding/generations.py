@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement, PassInputs
+from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress
@@ -68,9 +68,7 @@ class Generations:
             problem: Returns why a call cannot be made, if so.
             shares_state: Whether all ranks take the state of the first rank's random number generators at each call.
         """
-        board = self.agreement.board = self.agreement.group.failure_board()
-        if board is not None:
-            self.agreement.group.watch(board)
+        self.agreement.board = self.agreement.group.failure_board()
         if self._pipe is not None and callable(self._pipe):
             around_calls(self._pipe, lambda call: self._around(call, problem, shares_state), patches)
 
@@ -172,7 +170,7 @@ class Generations:
             kinds = tuple((name, one.shape, one.dtype) for name, one in tensors)
             place = min(self._passes, _COMPARED - 1), kinds
             if always or own or place not in self._compared:
-                self.agreement.compare(self._pass_inputs(inputs))
+                self._compare(inputs)
                 self._compared.add(place)
             if own:
                 return None
@@ -202,16 +200,16 @@ class Generations:
             self.agreement.begin_call()
         return first
 
-    def _pass_inputs(self, inputs: Mapping[str, Any]) -> PassInputs:
+    def _compare(self, inputs: Mapping[str, Any]) -> None:
+        """Raises UserError on all ranks unless their inputs of a pass are the same. Collective."""
         guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
         steps = self.steps(), self._passes, guidance
         sample = next(iter(inputs))
         latents = dict(named_tensors(sample, sample_of(inputs)))
-        size = [(tuple(one.shape), one.dtype) for one in latents.values()]
         others = {name: value for name, value in inputs.items() if name not in (sample, "return_dict")}
         conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
         plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
-        return PassInputs(size, steps, plain, latents, conditions)
+        self.agreement.compare(steps, plain, latents, conditions)
 
 
 class _Timestep:

@@ -16,10 +16,10 @@ from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, rho_bound
 from dbsp_core.reports.style import INK
-from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
+from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.figures import ON_WHITE, in_words, panels
 from scripts.results.result import Result
 

@@ -16,17 +16,17 @@ from rich.console import Console
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout
 from dbsp_core.cost.machine import Hardware, load_hardware
-from dbsp_core.cost.prediction import AttentionShape, Topology
+from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.planners import PaperConfig
 from dbsp_core.reports.style import INK
-from dbsp_core.reports.style import STRATEGIES as COLOURS
 from scripts.reproduce.authors.fit import FIRST_LAYER, GROWTH, WAN
 from scripts.reproduce.authors.measured import SEED, STRATEGIES, attention_ms, fitted_half
 from scripts.reproduce.authors.runs import dense_s
 from scripts.reproduce.common import arguments
 from scripts.reproduce.lockstep import plan_ring, predict_ring
 from scripts.reproduce.simulate import RunConfig, simulate_layer
+from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
 
@@ -78,7 +78,7 @@ def measure(layers: int = 40) -> list[Row]:
             layout = SequenceLayout.contiguous(mask.grid.tokens, 8)
             plan = plan_ring(mask, strategy, "paper", layout, PAPER)
             found = predict_ring(plan, shape, hardware, layout=layout).total_s * 1e3
-            ours = simulate_layer(RunConfig(strategy, "dbsp"), mask, spec, hardware, Topology(8, 8))
+            ours = simulate_layer(RunConfig(strategy, "dbsp"), mask, spec, hardware, [0] * 8)
             rows.append(
                 Row(
                     layer,

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 from dbsp_core.planning.planners import PaperConfig
 from dbsp_core.reports.style import INK
-from dbsp_core.reports.style import STRATEGIES as COLOURS
 from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.common import MEASURED, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
+from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import imbalance_axis, in_words, legend_below, panels
 from scripts.results.result import Result
 

@@ -9,6 +9,7 @@ sender changes what is in flight.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -155,7 +156,7 @@ class Member:
         return made
 
     def group(self) -> ThreadGroup:
-        return ThreadGroup(self.rank, self.meeting.size, self)  # type: ignore[arg-type]
+        return ThreadGroup(self.rank, self.meeting.size, weakref.ref(self))  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
     with torch.cuda.device_of(q):  # it launches on the current device
         out, lse = flash_attn_func(**_forward_arguments(inputs))[:2]
     partial = out.view(q.shape), lse.view(q.shape[:2])
-    return triton_attention(inputs.merged_into(partial), short_only=True)
+    return triton_attention(replace(inputs, partial=partial, out_dtype=None), short_only=True)
 
 
 def _forward_arguments(inputs: KernelInputs) -> dict[str, Any]:

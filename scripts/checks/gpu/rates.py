@@ -15,7 +15,6 @@ from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_kernels import (
     KERNELS,
-    DenseHeadLayout,
     DensePart,
     KernelInputs,
     KernelRequirements,
@@ -82,11 +81,10 @@ def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
 def sparse_contenders(job: PackedJob) -> dict[str, Work]:
     """Every block-sparse kernel that serves such rows here."""
     setting, shape = job.setting, job.shape
-    heads = DenseHeadLayout(job.mask.heads, setting.tokens)
     needs = KernelRequirements(shape[:2], shape.head_dim, lse=False, ragged_rows=False, tokens=setting.tokens)
 
     def work(kernel: str) -> Work:
-        whole = {} if KERNELS[kernel].returns_lse else {"head_layout": heads, "lse": False}
+        whole = {} if KERNELS[kernel].returns_lse else {"head_tokens": setting.tokens, "lse": False}
 
         def run(i: int) -> object:
             return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel=kernel, **whole)
@@ -139,7 +137,7 @@ def dense_heads(setting: Setting, shape: Shape) -> Iterator[Row]:
 
     def theirs(i: int) -> object:
         q, k, v = (t.unflatten(0, (job.mask.heads, -1)) for t in job.inputs[i % setting.sets])
-        return attend_dense_part(q, k, v, part, job.table.kv_len[: grid.nk], shape.head_dim**-0.5)
+        return attend_dense_part(q, k, v, part, shape.head_dim**-0.5)
 
     ms = setting.sampler.medians({"ours": ours, "theirs": theirs})
     yield Row("dense rows by torch / by triton", ms["theirs"] / ms["ours"])
@@ -198,7 +196,8 @@ def packing(setting: Setting) -> Iterator[Row]:
 
 def tiles(job: PackedJob) -> Iterator[Row]:
     """Other tiles than the table's, over the table's."""
-    from dbsp_kernels.triton.forward import capability_of, triton_attention
+    from dbsp_kernels.triton.forward import triton_attention
+    from dbsp_kernels.triton.launch import capability_of
 
     setting, shape, on_gpu = job.setting, job.shape, job.setting.device != "cpu"
     capability = capability_of(torch.device(setting.device)) if on_gpu else HOPPER

@@ -96,9 +96,9 @@ def _recount(
     items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)
-    further: np.ndarray = np.sum(traffic.key_exchanges[1:], axis=0) + np.zeros_like(apart, dtype=float)
+    further: np.ndarray = 2 * traffic.keys[1:].sum(axis=0)
     to_owners, chunks, to_homes = (
-        int((tokens * apart).sum()) for tokens in (traffic.dispatch, further, traffic.combine)
+        int((tokens * apart).sum()) for tokens in (traffic.dispatch, further, traffic.queries.T)
     )
     ratios = [float(w.max() * strategy.world / w.sum()) for w in (before, work)]
     return Recount(
