@@ -29,9 +29,10 @@ from dbsp_core.runtime.agreement import (
     agree_on_pass,
     agree_on_settings,
 )
-from dbsp_core.runtime.executor import AttentionExecutor, KernelQuestion
+from dbsp_core.runtime.chunk_attention import attend
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_cache import ReuseCounters
+from dbsp_core.runtime.prepared import KernelQuestion, PreparedAttention
 from dbsp_core.runtime.session_state import AttentionEnded, OneThread, Recomputation, SessionObserver
 from dbsp_core.runtime.size_context import SessionParts, SizeContext, agree_on_constants, new_size
 from dbsp_core.sources import LocalQK
@@ -223,7 +224,7 @@ class AttentionSession:
             return out.view(q.shape)
 
     def _run(
-        self, executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self, executor: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Runs the attention of a layer on q, k, v [B, H, shard, D].
 
@@ -236,9 +237,9 @@ class AttentionSession:
             self._kernels_agreed.add(question)
         check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
         if executor.plan.heads == q.shape[1]:
-            return executor.run(q, k, v, scale, check_gradient)
+            return attend(executor, q, k, v, scale, check_gradient)
         of_heads = [t.flatten(0, 1).unsqueeze(0) for t in (q, k, v)]  # B·H of them
-        return executor.run(of_heads[0], of_heads[1], of_heads[2], scale, check_gradient)
+        return attend(executor, of_heads[0], of_heads[1], of_heads[2], scale, check_gradient)
 
     def flush(self) -> None:
         """Waits for pending plans, so that whatever is read covers every call."""
@@ -285,8 +286,8 @@ class AttentionSession:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
-        executor: AttentionExecutor | None = None,
-    ) -> AttentionExecutor | None:
+        executor: PreparedAttention | None = None,
+    ) -> PreparedAttention | None:
         """Lets ranks agree before any collective of a call: at the first of a size and kind, under debug at every one.
 
         Args:
@@ -295,7 +296,7 @@ class AttentionSession:
         Returns:
             Under debug, the executor that ranks have agreed on too, where one was made before.
         """
-        now, tokens = self._now, self._now.layout.shard if executor is None else executor.part.n_local
+        now, tokens = self._now, self._now.layout.shard if executor is None else executor.n_local
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
         refusal, debug = self.config.wire.no_gradients, self.config.debug
         problem = problem_of_inputs(q, k, v, self.heads, tokens, why, refusal)
