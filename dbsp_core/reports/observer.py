@@ -18,8 +18,8 @@ from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenoisingStep, Progress, StepClock
 from dbsp_core.reports.mask_recorder import MaskRecorder
-from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.plan_keeper import PlanUse
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_kernels import fused_kernel
@@ -76,7 +76,7 @@ class _LayersAfter(SessionObserver):
     def attention_begins(self, device: torch.device) -> None:
         self.inner.attention_begins(device)
 
-    def attention_ends(self, layer: int, executor: AttentionExecutor, q: torch.Tensor, use: PlanUse) -> None:
+    def attention_ends(self, layer: int, executor: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
         self.inner.attention_ends(self.layers + layer, executor, q, use)
 
 
@@ -107,7 +107,7 @@ class BytesByStage:
     usp: int
 
     @classmethod
-    def of(cls, executor: AttentionExecutor, q: torch.Tensor) -> BytesByStage:
+    def of(cls, executor: PreparedAttention, q: torch.Tensor) -> BytesByStage:
         """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
@@ -228,7 +228,7 @@ class RunObserver(SessionObserver):
     def attention_begins(self, device: torch.device) -> None:
         self._started = _mark(device)
 
-    def attention_ends(self, layer: int, executor: AttentionExecutor, q: torch.Tensor, use: PlanUse) -> None:
+    def attention_ends(self, layer: int, executor: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
         self.read_counts()
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
         self._kernels |= dict.fromkeys(_kernels_of(executor, q))
@@ -278,11 +278,11 @@ def run_observer(session: AttentionSession) -> RunObserver | None:
     return next((one for one in session.observers if isinstance(one, RunObserver)), None)
 
 
-def _kernels_of(executor: AttentionExecutor, q: torch.Tensor) -> list[str]:
+def _kernels_of(executor: PreparedAttention, q: torch.Tensor) -> list[str]:
     """Returns the names of the kernels that an attention of q [B, H, n, D] ran on."""
     fused, names = fused_kernel(q), []
     for table in executor.tables:
         dense = table.dense if fused else None
         names += [] if dense is None else [f"torch {fused} (dense heads)"]
-        names += [] if dense is not None and dense.every else [executor.kernels.name]
+        names += [] if dense is not None and dense.every else [executor.kernel_name]
     return names

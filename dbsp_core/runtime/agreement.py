@@ -16,7 +16,7 @@ from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.devices import node_marks, number_nodes
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import version_marks
 from dbsp_kernels import Kernel, KernelRequirements, require_supported
@@ -30,8 +30,8 @@ __all__ = [
     "PLANS_DIFFER",
     "Agreed",
     "agree_on_attention",
-    "agree_on_executor",
     "agree_on_gradient",
+    "agree_on_prepared",
     "agree_on_settings",
 ]
 
@@ -114,7 +114,7 @@ def agree_on_attention(
     scale: float | None,
     problem: Exception | None,
     *,
-    executor: AttentionExecutor | None,
+    prepared: PreparedAttention | None,
     debug: bool,
     more: Mapping[str, int] | None = None,
     choose: Callable[[], Kernel] | None = None,
@@ -126,10 +126,10 @@ def agree_on_attention(
         q, k, v: What this rank was given, of any shape where there is a problem.
         scale: Of the scores. None: as q's head size says.
         problem: What this rank found wrong already.
-        executor: What will compute the attention, or None if it is not made yet.
+        prepared: What will compute the attention, or None if it is not made yet.
         debug: Whether values must be finite, and kernels equal.
         more: Further numbers to compare, by the complaint where they differ.
-        choose: Chooses the kernel where there is no executor; only its error is compared.
+        choose: Chooses the kernel where there is no prepared; only its error is compared.
 
     Raises:
         UserError: On all ranks, where one has a problem, or something differs.
@@ -137,8 +137,8 @@ def agree_on_attention(
     if debug and problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
         problem = UserError(INPUTS_NOT_FINITE)
     kernel = ""
-    if problem is None and executor is not None:
-        kernel, problem = _kernel_from(lambda: executor.kernel_for(q, k, v))
+    if problem is None and prepared is not None:
+        kernel, problem = _kernel_from(lambda: prepared.kernel_for(q, k, v))
     elif problem is None and choose is not None:
         _, problem = _kernel_from(choose)
     scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
@@ -146,18 +146,18 @@ def agree_on_attention(
         **(more or {}),
         INPUTS_DIFFER: fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, q.device.type, needs_gradients(q, k, v))),
         SCALES_DIFFER: fingerprint_of(scale),
-        **_marks_of(executor, kernel if debug else ""),
+        **_marks_of(prepared, kernel if debug else ""),
     }
     check_consistent(group, problem, marks)
 
 
-def agree_on_executor(executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """All ranks compare masks, plans and kernels of an executor that was made after they had compared inputs.
+def agree_on_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """All ranks compare masks, plans and kernels of an prepared that was made after they had compared inputs.
 
     Collective. Raises UserError, on all ranks, where they differ, or no kernel serves on one.
     """
-    kernel, problem = _kernel_from(lambda: executor.kernel_for(q, k, v))
-    check_consistent(executor.group, problem, _marks_of(executor, kernel))
+    kernel, problem = _kernel_from(lambda: prepared.kernel_for(q, k, v))
+    check_consistent(prepared.group, problem, _marks_of(prepared, kernel))
 
 
 def agree_on_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
@@ -174,12 +174,12 @@ def _kernel_from(choose: Callable[[], Kernel]) -> tuple[str, Exception | None]:
         return "", error
 
 
-def _marks_of(executor: AttentionExecutor | None, kernel: str) -> dict[str, int]:
-    """What ranks compare of an executor by its complaint; zeros where it is still to be made."""
-    if executor is None:
+def _marks_of(prepared: PreparedAttention | None, kernel: str) -> dict[str, int]:
+    """What ranks compare of an prepared by its complaint; zeros where it is still to be made."""
+    if prepared is None:
         return {MASKS_DIFFER: 0, PLANS_DIFFER: 0, KERNELS_DIFFER: 0}
     return {
-        MASKS_DIFFER: executor.mask_mark,
-        PLANS_DIFFER: executor.plan.fingerprint,
+        MASKS_DIFFER: prepared.mask_mark,
+        PLANS_DIFFER: prepared.plan.fingerprint,
         KERNELS_DIFFER: fingerprint_of(kernel),
     }

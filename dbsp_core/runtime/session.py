@@ -23,13 +23,14 @@ from dbsp_core.runtime.agreement import (
     NEW_MASK_DIFFERS,
     PASS_MARKS,
     agree_on_attention,
-    agree_on_executor,
     agree_on_gradient,
+    agree_on_prepared,
     agree_on_settings,
 )
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.chunk_attention import attend
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse, ReuseStatistics
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import OneThread, Recomputation, SessionObserver
 from dbsp_core.runtime.size_context import SizeContext, selector_for
 from dbsp_core.sources import LocalQK
@@ -186,19 +187,19 @@ class AttentionSession:
         with self._one_thread.inside():
             qkv, scale = (q, k, v), max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
-                executor = self._recomputation.take(layer)
+                prepared = self._recomputation.take(layer)
                 with torch.no_grad():  # as in the pass: what is saved for backward must be the same
-                    self._compare(layer, qkv, scale, executor.part.n_local, executor)
-                return self._run(executor, qkv, scale).view(q.shape)
+                    self._compare(layer, qkv, scale, prepared.n_local, prepared)
+                return self._run(prepared, qkv, scale).view(q.shape)
             for observer in self.observers:
                 observer.attention_begins(q.device)
             with torch.no_grad():  # to backward, predicted masks are constants
-                executor, use = self._prepared(layer, qkv, scale, gate)
+                prepared, use = self._prepare(layer, qkv, scale, gate)
             self._reached.add(layer)
-            out = self._run(executor, qkv, scale)
-            self._recomputation.keep(layer, executor, out)
+            out = self._run(prepared, qkv, scale)
+            self._recomputation.keep(layer, prepared, out)
             for observer in self.observers:
-                observer.attention_ends(layer, executor, q, use)
+                observer.attention_ends(layer, prepared, q, use)
             return out.view(q.shape)
 
     def flush(self) -> None:
@@ -290,52 +291,52 @@ class AttentionSession:
         parts = config, self.group, self.strategy, self._mask_provider, self.observers
         return SizeContext(*parts, videos, grid, layout, selector, keeper)
 
-    def _prepared(
+    def _prepare(
         self, layer: int, qkv: QKV, scale: float, gate: torch.Tensor | None
-    ) -> tuple[AttentionExecutor, PlanUse]:
+    ) -> tuple[PreparedAttention, PlanUse]:
         """Returns what computes a layer's attention now, once ranks have compared what is new. Collective then."""
         now, (q, k, v) = self._now, qkv
-        executor, predicted = now.known(layer, q.device), self._mask_provider.cache_key(layer) is None
-        if executor is None and not predicted:
+        prepared, predicted = now.known(layer, q.device), self._mask_provider.cache_key(layer) is None
+        if prepared is None and not predicted:
             return self._new_known(layer, qkv, scale)
-        compared = self._compare(layer, qkv, scale, now.layout.shard, executor)
-        if executor is not None:
-            return executor, now.use_known(layer, executor)
+        compared = self._compare(layer, qkv, scale, now.layout.shard, prepared)
+        if prepared is not None:
+            return prepared, now.use_known(layer, prepared)
         tokens = LocalQK(q, k, now.layout, self.group, scale, v, gate)
-        executor, use = now.prepare_predicted(layer, tokens, compare=not compared)
+        prepared, use = now.prepare_predicted(layer, tokens, compare=not compared)
         if self.config.debug:
-            agree_on_executor(executor, q, k, v)
-        return executor, use
+            agree_on_prepared(prepared, q, k, v)
+        return prepared, use
 
-    def _new_known(self, layer: int, qkv: QKV, scale: float) -> tuple[AttentionExecutor, PlanUse]:
+    def _new_known(self, layer: int, qkv: QKV, scale: float) -> tuple[PreparedAttention, PlanUse]:
         """Prepares an attention for a mask that is known beforehand and new: on all ranks. Collective."""
-        now, executor, use = self._now, None, None
+        now, prepared, use = self._now, None, None
         problem: Exception | None = self._problem_of(qkv, now.layout.shard)
         if problem is None:
             try:
-                executor, use = now.prepare_known(layer, qkv[0])
+                prepared, use = now.prepare_known(layer, qkv[0])
             except Exception as error:  # any error: this rank must not stop alone
                 problem = error
-        mask = {NEW_MASK_DIFFERS.format(layer): 0 if executor is None else executor.mask_mark}
-        self._agree(layer, qkv, scale, problem, executor, mask)
+        mask = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_mark}
+        self._agree(layer, qkv, scale, problem, prepared, mask)
         now.inputs_agreed.is_new(*qkv, None)
-        if executor is None:
+        if prepared is None:
             raise RuntimeError("nothing is prepared for an attention, and no rank has said why")
-        return executor, now.use_known(layer, executor, use)
+        return prepared, now.use_known(layer, prepared, use)
 
-    def _compare(self, layer: int, qkv: QKV, scale: float, tokens: int, executor: AttentionExecutor | None) -> bool:
+    def _compare(self, layer: int, qkv: QKV, scale: float, tokens: int, prepared: PreparedAttention | None) -> bool:
         """Lets ranks compare q, k and v before a call: the first of a size and kind, under debug every one.
 
         Args:
             tokens: Tokens that each rank must have.
-            executor: What computes the attention, or None if it is still to be made.
+            prepared: What computes the attention, or None if it is still to be made.
 
         Returns:
             True if they have compared them.
         """
         problem = self._problem_of(qkv, tokens)
         if self.config.debug or self._now.inputs_agreed.is_new(*qkv, None if problem is None else str(problem)):
-            self._agree(layer, qkv, scale, problem, executor if problem is None else None, {})
+            self._agree(layer, qkv, scale, problem, prepared if problem is None else None, {})
             return True
         if problem is not None:
             raise problem
@@ -353,7 +354,7 @@ class AttentionSession:
         qkv: QKV,
         scale: float,
         problem: Exception | None,
-        executor: AttentionExecutor | None,
+        prepared: PreparedAttention | None,
         mask: dict[str, int],
     ) -> None:
         """Lets ranks compare what they are about to attend with. Collective."""
@@ -366,22 +367,22 @@ class AttentionSession:
             *qkv,
             scale,
             problem,
-            executor=executor,
+            prepared=prepared,
             choose=partial(choose_kernel, self.config.kernel, q.device, q.dtype, needs),
             debug=self.config.debug,
             more={LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
         )
 
-    def _run(self, executor: AttentionExecutor, qkv: QKV, scale: float) -> torch.Tensor:
+    def _run(self, prepared: PreparedAttention, qkv: QKV, scale: float) -> torch.Tensor:
         """Runs the attention of a layer on q, k, v [B, H, shard, D].
 
         Folds the batch into heads if each item has its own mask: the result is then [1, B · H, shard, D].
         """
         check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
         q, k, v = qkv
-        if executor.plan.heads != q.shape[1]:  # B·H of them
+        if prepared.plan.heads != q.shape[1]:  # B·H of them
             q, k, v = (one.flatten(0, 1).unsqueeze(0) for one in qkv)
-        return executor.run(q, k, v, scale, check_gradient)
+        return attend(prepared, q, k, v, scale, check_gradient)
 
     def _drop_oldest_size(self) -> None:
         """Drops a size, on all ranks alike."""

@@ -21,10 +21,9 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import MOST_PASSES
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
-from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse
-from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.process import log
@@ -61,7 +60,7 @@ class SizeContext:
     inputs_agreed: InputsAgreed = field(default_factory=InputsAgreed)
     _plan_keys: dict[int, Hashable] = field(default_factory=dict)
     """What the plan of each layer's last attention is kept by."""
-    _prepared: dict[Hashable, AttentionExecutor] = field(default_factory=dict)
+    _prepared: dict[Hashable, PreparedAttention] = field(default_factory=dict)
     _used: OrderedDict[Hashable, Hashable] = field(default_factory=OrderedDict)
     """The key of each attention's prepared attention, the one used last at the end."""
 
@@ -76,12 +75,12 @@ class SizeContext:
         """Each layer's plan, with the numbers of the mask that it was last used for. Waits for counts under way."""
         return {layer: self.keeper.last_used(key) for layer, key in sorted(self._plan_keys.items())}
 
-    def known(self, layer: int, device: torch.device) -> AttentionExecutor | None:
+    def known(self, layer: int, device: torch.device) -> PreparedAttention | None:
         """Returns what was prepared for a layer's mask now, or None if nothing was or the mask is predicted."""
         predicted = self.masks.cache_key(layer) is None
         return None if predicted else self._prepared.get(self._keys(layer, device)[0])
 
-    def prepare_known(self, layer: int, q: torch.Tensor) -> tuple[AttentionExecutor, PlanUse]:
+    def prepare_known(self, layer: int, q: torch.Tensor) -> tuple[PreparedAttention, PlanUse]:
         """Prepares a layer's attention for a mask that is known beforehand.
 
         Not collective: ranks compare the result before they keep it by `use_known`.
@@ -98,15 +97,15 @@ class SizeContext:
         use = self.keeper.plan_known(plan_key, mask, make)
         return self._prepare(layer, use.plan, mask, q.device, mark=True), use
 
-    def use_known(self, layer: int, executor: AttentionExecutor, use: PlanUse | None = None) -> PlanUse:
+    def use_known(self, layer: int, prepared: PreparedAttention, use: PlanUse | None = None) -> PlanUse:
         """Counts one more call with a mask that is known beforehand, and keeps what was prepared for it."""
-        key, plan_key = self._keys(layer, executor.device)
-        use = use or PlanUse(executor.plan, False, executor.plan)
+        key, plan_key = self._keys(layer, prepared.device)
+        use = use or PlanUse(prepared.plan, False, prepared.plan)
         self.keeper.use(plan_key, use)
-        self._keep(layer, key, plan_key, executor)
+        self._keep(layer, key, plan_key, prepared)
         return use
 
-    def prepare_predicted(self, layer: int, tokens: LocalQK, *, compare: bool) -> tuple[AttentionExecutor, PlanUse]:
+    def prepare_predicted(self, layer: int, tokens: LocalQK, *, compare: bool) -> tuple[PreparedAttention, PlanUse]:
         """Predicts the mask of a layer's call, and prepares its attention under the plan in use. Collective.
 
         Args:
@@ -123,9 +122,9 @@ class SizeContext:
             return run_consistently(self.group.control(), new, _fingerprint, "the plan") if compare else new()
 
         use = self.keeper.plan_predicted(key, mask, make)
-        executor = self._prepare(layer, use.plan, mask, tokens.q.device, mark=self.config.debug)
-        self._keep(layer, key, key, executor)
-        return executor, use
+        prepared = self._prepare(layer, use.plan, mask, tokens.q.device, mark=self.config.debug)
+        self._keep(layer, key, key, prepared)
+        return prepared, use
 
     def _keys(self, layer: int, device: torch.device) -> tuple[Hashable, Hashable]:
         """What is kept for a layer's mask now: the keys of its prepared attention, and of its plan."""
@@ -148,19 +147,19 @@ class SizeContext:
 
     def _prepare(
         self, layer: int, plan: Plan, mask: BlockMask, device: torch.device, *, mark: bool
-    ) -> AttentionExecutor:
+    ) -> PreparedAttention:
         """Prepares an attention, with the routes of the attention's last call if the plan has the same."""
         last = self._used.get(self._attention(layer))
         before = None if last is None else self._prepared.get(last)
         if before is not None and before.device == device and plan.same_routes(before.plan):
             return before.for_mask(plan, mask, mark=mark)
-        part = RankPlan.of(plan, self.layout, self.group.rank).to(device)
-        return AttentionExecutor.of_part(part, plan, mask, self.group, self.config.kernel, mark=mark)
+        where = self.layout, self.group, self.config.kernel
+        return PreparedAttention.of(plan, mask, *where, device=device, mark=mark)
 
-    def _keep(self, layer: int, key: Hashable, plan_key: Hashable, executor: AttentionExecutor) -> None:
+    def _keep(self, layer: int, key: Hashable, plan_key: Hashable, prepared: PreparedAttention) -> None:
         """Remembers what an attention uses, and drops what no attention uses any more."""
         # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
-        self._prepared[key] = executor if executor.coarse is None else replace(executor, coarse=None)
+        self._prepared[key] = prepared if prepared.coarse is None else replace(prepared, coarse=None)
         self._plan_keys[layer] = plan_key
         attention = self._attention(layer)
         outdated = {self._used.get(attention, key)}
