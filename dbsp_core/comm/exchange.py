@@ -133,7 +133,7 @@ class Exchange:
         """Unpacks what was received into output tensors [B, heads, places, W]."""
         for tensor, copies in zip(tensors, self.unpack, strict=True):
             for segments in copies:
-                copy_segments(_by_batch(came), tensor, segments, add=self.adds)
+                copy_segments([_by_batch(came)], tensor, [segments], add=self.adds)
 
 
 class KeysAtHome(NamedTuple):
