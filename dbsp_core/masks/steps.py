@@ -72,7 +72,7 @@ class StepGroups:
         return ",".join(f"{a}-{'' if b is None else b - 1}" for a, b in zip(self.starts, ends, strict=True))
 
     def find(self, step: int) -> int | None:
-        """The group of a step; None for a dense step before the first. Raises UserError beyond the last."""
+        """Returns the group of a step; None for a dense step before the first. Raises UserError beyond the last."""
         if self.end is not None and step >= self.end:
             raise UserError(
                 f"has masks for steps {self.starts[0]} to {self.end - 1} (groups {self}), none for step {step}"

@@ -81,7 +81,7 @@ class LocalQK:
         v: torch.Tensor | None = None,
         gate: torch.Tensor | None = None,
     ) -> LocalQK:
-        """All tokens in one process."""
+        """Returns all tokens of one process."""
         layout = SequenceLayout.contiguous(q.shape[2], 1)
         return cls(q, k, layout, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale, v, gate)
 
@@ -100,14 +100,14 @@ class MaskSource(Protocol):
     def changes(self) -> Changes: ...
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """The block grid of the request's tokens, from which sequence layouts are made before there is a mask.
+        """Returns the block grid of the request's tokens, from which sequence layouts are made before there is a mask.
 
         Masks may have grids with other token orders.
         """
         ...
 
     def cache_key(self, request: MaskRequest) -> Hashable:
-        """Requests of one video size with equal keys get equal masks, which are made once. Not asked "per_call".
+        """Returns a key that requests with equal masks share, within one video size. Not asked "per_call".
 
         Must not raise: ranks raise together only what `grid` or `mask` raises.
         """

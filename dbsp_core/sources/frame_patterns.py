@@ -42,7 +42,7 @@ class LineSegments:
 
 
 def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
-    """The segments of one axis's video blocks.
+    """Returns the segments of one axis's video blocks.
 
     `line` and `at` are int64[video tokens] in the order of the blocks: each token's line, and its position there,
     which never falls along the line.
@@ -56,13 +56,13 @@ def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegm
 
 
 def distances(q: LineSegments, k: LineSegments) -> np.ndarray:
-    """int64[q segments, k segments]: least distance of their positions, whatever their lines; 0 if they overlap."""
+    """Returns int64[q segments, k segments]: least distance of positions on any lines; 0 if they overlap."""
     gap = np.maximum(k.first[None] - q.last[:, None], q.first[:, None] - k.last[None])
     return np.maximum(gap, 0)
 
 
 def reduce_to_blocks(grid: BlockGrid, dense: np.ndarray, q: LineSegments, k: LineSegments) -> np.ndarray:
-    """bool[nq, nk]: blocks with a pair of segments in `dense`, bool[q segments, k segments], and all text."""
+    """Returns bool[nq, nk]: blocks with a pair in `dense`, bool[q segments, k segments], and all text."""
     rows = np.logical_or.reduceat(dense, q.begins, axis=0)
     bits = np.ones((grid.nq, grid.nk), dtype=bool)
     bits[grid.nq - len(q.begins) :, grid.nk - len(k.begins) :] = np.logical_or.reduceat(rows, k.begins, axis=1)
@@ -99,7 +99,7 @@ class RadialSource(BlockSizes):
 def radial_bits(
     grid: BlockGrid, thw: tuple[int, int, int], width: float, decay: float, sink_frames: int
 ) -> np.ndarray:
-    """bool[nq, nk]: blocks with a pair of tokens that may attend to each other, and all text.
+    """Returns bool[nq, nk]: blocks with a pair of tokens that may attend to each other, and all text.
 
     A frame has s tokens; a query at place x of frame i may attend to a key at place y of frame j if, with d = |i − j|
     and b = width · s · decay^⌊log₂ max(d, 1)⌋,
@@ -118,7 +118,7 @@ def radial_bits(
 
 
 def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.ndarray:
-    """int64[frames]: by distance in frames, one more than how far apart places may be; 0 for no pair."""
+    """Returns int64[frames]: by distance in frames, one more than how far apart places may be; 0 for no pair."""
     reach = []
     for distance in range(frames):
         if distance > 1 and distance & (distance - 1) == 0:
@@ -165,7 +165,7 @@ class SvgSource(BlockSizes):
             raise bad_value(self, "temporal_heads", "must be a share between 0 and 1, or a list of head numbers")
 
     def temporal(self, heads: int) -> np.ndarray:
-        """bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""
+        """Returns bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""
         numbers = np.arange(heads)
         if isinstance(self.temporal_heads, tuple):
             if max(self.temporal_heads, default=0) >= heads:
@@ -189,7 +189,7 @@ class SvgSource(BlockSizes):
 
 
 def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_frames: int) -> np.ndarray:
-    """bool[nq, nk] of tokens in order "thw": blocks with a pair of tokens that may attend to each other, and text.
+    """Returns bool[nq, nk] of tokens in order "thw": blocks with a pair that may attend to each other, and text.
 
     A query in frame i may attend to all of frame j if |i − j| ≤ ⌊frames / 2⌋ or j < sink_frames.
     """
@@ -200,7 +200,7 @@ def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_f
 
 
 def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], bandwidth: float) -> np.ndarray:
-    """bool[nq, nk] of tokens in order "hwt": blocks with a pair of tokens that may attend to each other, and text.
+    """Returns bool[nq, nk] of tokens in order "hwt": blocks with a pair that may attend to each other, and text.
 
     A query at place x of any frame may attend to place y of every frame if |x − y| ≤ ⌊bandwidth · s / 2⌋, of s places
     in a frame. The first frame is no sink here: every block has tokens of it, so that all blocks would be dense.

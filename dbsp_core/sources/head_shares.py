@@ -59,7 +59,7 @@ def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tens
 
 @functools.lru_cache(maxsize=8)
 def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """int64[B · heads]: places of each sample's heads in what all ranks gathered."""
+    """Returns int64[B · heads]: places of each sample's heads in what all ranks gathered."""
     most = -(-heads // ranks)
     places = np.concatenate([rank * most + np.arange(own) for rank, own in enumerate(heads_by_rank(heads, ranks))])
     return to_device((places * batch + np.arange(batch)[:, None]).ravel(), device)

@@ -183,7 +183,7 @@ class LowRankSource(LikeliestBlocks):
 
 
 def _project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
-    """float32[B, H, n, rank]: tokens projected by float32[H, D, rank], with sums in one fixed order."""
+    """Returns float32[B, H, n, rank]: tokens projected by float32[H, D, rank], with sums in one fixed order."""
     wide = tokens.float()
     return torch.stack([halving_sum(wide * column[:, None]) for column in onto.unbind(-1)], dim=-1)
 
@@ -210,7 +210,7 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
 def predicted_mass(
     query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float, *, every_query: bool
 ) -> torch.Tensor:
-    """The attention that scores query·key predict, summed over each key block and averaged over each query block.
+    """Sums the attention that scores query·key predict over each key block, and averages it over each query block.
 
     Args:
         query: [tokens, W] of one head, in the order of the grid.
@@ -243,7 +243,7 @@ def predicted_mass(
 
 @functools.lru_cache(maxsize=8)
 def _padded(grid: BlockGrid, side: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the tokens of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
+    """Returns the places of the tokens of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
 
     Short blocks repeat their last token; the second result, bool[blocks, block], is False there.
     """

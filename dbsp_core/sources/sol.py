@@ -71,7 +71,7 @@ class SolSource(PredictedSource):
         return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
     def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
-        """float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].
+        """Returns float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].
 
         All sums are taken in one fixed order, each head's by itself: other heads and ranks cannot change a bit.
         """
@@ -92,7 +92,7 @@ class SolSource(PredictedSource):
 
 @functools.lru_cache(maxsize=8)
 def _near(grid: BlockGrid, device: torch.device) -> torch.Tensor:
-    """bool[nq, nk]: key blocks that hold tokens of a query block, or are next to one that does."""
+    """Returns bool[nq, nk]: key blocks that hold tokens of a query block, or are next to one that does."""
     q, block_of = grid.q_axis, grid.k_axis.block_of
     first, last = block_of[q.starts] - NEIGHBOURS, block_of[q.starts + q.lengths - 1] + NEIGHBOURS
     block = np.arange(grid.nk)

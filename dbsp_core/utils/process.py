@@ -96,12 +96,12 @@ RECORD_LIMIT = "DBSP_RECORD_LIMIT"
 
 
 def environment_value(name: str) -> str | None:
-    """The variable's value, or None if it is missing or empty."""
+    """Returns the variable's value, or None if it is missing or empty."""
     return os.environ.get(name) or None
 
 
 def environment_number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """A launcher's variable, such as WORLD_SIZE; None if it is missing, or no whole number of at most nine digits."""
+    """Returns a launcher's variable, such as WORLD_SIZE; None unless it is a whole number of at most nine digits."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 10 else None
 
@@ -110,7 +110,7 @@ _PACKAGES = ("dbsp-attention", "torch", "numpy", "triton", "diffusers", "transfo
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a package, by pip's name; None if it is not installed."""
+    """Returns the version of a package, by pip's name; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -119,13 +119,13 @@ def installed_version(name: str) -> str | None:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages among `_PACKAGES`, by name."""
+    """Returns the versions of Python and of the installed packages among `_PACKAGES`, by name."""
     found = {name: installed_version(name) for name in _PACKAGES}
     return {"python": platform.python_version()} | {name: one for name, one in found.items() if one is not None}
 
 
 def version_marks(compare: bool) -> dict[str, int]:
-    """Complaints and marks of packages for `check_consistent`; unless `compare`, marks don't depend on versions."""
+    """Returns complaints and marks of packages for `check_consistent`; unless `compare`, marks ignore versions."""
     found = package_versions() if compare else {}
     complaint = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
     return {complaint.format(name): fingerprint_of(found.get(name)) for name in ("python", *_PACKAGES)}

@@ -13,7 +13,6 @@ __all__ = [
     "CopySegments",
     "copy_segments",
     "gather_segments",
-    "on_device",
     "quantise_segments",
     "restore_rows",
     "row_words",
@@ -22,16 +21,15 @@ __all__ = [
 ]
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device; from pinned memory, so that the host need not wait for what the device is doing."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the array on the device, itself where it is there; from the host to a GPU by pinned memory.
 
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor itself where it is on the device, else a copy; from the host as `to_device`."""
-    on_host = tensor.device.type == "cpu" and device.type == "cuda"
-    return to_device(tensor.numpy(), device) if on_host else tensor.to(device, non_blocking=True)
+    So the host need not wait for what the device is doing.
+    """
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 LARGEST = 127.0
@@ -112,12 +110,7 @@ class CopySegments:
 
     def to(self, device: torch.device) -> CopySegments:
         """Copies a table on the host to a device."""
-        return CopySegments(to_device(self.table.numpy(), device), self.mean)
-
-    @cached_property
-    def entries(self) -> list[list[int]]:
-        """The table as lists of Python integers."""
-        return self.table.tolist()
+        return CopySegments(to_device(self.table, device), self.mean)
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, ...]:
@@ -147,7 +140,7 @@ def copy_segments(
         triton_copy_segments((source,), destination, (segments.table,), segments.mean, add)
         return
     if segments.mean >= SLICED:
-        for a, i, b, j, length, zeros in segments.entries:
+        for a, i, b, j, length, zeros in segments.table.tolist():
             if add:
                 destination[:, b, j : j + length] += source[:, a, i : i + length]
                 continue

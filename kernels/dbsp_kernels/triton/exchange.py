@@ -31,16 +31,7 @@ def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]
 ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
 
 
-@triton.jit(
-    do_not_specialize=(
-        "table_ptr",
-        "second_table_ptr",
-        "third_table_ptr",
-        "segments",
-        "second_segments",
-        "third_segments",
-    )
-)
+@triton.jit(do_not_specialize=range(4, 10))  # tables, and their numbers of segments
 def copy_kernel(  # type: ignore[no-untyped-def]
     from_ptr, second_from_ptr, third_from_ptr, to_ptr, table_ptr, second_table_ptr, third_table_ptr,
     segments, second_segments, third_segments,

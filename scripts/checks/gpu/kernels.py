@@ -207,7 +207,7 @@ def row_bits(setting: Setting) -> Iterator[Row]:
     order, spans, turn = torch.from_numpy(rng.permutation(rows)), torch.zeros(rows).long(), torch.arange(rows) * 9999
     columns, present = torch.arange(width)[None, None], torch.ones(1, 1, width, dtype=torch.bool)
     given = mask, order, spans, turn, columns, present, (length == 64)[None, None]
-    packed_bits = pack_rows(*given, as_masked=False)
+    packed_bits = pack_rows(*given)
     found = triton_pack_rows(*(one.to(setting.device) for one in given))
     for name, one, twin in zip(("bits", "counts", "full counts", "turns"), found, packed_bits, strict=True):
         yield Row(f"{name} that differ", float((one.cpu() != twin).sum()), "", 0.0)

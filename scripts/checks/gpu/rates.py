@@ -196,7 +196,8 @@ def packing(setting: Setting) -> Iterator[Row]:
 
 def tiles(job: PackedJob) -> Iterator[Row]:
     """Other tiles than the table's, over the table's."""
-    from dbsp_kernels.triton.forward import capability_of, triton_attention
+    from dbsp_kernels.triton.forward import triton_attention
+    from dbsp_kernels.triton.launch import capability_of
 
     setting, shape, on_gpu = job.setting, job.shape, job.setting.device != "cpu"
     capability = capability_of(torch.device(setting.device)) if on_gpu else HOPPER
