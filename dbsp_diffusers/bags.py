@@ -193,7 +193,7 @@ class BagSessions:
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]
-        known = hardware_for(config.cost_model, device.type, config.kernel)
+        known = hardware_for(config.machine, device.type, config.kernel)
         hardware = known or FLOP_COUNTS
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)

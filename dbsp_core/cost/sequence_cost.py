@@ -19,7 +19,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.rows import plan_rows
+from dbsp_core.planning.planners import plan_rows
 from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
