@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from dbsp_core.cost.prediction import AUTO
-from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import ModelSpec, model_title, published_model, signature_of_model, signature_of_name
 from dbsp_core.planning.bags import BagConfig
-from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
-from dbsp_core.planning.planners import PlannerConfig, require_planner
+from dbsp_core.planning.chunks import ALL, NEEDED
+from dbsp_core.planning.planners import require_planner
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, fingerprint_of, in_short
+from dbsp_core.utils.files import expand_path
+from dbsp_core.utils.process import DEBUG, RECORD, environment_flag, environment_value
 from dbsp_core.utils.schema import (
     build,
     checked,
@@ -47,60 +48,23 @@ __all__ = [
     "DEFAULT_ORIGIN",
     "ConfigLike",
     "DbspConfig",
-    "ExchangeConfig",
-    "ReuseConfig",
     "default_config",
     "require_same_model",
 ]
 
 
-MODES = ("auto", "sync", "async")
-
-_NOT_COMPARED = ("report", "record", "origin", "generate", "cost_model", "mask", "transformer_2")
+_NOT_COMPARED = ("model", "generate", "mask", "machine", "report", "transformer_2", "record", "origin")
 """Settings that may differ by rank, as paths do, or are compared apart."""
 
 _UNNAMED = DenseSource()
-"""The mask where none is named."""
+"""The mask if none is named."""
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
 
 
-@dataclass(frozen=True)
-class ReuseConfig:
-    """How long plans are kept, and when new ones are made.
-
-    Attributes:
-        threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this.
-        mode: "sync" plans from each call's own mask, "async" one call behind, without waiting; "auto" is async for
-            masks computed from queries and keys.
-    """
-
-    threshold: float = 1.10
-    mode: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not self.threshold >= 1:
-            raise bad_value(self, "threshold", "must be at least 1, the least ρ_s there is", "reuse.")
-        require_choice("mode", self.mode, MODES, "reuse.")
-
-
-@dataclass(frozen=True)
-class ExchangeConfig:
-    """How queries, keys and values travel between ranks.
-
-    Attributes:
-        precision: "model": as the model has them; "int8": rounded, with a scale for each token and head.
-    """
-
-    precision: str = MODEL.name
-
-    def __post_init__(self) -> None:
-        require_choice("precision", self.precision, tuple(WIRE_FORMATS), "exchange.")
-
-    @property
-    def wire(self) -> WireFormat:
-        """The format of that name."""
-        return WIRE_FORMATS[self.precision]
+def _record_folder() -> str | None:
+    given = environment_value(RECORD)
+    return None if given is None or given == "0" else expand_path(given)
 
 
 def _read_strategy(value: Any, name: str) -> Any:
@@ -109,10 +73,6 @@ def _read_strategy(value: Any, name: str) -> Any:
     if isinstance(value, str):
         return Strategy.parse(value)
     raise UserError(f"{name} must be a strategy such as U4R2 or auto, got {in_short(value)}")
-
-
-def _read_planner(value: Any, name: str) -> Any:
-    return PlannerConfig(value) if isinstance(value, str) else convert(value, PlannerConfig | str, name, "planner")
 
 
 def _read_bags(value: Any, name: str) -> Any:
@@ -124,51 +84,54 @@ class DbspConfig:
     """All settings of db-SP. Raises UserError, naming the key and the fix, for a value that makes no sense.
 
     Attributes:
-        mask: Where masks come from, a mapping such as {source: window, window: [5, 9, 9]}. Dense where none is named,
-            unless the model's checkpoint brings one of its own (NABLA).
-        dense_schedule: Where attention stays dense, a mapping such as {first_steps: 10, first_layers: 1}.
-        strategy: "UxRy", "auto" for the one predicted to be fastest at each attention (by a rule, if this machine was
-            not measured), or None for the host's own degrees.
-        layout: How tokens are laid out between attentions: "contiguous" or "striped"; None: contiguous with needed
-            keys, else as the planner is meant for.
-        planner: A `PlannerConfig`, a mapping for one, or only its name.
-        keys: Keys and values come in chunks from where they live. "all": each rank is sent all of its heads';
-            "needed": those that its rows need, for masks that are known beforehand. See docs/needed-keys.md.
-        exchange: An `ExchangeConfig`, or a mapping for one.
-        reuse: A `ReuseConfig`, or a mapping for one.
-        cost_model: Constants that predict times: a name or file for `dbsp_core.cost.machine.load_hardware`. None:
-            those that `python -m scripts.calibrate` measured here; without these, rules that need no constants.
-        kernel: "auto", or a kernel's name.
-        bags: How several sequences of one call are shared out: a `BagConfig`, a mapping for one, or only its topology,
-            such as "g8n4" or "auto"; None: every rank shares in each sequence (see docs/bags.md).
-        vae: Whether the ranks of a video decode it together, tile by tile (see docs/diffusers.md).
-        report: Folder for the report (see docs/report.md), or None: nothing is observed.
-        record: Folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set.
-        debug: All ranks check before each attention that inputs are finite, and that inputs, masks, plans and kernels
-            fit together: see docs/configuration.md.
-        transformer_2: What differs for a pipeline's second transformer (Wan2.2's for little noise), a mapping of
-            settings such as {mask: {source: file, path: …}}.
-        generate: No setting of attention: what else the same file says, see `GenerateSettings`.
-        origin: No setting: the file that the settings come from, or None.
+        model: The checkpoint that the settings are for: a name, or a folder relative to the file. `dbsp generate`
+            loads this checkpoint; attaching to another one is an error. None: any.
+        generate: What `dbsp generate` makes, a mapping such as {height: 480, width: 832, steps: 50}. `xdit` reads the
+            dtype.
+        mask: Source of the block masks, a mapping such as {source: window, window: [5, 9, 9]}; see docs/masks.md.
+            Dense if none is named, unless the model's checkpoint has a mask of its own (NABLA).
+        dense_schedule: Steps and layers whose attention stays dense, for any mask, a mapping such as {first_steps: 10,
+            first_layers: 1}.
+        strategy: `UxRy`: x ranks share heads, y ranks share blocks; x·y is the number of ranks. `auto`: the strategy
+            that is predicted to be fastest, at each attention; see docs/latency-model.md. None: the host's own
+            degrees.
+        planner: `dbsp` (ours), `paper` (Alg. 1 of the db-SP paper), `contiguous` (as USP) or `snake` (xDiT's order of
+            heads).
+        precision: Communication dtype of queries, keys and values. `model`: the model's. `int8`: 8 bits, with a scale
+            per token and head; without gradients. The output is always sent in the model's dtype.
+        reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number.
+        kernel: Attention kernel; see docs/kernels.md. `auto`: `triton` on CUDA, `cpu` on the CPU.
+        machine: Hardware profile that predicts times: a shipped one (`a800`, `h100`, `h200`, `h800`: modelled) or a
+            file of `python -m scripts.calibrate`. None: what was measured on this machine, else rules without
+            constants.
+        bags: Groups of ranks that share several sequences of one call: a topology such as `g8n4`, `auto`, or a
+            mapping; see docs/bags.md. None: all ranks share every sequence.
+        vae: True if all ranks of a video decode it together, tile by tile; see docs/diffusers.md.
+        report: Folder of the report; see docs/report.md. None: nothing is observed.
+        transformer_2: Settings that differ for a pipeline's second transformer (Wan2.2 A14B's, for low noise), a
+            mapping of these keys such as {mask: {source: file, path: low-noise.safetensors}}.
+        record: Not a setting: the folder of $DBSP_RECORD for the masks of the run, or None; see docs/mask-files.md.
+        debug: Not a setting: True if $DBSP_DEBUG is set. All ranks then compare inputs, masks, plans and kernels
+            before each attention.
+        origin: Not a setting: the file that the settings come from, or None.
     """
 
+    model: str | None = field(default=None, metadata={"read": read_path})
+    generate: GenerateSettings = field(default_factory=GenerateSettings)
     mask: MaskSource = field(default_factory=lambda: _UNNAMED, metadata={"read": read_mask})
     dense_schedule: DenseSchedule = field(default_factory=DenseSchedule)
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
-    layout: str | None = None
-    planner: PlannerConfig = field(default_factory=PlannerConfig, metadata={"read": _read_planner})
-    keys: str = ALL
-    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
-    reuse: ReuseConfig = field(default_factory=ReuseConfig)
-    cost_model: str | None = field(default=None, metadata={"read": read_path})
+    planner: str = "dbsp"
+    precision: str = MODEL.name
+    reuse: float = 1.10
     kernel: str = "auto"
+    machine: str | None = field(default=None, metadata={"read": read_path})
     bags: BagConfig | None = field(default=None, metadata={"read": _read_bags})
     vae: bool = False
     report: str | None = field(default=None, metadata={"read": read_path})
-    record: str | None = field(default=None, metadata={"read": read_path})
-    debug: bool = False
     transformer_2: Mapping[str, Any] = field(default_factory=dict)
-    generate: GenerateSettings = field(default_factory=GenerateSettings, metadata={"setting": False})
+    record: str | None = field(default_factory=_record_folder, metadata={"setting": False})
+    debug: bool = field(default_factory=lambda: environment_flag(DEBUG), metadata={"setting": False})
     origin: str | None = field(default=None, compare=False, metadata={"setting": False})
 
     def __post_init__(self) -> None:
@@ -178,24 +141,18 @@ class DbspConfig:
         if self.transformer_2:
             with blame_setting("transformer_2"):
                 self.for_transformer("transformer_2")
-        if self.layout is not None:
-            require_choice("layout", self.layout, LAYOUTS)
+        with blame_setting("planner"):
+            require_planner(self.planner)
+        require_choice("precision", self.precision, tuple(WIRE_FORMATS))
+        if not self.reuse >= 1:
+            raise bad_value(self, "reuse", "must be at least 1, the least ρ_s there is")
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
-        with blame_setting("keys"):
-            require_keys(self.keys)
-        if self.keys == NEEDED and self.mask.changes == "per_call":
-            raise SettingError(
-                f"keys: {self.keys} is for masks that are known beforehand, and these are predicted from the queries "
-                "and keys of each call, too late to choose what is sent; leave keys out",
-                ("keys",),
-            )
         if self.bags is not None:
-            for name in ("report", "record"):
+            for name, shown in (("report", "report"), ("record", f"${RECORD}")):
                 if getattr(self, name) is not None:
-                    raise SettingError(
-                        f"a {name} is of ranks that share all sequences; leave out {name}, or bags", (name,)
-                    )
+                    complaint = "is for ranks that share all sequences; leave it out, or bags"
+                    raise SettingError(f"{shown} {complaint}", (name,))
         if isinstance(self.strategy, Strategy) and self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
@@ -205,7 +162,7 @@ class DbspConfig:
         own = self.transformer_2 if name == "transformer_2" else {}
         if not own:
             return replace(self, transformer_2={})
-        for key in (key for key in ("report", "vae", "transformer_2") if key in own):
+        for key in (key for key in ("model", "generate", "report", "vae", "transformer_2") if key in own):
             raise SettingError(f"'{key}' in 'transformer_2' is for both transformers; set it beside it", (key,))
         return replace(self, **checked(DbspConfig, {**own, "transformer_2": {}}, "'transformer_2'"))
 
@@ -221,19 +178,30 @@ class DbspConfig:
         return None if self.strategy == AUTO else host
 
     @property
-    def effective_layout(self) -> str:
-        """The name of the layout that is used: the one that is set, else the default.
+    def keys(self) -> str:
+        """Keys and values that each rank is sent: "needed" by its rows if the mask never changes, else "all".
+
+        Each change of needed keys is a new plan, and a predicted mask is known too late to choose what is sent.
+        """
+        return NEEDED if self.mask.changes == "never" else ALL
+
+    @property
+    def layout(self) -> str:
+        """Name of the sequence layout: "contiguous" with needed keys, else what the planner is meant for.
 
         Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
-        return self.layout or ("contiguous" if self.keys == NEEDED else require_planner(self.planner.name).layout)
+        return "contiguous" if self.keys == NEEDED else require_planner(self.planner).layout
 
     @property
     def effective_planning(self) -> str:
-        """ "sync" or "async": what "auto" comes to for these masks."""
-        if self.reuse.mode != "auto":
-            return self.reuse.mode
+        """ "sync" or "async": plans of masks that are computed from queries and keys lag by one call."""
         return "async" if self.mask.changes == "per_call" else "sync"
+
+    @property
+    def wire(self) -> WireFormat:
+        """The format of queries, keys and values in exchanges."""
+        return WIRE_FORMATS[self.precision]
 
     @property
     def fingerprint(self) -> int:
@@ -254,7 +222,7 @@ class DbspConfig:
                 shipped one's name; or a mask alone: "sparge:cdf=0.92", "masks.safetensors".
 
         Returns:
-            The configuration. What the source says besides, which model and which video, is in its `generate`.
+            The configuration.
 
         Raises:
             UserError: for a value that makes no sense. For a file, the message begins with its name and the line.
@@ -272,39 +240,26 @@ class DbspConfig:
         settings = source if isinstance(source, Settings) else read_settings(find_config(source), "configuration file")
         with settings.located():
             config = replace(cls._of_mapping(settings.values, ""), origin=settings.origin or None)
-        model = config.generate.model
+        model = config.model
         if model is None or signature_of_name(model) or not settings.place_of(("model",)).startswith(settings.origin):
             return config
-        folder = str(Path(settings.origin).parent / model)
-        return replace(config, generate=replace(config.generate, model=folder))
+        return replace(config, model=str(Path(settings.origin).parent / model))
 
     @classmethod
     def _of_mapping(cls, values: Mapping[str, Any], where: str) -> DbspConfig:
-        beside, elsewhere = setting_names(GenerateSettings), {"source": "mask"}
+        elsewhere = {"source": "mask"}
         for source in SOURCES.values():
             elsewhere |= dict.fromkeys(setting_names(source), "mask")
-        elsewhere |= keys_within(cls) | keys_within(GenerateSettings)
+        elsewhere |= keys_within(cls)
         for key in values:
-            require_known(key, [*setting_names(cls), *beside], where, elsewhere)
-        generate = build(GenerateSettings, {key: values[key] for key in values if key in beside}, where)
-        config = build(cls, {key: values[key] for key in values if key not in beside}, where)
-        return replace(config, generate=generate)
+            require_known(key, setting_names(cls), where, elsewhere)
+        config: DbspConfig = build(cls, values, where)
+        return config
 
     def to_values(self) -> dict[str, Any]:
-        """Every setting as YAML can hold it: what `load` makes an equal configuration of."""
-        beside = {name: plain_value(getattr(self.generate, name)) for name in setting_names(GenerateSettings)}
+        """Returns every setting as YAML can hold it: `load` makes an equal configuration of this mapping."""
         own = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
-        return beside | own | {"mask": mask_values(self.mask)}
-
-    def with_overrides(self, **values: Any) -> DbspConfig:
-        """A copy in which every value that is not None replaces the setting of that name.
-
-        A planner's name replaces only the name: what else is set of planners stays.
-        """
-        given = {key: value for key, value in values.items() if value is not None}
-        if isinstance(given.get("planner"), str):
-            given["planner"] = replace(self.planner, name=given["planner"])
-        return replace(self, **checked(DbspConfig, given, "the overrides")) if given else self
+        return own | {"mask": mask_values(self.mask)}
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
@@ -330,7 +285,7 @@ def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_p
     Args:
         with_pipeline: Whether the actual pipeline is known, not only its transformer.
     """
-    wanted = None if config.generate.model is None else signature_of_model(config.generate.model)
+    wanted = None if config.model is None else signature_of_model(config.model)
     if wanted is None or actual is None:
         return
     same = wanted == actual if with_pipeline else wanted.sizes == actual.sizes

@@ -14,7 +14,7 @@ from dbsp_core.config import ConfigLike
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, why_removed
 from dbsp_diffusers.attach import Host, attach_host
 from dbsp_diffusers.attached import attached_to, transformers_in
 from dbsp_diffusers.models import architecture_of
@@ -89,6 +89,9 @@ def _refuse_removed(given: Mapping[str, Any]) -> None:
                 f"{name}: groups of ranks no longer split a batch; leave it out, and all ranks share every item, or "
                 "give each group its own items and call enable(pipe, group=ranks_of_one_sequence)"
             )
+        advice = why_removed(name)
+        if advice is not None:
+            raise UserError(advice)
         raise TypeError(f"enable() got an unexpected keyword argument {name!r}")
 
 

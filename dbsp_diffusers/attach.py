@@ -20,7 +20,6 @@ from dbsp_core.masks.steps import StepClock
 from dbsp_core.reports.observer import observed_session
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.process import RECORD, environment_value
 from dbsp_diffusers.attached import STATE, Attached, transformers_in, transformers_of
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
@@ -199,5 +198,4 @@ def _own_config(
 ) -> DbspConfig:
     """One transformer's settings; each of several records its masks in a folder of its own. Collective."""
     own = resolve_config(config, transformer, host.sequence, pipe=pipe, name=name, vae=host.vae)
-    record = own.record or environment_value(RECORD)
-    return replace(own, record=os.path.join(record, name)) if record and several else own
+    return replace(own, record=os.path.join(own.record, name)) if own.record and several else own

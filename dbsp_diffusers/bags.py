@@ -21,8 +21,10 @@ from dbsp_core.cost.sequence_cost import (
     LayerSize,
     SequenceWork,
     WorkOfSizes,
+    bag_layout,
     fastest_bags,
     sequence_cost,
+    whole_layout,
 )
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
@@ -142,14 +144,14 @@ class BagSessions:
             if not len(own):
                 return None
             here = [videos[one] for one in own.tolist()]
-            layout = _with_streams(plan.bag_layout(work.tokens, bag), is_text(here), streams)
+            layout = _with_streams(bag_layout(plan, work.tokens, bag), is_text(here), streams)
             return session.begin(*here, device=device, streams=layout, **step)
 
         layout = run_consistently(control, begun)
         blocks = self.whole.heads * sum(work.grids[one].nq * work.grids[one].nk for one in own.tolist())
         self._last = session, blocks
         text = is_text(videos)
-        whole = _with_streams(plan.layout(work.tokens), text, streams)
+        whole = _with_streams(whole_layout(plan, work.tokens), text, streams)
         first_here = 0 if streams is None else max(1, int(_first(text, streams)[whole.rank == group.rank].sum()))
         if layout is None:
             return Sharing(group, whole, 1 + first_here, first_here, None, plan)
@@ -191,7 +193,7 @@ class BagSessions:
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]
-        known = hardware_for(config.cost_model, device.type, config.kernel)
+        known = hardware_for(config.machine, device.type, config.kernel)
         hardware = known or FLOP_COUNTS
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)

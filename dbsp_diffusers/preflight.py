@@ -21,9 +21,9 @@ def require_possible(config: DbspConfig) -> None:
     """Raises SettingError for settings that cannot be served on this machine, or with these masks."""
     with blame_setting("kernel"):
         choose_kernel(config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype)
-    if config.cost_model is not None:
-        with blame_setting("cost_model"):
-            load_hardware(config.cost_model)
+    if config.machine is not None:
+        with blame_setting("machine"):
+            load_hardware(config.machine)
 
 
 def require_checkpoint(model: str | None) -> None:

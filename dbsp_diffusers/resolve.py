@@ -64,7 +64,8 @@ def resolve_config(
         else:
             loaded = DbspConfig.load(config)
             require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
-        return _with_own_mask(loaded.with_overrides(vae=vae or None).for_transformer(name), transformer)
+        loaded = replace(loaded, vae=True) if vae else loaded
+        return _with_own_mask(loaded.for_transformer(name), transformer)
 
     return run_consistently(group.control(), load, lambda loaded: loaded.fingerprint, "the configuration")
 
@@ -99,9 +100,9 @@ def log_config(
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
-    layout = f"planner {config.planner.name}, layout {config.effective_layout}, kernel {kernel}"
-    if config.exchange.wire is not MODEL:
-        layout += f", exchange {config.exchange.precision}"
+    layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
+    if config.wire is not MODEL:
+        layout += f", precision {config.precision}"
     _log_once(f"{model_title(identity)} on {ranks}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {shown_config(config.origin)}"
     _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dbsp_core.comm.devices import use_local_device
 from dbsp_core.comm.rank_program import exit_on_failure, process_group
 from dbsp_core.config import DbspConfig
-from dbsp_core.models.settings import VideoSettings
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.models.table import model_title, signature_of_model
 from dbsp_core.utils.errors import UserError
@@ -41,12 +41,12 @@ def generate(config: DbspConfig, video: Path) -> None:
 
     from dbsp_diffusers import enable
 
-    wanted = config.generate.video
+    wanted = config.generate
     cls = diffusers.DiffusionPipeline
-    identity = signature_of_model(config.generate.model or "")
+    identity = signature_of_model(config.model or "")
     if wanted.image is not None and identity is not None and identity.variant == "ti2v":
         cls = diffusers.WanImageToVideoPipeline  # the checkpoint names the other one
-    model = config.generate.model or ""
+    model = config.model or ""
     checkpoint = local_checkpoint(model)
     variant = None if checkpoint is None else checkpoint.variant
     pipe = cls.from_pretrained(model, torch_dtype=config.generate.torch_dtype, variant=variant)
@@ -73,7 +73,7 @@ def generate(config: DbspConfig, video: Path) -> None:
         export_to_video(frames, str(video), fps=wanted.fps or 16)
 
 
-def _options(pipe: Any, wanted: VideoSettings) -> dict[str, Any]:
+def _options(pipe: Any, wanted: GenerateSettings) -> dict[str, Any]:
     """Arguments that only some pipelines have. Images have the video's size already."""
     from PIL import Image
 

@@ -28,7 +28,7 @@ _SIZES = ("height", "width", "num_frames")
 _SWITCHES = {
     "use_hybrid_attn_schedule": "its schedule is of self-attention's backends, which are not used",
     "use_spargeattn_head_balance": "db-SP balances heads itself",
-    "use_fp8_comms": "db-SP has an exchange of its own, in 8 bits with exchange.precision: int8 in --sp-config",
+    "use_fp8_comms": "db-SP has an exchange of its own, in 8 bits with precision: int8 in --sp-config",
     "use_teacache": "it decides whether to skip by one rank's tokens",
     "use_fbcache": "it decides whether to skip by one rank's tokens; --cache_method fbcache or dbcache goes together",
 }

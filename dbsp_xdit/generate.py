@@ -30,16 +30,16 @@ def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
 
     The caller checks the place of its report.
     """
-    config = replace(config, report=None, generate=replace(config.generate, model=model))
+    config = replace(config, report=None, model=model)
     preflight(runner_arguments(Path(), config, 1), config)
 
 
 def runner_arguments(folder: Path, config: DbspConfig, world: int) -> list[str]:
     """xdit's arguments for the video that a configuration describes; `folder` is for what else xfuser writes."""
-    video = config.generate.video
+    video = config.generate
     strategy = config.strategy_or(Strategy(world, 1)) or Strategy(world, 1)  # "auto" needs degrees for their product
     options = {
-        "model": config.generate.model,
+        "model": config.model,
         "sp_backend": "dbsp",
         "ulysses_degree": strategy.ulysses,
         "ring_degree": strategy.ring,
@@ -55,12 +55,12 @@ def runner_arguments(folder: Path, config: DbspConfig, world: int) -> list[str]:
         "seed": video.seed,
         "output_directory": folder,
     }
-    identity = signature_of_model(config.generate.model or "")
+    identity = signature_of_model(config.model or "")
     return [*(f"--{name}={value}" for name, value in options.items() if value is not None), *_images(config, identity)]
 
 
 def _images(config: DbspConfig, identity: ModelSignature | None) -> list[str]:
-    video = config.generate.video
+    video = config.generate
     images = [image for image in (video.image, video.last_image) if image is not None]
     task = [f"--task={'i2v' if images else 't2v'}"] if identity is not None and identity.variant == "ti2v" else []
     return [*task, *(["--input_images", *images] if images else [])]
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
     limit_group_timeouts(float(seconds))  # xfuser says nothing of timeouts
     config = DbspConfig.load(config_file)
     install(active=True, config=config)
-    _save_on_rank_0(Path(video), config.generate.video.fps or 16)
+    _save_on_rank_0(Path(video), config.generate.fps or 16)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     sys.argv = ["xfuser.runner", *runner_arguments(Path(config_file).parent, config, world)]
     with exit_on_failure():  # xfuser sets the device itself, and destroys its groups after a success alone

@@ -60,6 +60,12 @@ def threads() -> Callable[[int], ThreadRanks]:
     return ThreadRanks
 
 
+@pytest.fixture
+def debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks compare what they attend with before each attention."""
+    monkeypatch.setenv("DBSP_DEBUG", "1")
+
+
 @pytest.fixture(scope="session")
 def gpu_node() -> Iterator[GpuNode]:
     """gpu_node.run(world, function, *arguments) runs on ranks that each have a simulated GPU."""

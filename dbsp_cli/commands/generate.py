@@ -93,7 +93,7 @@ def generate_command(
 def _run(job: GenerateJob) -> GenerateResult:
     """Runs it with one progress bar, on standard error, that follows rank 0; a log gets a line for each stage."""
     texts = TextColumn("{task.description}", table_column=Column(no_wrap=True))
-    steps, joined = job.config.generate.video.steps or 0, job.launch.joined
+    steps, joined = job.config.generate.steps or 0, job.launch.joined
     pace = Pace(steps)
     columns = (SpinnerColumn(), texts, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), PaceColumn(pace))
     if joined and joined.rank:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsp_core.models.settings import VideoSettings
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file
 
@@ -16,7 +16,7 @@ __all__ = ["fitted"]
 _ADVICE = "name a file such as a PNG or JPEG"
 
 
-def fitted(path: Path, video: VideoSettings) -> Any:
+def fitted(path: Path, video: GenerateSettings) -> Any:
     """Reads an image in the video's size: scaled, and cut off evenly where it is too wide or too high.
 
     Raises:
@@ -40,7 +40,7 @@ def fitted(path: Path, video: VideoSettings) -> Any:
     if not 0.5 <= ratio <= 2:
         raise UserError(
             f"{path} is {image.width}×{image.height}: more than half of it would be cut off in a video of "
-            f"{width}×{height}; set video.width and video.height, or cut it yourself"
+            f"{width}×{height}; set generate.width and generate.height, or cut it yourself"
         )
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
 

@@ -21,7 +21,7 @@ from dbsp_cli.output import require_apart, require_file_place
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.models.settings import VideoSettings, side_complaint
+from dbsp_core.models.settings import GenerateSettings, side_complaint
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.models.table import (
     MODEL_SPECS,
@@ -35,6 +35,7 @@ from dbsp_core.models.table import (
 )
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.files import expand_path, require_folder_place
+from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.kernel import returns_lse
@@ -115,13 +116,13 @@ class GenerateJob:
         return self.settings | {
             "model": model,
             "report": str(work / "report"),
-            "video": self.settings["video"] | images,
+            "generate": self.settings["generate"] | images,
         }
 
     @property
     def images(self) -> dict[str, Path]:
         """The files that the video is made from, by setting; ranks read copies in the video's size."""
-        video = self.config.generate.video
+        video = self.config.generate
         given = {"image": video.image, "last_image": video.last_image}
         return {name: Path(path) for name, path in given.items() if path is not None}
 
@@ -132,9 +133,15 @@ class GenerateJob:
         kernel = choose_kernel(
             config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype
         )
-        found = {"model": self.model or f"{TINY}{self.tiny}", "layout": config.effective_layout, "kernel": kernel.name}
-        dtype = str(config.generate.torch_dtype).removeprefix("torch.")
-        return config.to_values() | found | {"dtype": dtype, "report": self.report and str(self.report)}
+        found = {
+            "model": self.model or f"{TINY}{self.tiny}",
+            "layout": config.layout,
+            "keys": config.keys,
+            "kernel": kernel.name,
+        }
+        values = config.to_values()
+        generate = values["generate"] | {"dtype": str(config.generate.torch_dtype).removeprefix("torch.")}
+        return values | found | {"generate": generate, "report": self.report and str(self.report)}
 
     @property
     def name(self) -> str:
@@ -167,15 +174,15 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
     spec = find_model_spec(model) or published_model(identity)
-    with settings.located(), blame_setting("video"):
-        video = config.generate.video.filled(None if spec is None else spec.video)
+    with settings.located(), blame_setting("generate"):
+        video = config.generate.filled(None if spec is None else spec.video)
     _require_images(identity, video)
     with settings.located():
-        with blame_setting("video"):
+        with blame_setting("generate"):
             require_video(identity, video)
         require_possible(config)
     if video.prompt is None:
-        raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
+        raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
     launch = request.launch.on_this_node(request.nproc)
     strategy = config.strategy or _default_strategy(launch, config)
     if isinstance(strategy, Strategy):
@@ -196,8 +203,8 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     )
     given_video = {key: value for key, value in asdict(video).items() if value is not None}
     job = GenerateJob(
-        config=replace(config, generate=replace(config.generate, video=video), strategy=strategy),
-        settings={**settings.values, "video": given_video, "strategy": str(strategy)},
+        config=replace(config, generate=video, strategy=strategy),
+        settings={**settings.values, "generate": given_video, "strategy": str(strategy)},
         given=settings,
         origin=_origin_in_words(settings, request.changes),
         model=None if tiny else named.hub if named else os.path.abspath(model),
@@ -212,7 +219,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     require_own_log(job.log)
     _require_apart(job)
     for name, path in job.images.items():
-        with settings.located(), blame_setting("video"), blame_setting(name):
+        with settings.located(), blame_setting("generate"), blame_setting(name):
             fitted(path, video)
     # what only the host knows to refuse
     check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
@@ -244,7 +251,7 @@ def _settings(request: GenerateRequest) -> Settings:
             option = f"--{name.replace('_', '-')}"
             value = str(value) if isinstance(value, Path) else value
             value = _in_utf8(value, option) if name == "prompt" else value
-            settings = settings.changed(("video", name), value, option)
+            settings = settings.changed(("generate", name), value, option)
     return settings
 
 
@@ -261,8 +268,7 @@ def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, he
     given = request.report or (Path(config.report) if config.report else None)
     report = None if given is None else given.absolute()
     if config.record is not None and here:
-        with settings.located(), blame_setting("record"):
-            require_folder_place(Path(config.record).absolute(), "record")
+        require_folder_place(Path(config.record).absolute(), f"${RECORD}")
     if here and request.report is not None:
         require_folder_place(request.report.absolute(), "--report")
     elif here and report is not None:
@@ -273,7 +279,7 @@ def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, he
 
 def _require_apart(job: GenerateJob) -> None:
     """Raises UserError where results would be written over one another, or over what the video is made from."""
-    folders = {"--report": job.report, "record": None if job.config.record is None else Path(job.config.record)}
+    folders = {"--report": job.report, f"${RECORD}": None if job.config.record is None else Path(job.config.record)}
     inputs = {f"--{name.replace('_', '-')}": path for name, path in job.images.items()}
     if os.path.isfile(job.given.origin):
         inputs["--config"] = Path(job.given.origin)
@@ -291,7 +297,7 @@ def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
 
 
 def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> tuple[str, ModelSignature]:
-    model = request.model or config.generate.model
+    model = request.model or config.model
     if model is None:
         raise UserError(f"{request.config} does not say which model it is for; add --model")
     identity = signature_of_model(model)
@@ -313,7 +319,7 @@ def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> 
     return model, identity
 
 
-def _require_images(identity: ModelSignature, video: VideoSettings) -> None:
+def _require_images(identity: ModelSignature, video: GenerateSettings) -> None:
     """Raises UserError for an image that the model needs; no setting is blamed for one that is missing."""
     given = {"--image": video.image, "--last-image": video.last_image}
     missing = [option for option, image in given.items() if image is None]
@@ -322,23 +328,23 @@ def _require_images(identity: ModelSignature, video: VideoSettings) -> None:
         raise UserError(f"{model_title(identity)} {complaint}; give one with {missing[0]} FILE")
 
 
-def require_video(signature: ModelSignature, video: VideoSettings) -> None:
+def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
     """Raises SettingError for what the pipeline would change or refuse: frames, a size, or images."""
     spec = published_model(signature)
     if signature.pipeline in PIPELINES and video.num_frames is not None:
         complaint = PIPELINES[signature.pipeline].frames_complaint(video.num_frames)
         if complaint is not None:
-            raise bad_value(video, "num_frames", complaint, "video.")
+            raise bad_value(video, "num_frames", complaint, "generate.")
     for side in ("height", "width"):
         value = getattr(video, side)
         complaint = None if value is None or spec is None else side_complaint(value, spec.token_pixels)
         if complaint is not None:
-            raise bad_value(video, side, complaint, "video.")
+            raise bad_value(video, side, complaint, "generate.")
     complaint = signature.images_complaint(sum(image is not None for image in (video.image, video.last_image)))
     if complaint is not None:
         raise SettingError(f"{model_title(signature)} {complaint}", ("image",))
     if video.last_image is not None and video.image is None:
-        raise SettingError("video.last_image needs video.image, the first frame", ("last_image",))
+        raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
 
 
 def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.models.settings import VideoSettings
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import ModelSpec, find_model_spec
 from dbsp_core.utils.errors import UserError
 
@@ -47,7 +47,7 @@ def memory_complaint(model: str, dtype: torch.dtype, processes: int) -> str | No
     )
 
 
-def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int) -> str | None:
+def duration_notice(spec: ModelSpec | None, video: GenerateSettings, processes: int) -> str | None:
     """That a published model is about to run on CPUs for more than an hour; None where it is not. Modelled."""
     if spec is None or torch.accelerator.is_available():
         return None

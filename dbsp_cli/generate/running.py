@@ -53,7 +53,7 @@ def require_runnable(job: GenerateJob) -> None:
         return
     complaint = memory_complaint(job.model, job.config.generate.torch_dtype, job.launch.nproc)
     if complaint is not None:
-        raise UserError(f"{complaint}; take a smaller model, fewer --nproc, or --set dtype=bfloat16")
+        raise UserError(f"{complaint}; take a smaller model, fewer --nproc, or --set generate.dtype=bfloat16")
     require_checkpoint(job.model)
 
 
@@ -80,7 +80,7 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
                 silence_libraries()
                 make_tiny(job.tiny, work.path / f"{TINY}{job.tiny}")
             for name, path in job.images.items():
-                fitted(path, job.config.generate.video).save(work.path / f"{name}.png")
+                fitted(path, job.config.generate).save(work.path / f"{name}.png")
             settings = work.path / "dbsp.yaml"
             settings.write_text(yaml.safe_dump(job.settings_in(work.path), allow_unicode=True), encoding="utf-8")
             follower.reword = in_the_users_names(job, work.path, read_settings(settings, "configuration file"))

@@ -140,7 +140,7 @@ class PendingKeys:
     def wait(self) -> torch.Tensor:
         came = by_batch(self.transfer.wait())
         packed = came.new_empty(2, len(came), self.blocks * self.block_k, came.shape[-1])
-        copy_segments(came, packed.transpose(0, 1), self.unpack)
+        copy_segments([came], packed.transpose(0, 1), [self.unpack])
         return packed.view(2, len(came), self.blocks, self.block_k, came.shape[-1])
 
 
@@ -197,12 +197,12 @@ class Route:
         came = first.run(together, group)
         del together
         packed_q = came.new_empty(len(q), self.q_places, came.shape[-1])
-        copy_segments(by_batch(came), packed_q[:, None], first.unpack[0])
+        copy_segments([by_batch(came)], packed_q[:, None], first.unpack[:1])
         if second:
             del came
             came = second[0].run(second[0].send_buffer(k, v, less=(mean, None)), group)
         packed_kv = came.new_empty(2, len(q), self.kv_places, came.shape[-1])
-        copy_segments(by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
+        copy_segments([by_batch(came)], packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1:])
         return packed_q, packed_kv.view(2, len(q), -1, self.block_k, came.shape[-1])
 
     def chunks(self, first: list[torch.Tensor], keys: KeysAtHome, group: SequenceGroup) -> Iterator[torch.Tensor]:
@@ -234,7 +234,7 @@ class Route:
         came = self.combine_exchange.run(buffer, group)
         del buffer
         local = torch.empty_like(like, dtype=came.dtype)
-        copy_segments(by_batch(came), local, self.combine_exchange.unpack[0])
+        copy_segments([by_batch(came)], local, self.combine_exchange.unpack[:1])
         return local
 
 

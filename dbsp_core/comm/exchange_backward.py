@@ -51,7 +51,7 @@ class _BackwardExchange:
     def add(self, came: torch.Tensor, homes: tuple[torch.Tensor, ...]) -> None:
         for tensor, layers in zip(homes, self.unpack, strict=True):
             for segments in layers:
-                copy_segments(by_batch(came), tensor, segments, add=True)
+                copy_segments([by_batch(came)], tensor, [segments], add=True)
 
 
 @dataclass(frozen=True, eq=False)

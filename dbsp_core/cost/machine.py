@@ -240,19 +240,19 @@ def measured_file(device: str) -> Path:
     return cache / "dbsp" / "hardware" / f"{name}.yaml"
 
 
-def hardware_for(cost_model: str | None, device: str, kernel: str) -> Hardware | None:
+def hardware_for(machine: str | None, device: str, kernel: str) -> Hardware | None:
     """Returns the constants that costs on a "cuda" or "cpu" device are predicted by, or None.
 
     Args:
-        cost_model: Name or file that a configuration gives. None: this machine's `measured_file`, if there is one.
+        machine: Name or file that a configuration gives. None: this machine's `measured_file`, if there is one.
             Without it there are no constants: those of other machines are not taken for this one's.
         device: Type of the device.
         kernel: Its name, or "auto"; its constants are taken if the file has them.
     """
-    if cost_model is None:
+    if machine is None:
         file = measured_file(device)
         return load_hardware(file).with_kernel(kernel) if file.is_file() else None
-    return load_hardware(cost_model).with_kernel(kernel)
+    return load_hardware(machine).with_kernel(kernel)
 
 
 def cost_basis(hardware: Hardware | None) -> str:

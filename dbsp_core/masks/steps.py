@@ -246,5 +246,5 @@ class DenseSchedule:
             return None
         return (
             f"dense_schedule makes all {steps} steps dense (first_steps {self.first_steps}, last_steps "
-            f"{self.last_steps}): nothing will be gained; lower them, or take more steps (video.steps)"
+            f"{self.last_steps}): nothing will be gained; lower them, or take more steps (generate.steps)"
         )

@@ -1,4 +1,4 @@
-"""What is to be generated: the model, and prompt, size, steps and the like of the video."""
+"""What is generated: prompt, size, steps and the like of the video, and the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -10,36 +10,27 @@ import torch
 from dbsp_core.utils.errors import SettingError, bad_value
 from dbsp_core.utils.schema import read_path, require_choice
 
-__all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "VideoSettings", "side_complaint"]
+__all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "side_complaint"]
 
 TOKEN_PIXELS = 16
 """Height and width of a token: 8 of the VAE times 2 of the patch, in most models."""
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
-_LEAST = {
-    "num_frames": 1,
-    "steps": 1,
-    "fps": 1,
-    "seed": 0,
-    "guidance_scale": 0,
-    "guidance_scale_2": 0,
-    "flow_shift": 0,
-}
 _LARGEST_SIDE = 1 << 16
-_MOST = {
-    "num_frames": 1_000_000,
-    "steps": 10_000,
-    "fps": 1000,
-    "seed": 2**63 - 1,
-    "guidance_scale": 10_000,
-    "guidance_scale_2": 10_000,
-    "flow_shift": 10_000,
+_RANGES = {
+    "num_frames": (1, 1_000_000),
+    "steps": (1, 10_000),
+    "fps": (1, 1000),
+    "seed": (0, 2**63 - 1),
+    "guidance_scale": (0, 10_000),
+    "guidance_scale_2": (0, 10_000),
+    "flow_shift": (0, 10_000),
 }
-"""More than anybody makes, and little enough for every library to count with."""
+"""Least and most of each number: more than anybody makes, and little enough for every library to count with."""
 
 
 def side_complaint(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
-    """What is wrong with a video's height or width; None: nothing."""
+    """Returns the error message about a video's height or width, or None."""
     if 0 < pixels <= _LARGEST_SIDE and pixels % token == 0:
         return None
     if pixels > _LARGEST_SIDE:
@@ -49,21 +40,27 @@ def side_complaint(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
 
 
 @dataclass(frozen=True)
-class VideoSettings:
-    """One video; what is None is as the checkpoint is usually run.
+class GenerateSettings:
+    """One video to generate; None stands for the checkpoint's usual value.
 
     Raises SettingError for numbers that no model takes.
 
     Attributes:
-        height: Pixels, a multiple of 16 (of 32 for Wan2.2 TI2V), as is `width`.
+        prompt: What the video shows, maybe empty.
+        negative_prompt: What the video does not show.
+        height: Pixels, a multiple of 16 (32 for Wan2.2 TI2V).
+        width: Pixels, likewise.
         num_frames: 4k + 1 for Wan, 8k + 1 for CogVideoX.
         steps: Number of denoising steps.
-        guidance_scale: Scale of classifier-free guidance; 1 or less: none.
+        guidance_scale: Scale of classifier-free guidance; 1 or less: no guidance, half the work.
         flow_shift: Shift of the scheduler, for models of flow matching.
+        seed: Seed of the noise (42): the same video on any number of ranks.
         fps: Frames per second of the mp4 file.
-        guidance_scale_2: Scale in the steps of a second transformer.
-        image: File of the first frame, for models that make videos from images.
-        last_image: File of the last frame.
+        guidance_scale_2: Guidance scale in the steps of Wan2.2's second transformer.
+        image: File of the first frame, for image-to-video models; scaled and cropped to the video's size.
+        last_image: File of the last frame: required by VACE, optional for image-to-video outside xDiT.
+        dtype: dtype of the weights. `auto`: bfloat16 on an accelerator, else float32. float64 is for comparisons on
+            the CPU.
     """
 
     prompt: str | None = None
@@ -79,56 +76,39 @@ class VideoSettings:
     guidance_scale_2: float | None = None
     image: str | None = field(default=None, metadata={"read": read_path})
     last_image: str | None = field(default=None, metadata={"read": read_path})
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
-                raise bad_value(self, name, f"must be at least {least}", "video.")
-            if value is not None and not value <= _MOST[name]:
-                raise bad_value(self, name, f"must be at most {_MOST[name]:,}", "video.")
+                raise bad_value(self, name, f"must be at least {least}", "generate.")
+            if value is not None and not value <= most:
+                raise bad_value(self, name, f"must be at most {most:,}", "generate.")
         for name in ("height", "width"):
             value = getattr(self, name)
             complaint = None if value is None else side_complaint(value)
             if complaint is not None:
-                raise bad_value(self, name, complaint, "video.")
+                raise bad_value(self, name, complaint, "generate.")
+        require_choice("dtype", self.dtype, DTYPES, "generate.")
 
-    def filled(self, usual: VideoSettings | None) -> VideoSettings:
-        """A copy in which everything but prompt and images is set, from the model's `usual` video where that is known.
+    def filled(self, usual: GenerateSettings | None) -> GenerateSettings:
+        """Returns a copy in which all but prompt and images is set, from the model's `usual` video if that is known.
 
-        flow_shift stays None where the model's scheduler has its own. Raises SettingError for an unknown size.
+        flow_shift stays None if the model's scheduler has its own. Raises SettingError for an unknown size.
         """
-        usual = usual or VideoSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
+        usual = usual or GenerateSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
         missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
         values: dict[str, Any] = {name: 42 if name == "seed" else getattr(usual, name) for name in missing}
         full = replace(self, **values)
-        unknown = [name for name in ("height", "width", "num_frames") if getattr(full, name) is None]
-        if unknown:
-            raise SettingError(
-                f"video.{unknown[0]} is not set, and no default size is known for this model; set it in the "
-                f"configuration's 'video', or with --set video.{unknown[0]}=…",
-                (unknown[0],),
-            )
+        for name in ("height", "width", "num_frames"):
+            if getattr(full, name) is None:
+                raise SettingError(
+                    f"generate.{name} is not set, and no default size is known for this model; set it in the "
+                    f"configuration's 'generate', or with --set generate.{name}=…",
+                    (name,),
+                )
         return full
-
-
-@dataclass(frozen=True)
-class GenerateSettings:
-    """What a configuration says besides how attention is computed: which model, and what is made with it.
-
-    Attributes:
-        model: The checkpoint that the file's settings are for, a name or a folder (see dbsp_core.models.table):
-            attaching to another one is refused; None: for any.
-        dtype: Type of its weights as loaded; "auto" is bfloat16 on an accelerator, float32 without.
-        video: A mapping such as {height: 480, width: 832, steps: 50}.
-    """
-
-    model: str | None = field(default=None, metadata={"read": read_path})
-    dtype: str = "auto"
-    video: VideoSettings = field(default_factory=VideoSettings)
-
-    def __post_init__(self) -> None:
-        require_choice("dtype", self.dtype, DTYPES)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dbsp_core.models.settings import TOKEN_PIXELS, VideoSettings
+from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, model_signature, token_grid, variant_of
 
 __all__ = [
@@ -55,7 +55,7 @@ class ModelSpec:
     ffn: int
     cross_text: int
     parameters: int
-    video: VideoSettings
+    video: GenerateSettings
     paper_thw: tuple[int, int, int] | None = None
     variant: Variant = ""
     token_pixels: int = TOKEN_PIXELS
@@ -110,7 +110,7 @@ _WAN_14B = ModelSpec(
     ffn=13824,
     cross_text=512,
     parameters=14_288_491_584 + 5_680_910_336,
-    video=VideoSettings(
+    video=GenerateSettings(
         None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
     ),
 )
@@ -137,7 +137,7 @@ _COGVIDEOX_1_5 = ModelSpec(
     ffn=12288,
     cross_text=0,
     parameters=5_570_676_352 + 4_762_310_656,
-    video=VideoSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
+    video=GenerateSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
     paper_thw=(21, 51, 80),  # §6.1
 )
 _COGVIDEOX = replace(

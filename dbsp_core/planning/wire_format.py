@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from dbsp_core.utils.errors import UserError, did_you_mean
-from dbsp_kernels.exchange import CopySegments, gather_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
 
 __all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "ModelFormat", "WireFormat", "require_wire_format"]
 
@@ -18,7 +18,7 @@ class WireFormat(ABC):
     """One way to write the tokens of a head in exchanges. The output travels as the model has it.
 
     Attributes:
-        name: Its value of the setting `exchange.precision`.
+        name: Its value of the setting `precision`.
         centred: Whether keys are written less the mean of all tokens, which softmax does not see.
         no_gradients: Why attention with it has no gradients, and what to do. None: it has.
     """
@@ -78,7 +78,7 @@ class ModelFormat(WireFormat):
     ) -> None:
         if any(mean is not None for mean in less):
             raise ValueError("tokens in the model's precision travel as they are")
-        gather_segments(tensors, buffer, segments)
+        copy_segments(tensors, buffer, segments)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return written
@@ -90,7 +90,7 @@ class Int8Format(WireFormat):
     name = "int8"
     centred = True
     no_gradients = (
-        "exchange.precision: int8 has no gradients, as rounding has none; leave it out to train, or call attention "
+        "precision: int8 has no gradients, as rounding has none; leave it out to train, or call attention "
         "under torch.no_grad()"
     )
 
@@ -116,7 +116,7 @@ class Int8Format(WireFormat):
 
 MODEL = ModelFormat()
 WIRE_FORMATS: dict[str, WireFormat] = {one.name: one for one in (MODEL, Int8Format())}
-"""The ways to write tokens, by the value of setting `exchange.precision`."""
+"""The ways to write tokens, by the value of setting `precision`."""
 
 
 def require_wire_format(precision: str) -> WireFormat:

@@ -63,7 +63,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
         host=host,
         world_size=group.size,
         strategy=_in_words(session.strategy, columns),
-        planner=session.config.planner.name,
+        planner=session.config.planner,
         max_abs_diff=None,
         layers=_last_of_each_layer(calls),
         seconds=_seconds(observer, calls),
@@ -168,8 +168,12 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
         software["cuda"] = torch.version.cuda
     software |= {name: own for name, own in package_versions().items() if name not in software}
     settings = session.config.to_values()
-    settings |= {"model": model, "layout": session.config.effective_layout, "kernel": observer.kernel}
-    del settings["report"], settings["record"]  # these folders may be gone when the report is read
-    settings["reuse"] |= {"mode": session.config.effective_planning}
+    settings |= {
+        "model": model,
+        "layout": session.config.layout,
+        "keys": session.config.keys,
+        "kernel": observer.kernel,
+    }
+    del settings["report"]  # this folder may be gone when the report is read
     date = datetime.now().astimezone().isoformat(timespec="minutes")
     return Environment(settings, software, hardware, observer.kernel, observer.dtype, date)

@@ -18,8 +18,8 @@ from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import expand_path, parse_size, write_atomically
-from dbsp_core.utils.process import RECORD, RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, environment_value, log
+from dbsp_core.utils.files import parse_size, write_atomically
+from dbsp_core.utils.process import RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, environment_value, log
 
 __all__ = ["INDEX", "MaskRecorder", "RecordSettings", "parse_layers"]
 
@@ -42,13 +42,12 @@ class RecordSettings:
 
     @classmethod
     def of(cls, folder: str | None) -> RecordSettings:
-        """Settings from the environment, with a configuration's folder if it has one."""
-        folder = folder or environment_value(RECORD)
+        """Settings for a folder, from the environment; None: nothing is recorded."""
         if folder is None:
             return cls()
         layers = environment_value(RECORD_LAYERS)
         return cls(
-            expand_path(folder),
+            folder,
             every=_every(environment_value(RECORD_EVERY) or "1"),
             layers=parse_layers(layers) if layers else None,
             limit=parse_size(environment_value(RECORD_LIMIT) or "2GiB"),

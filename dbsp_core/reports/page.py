@@ -191,7 +191,7 @@ def report_page(report: RunReport) -> str:
         headline=headline(report),
         layers=layer_summaries(report),
         ranks=list(enumerate(zip(report.ranks.attention_s, report.ranks.bytes_sent, strict=True))),
-        prompt=settings.get("video.prompt"),
+        prompt=settings.get("generate.prompt"),
         settings=[(key, json.dumps(value).strip('"')) for key, value in settings.items() if value is not None],
         unset=[key for key, value in settings.items() if value is None],
         data=_embedded({"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}),

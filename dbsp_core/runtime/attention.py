@@ -26,7 +26,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.agreement import (
     LAYOUTS_DIFFER,
     MASKS_DIFFER,
@@ -179,7 +178,7 @@ def dual_balanced_attention(
     mask: BlockMask,
     strategy: Strategy | str,
     *,
-    planner: PlannerConfig | str = "dbsp",
+    planner: str = "dbsp",
     layout: SequenceLayout | None = None,
     group: SequenceGroup | ProcessGroup | None = None,
     scale: float | None = None,

@@ -297,7 +297,7 @@ class AttentionSession:
         """
         now, tokens = self._now, self._now.layout.shard if executor is None else executor.part.n_local
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
-        refusal, debug = self.config.exchange.wire.no_gradients, self.config.debug
+        refusal, debug = self.config.wire.no_gradients, self.config.debug
         problem = problem_of_inputs(q, k, v, self.heads, tokens, why, refusal)
         if debug or now.inputs_agreed.is_new(q, k, v, problem):
             if debug and problem is None and executor is None:

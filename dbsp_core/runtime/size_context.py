@@ -50,7 +50,7 @@ def agree_on_constants(
         return None
     hardware = run_consistently(
         group,
-        lambda: hardware_for(config.cost_model, device.type, config.kernel),
+        lambda: hardware_for(config.machine, device.type, config.kernel),
         lambda hardware: 0 if hardware is None else hardware.fingerprint,
         "the hardware file",
     )
@@ -212,7 +212,7 @@ class SizeContext:
         """Makes a plan for a mask, where `current` is in use. See `plan_cache.MakePlan`."""
         config, strategy = self.session.config, self.session.strategy
         how = partial(make_plan, mask, layout=self.layout, compare=self.session.compare)
-        make = partial(how, planner=config.planner, keys=config.keys, precision=config.exchange.precision)
+        make = partial(how, planner=config.planner, keys=config.keys, precision=config.precision)
         if strategy is not None:
             return make(strategy)
         if self.selector is None:
@@ -261,7 +261,7 @@ def new_size(
 
 def plan_cache_of(session: SessionParts) -> PlanCache:
     """An empty one, as the configuration asks for."""
-    common = session.config.reuse.threshold, session.counters, session.compare
+    common = session.config.reuse, session.counters, session.compare
     if session.config.effective_planning == "async":
         return AsyncPlanCache(*common, group=session.group)
     return PlanCache(*common)
@@ -270,4 +270,4 @@ def plan_cache_of(session: SessionParts) -> PlanCache:
 def _layout(session: SessionParts, grid: BlockGrid, streams: Streams) -> SequenceLayout:
     # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
     strategy = session.strategy or Strategy(1, session.group.size)
-    return SequenceLayout.named(session.config.effective_layout, grid, strategy, streams=streams)
+    return SequenceLayout.named(session.config.layout, grid, strategy, streams=streams)

@@ -14,7 +14,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels import DensePart
-from dbsp_kernels.exchange import on_device, to_device
+from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
 __all__ = [
@@ -134,7 +134,6 @@ class TableLayout:
         spans: By chunk, on the host: of each span with rows, where its rows and blocks are.
         base: By chunk int32[Rq], the packed block of each row's column 0.
         kv_len: By chunk int32[Ck], tokens of each packed block.
-        as_masked: Whether column j is KV block j for all rows: then a mask's bits are taken as they are.
     """
 
     spans_of: torch.Tensor
@@ -147,7 +146,6 @@ class TableLayout:
     kv_len: tuple[torch.Tensor, ...]
     spans: tuple[tuple[Span, ...], ...]
     block_k: int
-    as_masked: bool
 
     @property
     def width(self) -> int:
@@ -159,7 +157,7 @@ class TableLayout:
             return self
 
         def move(table: torch.Tensor) -> torch.Tensor:
-            return to_device(table.numpy(), device)
+            return to_device(table, device)
 
         return replace(
             self,
@@ -211,9 +209,7 @@ class RankRows:
         per_span = np.stack([np.bincount(span, minlength=spans) for span in of_blocks])  # int64[chunks, spans]
         first = np.cumsum(per_span, axis=1) - per_span
         width = max(1, int(per_span.max(initial=0)))
-        whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
-        as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
-        width += 0 if as_masked else -width % 8  # whole bytes of bits
+        width += -width % 8  # whole bytes of bits
         # 2. Blocks are packed by chunk and span, as these arrays have them.
         present = np.arange(width) < per_span[..., None]
         block = np.concatenate([block for _, block in packed])
@@ -234,7 +230,6 @@ class RankRows:
                 for start, count, (_, of_chunk) in zip(first, per_span, packed, strict=True)
             ),
             block_k=axis.block,
-            as_masked=as_masked,
         )
 
 
@@ -274,8 +269,8 @@ def build_tables(
         dense_spans: See `dense_spans_of`.
     """
     # 1. The rows' bits by chunk, and what rows have to do.
-    bits = on_device(mask.row_bits, layout.rows.device)
-    of_mask = layout.columns, layout.present, layout.full, layout.as_masked
+    bits = to_device(mask.row_bits, layout.rows.device)
+    of_mask = layout.columns, layout.present, layout.full
     packed, count, full, key = pack_rows(bits, layout.rows, layout.spans_of, layout.turn, *of_mask)
     # 2. In which order they start.
     order = torch.argsort(key, dim=1, stable=True).to(torch.int32)

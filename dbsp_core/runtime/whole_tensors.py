@@ -103,7 +103,8 @@ def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     tables = _item_table(heads, len(rows) // heads, len(blocks) // heads, q.device)
     first = torch.arange(0, keys, BLOCK, device=q.device)
     kv_len = (keys - first).clamp(max=BLOCK).to(torch.int32).repeat(heads)
-    return KernelInputs(rows, blocks, _blocks(v), *tables, kv_len, scale)
+    full = torch.full_like(tables[1], keys // BLOCK)
+    return KernelInputs(rows, blocks, _blocks(v), *tables, kv_len, scale, full)
 
 
 def _item_table(items: int, rows: int, blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

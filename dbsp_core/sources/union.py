@@ -15,7 +15,7 @@ from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest, Ma
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.window import Sizes, WindowSource
 from dbsp_core.utils.errors import SettingError, UserError, in_short
-from dbsp_kernels.exchange import on_device
+from dbsp_kernels.exchange import to_device
 
 __all__ = ["NablaSource", "UnionSource", "parts_of"]
 
@@ -87,7 +87,7 @@ class UnionSource:
         if key not in self._made:
             what = f"the mask of layer {request.layer}"
             mask = run_consistently(control, lambda: part.mask(request), lambda mask: mask.fingerprint, what)
-            self._made[key] = replace(mask, bits=on_device(mask.bits, device))
+            self._made[key] = replace(mask, bits=to_device(mask.bits, device))
             if len(self._made) > _MOST_KEPT:
                 self._made.popitem(last=False)
         return self._made[key]

@@ -17,12 +17,14 @@ import torch
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
 __all__ = [
+    "DEBUG",
     "ERROR",
     "NOTICE",
     "RECORD",
     "RECORD_EVERY",
     "RECORD_LAYERS",
     "RECORD_LIMIT",
+    "environment_flag",
     "environment_number",
     "environment_value",
     "exit_on_user_error",
@@ -85,8 +87,10 @@ def exit_on_user_error() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
+DEBUG = "DBSP_DEBUG"
+"""Whether ranks compare what they attend with before each attention, and kernels check their tables."""
 RECORD = "DBSP_RECORD"
-"""Folder for the masks of a run, where the configuration names none."""
+"""Folder for the masks of a run."""
 RECORD_EVERY = "DBSP_RECORD_EVERY"
 """Distance of denoising steps that are recorded: with 3, every third."""
 RECORD_LAYERS = "DBSP_RECORD_LAYERS"
@@ -98,6 +102,11 @@ RECORD_LIMIT = "DBSP_RECORD_LIMIT"
 def environment_value(name: str) -> str | None:
     """Returns the variable's value, or None if it is missing or empty."""
     return os.environ.get(name) or None
+
+
+def environment_flag(name: str) -> bool:
+    """Returns True if the variable is set to anything but 0."""
+    return environment_value(name) not in (None, "0")
 
 
 def environment_number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:

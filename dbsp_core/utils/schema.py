@@ -103,6 +103,10 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
             return dict(value)
         if origin is tuple and _is_list_of(get_args(option)[0], value):
             return tuple(value)
+    for inner in value if isinstance(value, Mapping) else ():
+        advice = why_removed(f"{key}.{inner}")
+        if advice:
+            raise SettingError(advice, (str(inner),))
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
     misread = float in options and isinstance(value, str) and _EXPONENT.fullmatch(value)
     hint = "; write 1.0e+9, not 1e9" if misread else ""

@@ -48,9 +48,11 @@ class Settings:
     origin: str = ""
 
     def place_of(self, path: KeyPath) -> str:
-        """The place where a setting was given, or else the innermost one around it."""
+        """Returns the place of a setting, else of a key within it, else of the innermost setting around it."""
+        within = next((place for known, place in self.places.items() if known[: len(path)] == path), None)
         around = (path[:length] for length in range(len(path), 0, -1))
-        return next((self.places[outer] for outer in around if outer in self.places), self.origin)
+        exact = self.places.get(path, within)
+        return exact or next((self.places[outer] for outer in around if outer in self.places), self.origin)
 
     def changed(self, path: Sequence[str], value: Any, place: str) -> Settings:
         """A copy with one setting replaced or added. Raises UserError if a key on the path has no mapping."""
@@ -73,7 +75,8 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str)
     key, *rest = path
     inner = values.get(key)
     if rest and not isinstance(inner, (Mapping, type(None))):
-        raise UserError(f"{place}: {key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}")
+        no_mapping = f"{key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}"
+        raise UserError(f"{place}: {why_removed(f'{key}.{rest[0]}') or why_removed(key) or no_mapping}")
     return {**values, key: _put(inner or {}, rest, value, place) if rest else value}
 
 

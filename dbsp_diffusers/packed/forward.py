@@ -181,7 +181,7 @@ def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], ses
 
     Before anything is shared out: of several bags some may have nothing to attend to, and would not notice.
     """
-    refusal = session.config.exchange.wire.no_gradients
+    refusal = session.config.wire.no_gradients
     if refusal is None:
         return
     of_samples = (sample.latents for sample in samples)
@@ -193,7 +193,7 @@ def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, sessi
     """The batch, with what its sequences are to attention."""
     element_bytes = next(transformer.parameters()).element_size()
     sizes = session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
-    layer = LayerSize(*sizes, element_bytes=element_bytes, wire=session.config.exchange.wire)
+    layer = LayerSize(*sizes, element_bytes=element_bytes, wire=session.config.wire)
     return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 
 

@@ -25,7 +25,7 @@ from dbsp_cli.tiny_models import make_tiny
 SPARGE = {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16}
 DENSE = {"first_steps": 1, "last_layers": 1}
 RUNS: tuple[dict[str, Any], ...] = (
-    {"mask": SPARGE, "dense_schedule": DENSE, "strategy": "U2R2", "reuse": {"threshold": 1.05}},
+    {"mask": SPARGE, "dense_schedule": DENSE, "strategy": "U2R2", "reuse": 1.05},
     {"mask": SPARGE, "strategy": "U1R4", "planner": "paper"},
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -1,7 +1,7 @@
 """Measures this machine for the latency model: dense blocks, all-to-all, P2P, launches; fits, prints and writes.
 
 python -m scripts.calibrate --ranks 8  the GPUs of this node; runs then use the result
-python -m scripts.calibrate --out FILE --check  two ranks, to a file for `cost_model`, and checks
+python -m scripts.calibrate --out FILE --check  two ranks, to a file for `machine`, and checks
 python -m scripts.calibrate --ranks 1 --communication h200 --out FILE  one GPU
 """
 

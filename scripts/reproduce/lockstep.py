@@ -31,7 +31,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
 from dbsp_core.planning.plan import majority_ring_ranks
-from dbsp_core.planning.planners import PaperConfig, biased_greedy
+from dbsp_core.planning.planners import biased_greedy
 
 __all__ = [
     "RingPlan",
@@ -119,14 +119,17 @@ def plan_ring(
     strategy: Strategy | str,
     planner: str = "contiguous",
     layout: SequenceLayout | None = None,
-    paper: PaperConfig | None = None,
+    reward: float = 1.0,
+    equal_heads: bool = False,
 ) -> RingPlan:
     """Plans one attention on a ring by "contiguous", "snake", or "paper": Algorithm 1.
 
     Args:
         layout: Which rank holds which tokens. Default: contiguous.
+        reward: R_b of the paper's biased greedy assignment.
+        equal_heads: Whether the paper's Ulysses ranks get equal head counts, up to one.
     """
-    strategy, paper, heads = Strategy.parse(strategy), paper or PaperConfig(), mask.heads
+    strategy, heads = Strategy.parse(strategy), mask.heads
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     x, y, counts = strategy.ulysses, strategy.ring, mask.counts
     q_home, k_home = majority_ring_ranks(layout, mask.grid, heads, strategy)
@@ -134,9 +137,9 @@ def plan_ring(
     if planner == "snake":
         column = snake_heads(counts.rows.sum(axis=1), x)
     if planner == "paper":
-        column = greedy_heads(counts.rows.sum(axis=1), x, -(-heads // x) if paper.equal_heads else None)
-        q_home = biased_greedy(counts.rows.sum(axis=0), y, q_home, paper.reward)
-        k_home = biased_greedy(counts.columns.sum(axis=0), y, k_home, paper.reward)
+        column = greedy_heads(counts.rows.sum(axis=1), x, -(-heads // x) if equal_heads else None)
+        q_home = biased_greedy(counts.rows.sum(axis=0), y, q_home, reward)
+        k_home = biased_greedy(counts.columns.sum(axis=0), y, k_home, reward)
     owner = q_home * x + column[:, None]
     slot = np.array(np.broadcast_to(k_home, (heads, mask.grid.nk)))
     work = _work(mask, owner, slot, strategy)

@@ -11,6 +11,7 @@ import dbsp_diffusers
 from dbsp_diffusers.attached import attached_to
 from tests.support.models.tiny_pipelines import difference, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.settings import with_debug
 
 MASK = {"source": "window", "block_q": 16, "block_k": 16}
 SIZE = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 1, "output_type": "latent"}
@@ -24,7 +25,7 @@ def _made(pipe: Any, seed: int = 0, prompt: str = "the sea", **more: Any) -> tor
 def differing_calls(rank: int, world: int, folder: str, debug: bool) -> dict[str, str]:
     """What each kind of call says whose ranks differ, after one that went well and before another that must."""
     pipe = load("wan", folder)
-    dbsp_diffusers.enable(pipe, {"mask": MASK, "debug": debug})
+    dbsp_diffusers.enable(pipe, with_debug({"mask": MASK}, debug))
     expected = _made(pipe)
     odd = rank == world - 1
     calls: dict[str, Callable[[], Any]] = {
@@ -58,7 +59,7 @@ def failing_on_one(rank: int, world: int, folder: str, debug: bool) -> tuple[lis
     returns: what each request said until all ranks are at the last; its difference from the right video
     """
     pipe = load("wan", folder)
-    dbsp_diffusers.enable(pipe, {"mask": MASK, "debug": debug})
+    dbsp_diffusers.enable(pipe, with_debug({"mask": MASK}, debug))
     expected = _made(pipe, seed=9)
     encode, said = pipe.encode_prompt, []
 

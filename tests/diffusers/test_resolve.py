@@ -51,7 +51,7 @@ def test_without_a_configuration_a_known_model_has_its_own(name):
     else:
         same = published_model(MODEL_SPECS[name].signature).name
         assert config == DbspConfig.load(f"{same}-sparge")
-        assert config.generate.model == same
+        assert config.model == same
 
 
 @pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", None])
@@ -83,7 +83,7 @@ def test_all_ranks_refuse_together(pool):
         assert "is for wan2.1-t2v-14b, the model is a WanPipeline with" in said
     same = {"mask": {"source": "window"}, "strategy": "U1R2"}
     assert len(set(map(repr, pool(2).run(settings_by_rank, [same, same])))) == 1
-    for other in (same | {"planner": {"paper": {"reward": 2}}}, same | {"mask": {"source": "window", "block_q": 32}}):
+    for other in (same | {"planner": "paper"}, same | {"mask": {"source": "window", "block_q": 32}}):
         with pytest.raises(WorkerError) as raised:
             pool(2).run(settings_by_rank, [same, other])
         assert [kind for _, kind, _ in raised.value.errors] == ["UserError"] * 2
@@ -123,11 +123,11 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --set mask.density=2", "--set mask.density: density=2.0 must lie between"),
             ("--config tiny-wan --prompt x --set mask.dnsity=2", "--set mask.dnsity: unknown key 'dnsity' in mask so"),
             ("--config tiny-wan --prompt x --set cdf=2", "--set cdf: unknown key 'cdf'; it belongs under 'mask'"),
-            ("--config tiny-wan --prompt x --set debug.x=1", "--set debug.x: 'debug' is True, not a mapping"),
-            ("--config tiny-wan --prompt x --set video.steps", "--set video.steps is not of the form KEY=VALUE"),
+            ("--config tiny-wan --prompt x --set model.x=1", "--set model.x: 'model' is 'tiny-wan', not a mapping"),
+            ("--config tiny-wan --prompt x --set generate.steps", "--set generate.steps is not of the form KEY=VALUE"),
             ("--config tiny-wan --prompt x --set mask=[", "--set mask: '[' is not YAML"),
-            ("--config tiny-wan --prompt x --set video.num_frames=32", "video.num_frames=32 must be 4k + 1"),
-            ("--config tiny-wan --prompt x --seed -1", "--seed: video.seed=-1 must be at least 0"),
+            ("--config tiny-wan --prompt x --set generate.num_frames=32", "generate.num_frames=32 must be 4k + 1"),
+            ("--config tiny-wan --prompt x --seed -1", "--seed: generate.seed=-1 must be at least 0"),
             ("--config tiny-wan --prompt x --out a.avi", "--out a.avi must end in .mp4"),
             ("--config tiny-wan --prompt x --host xfuser", "unknown host 'xfuser'; use xdit or diffusers"),
             ("--config tiny-wan --prompt x --nproc 0", "--nproc 0 must be at least 1"),
@@ -135,10 +135,10 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --nnodes 2", "--nnodes 2 needs a place to meet"),
             ("--config tiny-wan --prompt x --nnodes 2 --master-addr a", "--master-addr needs a --node-rank"),
             ("--config tiny-wan --prompt x --node-rank 1", "--node-rank 1 needs as many nodes; add --nnodes"),
-            ("--config tiny-wan --prompt x --set cost_model=h300", "--set cost_model: no hardware 'h300'; use "),
+            ("--config tiny-wan --prompt x --set machine=h300", "--set machine: no hardware 'h300'; use "),
             (
                 "--config tiny-wan-sparge --prompt x --set layout=learned",
-                "--set layout: layout: learned was removed",
+                "--set layout: layout was removed; leave it out",
             ),
             ("--model Wan21-T2V-14B --prompt x", "did you mean 'wan2.1-t2v-14b'?"),
             (
@@ -176,7 +176,7 @@ class TestWhatWouldRun:
 
     def test_everything_is_filled_in_from_the_checkpoint(self, dbsp):
         said = self.asked(dbsp, "--model", "Wan2.1-T2V-1.3B", "--host", "para", "--nproc", 8)
-        video = said["settings"]["video"]
+        video = said["settings"]["generate"]
         assert (video["height"], video["width"], video["num_frames"], video["flow_shift"]) == (480, 832, 81, 3.0)
         assert video["negative_prompt"].startswith("Bright tones")
         assert said["settings"]["model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
@@ -190,7 +190,7 @@ class TestWhatWouldRun:
         changes = ("--set", "mask.density=0.5", "--set", "strategy=auto", "--set", "dense_schedule={first_steps: 1}")
         settings = self.asked(dbsp, "--config", "tiny-wan", *changes, "--seed", 3)["settings"]
         assert settings["mask"] == {"source": "synthetic", "density": 0.5, "block_q": 32, "block_k": 32}
-        assert (settings["strategy"], settings["dense_schedule"], settings["video"]["seed"]) == (
+        assert (settings["strategy"], settings["dense_schedule"], settings["generate"]["seed"]) == (
             "auto",
             {"first_steps": 1},
             3,
@@ -211,8 +211,8 @@ class TestWhatWouldRun:
         (folder / "transformer" / "config.json").write_text(json.dumps(sizes))
         code, _, err = dbsp("generate", "--model", folder, "--prompt", "x", "--dry-run")
         assert code == 2
-        assert "video.height is not set, and no default size is known for this model" in err
-        size = [part for name in ("height=64", "width=64", "num_frames=5") for part in ("--set", f"video.{name}")]
+        assert "generate.height is not set, and no default size is known for this model" in err
+        size = [part for name in ("height=64", "width=64", "num_frames=5") for part in ("--set", f"generate.{name}")]
         assert "mask" not in self.asked(dbsp, "--model", folder, *size)["settings"]
 
 

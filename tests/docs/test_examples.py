@@ -160,7 +160,7 @@ def test_the_mask_makes_a_video(folder):
     video = folder / "video.mp4"
     size = ("height=64", "width=96", "num_frames=9", "steps=1")
     line = ["generate", "--config", EXAMPLES / "my_masks.yaml", "--prompt", "a red ball", "--out", video]
-    line += [word for one in size for word in ("--set", f"video.{one}")]
+    line += [word for one in size for word in ("--set", f"generate.{one}")]
     done = run(
         [sys.executable, "-m", "dbsp_cli", *line, "--nproc", "2"],
         env=os.environ | {"PYTHONPATH": python_path(EXAMPLES), "OMP_NUM_THREADS": "1"},

@@ -120,7 +120,7 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, by_triton):
     segments = CopySegments.of(columns, torch.device("cpu"))
     if by_triton:
         with interpreted():
-            triton_quantise_segments(tokens, buffer, segments.table, segments.mean, less)
+            triton_quantise_segments(tokens, buffer, segments, less)
     else:
         quantise_segments(tokens, buffer, segments, less)
     assert buffer.equal(expected)

@@ -147,7 +147,7 @@ def run_mistake(rank: int, world: int, name: str) -> tuple[str, str]:
         message = f"{type(error).__name__}: {error}"
     after = fingerprint(transformer)
     left = "" if after == before else f"left behind: {[a for a in after if a not in before]}"
-    dbsp_para.parallelize_transformer(transformer, config={"mask": MASK, "debug": True})
+    dbsp_para.parallelize_transformer(transformer, config={"mask": MASK})
     if difference(_forward(transformer), dense) > 1e-5:
         left += "the next run is wrong"
     dbsp_para.unparallelize(transformer)

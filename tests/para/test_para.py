@@ -25,46 +25,51 @@ from tests.support.repository import ROOT, child_environment
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
+BY_STEP = MASK | {"drift": 0.05}
+"""In a striped layout, with all keys; `MASK`, which never changes, in a contiguous one with needed keys."""
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False}
 
 
+@pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize(
     ("model", "world"), [("wan", 2), ("wan", 3), ("wan", 4), ("cogvideox", 2), ("cogvideox", 4), ("cogvideox1.0", 3)]
 )
 def test_equals_one_process(pool, model, world):
     for strategy in Strategy.all_for(world):
-        for layout in ("contiguous", "striped"):
-            config = {"mask": MASK, "strategy": str(strategy), "layout": layout, "debug": True}
+        for mask in (MASK, BY_STEP):
+            config = {"mask": mask, "strategy": str(strategy)}
             case = ParaCase(model, thw=(3, 5, 7), config=config, batch=2)
             for difference, from_dense in pool(world).run(run_para_case, case):
                 assert difference <= TOLERANCE, case
                 assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
+@pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize(
-    ("model", "world", "strategy", "layout", "text_tokens"),
+    ("model", "world", "strategy", "mask", "text_tokens"),
     [
-        ("wan", 4, "U1R4", "contiguous", 7),
-        ("cogvideox", 4, "U4R1", "striped", 226),
-        ("cogvideox", 4, "U2R2", "striped", 226),
-        ("cogvideox1.0", 4, "U2R2", "striped", 5),
-        ("cogvideox", 6, "U2R3", "striped", 3),
-        ("wan", 8, "U4R2", "striped", 7),
+        ("wan", 4, "U1R4", MASK, 7),
+        ("cogvideox", 4, "U4R1", BY_STEP, 226),
+        ("cogvideox", 4, "U2R2", BY_STEP, 226),
+        ("cogvideox1.0", 4, "U2R2", BY_STEP, 5),
+        ("cogvideox", 6, "U2R3", BY_STEP, 3),
+        ("wan", 8, "U4R2", BY_STEP, 7),
     ],
 )
-def test_more_ranks_and_layouts_equal_one_process(pool, model, world, strategy, layout, text_tokens):
-    config = {"mask": MASK, "strategy": strategy, "layout": layout, "debug": True}
+def test_more_ranks_and_layouts_equal_one_process(pool, model, world, strategy, mask, text_tokens):
+    config = {"mask": mask, "strategy": strategy}
     case = ParaCase(model, (5, 3, 7), config, batch=4, text_tokens=text_tokens)
     for difference, from_dense in pool(world).run(run_para_case, case):
         assert difference <= TOLERANCE
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
+@pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize(
     ("model", "strategy"), [("wan", "U2R2"), ("cogvideox", "U2R2"), ("cogvideox1.0", "U1R3"), ("wan", "U2R1")]
 )
 def test_parallelized_again_it_gives_the_same_by_name_as_well(pool, model, strategy):
-    config = {"mask": MASK, "strategy": strategy, "layout": "striped", "debug": True}
+    config = {"mask": BY_STEP, "strategy": strategy}
     world = int(strategy[1]) * int(strategy[3])
     pool(world).run(run_twice, ParaCase(model, thw=(3, 5, 7), config=config, batch=2))
 
@@ -77,10 +82,11 @@ def test_whole_pipelines_equal_one_process_and_share_their_noise(pool, tmp_path,
     assert len({unseeded for *_, unseeded in results}) == 1
 
 
+@pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize(("model", "world"), [("wan", 3), ("wan", 4), ("cogvideox", 2), ("cogvideox", 4)])
 def test_masks_predicted_from_queries_and_keys_equal_one_process(pool, model, world):
     for strategy in Strategy.all_for(world):
-        config = {"mask": SPARGE, "strategy": str(strategy), "debug": True}
+        config = {"mask": SPARGE, "strategy": str(strategy)}
         case = ParaCase(model, thw=(4, 5, 7), config=config, batch=2 if model == "cogvideox" else 1)
         for rank in pool(world).run(run_sparge_case, case):
             for difference, from_dense, density in rank:
@@ -114,10 +120,11 @@ def test_outside_no_grad_where_nothing_requires_a_gradient(pool, model):
     assert pool(2).run(run_with_grad_enabled, model) == [(0.0, False)] * 2
 
 
+@pytest.mark.usefixtures("debug")
 def test_through_para_attn_with_its_mesh(pool):
     pytest.importorskip("para_attn")
     for ring in (1, 2, 4):
-        differences = pool(4).run(run_through_para_attn, ring, {"mask": MASK, "debug": True})
+        differences = pool(4).run(run_through_para_attn, ring, {"mask": MASK})
         assert all(difference <= TOLERANCE for difference in differences), (ring, differences)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, dual_balanced_attention
-from dbsp_core.planning.planners import PlannerConfig
 from dbsp_kernels import dense
 from tests.gpu_node.faults import recorded
 from tests.support.oracle import dense_attention
@@ -51,9 +50,9 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
         local.append(shard.to(device).requires_grad_(case.gradients))
     if case.sabotage == "another head":
         local[1] = local[1].roll(1, dims=1)
-    group, planner = SequenceGroup.of(), PlannerConfig(case.planner)
+    group = SequenceGroup.of()
     out = dual_balanced_attention(
-        *local, mask, case.strategy, planner=planner, layout=layout, group=group, keys=case.keys
+        *local, mask, case.strategy, planner=case.planner, layout=layout, group=group, keys=case.keys
     )
     assert (out.device, out.dtype) == (device, case.dtype)
     errors = [float((out.detach().cpu()[:, :, places].double() - expected[0][:, :, mine]).abs().max())]

@@ -131,7 +131,7 @@ def generated(rank: int, world: int, folder: str, config_file: str, video: str) 
     if rank:
         return 0.0, 0
     config = DbspConfig.load(config_file)
-    pipe, wanted = load("wan", folder), config.generate.video
+    pipe, wanted = load("wan", folder), config.generate
     attach_single_process(pipe.transformer, {"mask": MASKS["static"]})
     noise = torch.Generator().manual_seed(wanted.seed or 0)
     expected = pipe(prompt=wanted.prompt, num_inference_steps=wanted.steps, generator=noise, **VIDEO).frames[0]

@@ -54,9 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def config_file(folder: str, tmp_path: Path) -> str:
-    video = program_cases.VIDEO | {"prompt": "a red ball", "steps": 2, "seed": 3}
+    video = program_cases.VIDEO | {"dtype": "float32", "prompt": "a red ball", "steps": 2, "seed": 3}
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump({"model": folder, "dtype": "float32", "video": video, "mask": MASKS["static"]}))
+    file.write_text(yaml.safe_dump({"model": folder, "generate": video, "mask": MASKS["static"]}))
     return str(file)
 
 
@@ -116,7 +116,9 @@ def test_ranks_of_the_unmodified_xdit_command_equal_one_process(tmp_path: Path) 
     tiny = str(make_tiny("cogvideox", tmp_path / "cogvideox"))
     mask = {"source": "window", "window": [2, 3, 3], "block_q": 16, "block_k": 16}
     settings = tmp_path / "settings.yaml"
-    settings.write_text(yaml.safe_dump({"mask": mask, "dtype": "float32", "report": str(tmp_path / "report")}))
+    settings.write_text(
+        yaml.safe_dump({"mask": mask, "generate": {"dtype": "float32"}, "report": str(tmp_path / "report")})
+    )
     size = {"height": 80, "width": 112, "num_frames": 9, "num_inference_steps": 1, "guidance_scale": 2.0}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["tests.gpu_node.program", "xfuser.runner", "--model", tiny, "--prompt", "the sea at dusk"]

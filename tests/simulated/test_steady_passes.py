@@ -10,7 +10,7 @@ from tests.gpu_node.node import GpuNode
 from tests.simulated.steady_cases import waits_of_a_pass
 from tests.simulated.test_sessions import BLOCKS, MASKS, WINDOW
 
-KEPT = {"reuse": {"threshold": 100.0}}
+KEPT = {"reuse": 100.0}
 DENSE_STEPS = {"dense_schedule": {"first_steps": 2}}
 BY_STEP = {"source": "synthetic", "density": 0.4, "drift": 0.2, **BLOCKS}
 PASSES: dict[str, tuple[dict[str, Any], str]] = {
@@ -25,7 +25,6 @@ PASSES: dict[str, tuple[dict[str, Any], str]] = {
 }
 TRAINING: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"mask": WINDOW}, "U1R2"),
-    "needed keys": ({"mask": WINDOW, "keys": "needed"}, "U1R2"),
     "sparge": ({"mask": MASKS["sparge"], **KEPT}, "U2R1"),
 }
 

@@ -98,7 +98,7 @@ def peak_of_attention(
         mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all),
         mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", kernel),
         mock.patch.object(dbsp_core.comm.exchange, "copy_segments", copy_segments),
-        mock.patch.object(wire_format, "gather_segments", copy_segments),
+        mock.patch.object(wire_format, "copy_segments", copy_segments),
         mock.patch.object(wire_format, "quantise_segments", copy_segments),
         mock.patch.object(wire_format, "restore_rows", restore_rows),
         mock.patch.object(wire_format.Int8Format, "empty", empty),

@@ -60,4 +60,4 @@ def pass_alone(model: str, inputs: dict[str, Any], config: dict[str, Any]) -> tu
 
 def mask_settings(config: dict[str, Any]) -> dict[str, Any]:
     """What of a configuration is the same whatever the ranks, the strategy and the layout."""
-    return {name: value for name, value in config.items() if name not in ("strategy", "layout")}
+    return {name: value for name, value in config.items() if name != "strategy"}

@@ -58,9 +58,12 @@ class WorkerPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls function(rank, world, *args) on every rank. Returns its results by rank. Raises WorkerError."""
+        """Calls function(rank, world, *args) on every rank, under this process's $DBSP_DEBUG.
+
+        Returns its results by rank. Raises WorkerError.
+        """
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, os.environ.get("DBSP_DEBUG", "")))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(self._patience_s):
@@ -134,7 +137,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
         task = pipe.recv()
         if task is None:
             os._exit(0)  # not waiting for threads of groups
-        function, args = task
+        function, args, os.environ["DBSP_DEBUG"] = task
         try:
             pipe.send((True, "", "", function(rank, world, *args)))
         except Exception as error:

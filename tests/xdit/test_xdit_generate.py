@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ def test_the_check_before_the_ranks_is_of_the_configuration_that_is_given(strate
     good = DbspConfig.load({"mask": {"source": "radial"}, "strategy": strategy, "report": "/proc/nowhere"})
     check(good, WAN.hub, WAN.signature)
     with pytest.raises(SettingError, match=f"kernel {ELSEWHERE!r} cannot be used here"):
-        check(good.with_overrides(kernel=ELSEWHERE), WAN.hub, WAN.signature)
+        check(replace(good, kernel=ELSEWHERE), WAN.hub, WAN.signature)
 
 
 def test_the_model_is_what_the_job_says():
@@ -38,7 +39,7 @@ def test_the_model_is_what_the_job_says():
 
 def test_a_rank_reads_its_configuration_once(tmp_path, monkeypatch):
     file = tmp_path / "dbsp.yaml"
-    file.write_text(f"model: {WAN.hub}\nstrategy: U2R1\nmask: {{source: radial}}\nvideo: {{prompt: a ball}}\n")
+    file.write_text(f"model: {WAN.hub}\nstrategy: U2R1\nmask: {{source: radial}}\ngenerate: {{prompt: a ball}}\n")
     config = DbspConfig.load(file)
     arguments = parse_known(runner_arguments(tmp_path, config, 2))
 

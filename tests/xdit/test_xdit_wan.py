@@ -54,12 +54,9 @@ def test_ranks_decode_a_video_together(pool, tmp_path, world, guidance):
 
 @pytest.mark.parametrize(
     ("by_hand", "config"),
-    [
-        (True, {"strategy": "U2R1", "layout": "contiguous"}),
-        (True, {"strategy": "U1R2", "layout": "striped", "debug": True}),
-        (False, {"strategy": "U1R2", "layout": "striped"}),
-    ],
+    [(True, {"strategy": "U2R1"}), (True, {"strategy": "U1R2"}), (False, {"strategy": "U1R2"})],
 )
+@pytest.mark.usefixtures("debug")
 def test_the_gates_of_a_coarse_branch_equal_one_process(pool, tmp_path, by_hand, config):
     workers = pool(2)
     workers.run(start_xfuser)

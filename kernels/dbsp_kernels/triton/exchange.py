@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import exchange
+from dbsp_kernels.exchange import CopySegments
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
@@ -31,16 +32,7 @@ def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]
 ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
 
 
-@triton.jit(
-    do_not_specialize=(
-        "table_ptr",
-        "second_table_ptr",
-        "third_table_ptr",
-        "segments",
-        "second_segments",
-        "third_segments",
-    )
-)
+@triton.jit(do_not_specialize=range(4, 10))  # tables, and their numbers of segments
 def copy_kernel(  # type: ignore[no-untyped-def]
     from_ptr, second_from_ptr, third_from_ptr, to_ptr, table_ptr, second_table_ptr, third_table_ptr,
     segments, second_segments, third_segments,
@@ -95,22 +87,18 @@ def _tokens_per_segment(mean: float, rows: int) -> int:
 
 
 def triton_copy_segments(
-    sources: Sequence[torch.Tensor],
-    destination: torch.Tensor,
-    tables: Sequence[torch.Tensor],
-    mean: float,
-    add: bool = False,
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], add: bool = False
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.copy_segments` and `gather_segments`, in one launch.
-
-    Args:
-        sources: One to three, all of the same strides.
-        tables, mean: Of their `CopySegments`; the mean over all segments.
-    """
-    given = [(source, table) for source, table in zip(sources, tables, strict=True) if len(table)]
+    """The contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides."""
+    given = [(source, one) for source, one in zip(sources, segments, strict=True) if len(one.table)]
+    if len({source.stride() for source, _ in given}) > 1:
+        for source, one in given:
+            triton_copy_segments([source], destination, [one], add)
+        return
     if not given or destination.shape[0] == 0:
         return
-    counts = [len(table) for _, table in given]
+    counts = [len(one.table) for _, one in given]
+    mean = sum(one.mean * len(one.table) for _, one in given) / sum(counts)
     (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
     width = first.shape[-1]
     rows = max(1, ELEMENTS // padded(width))
@@ -118,7 +106,7 @@ def triton_copy_segments(
     programs = sum(-(-count // (rows // tokens)) for count in counts)
     launch(
         copy_kernel, (programs, destination.shape[0]),
-        first, second, third, destination, *copied, *[*counts, 0, 0][:3],
+        first, second, third, destination, *(one.table for one in copied), *[*counts, 0, 0][:3],
         *first.stride(), *destination.stride(),
         SEVERAL=len(given) > 1, WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
     )  # fmt: skip
@@ -175,18 +163,18 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_quantise_segments(
-    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, less: torch.Tensor | None
+    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
-    count, width, words = len(table), source.shape[-1], destination.shape[-1]
+    """The contract of `dbsp_kernels.exchange.quantise_segments`."""
+    count, width, words = len(segments.table), source.shape[-1], destination.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, INT8_ELEMENTS // padded(width))
-    tokens = _tokens_per_segment(mean, rows)
+    tokens = _tokens_per_segment(segments.mean, rows)
     less_strides = (0, 0) if less is None else less.stride()[:2]
     launch(
         quantise_kernel, (-(-count // (rows // tokens)), source.shape[0]),
-        source, destination.view(torch.int8), destination.view(torch.float32), less, table, count,
+        source, destination.view(torch.int8), destination.view(torch.float32), less, segments.table, count,
         *source.stride(), *destination.stride()[:3], *less_strides,
         WIDTH=width, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, width)),
         LESS=less is not None, num_warps=4, enable_fp_fusion=False,

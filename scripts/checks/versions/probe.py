@@ -65,14 +65,14 @@ def _diffusers(pool: WorkerPool) -> float:
 def _para_attn(pool: WorkerPool) -> float:
     from tests.para.para_cases import run_through_para_attn
 
-    return max(pool.run(run_through_para_attn, 2, {"mask": MASK, "debug": True}))
+    return max(pool.run(run_through_para_attn, 2, {"mask": MASK}))
 
 
 def _xfuser(pool: WorkerPool) -> float:
     from tests.xdit.xdit_cases import XditCase, run_xdit_case, start_xfuser
 
     pool.run(start_xfuser)
-    config = {"mask": SPARGE, "strategy": "U1R2", "layout": "striped"}
+    config = {"mask": SPARGE, "strategy": "U1R2"}
     cases = [XditCase((3, 5, 7), config, model=model) for model in ("wan", "cogvideox")]
     return max(error for case in cases for error, _ in pool.run(run_xdit_case, case))
 

@@ -71,7 +71,7 @@ class Settings:
 
     def config(self) -> dict[str, Any]:
         """db-SP's settings, as they would stand in a YAML file."""
-        return {"mask": self.mask, "dtype": self.dtype, "debug": True}
+        return {"mask": self.mask, "generate": {"dtype": self.dtype}}
 
 
 def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | None = None) -> RunReport:
@@ -90,7 +90,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         silence_libraries()
         model = make_tiny("wan-trained", work / "tiny-wan-trained")
         (work / "dbsp.yaml").write_text(
-            yaml.safe_dump({**settings.config(), "record": str(work / "masks"), "report": str(work / "report")}),
+            yaml.safe_dump({**settings.config(), "report": str(work / "report")}),
             encoding="utf-8",
         )
         progress.advance(task)
@@ -162,7 +162,12 @@ def _free_port() -> int:
 
 def _run(command: list[str], log: Path, work: Path, progress: Progress, task: Any) -> None:
     """Runs a command that starts ranks, its output to `log`, its denoising steps to the progress bar."""
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "DBSP_DEBUG": "1",
+        "DBSP_RECORD": str(work / "masks"),
+    }
     if torch.cuda.device_count() < 2:  # a single GPU cannot serve several ranks
         environment["CUDA_VISIBLE_DEVICES"] = ""
     steps = int(progress.tasks[task].total or 0)

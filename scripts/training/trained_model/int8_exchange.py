@@ -84,7 +84,7 @@ def _video(
             errors.append(_error(q, k, v))
         return attend(executor, q, k, v, *more)
 
-    dbsp_diffusers.enable(pipeline.transformer, {"mask": MASKS[mask], "exchange": {"precision": precision}})
+    dbsp_diffusers.enable(pipeline.transformer, {"mask": MASKS[mask], "precision": precision})
     try:
         with mock.patch.object(AttentionExecutor, "run", watched):
             return generate(pipeline, prompt, seed, steps)[0]

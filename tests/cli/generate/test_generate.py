@@ -34,7 +34,7 @@ from tests.support.single_process import attach_single_process
 TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"
 SIZES = {"height": 64, "width": 96, "num_frames": 17, "steps": 2, "guidance_scale": 2.0}
-SMALL = [part for name, value in SIZES.items() for part in ("--set", f"video.{name}={value}")]
+SMALL = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
 SUMMARY = r"attention \d+% of [\d.]+ m?s, density 0\.\d{3}, ρ_s \d\.\d{3} → \d\.\d{3}, (saved|lost) .*s \(modelled\)"
 CAPTURED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 DBSP = [sys.executable, "-c", "from dbsp_cli.cli import main; main()"]
@@ -137,7 +137,14 @@ def test_from_an_image_and_with_two_transformers(tmp_path, host, model, frames):
         images.append(ImageOps.fit(Image.open(tmp_path / f"{name}.png"), (96, 64), Image.Resampling.LANCZOS))
         options += [f"--{name}", str(tmp_path / f"{name}.png")]
     arguments = ["generate", "--model", f"tiny-{model}", "--prompt", PROMPT, "--seed", "7", *SMALL, *options]
-    mask_set = ["--set", f"mask={json.dumps(mask)}", "--set", "dtype=float32", "--set", "video.flow_shift=3.0"]
+    mask_set = [
+        "--set",
+        f"mask={json.dumps(mask)}",
+        "--set",
+        "generate.dtype=float32",
+        "--set",
+        "generate.flow_shift=3.0",
+    ]
     settings = [*mask_set, "--nproc", "2", "--host", host]
     to = ["--out", str(tmp_path / "ball.mp4"), "--report", str(tmp_path / "report")]
     done = run([*DBSP, *arguments, *settings, *to])
@@ -286,7 +293,7 @@ def test_the_rank_that_others_missed_is_named_whichever_torchrun_saw_first(first
 def test_an_interrupt_ends_all_ranks_and_leaves_nothing_half_written(tmp_path):
     """A real start, whose processes are found by their command lines."""
     log = tmp_path / "ball.log"
-    options = ["--host", "para", "--nproc", 2, "--set", "video.steps=1000"]
+    options = ["--host", "para", "--nproc", 2, "--set", "generate.steps=1000"]
     started = subprocess.Popen(
         command("tiny-wan", tmp_path / "ball.mp4", *options),
         stderr=subprocess.PIPE,

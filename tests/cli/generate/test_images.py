@@ -7,11 +7,11 @@ import pytest
 from PIL import Image
 
 from dbsp_cli.generate.images import fitted
-from dbsp_core.models.settings import VideoSettings
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.utils.errors import UserError
 
 SIZE = (96, 64)
-VIDEO = VideoSettings(width=SIZE[0], height=SIZE[1])
+VIDEO = GenerateSettings(width=SIZE[0], height=SIZE[1])
 RAMP = np.linspace(0, 1, SIZE[0] * SIZE[1]).reshape(SIZE[1], SIZE[0])
 GREY = (RAMP * 255).round().astype(np.uint8)
 

@@ -61,7 +61,6 @@ class TestBefore:
     @pytest.mark.parametrize(
         ("changed", "complaint"),
         [
-            ({"changes": ["record={}/file"]}, "--set record: record .*/file is a file; give the name of a folder"),
             ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
             ({"out": "file/ball.mp4"}, "--out .*/file/ball.mp4: .*/file is a file, not a folder; give another place"),
             ({"report": "file"}, "--report .*/file is a file; give the name of a folder"),
@@ -82,7 +81,7 @@ class TestBefore:
             given["changes"] = [given["changes"][0].format(tmp_path)]
         if "config" in given:
             given["config"] = given["config"].format(tmp_path)
-            size = [f"video.{key}" for key in ("height=64", "width=64", "num_frames=5")]
+            size = [f"generate.{key}" for key in ("height=64", "width=64", "num_frames=5")]
             given["changes"] = size
         with pytest.raises(UserError, match=complaint):
             job(tmp_path, **given)
@@ -244,7 +243,7 @@ class TestWords:
     def test_ranks_name_the_users_files(self, tmp_path, monkeypatch, made):
         mine = tmp_path / "my.yaml"
         mine.write_text("model: tiny-wan\n\nmask: {source: synthetic,\n  density: 0.5}\n")
-        changes = [f"video.{size}" for size in ("height=64", "width=64", "num_frames=5")]
+        changes = [f"generate.{size}" for size in ("height=64", "width=64", "num_frames=5")]
         asked = job(tmp_path, config=str(mine), changes=changes)
         told: list[str] = []
 

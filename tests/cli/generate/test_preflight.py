@@ -31,7 +31,7 @@ ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
     ("settings", "path", "complaint"),
     [
         ({"kernel": ELSEWHERE}, ("kernel",), f"kernel {ELSEWHERE!r} cannot be used here"),
-        ({"cost_model": "h300"}, ("cost_model",), "no hardware 'h300'; use a800"),
+        ({"machine": "h300"}, ("machine",), "no hardware 'h300'; use a800"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_its_setting(settings, path, complaint):
@@ -41,7 +41,7 @@ def test_what_cannot_be_served_is_refused_with_its_setting(settings, path, compl
 
 
 def test_what_can_be_served_is_not():
-    require_possible(DbspConfig.load({"mask": {"source": "radial"}, "layout": "striped", "cost_model": "a800"}))
+    require_possible(DbspConfig.load({"mask": {"source": "radial"}, "machine": "a800"}))
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_folder_that_is_not_whole_is_refused(tiny, gone):
 
 
 def job_of(folder):
-    sizes = ("video.height=64", "video.width=96", "video.num_frames=9", "video.steps=1")
+    sizes = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
     return resolve(GenerateRequest(model=str(folder), prompt="x", host="para", nproc=1, changes=sizes))
 
 
@@ -111,7 +111,7 @@ def test_a_variant_is_loaded_by_diffusers_and_refused_for_xdit(tiny, tmp_path):
     with pytest.raises(UserError, match="of variant fp16 alone, which xDiT does not load; use dbsp generate --host"):
         find_model(str(tiny))
     asked = ["generate", "--model", tiny, "--prompt", "x", "--nproc", "1", "--host", "diffusers"]
-    sizes = ("video.height=64", "video.width=96", "video.num_frames=9", "video.steps=1")
+    sizes = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
     asked += [part for size in sizes for part in ("--set", size)]
     done = run([sys.executable, "-m", "dbsp_cli", *map(str, asked), "--out", str(tmp_path / "v.mp4")])
     assert done.returncode == 0, done.stderr
@@ -209,7 +209,7 @@ def test_a_folder_in_a_file_is_relative_to_the_file(tmp_path, monkeypatch):
     (folder / "mine" / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
     (folder / "my.yaml").write_text("model: mine\n")
     monkeypatch.chdir(tmp_path)
-    assert DbspConfig.load("files/my.yaml").generate.model == "files/mine"
+    assert DbspConfig.load("files/my.yaml").model == "files/mine"
     (folder / "my.yaml").write_text("model: tiny-wan\n")
-    assert DbspConfig.load("files/my.yaml").generate.model == "tiny-wan"
-    assert DbspConfig.load({"model": "mine"}).generate.model == "mine"
+    assert DbspConfig.load("files/my.yaml").model == "tiny-wan"
+    assert DbspConfig.load({"model": "mine"}).model == "mine"

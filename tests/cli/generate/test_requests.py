@@ -11,7 +11,7 @@ from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.utils.errors import UserError
 
-SIZE = ("video.height=64", "video.width=96", "video.num_frames=9", "video.steps=1")
+SIZE = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
 
 
 def request(folder: Path, **given: object) -> GenerateRequest:
@@ -21,8 +21,8 @@ def request(folder: Path, **given: object) -> GenerateRequest:
 
 class TestPrompts:
     def test_an_empty_prompt_is_a_prompt(self, tmp_path):
-        assert resolve(request(tmp_path, prompt="")).config.generate.video.prompt == ""
-        by_setting = resolve(request(tmp_path, prompt=None, changes=(*SIZE, "video.prompt=''")))
+        assert resolve(request(tmp_path, prompt="")).config.generate.prompt == ""
+        by_setting = resolve(request(tmp_path, prompt=None, changes=(*SIZE, "generate.prompt=''")))
         assert by_setting.settings["video"]["prompt"] == ""
 
     def test_none_is_refused(self, tmp_path):
@@ -32,8 +32,8 @@ class TestPrompts:
     def test_a_command_line_that_the_locale_cannot_read_is_utf_8(self, tmp_path):
         """Python hands bytes beyond a locale's encoding on as surrogates."""
         as_read = "ein Bär".encode().decode("ascii", "surrogateescape")
-        changes = (*SIZE, f"video.negative_prompt={as_read}")
-        video = resolve(request(tmp_path, prompt=as_read, changes=changes)).config.generate.video
+        changes = (*SIZE, f"generate.negative_prompt={as_read}")
+        video = resolve(request(tmp_path, prompt=as_read, changes=changes)).config.generate
         assert (video.prompt, video.negative_prompt) == ("ein Bär", "ein Bär")
         with pytest.raises(UserError, match=r"--prompt .* is not text in UTF-8"):
             resolve(request(tmp_path, prompt="ein Bär".encode("latin-1").decode("ascii", "surrogateescape")))
@@ -57,9 +57,14 @@ class TestPlaces:
         with pytest.raises(UserError, match=said):
             resolve(request(tmp_path, report=tmp_path / place if by == "option" else None, changes=changes))
 
-    def test_masks_are_not_recorded_over_the_video(self, tmp_path):
-        with pytest.raises(UserError, match="--out and record are the same place"):
-            resolve(request(tmp_path, changes=(*SIZE, f"record={tmp_path / 'v.mp4'}")))
+    def test_masks_are_not_recorded_over_the_video_or_a_file(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "v.mp4"))
+        with pytest.raises(UserError, match=r"--out and \$DBSP_RECORD are the same place"):
+            resolve(request(tmp_path, changes=SIZE))
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "file"))
+        with pytest.raises(UserError, match=r"\$DBSP_RECORD .*/file is a file; give the name of a folder"):
+            resolve(request(tmp_path, changes=SIZE))
 
     def test_what_the_video_is_made_from_is_kept(self, tmp_path):
         (tmp_path / "c.yaml").write_text("model: tiny-wan\n", encoding="utf-8")
@@ -144,7 +149,7 @@ GENERATE = ("generate", "--prompt", "x", "--nproc", "1", *(part for size in SIZE
         (*GENERATE, "--config", "tiny-wan", "--report", LONG),
         (*GENERATE, "--model", "tiny-wan-i2v", "--image", LONG),
         (*GENERATE, "--model", "tiny-wan", "--set", f"mask={{source: file, path: {LONG}}}"),
-        (*GENERATE, "--model", "tiny-wan", "--set", f"cost_model={LONG}"),
+        (*GENERATE, "--model", "tiny-wan", "--set", f"machine={LONG}"),
     ],
     ids=lambda command: " ".join(command).replace(LONG, "LONG"),
 )

@@ -125,7 +125,7 @@ def test_error_against_what_was_not_rounded(outliers):
 @pytest.mark.parametrize("whose", [None, 1])
 def test_gradients_are_refused_on_all_ranks_before_anything_travels(threads, whose):
     said = threads(2).run(cases.refused_gradients, whose)
-    refusal = "exchange.precision: int8 has no gradients"
+    refusal = "precision: int8 has no gradients"
     assert all(refusal in one and "\n" not in one for one in said), said
 
 

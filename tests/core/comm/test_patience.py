@@ -59,7 +59,7 @@ def test_every_group_of_a_rank_has_the_timeout(tmp_path, host, script, needs):
     if importlib.util.find_spec(needs) is None:  # xfuser cannot be imported without a GPU
         pytest.skip(f"{needs} is not installed")
     config = tmp_path / "dbsp.yaml"
-    config.write_text("video: {prompt: x}\n")
+    config.write_text("generate: {prompt: x}\n")
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
         [sys.executable, "-c", ASK + script, str(config), str(tmp_path / "video.mp4"), SECONDS],

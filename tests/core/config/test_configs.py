@@ -11,7 +11,7 @@ import torch
 from dbsp_cli.generate.job import require_video
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
-from dbsp_core.models.settings import GenerateSettings, VideoSettings
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature, token_grid
 from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
@@ -36,16 +36,16 @@ DENSITY = {  # of all blocks: the tiny CogVideoX has more text, which is dense, 
 
 def request_of(config: DbspConfig) -> MaskRequest:
     """A layer of the configuration's model, at the size that it is for."""
-    identity = signature_of_model(config.generate.model)
-    spec = find_model_spec(config.generate.model)
-    video = config.generate.video.filled(None if spec is None else spec.video)
+    identity = signature_of_model(config.model)
+    spec = find_model_spec(config.model)
+    video = config.generate.filled(None if spec is None else spec.video)
     require_video(identity, with_images(video, identity))
     thw = token_grid(video.num_frames, video.height, video.width, identity.sizes[3], spec.token_pixels if spec else 16)
     text = 226 if identity.pipeline == "CogVideoXPipeline" else 0
     return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
 
 
-def with_images(video: VideoSettings, identity: ModelSignature) -> VideoSettings:
+def with_images(video: GenerateSettings, identity: ModelSignature) -> GenerateSettings:
     least, _ = identity.images
     return replace(video, **dict.fromkeys(("image", "last_image")[:least], "frame.png"))
 
@@ -66,7 +66,7 @@ def test_the_papers_size_is_the_one_that_times_are_predicted_for(source):
     config = DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
     request = request_of(config)
     assert request.thw == MODEL_SPECS["cogvideox1.5-5b"].paper_thw
-    assert config.generate.video.num_frames == 161
+    assert config.generate.num_frames == 161
     if source == "paro":
         assert "--thw " + ",".join(map(str, request.thw)) in FILES["cogvideox1.5-5b-161f-paro"].read_text()
 
@@ -122,8 +122,8 @@ def test_a_file_is_for_its_model_alone(name, monkeypatch, tmp_path):
         config = DbspConfig.load(settings)
     else:
         config = DbspConfig.load(name)
-    assert name.startswith(config.generate.model)
-    known = config.generate.model.removesuffix("-trained")  # which has the same sizes
+    assert name.startswith(config.model)
+    known = config.model.removesuffix("-trained")  # which has the same sizes
     for other in (*MODELS, *PREDICTED[:-1], "tiny-wan", "tiny-cogvideox"):
         if other == known.replace("distilled-i2v", "i2v-a14b"):  # whose weights have the same sizes
             require_same_model(config, signature_of_model(other))
@@ -149,7 +149,7 @@ def test_a_known_model_has_settings_without_a_configuration():
 def test_a_file_of_the_users_own_goes_before_a_shipped_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-wan").write_text("planner: paper\n")
-    assert DbspConfig.load("tiny-wan").planner.name == "paper"
+    assert DbspConfig.load("tiny-wan").planner == "paper"
     with pytest.raises(ValueError, match=r"does not exist; .* did you mean 'tiny-wan-sparge'"):
         find_config("tiny-wan-sparg.yaml")
 
@@ -198,7 +198,7 @@ def test_models_agree_with_the_pipelines_defaults():
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_mask_source_has_a_key_of_the_configuration_itself(source):
-    assert not set(setting_names(SOURCES[source])) & {*setting_names(DbspConfig), *setting_names(GenerateSettings)}
+    assert not set(setting_names(SOURCES[source])) & {*setting_names(DbspConfig)}
 
 
 @pytest.mark.parametrize("config", ['{"patch_size": []}', '{"num_layers": "x"}', '{"num_layers": 1e999}', "[]", "{"])

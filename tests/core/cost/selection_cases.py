@@ -20,9 +20,9 @@ def choose_together(rank: int, world: int, settings: dict[str, Any], odd: int = 
 
     {} in the hardware's name stands for 1 on rank `odd` and 0 on the others
     """
-    hardware = settings["cost_model"].format(int(rank == odd))
+    hardware = settings["machine"].format(int(rank == odd))
     mask = {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8}
-    config = DbspConfig.load({**settings, "cost_model": hardware, "mask": mask, "strategy": "auto"})
+    config = DbspConfig.load({**settings, "machine": hardware, "mask": mask, "strategy": "auto"})
     session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(None), heads=5, layers=2)
     try:
         layout = session.begin(Video((3, 8, 8)))

@@ -96,7 +96,7 @@ def test_rings_need_blocks_and_a_kernel_that_merges():
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_choose_alike(pool, world):
-    answers = pool(world).run(choose_together, {"cost_model": "a800"})
+    answers = pool(world).run(choose_together, {"machine": "a800"})
     assert all(answer == answers[0] for answer in answers)
 
 
@@ -105,7 +105,7 @@ def test_ranks_with_other_constants_are_refused(pool, tmp_path):
     save_hardware(tmp_path / "0.yaml", hardware)
     save_hardware(tmp_path / "1.yaml", replace(hardware, constants=replace(hardware.constants, overlap=0.5)))
     with pytest.raises(WorkerError) as raised:
-        pool(3).run(choose_together, {"cost_model": str(tmp_path / "{}.yaml")}, 1)
+        pool(3).run(choose_together, {"machine": str(tmp_path / "{}.yaml")}, 1)
     errors = raised.value.errors
     assert [rank for rank, *_ in errors] == [0, 1, 2]
     assert all("the hardware file differs on rank(s) [1]" in text for *_, text in errors), errors
@@ -117,7 +117,7 @@ def test_ranks_with_other_constants_are_refused(pool, tmp_path):
 )
 def test_whatever_is_chosen_is_exact(pool, model, source):
     config = {
-        "mask": {"block_q": 16, "block_k": 8, **source}, "strategy": "auto", "cost_model": "a800", "debug": True,
+        "mask": {"block_q": 16, "block_k": 8, **source}, "strategy": "auto", "machine": "a800",
     }  # fmt: skip
     case = ParaCase(model, thw=(4, 5, 7), config=config)
     for rank in pool(4).run(run_sparge_case, case):
@@ -129,7 +129,7 @@ def test_whatever_is_chosen_is_exact(pool, model, source):
     [
         ({"strategy": "atuo"}, "not of the form UxRy"),
         ({"strategy": 4}, "strategy"),
-        ({"cost_model": 3}, "cost_model"),
+        ({"machine": 3}, "machine"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
+from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings, parse_layers
 from dbsp_core.sources import MaskRequest, SyntheticSource
@@ -246,18 +247,18 @@ class TestReading:
 
 
 class TestSettings:
-    def test_the_environment_gives_what_the_configuration_does_not(self, monkeypatch):
-        assert RecordSettings.of(None).folder is None
+    def test_the_environment_says_what_is_recorded(self, monkeypatch):
+        assert DbspConfig().record is None
+        monkeypatch.setenv("DBSP_RECORD", "0")
+        assert RecordSettings.of(DbspConfig().record) == RecordSettings()
         for name, value in {"": "out", "_EVERY": "5", "_LAYERS": "0,3-4", "_LIMIT": "1.5MiB"}.items():
             monkeypatch.setenv(f"DBSP_RECORD{name}", value)
         expected = RecordSettings("out", 5, frozenset({0, 3, 4}), 3 * 2**19)
-        assert RecordSettings.of(None) == expected
-        assert RecordSettings.of("mine") == replace(expected, folder="mine")
+        assert RecordSettings.of(DbspConfig().record) == expected
 
     def test_a_bad_environment_is_a_notice_and_no_recording(self, monkeypatch, capsys):
-        monkeypatch.setenv("DBSP_RECORD", "out")
         monkeypatch.setenv("DBSP_RECORD_LIMIT", "plenty")
-        recorder = MaskRecorder.of(None, SequenceGroup(0, 1), 2)
+        recorder = MaskRecorder.of("out", SequenceGroup(0, 1), 2)
         assert not recorder.active
         assert not recorder.counts_steps
         assert "size 'plenty' is not of the form '2GiB'" in capsys.readouterr().err
@@ -288,9 +289,10 @@ def test_names_of_masks_tell_them_apart(seed):
 class TestRuns:
     DRIFTING = {"source": "synthetic", "density": 0.3, "drift": 0.3, "block_q": 8, "block_k": 8}  # noqa: RUF012
 
+    @pytest.mark.usefixtures("debug")
     def test_a_run_over_ranks_is_recorded_and_not_changed(self, pool, tmp_path):
         folder = tmp_path / "r"
-        config = {"mask": self.DRIFTING, "strategy": "U1R3", "debug": True, "dense_schedule": {"first_layers": 1}}
+        config = {"mask": self.DRIFTING, "strategy": "U1R3", "dense_schedule": {"first_layers": 1}}
         results = pool(3).run(run_recorded, str(folder), config, {})
         assert results == [[0.0] * 6] * 3
         recording = Recording.read(folder)
@@ -313,12 +315,12 @@ class TestRuns:
         assert recording.recorded_layers == (1,)
         assert len(list(folder.glob("*.safetensors"))) == 1
 
+    @pytest.mark.usefixtures("debug")
     def test_masks_made_from_queries_and_keys_are_recorded_in_every_pass(self, pool, tmp_path):
         folder = tmp_path / "r"
         config = {
             "mask": {"source": "sparge", "cdf": 0.7, "similarity": -1.0, "block_q": 16, "block_k": 8},
             "strategy": "U1R3",
-            "debug": True,
         }
         assert pool(3).run(run_recorded, str(folder), config, {}) == [[0.0] * 6] * 3
         recording = Recording.read(folder)

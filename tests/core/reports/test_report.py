@@ -24,18 +24,19 @@ from tests.support.steady_cases import waits_of_a_steady_step
 from tests.support.workers import WorkerPool
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 8}
+WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 8}
 DRIFTING = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, "block_k": 8}
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_numbers_are_those_of_each_attention(pool, world):
-    cases = [({"mask": SPARGE, "reuse": {"threshold": 1.02}}, str(s), 1) for s in Strategy.all_for(world)]
+    cases = [({"mask": SPARGE, "reuse": 1.02}, str(s), 1) for s in Strategy.all_for(world)]
     hybrid = str(Strategy.all_for(world)[len(Strategy.all_for(world)) // 2])
     cases += [
-        ({"mask": DRIFTING, "layout": "contiguous"}, hybrid, 2),
-        ({"mask": SPARGE, "reuse": {"mode": "sync"}}, hybrid, 2),
-        ({"mask": SPARGE, "keys": "all"}, hybrid, 1),
-        ({"mask": SPARGE, "cost_model": "a800"}, None, 1),
+        ({"mask": DRIFTING, "planner": "contiguous"}, hybrid, 2),
+        ({"mask": SPARGE}, hybrid, 2),
+        ({"mask": WINDOW}, hybrid, 1),
+        ({"mask": SPARGE, "machine": "a800"}, None, 1),
     ]
     for settings, strategy, batch in cases:
         results = pool(world).run(recounted_session, settings, strategy, batch)
@@ -84,16 +85,16 @@ def test_plain_usp_sends_what_is_said(pool):
 
 
 def test_kept_plans_are_not_counted_again(pool):
-    settings = {"mask": SPARGE, "reuse": {"threshold": 100.0}}
+    settings = {"mask": SPARGE, "reuse": 100.0}
     (report, _), *_ = pool(2).run(recounted_session, settings, "U1R2")
     assert report.calls.replanned == [int(step in (0, 3)) for step in report.calls.step]  # 3: another size of video
-    (eager, _), *_ = pool(2).run(recounted_session, {**settings, "reuse": {"threshold": 1.0}}, "U1R2")
+    (eager, _), *_ = pool(2).run(recounted_session, {**settings, "reuse": 1.0}, "U1R2")
     assert eager.totals.replans > report.totals.replans
 
 
 def test_observing_waits_for_no_device_and_breaks_no_graph(pool):
     for mask in (SPARGE, {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}):
-        settings = {"mask": mask, "reuse": {"threshold": 100.0}, "report": "nowhere"}
+        settings = {"mask": mask, "reuse": 100.0, "report": "nowhere"}
         assert pool(2).run(waits_of_a_steady_step, settings, "U1R2") == [{}, {}]
     settings = {"mask": {**SPARGE, "similarity": 0.0}, "strategy": "U1R2", "report": "nowhere"}
     for difference, runs, recompiled in pool(2).run(run_compiled, "wan", 1, settings):
@@ -117,7 +118,7 @@ def test_a_pipeline_reports_each_call_that_succeeds(pool, tmp_path):
         assert sorted(set(report["calls"]["branch"])) == [0, 1]
         assert 0 < sum(report["calls"]["seconds"]) <= report["seconds"] * 3
         assert report["environment"]["settings"]["mask"]["source"] == "sparge"
-        assert report["environment"]["settings"]["reuse"]["mode"] == "async"
+        assert report["environment"]["settings"]["keys"] == "all"
 
 
 def test_a_rank_that_fails_at_the_end_hangs_nobody_and_leaves_nothing(tmp_path):

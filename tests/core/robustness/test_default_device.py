@@ -17,7 +17,6 @@ SPARGE = {"source": "sparge", "cdf": 0.5}
 SETTINGS = [
     *({"mask": source} for source in (*SOURCES, SPARGE)),
     {"mask": SPARGE, "dense_schedule": {"first_steps": 1}},
-    {"mask": SPARGE, "debug": True},
 ]
 
 
@@ -34,6 +33,11 @@ def test_functions_compute_the_same(pool):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_sessions_compute_the_same(pool, settings):
     assert_same(*(pool(2).run(session, settings, device) for device in ("meta", None)))
+
+
+@pytest.mark.usefixtures("debug")
+def test_sessions_that_compare_what_they_attend_with_compute_the_same(pool):
+    assert_same(*(pool(2).run(session, {"mask": SPARGE}, device) for device in ("meta", None)))
 
 
 def test_a_masks_bits_stay_where_they_are():

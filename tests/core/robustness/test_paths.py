@@ -15,7 +15,6 @@ from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.models.table import signature_of_model
-from dbsp_core.reports.mask_recorder import RecordSettings
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.utils.errors import UserError
@@ -50,25 +49,18 @@ class TestHome:
                 load("a/\ud800")
 
     def test_every_setting_that_is_a_path_may_begin_with_one(self, home):
-        settings = {"report": "~/r", "record": "~/m", "cost_model": "~/c.yaml", "model": "~/w"}
-        config = DbspConfig.load({**settings, "video": {"image": "~/a.png", "last_image": "~/b.png"}})
+        settings = {"report": "~/r", "machine": "~/c.yaml", "model": "~/w"}
+        config = DbspConfig.load({**settings, "generate": {"image": "~/a.png", "last_image": "~/b.png"}})
         given = config.generate
-        found = (
-            config.report,
-            config.record,
-            config.cost_model,
-            given.model,
-            given.video.image,
-            given.video.last_image,
-        )
-        assert found == tuple(f"{home}/{name}" for name in ("r", "m", "c.yaml", "w", "a.png", "b.png"))
+        found = config.report, config.machine, config.model, given.image, given.last_image
+        assert found == tuple(f"{home}/{name}" for name in ("r", "c.yaml", "w", "a.png", "b.png"))
 
     def test_a_configuration_a_mask_and_a_machine_are_found_there(self, home):
         save_mask("~/m.safetensors", BlockMask.dense(2, GRID))
         save_hardware(home / "own.yaml", load_hardware("h800"))
-        (home / "c.yaml").write_text("debug: true\nmask: {source: file, path: ~/m.safetensors}\n", encoding="utf-8")
+        (home / "c.yaml").write_text("vae: true\nmask: {source: file, path: ~/m.safetensors}\n", encoding="utf-8")
         assert MaskFile("~/m.safetensors").heads == 2
-        assert DbspConfig.load("~/c.yaml").debug
+        assert DbspConfig.load("~/c.yaml").vae
         assert DbspConfig.load("~/m.safetensors").mask == DbspConfig.load("file:path=~/m.safetensors").mask
         assert load_hardware("~/own.yaml") == load_hardware("h800")
         with pytest.raises(UserError, match=f"fitted file {home}/p does not exist"):
@@ -79,11 +71,11 @@ class TestHome:
 
     def test_a_model_of_a_configuration_is_not_looked_for_beside_it(self, home, tmp_path):
         (tmp_path / "c.yaml").write_text("model: ~/w\n", encoding="utf-8")
-        assert DbspConfig.load(tmp_path / "c.yaml").generate.model == f"{home}/w"
+        assert DbspConfig.load(tmp_path / "c.yaml").model == f"{home}/w"
 
     def test_a_recording_goes_there(self, home, monkeypatch):
         monkeypatch.setenv("DBSP_RECORD", "~/masks")
-        assert RecordSettings.of(None).folder == f"{home}/masks"
+        assert DbspConfig().record == f"{home}/masks"
 
     @pytest.mark.parametrize(
         ("path", "complaint"),
@@ -96,7 +88,7 @@ class TestHome:
     def test_what_names_no_place_is_refused(self, path, complaint):
         with pytest.raises(UserError, match=complaint):
             expand_path(path)
-        for key in ("report", "record", "cost_model", "model"):
+        for key in ("report", "machine", "model"):
             with pytest.raises(UserError, match=complaint):
                 DbspConfig.load({key: path})
 
@@ -192,14 +184,14 @@ def test_yaml_is_utf_8_in_every_locale(tmp_path, locale):
     """Its prompt, and the file that it names, whose name has UTF-8's bytes."""
     (tmp_path / "Brücke").mkdir()
     mask = f"mask: {{source: file, path: {tmp_path}/ä.safetensors}}"
-    text = f"video: {{prompt: ein Bär}}\nreport: {tmp_path}/Brücke/r\n{mask}\n"
+    text = f"generate: {{prompt: ein Bär}}\nreport: {tmp_path}/Brücke/r\n{mask}\n"
     (tmp_path / "own.yaml").write_text(text, encoding="utf-8")
     (tmp_path / "wide.yaml").write_text(text, encoding="utf-16")
     save_mask(tmp_path / "ä.safetensors", BlockMask.dense(2, GRID))
     code = (
         "import os, sys\nfrom dbsp_core.config import DbspConfig\n"
         "for name in sys.argv[1:]:\n    config = DbspConfig.load(name)\n"
-        "    os.makedirs(config.report, exist_ok=True)\n    print(ascii(config.generate.video.prompt))"
+        "    os.makedirs(config.report, exist_ok=True)\n    print(ascii(config.generate.prompt))"
     )
     command = [sys.executable, "-c", code, tmp_path / "own.yaml", tmp_path / "wide.yaml", "tiny-wan-window"]
     done = subprocess.run(command, capture_output=True, env=child_environment() | LOCALES[locale], check=False)

@@ -53,7 +53,7 @@ def test_an_alias_as_people_use_it_is_read(tmp_path):
     assert config.transformer_2["mask"] == {"source": "window"}
 
 
-@pytest.mark.parametrize("key", ["strategy", "mask", "layout", "debug", "reuse", "planner", "kernel"])
+@pytest.mark.parametrize("key", ["strategy", "mask", "precision", "vae", "reuse", "planner", "kernel"])
 def test_a_long_value_is_shown_in_short(key):
     for value in (["x"] * 90_000, "x" * 90_000, {"x" * 90_000: 1}):
         with pytest.raises(UserError) as refused:

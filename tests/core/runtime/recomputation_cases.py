@@ -17,7 +17,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 
 HEADS, LAYERS = 4, 2
-SPARGE = {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}, "reuse": {"mode": "sync"}}
+SPARGE = {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}}
 
 
 class Training:

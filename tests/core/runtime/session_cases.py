@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -22,7 +21,6 @@ from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observer import observed_session, run_observer
 from dbsp_core.runtime.async_plan_cache import PlanningThread
 from dbsp_core.runtime.executor import KernelChoice
@@ -121,7 +119,7 @@ PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block
 
 def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) -> list[float]:
     """A new plan is waiting at every call, as every mask asks for one; then the batch changes. Returns errors."""
-    settings = PREDICTED | {"reuse": {"threshold": 1.0}}
+    settings = PREDICTED | {"reuse": 1.0}
     session = Session(settings, strategy)
     errors = [session.attend(900.0 - step, batch, settle=True) for step, batch in enumerate(batches)]
     assert session.inner.reuse.replans > len(set(batches)), "plans must have been waiting"
@@ -160,7 +158,7 @@ def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
 
 def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int, int]:
     """Generations of one step each, at one timestep. Returns plans made, and plans and executors kept."""
-    session = Session(PREDICTED | {"reuse": {"threshold": 9.0}}, f"U{world}R1", layers=2)
+    session = Session(PREDICTED | {"reuse": 9.0}, f"U{world}R1", layers=2)
     for _ in range(generations):
         assert session.attend(900.0) <= 1e-5
     session.inner.flush()
@@ -228,19 +226,23 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
 
 
 def agreements(rank: int, world: int, mask: Any, debug: bool) -> list[int]:
-    """How often the ranks compare numbers in each attention of three passes over one layer."""
-    settings = {"mask": mask, "debug": debug, "reuse": {"mode": "sync"}}
-    session, counts, gather = (
-        AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy.parse(f"U{world}R1"), HEADS, 1),
-        [],
-        SequenceGroup.gather_integers,
+    """How often the ranks compare numbers in each attention of three passes over one layer, planning aside."""
+    counts, gather, here = [], SequenceGroup.gather_integers, threading.current_thread()
+    session = AttentionSession(
+        DbspConfig(mask=mask, debug=debug), SequenceGroup.of(), Strategy.parse(f"U{world}R1"), HEADS, 1
     )
-    with mock.patch.object(SequenceGroup, "gather_integers", autospec=True, side_effect=gather) as gathered:
+
+    def counted(group: SequenceGroup, *numbers: Any) -> Any:
+        counts[-1] += threading.current_thread() is here
+        return gather(group, *numbers)
+
+    with mock.patch.object(SequenceGroup, "gather_integers", counted):
         for step in range(3):
-            q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0 - step).shard, WIDTH)
-            before = gathered.call_count
+            counts.append(0)
+            layout = session.begin(Video(THW), timestep=900.0 - step)
+            counts[-1] = 0
+            q = torch.ones(1, HEADS, layout.shard, WIDTH)
             session.attend(0, q, q, q)
-            counts.append(gathered.call_count - before)
     return counts
 
 
@@ -369,22 +371,17 @@ class Growing(BlockSizes):
         return BlockMask(np.tile(distance <= 1 + min(self.most, request.step), (request.heads, 1, 1)), grid)
 
 
-def needed_keys_of_growing_masks(
-    rank: int, world: int, strategy: str, keys: str, mode: str, look: bool
-) -> tuple[float, int, list[bool]]:
-    """Eight steps; `look`: whether growing masks are noticed. Returns the worst error, plans, layers by need."""
-    settings = {"mask": Growing(8, 8), "keys": keys, "reuse": {"mode": mode, "threshold": 9.0}}
-    session = Session(settings, strategy, layers=2)
-    fits = mock.patch.object(Plan, "fits", return_value=True) if not look else nullcontext()
-    with fits:
-        worst = max(session.attend(900.0 - step) for step in range(8))
+def all_keys_of_growing_masks(rank: int, world: int, strategy: str) -> tuple[float, int, set[str]]:
+    """Eight steps. Returns the worst error, the number of plans, and the keys that are sent."""
+    session = Session({"mask": Growing(8, 8), "reuse": 9.0}, strategy, layers=2)
+    worst = max(session.attend(900.0 - step) for step in range(8))
     plans = session.inner.records.values()
-    return worst, session.inner.reuse.replans, [plan.chunks.keys == "needed" for plan in plans]
+    return worst, session.inner.reuse.replans, {plan.chunks.keys for plan in plans}
 
 
-def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str) -> tuple[float, set[str]]:
+def predicted_masks_with_keys(rank: int, world: int, strategy: str) -> tuple[float, set[str]]:
     """Masks of every call, of other batches and sizes too. Returns the worst error, and how keys travel."""
-    settings = PREDICTED | {"keys": keys, "reuse": {"threshold": 1.0}}
+    settings = PREDICTED | {"reuse": 1.0}
     session, names = Session(settings, strategy), set()
     for step, (batch, text) in enumerate(((1, 0), (1, 0), (2, 0), (1, 7), (2, 7), (1, 0))):
         worst = session.attend(900.0 - step, batch, text_tokens=text, settle=True)
@@ -394,9 +391,9 @@ def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str) -
     return worst, names
 
 
-def training_with_keys_in_chunks(rank: int, world: int, strategy: str, keys: str) -> bool:
+def training_with_keys_in_chunks(rank: int, world: int, strategy: str, mask: Any) -> bool:
     """Whether gradients flow through a session whose keys come in chunks."""
-    session = Session({"mask": Growing(8, 8), "keys": keys}, strategy).inner
+    session = Session({"mask": mask}, strategy).inner
     layout = session.begin(Video(THW), timestep=900.0)
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
     session.attend(0, q, q, q).sum().backward()

@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.async_plan_cache import PlanningThread
 from dbsp_core.runtime.session import AttentionSession
+from tests.support.settings import with_debug
 
 VSA = {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
 LAYERS = 3
 
 
-def branches_alive(rank: int, world: int, settings: dict[str, Any], debug: bool) -> tuple[int, int]:
+def branches_alive(rank: int, world: int, debug: bool) -> tuple[int, int]:
     """Returns how many gates and coarse branches were made in a pass, and how many are alive after it.
 
     The planning thread does nothing meanwhile, as if it were behind.
     """
-    config = DbspConfig.load({"mask": VSA, "debug": debug, **settings})
+    config = with_debug({"mask": VSA}, debug)
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), 4, LAYERS)
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -47,8 +47,7 @@ def branches_alive(rank: int, world: int, settings: dict[str, Any], debug: bool)
 
 
 @pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_gate_and_coarse_branch_are_freed(pool, mode, debug):
-    for made, alive in pool(2).run(branches_alive, {"reuse": {"mode": mode}}, debug):
+def test_gate_and_coarse_branch_are_freed(pool, debug):
+    for made, alive in pool(2).run(branches_alive, debug):
         assert made == 2 * LAYERS
         assert alive == 0

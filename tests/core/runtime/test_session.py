@@ -32,7 +32,7 @@ from tests.core.runtime.session_cases import (
 from tests.support.workers import assert_all_raise
 
 LAYERS = PASSES = 2
-EVEN = {"threshold": 1.02}
+EVEN = 1.02
 """The masks here have plans of their own that are more even, and are less even under others'."""
 
 
@@ -44,22 +44,20 @@ def test_a_plan_that_waits_is_not_used_for_another_batch(pool, strategy, batches
         assert max(errors) <= 1e-5
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_mask_that_does_not_change_is_planned_once_however_uneven(threads, mode):
+def test_a_mask_that_does_not_change_is_planned_once_however_uneven(threads):
     """Two ranks share out five equal heads: three and two, above P_s."""
-    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "reuse": {"mode": mode}, "planner": "contiguous"}
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "planner": "contiguous"}
     for worst, calls, plans, *_ in threads(2).run(changing_masks, settings, 3):
         assert (worst <= 1e-5, calls, plans) == (True, 3 * PASSES * LAYERS, 1)
-    growing = {"mask": Growing(16, 16, most=1), "reuse": {"mode": mode}, "planner": "contiguous"}
+    growing = {"mask": Growing(16, 16, most=1), "planner": "contiguous"}
     for plans in threads(2).run(recorded_masks, growing, 9):
         assert plans == LAYERS * 2, "one for each of a layer's two masks"
 
 
 class TestMasksThatChangeByStep:
-    @pytest.mark.parametrize("mode", ["sync", "async"])
     @pytest.mark.parametrize("slope", [0.0, 0.01])
-    def test_plans_are_kept_from_step_to_step(self, threads, slope, mode):
-        settings = {"mask": Drifting(16, 16, slope=slope), "reuse": {"mode": mode}}
+    def test_plans_are_kept_from_step_to_step(self, threads, slope):
+        settings = {"mask": Drifting(16, 16, slope=slope)}
         steps = 12
         for worst, calls, plans, kept, executors in threads(2).run(changing_masks, settings, steps):
             assert worst <= 1e-5
@@ -70,7 +68,7 @@ class TestMasksThatChangeByStep:
 
     def test_a_threshold_of_1_asks_for_plans_at_every_step(self, threads):
         """The bound above can fail."""
-        settings = {"mask": Drifting(16, 16, slope=0.03), "reuse": {"threshold": 1.0}}
+        settings = {"mask": Drifting(16, 16, slope=0.03), "reuse": 1.0}
         for _, calls, plans, kept, executors in threads(2).run(changing_masks, settings, 9):
             assert plans > calls / 2
             assert kept == executors == LAYERS * PASSES
@@ -126,7 +124,7 @@ class TestSettings:
     @pytest.mark.parametrize("odd", [0, 1])
     @pytest.mark.parametrize(
         "other",
-        [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"reuse": {"mode": "sync"}}, {"reuse": {"threshold": 1.3}}],
+        [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"precision": "int8"}, {"reuse": 1.3}, {"debug": True}],
     )
     def test_other_settings_on_one_rank_stop_all(self, threads, odd, other):
         settings = PREDICTED | other

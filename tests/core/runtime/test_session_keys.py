@@ -1,4 +1,4 @@
-"""Sessions with keys in chunks, all or needed: exact while masks change."""
+"""Sessions choose which keys are sent by how often masks change: exact with all keys, and with needed ones."""
 
 from __future__ import annotations
 
@@ -6,61 +6,51 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.config import DbspConfig
-from dbsp_core.utils.errors import SettingError, UserError
+from dbsp_core.sources import DenseSource, SpargeSource, SyntheticSource, WindowSource
+from dbsp_core.utils.errors import UserError
 from tests.core.runtime.session_cases import (
-    needed_keys_of_growing_masks,
+    Growing,
+    all_keys_of_growing_masks,
     predicted_masks_with_keys,
     training_with_keys_in_chunks,
 )
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("strategy", ["U1R4", "U2R2", "U4R1"])
-def test_a_mask_that_grew_beyond_what_is_sent_gets_a_new_plan(threads, strategy, mode):
-    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, strategy, "needed", mode, True):
-        assert worst <= 1e-5
-        assert all(by_need)
-        assert 2 < plans <= 8, "one for each mask that needs more, and no more than that"
+@pytest.mark.parametrize(
+    ("mask", "keys"),
+    [
+        (WindowSource(), "needed"),
+        (DenseSource(), "needed"),
+        (SyntheticSource(), "needed"),
+        (SyntheticSource(drift=0.02), "all"),
+        (SpargeSource(cdf=0.9), "all"),
+    ],
+)
+def test_masks_that_never_change_are_sent_the_keys_that_they_need(mask, keys):
+    layouts = {planner: DbspConfig(mask=mask, planner=planner).layout for planner in ("dbsp", "paper")}
+    assert DbspConfig(mask=mask).keys == keys
+    assert layouts == {"dbsp": "contiguous" if keys == "needed" else "striped", "paper": "contiguous"}
 
 
-def test_it_is_wrong_where_that_is_not_heeded(pool):
-    for worst, _, _ in pool(4).run(needed_keys_of_growing_masks, "U1R4", "needed", "sync", False):
-        assert worst > 1e-3
+def test_a_plan_of_masks_that_grow_is_kept_as_all_keys_come(threads):
+    for worst, plans, keys in threads(4).run(all_keys_of_growing_masks, "U1R4"):
+        assert (worst <= 1e-5, plans, keys) == (True, 1, {"all"})
 
 
-def test_where_all_keys_come_a_plan_is_kept(threads):
-    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, "U1R4", "all", "sync", True):
-        assert (worst <= 1e-5, plans, by_need) == (True, 1, [False, False])
-
-
-@pytest.mark.parametrize("keys", ["all", "needed"])
+@pytest.mark.parametrize("mask", [Growing(8, 8), WindowSource(8, 8)], ids=["all", "needed"])
 @pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
-def test_gradients_flow(threads, strategy, keys):
-    assert all(threads(4).run(training_with_keys_in_chunks, strategy, keys))
+def test_gradients_flow(threads, strategy, mask):
+    assert all(threads(4).run(training_with_keys_in_chunks, strategy, mask))
 
 
 @pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
 def test_masks_predicted_at_every_call(pool, strategy):
-    for worst, names in pool(4).run(predicted_masks_with_keys, strategy, "all"):
+    for worst, names in pool(4).run(predicted_masks_with_keys, strategy):
         assert worst <= 1e-5
         assert names == {"all"}
 
 
-class TestBadInput:
-    def test_masks_predicted_from_queries_and_keys(self):
-        refusal = "keys: needed is for masks that are known beforehand.*leave keys out"
-        with pytest.raises(SettingError, match=refusal):
-            DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}, "keys": "needed"})
-
-    def test_an_unknown_way(self):
-        with pytest.raises(SettingError, match="keys"):
-            DbspConfig.load({"keys": "fetch"})
-
-    @pytest.mark.parametrize("keys", ["kept", "auto", "ring"])
-    def test_removed_values_name_what_to_write(self, keys):
-        with pytest.raises(SettingError, match=f"keys: {keys} was removed; .*(all|leave it out)") as refused:
-            DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}, "keys": keys})
-        assert refused.value.path == ("keys",)
-        mask = BlockMask.dense(2, BlockGrid.uniform(64, 16))
-        with pytest.raises(UserError, match=f"keys: {keys} was removed"):
-            make_plan(mask, "U1R2", keys=keys)
+@pytest.mark.parametrize("keys", ["kept", "auto", "ring"])
+def test_removed_ways_name_what_to_write(keys):
+    with pytest.raises(UserError, match=f"keys: {keys} was removed; write .*all"):
+        make_plan(BlockMask.dense(2, BlockGrid.uniform(64, 16)), "U1R2", keys=keys)

@@ -11,10 +11,10 @@ from tests.core.runtime.session_cases import Session
 
 SOL = {"source": "sol", "tau": 0.3, "block_q": 16, "block_k": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sync": ("U3R1", {"reuse": {"mode": "sync"}}),
-    "async": ("U2R2", {"reuse": {"mode": "async", "threshold": 1.0}}),
+    "heads over three ranks": ("U3R1", {}),
+    "a plan for each call": ("U2R2", {"reuse": 1.0}),
     "first steps dense": ("U2R1", {"dense_schedule": {"first_steps": 2}, "debug": True}),
-    "all keys in chunks": ("U1R3", {"keys": "all"}),
+    "keys in chunks": ("U1R3", {}),
     "text that is not dense": ("U1R2", {"mask": SOL | {"dense_text": False, "token_order": "tile:1x2x5"}}),
 }
 

@@ -20,18 +20,18 @@ WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
 @pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
 def test_nothing_waits_for_the_device(pool, world, mask):
     for strategy in Strategy.all_for(world):
-        settings = {"mask": mask, "reuse": {"threshold": 100.0}}  # the plan stays: to adopt another is no steady state
+        settings = {"mask": mask, "reuse": 100.0}  # the plan stays: to adopt another is no steady state
         assert pool(world).run(waits_of_a_steady_step, settings, str(strategy)) == [{}] * world
 
 
 BY_STEP = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, "block_k": 16}
 SETTINGS = {
     "static mask, dense steps": {"mask": WINDOW, "dense_schedule": {"first_steps": 2}},
-    "masks by step": {"mask": BY_STEP, "reuse": {"threshold": 100.0}},
+    "masks by step": {"mask": BY_STEP, "reuse": 100.0},
     "predicted masks, dense steps": {
         "mask": SPARGE,
         "dense_schedule": {"first_steps": 2},
-        "reuse": {"threshold": 100.0, "mode": "async"},
+        "reuse": 100.0,
     },
 }
 
@@ -46,7 +46,7 @@ def test_nothing_waits_for_the_timestep(pool, settings, batch):
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
 def test_int8_on_the_wire_waits_for_nothing_and_launches_little(pool, strategy):
     """The mean of keys takes a sum, an exchange and arithmetic; reading, a launch for queries and each chunk."""
-    settings = {"mask": WINDOW, "exchange": {"precision": "int8"}}
+    settings = {"mask": WINDOW, "precision": "int8"}
     assert pool(2).run(waits_of_a_steady_step, settings, strategy) == [{}] * 2
     chunks = Strategy.parse(strategy).ring
     for seen in pool(2).run(launches_of_a_steady_step, settings, strategy, 8, (4, 8, 8)):
@@ -55,20 +55,21 @@ def test_int8_on_the_wire_waits_for_nothing_and_launches_little(pool, strategy):
 
 
 def test_planning_at_once_would_be_seen(pool):
-    for waits in pool(2).run(waits_of_a_steady_step, {"mask": SPARGE, "reuse": {"mode": "sync"}}, "U1R2"):
+    for waits in pool(2).run(waits_of_a_steady_step, {"mask": BY_STEP, "reuse": 1.0}, "U1R2"):
         assert waits.get("cpu", 0) > 0
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
-def test_what_debug_compares_costs_no_collective_without_it(pool, world, mask):
+def test_what_debug_compares_costs_no_collective_without_it(pool, monkeypatch, world, mask):
     """Comparing is `all_gather`: one for all, or of inputs before a mask is predicted, and then of it and its plan."""
-    settings, strategy = {"mask": mask, "reuse": {"threshold": 100.0}}, f"U1R{world}"
+    settings, strategy = {"mask": mask, "reuse": 100.0}, f"U1R{world}"
     without = pool(world).run(collectives_of_a_steady_step, settings, strategy)
     if mask is WINDOW:
         assert without == [{"all_to_all_single": 2 + world - 1}] * world
     assert all("all_gather" not in seen for seen in without)
-    compared = pool(world).run(collectives_of_a_steady_step, settings | {"debug": True}, strategy)
+    monkeypatch.setenv("DBSP_DEBUG", "1")
+    compared = pool(world).run(collectives_of_a_steady_step, settings, strategy)
     assert compared == [seen | {"all_gather": 1 if mask is WINDOW else 2} for seen in without]
 
 
@@ -79,7 +80,7 @@ def test_launches_are_few_for_any_heads_and_strategy(pool, heads, thw):
 
     Without a ring, queries may have an exchange of their own.
     """
-    sparge, window = ({"mask": mask, "reuse": {"threshold": 100.0}} for mask in (SPARGE, WINDOW))
+    sparge, window = ({"mask": mask, "reuse": 100.0} for mask in (SPARGE, WINDOW))
     for strategy in Strategy.all_for(8):
         for seen in pool(8).run(launches_of_a_steady_step, sparge, str(strategy), heads, thw):
             assert seen["select_blocks"] == 1

@@ -135,26 +135,29 @@ def references(path, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("world", "strategies"), [(2, ["U2R1", "U1R2"]), (3, ["U1R3"]), (4, ["U2R2", "U1R4"])])
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_equals_one_process_whatever_the_order_of_each_head(pool, path, references, world, strategies, layout):
+@pytest.mark.parametrize("planner", ["contiguous", "dbsp"])
+@pytest.mark.usefixtures("debug")
+def test_equals_one_process_whatever_the_order_of_each_head(pool, path, references, world, strategies, planner):
+    """In a contiguous layout, and in a striped one."""
     for strategy in strategies:
         mask = {"source": "paro", "path": str(path)}
-        config = {"mask": mask, "strategy": strategy, "layout": layout, "debug": True}
+        config = {"mask": mask, "strategy": strategy, "planner": planner}
         for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, references):
-            assert max(same) <= TOLERANCE, (strategy, layout)
+            assert max(same) <= TOLERANCE, (strategy, planner)
             assert max(dense[:2]) <= TOLERANCE, "the leading step is dense"
             assert min(dense[2:]) > 100 * TOLERANCE, "the mask must matter"
             assert max(unordered[:2]) <= TOLERANCE
             assert min(unordered[2:]) > 100 * TOLERANCE, "the orders must matter"
 
 
+@pytest.mark.usefixtures("debug")
 def test_equals_one_process_with_text_among_the_video(pool, tmp_path):
     grid = BlockGrid(112, 7, 8, 4, THW)
     paths = [tmp_path / f"{name}.safetensors" for name in ("ordered", "ignored")]
     for each, ordered in zip(paths, (True, False), strict=True):
         save_mask(each, file_masks(2, grid, ordered=ordered), groups="1-1,2-")
     mask, wrong = ({"source": "paro", "path": str(each), "dense_steps": 0} for each in paths)
-    config = {"mask": mask, "strategy": "U1R3", "debug": True}
+    config = {"mask": mask, "strategy": "U1R3"}
     expected = [alone("cogvideox", THW, 7, one) for one in (mask, DENSE, wrong)]
     for same, dense, unordered in pool(3).run(run_paro_case, "cogvideox", THW, 7, config, expected):
         assert max(same) <= TOLERANCE
@@ -220,13 +223,14 @@ def test_a_file_with_groups_is_not_for_source_file(pool, path):
     assert len(caught.value.errors) == 3
 
 
+@pytest.mark.usefixtures("debug")
 def test_source_file_reads_packed_files_with_orders(pool, tmp_path):
     path, ignored = tmp_path / "packed.safetensors", tmp_path / "ignored.safetensors"
     save_mask(path, file_masks(1)[0], packed=True)
     save_mask(ignored, file_masks(1, ordered=False)[0])
     assert MaskFile(path).packed
     mask, wrong = ({"source": "file", "path": str(each)} for each in (path, ignored))
-    config = {"mask": mask, "strategy": "U1R3", "debug": True}
+    config = {"mask": mask, "strategy": "U1R3"}
     expected = [alone("wan", THW, 7, one) for one in (mask, wrong)]
     for same, unordered in pool(3).run(run_paro_case, "wan", THW, 7, config, expected):
         assert max(same) <= TOLERANCE

@@ -10,6 +10,7 @@ import dbsp_diffusers
 from tests.diffusers.models.model_cases import MASKS, outputs
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.references import by_first_rank
+from tests.support.settings import with_debug
 from tests.support.single_process import attach_single_process
 
 
@@ -52,7 +53,7 @@ def gradients_of_model(
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     inputs = _in_float64(tiny_inputs(model, batch=2))
-    config = {"mask": MASKS[mask], "strategy": strategy, "layout": "striped", "debug": True}
+    config = with_debug({"mask": MASKS[mask], "strategy": strategy})
     expected = one_process(model, mask)
     session = dbsp_diffusers.enable(transformer, config)
     _loss(transformer, inputs).backward()

@@ -9,6 +9,7 @@ import torch
 
 import dbsp_diffusers
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.settings import with_debug
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
@@ -103,7 +104,7 @@ def run_nabla(rank: int, world: int, strategy: str, name: str, batch: int) -> di
     transformer = make_tiny_transformer(MODEL)
     own, dense = by_itself(batch)
     sparge = sparge_in_one_process(batch)
-    dbsp_diffusers.enable(transformer, CONFIGS[name] | {"strategy": strategy, "layout": "striped", "debug": True})
+    dbsp_diffusers.enable(transformer, with_debug(CONFIGS[name] | {"strategy": strategy}))
     out = compute(transformer, batch)
     dbsp_diffusers.disable(transformer)
     others = {"own": own, "dense": dense, "sparge": sparge}

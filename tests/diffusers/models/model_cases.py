@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 import dbsp_diffusers
+from dbsp_core.config import DbspConfig
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.settings import with_debug
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
@@ -51,9 +53,7 @@ def _masks_for(model: str) -> dict[str, dict[str, Any]]:
     return {name: mask for name, mask in MASKS.items() if name != "synthetic" or model not in WITHOUT_GRID}
 
 
-def run_model(
-    rank: int, world: int, model: str, strategy: str, layout: str
-) -> dict[tuple[str, int], tuple[float, float]]:
+def run_model(rank: int, world: int, model: str, strategy: str) -> dict[tuple[str, int], tuple[float, float]]:
     """By mask source and batch: (largest difference from one process, from dense attention), undone without a trace.
 
     "stock" stands for dense masks, compared with the transformer as it is.
@@ -61,11 +61,8 @@ def run_model(
     transformer = make_tiny_transformer(model)
     expected = {batch: one_process(model, batch) for batch in (1, 2)}
     found, before = {}, fingerprint(transformer)
-    configs = {
-        name: {"mask": mask, "strategy": strategy, "layout": layout, "debug": True}
-        for name, mask in _masks_for(model).items()
-    }
-    configs["stock"] = DENSE | {"strategy": strategy}
+    configs = {name: with_debug({"mask": mask, "strategy": strategy}) for name, mask in _masks_for(model).items()}
+    configs["stock"] = DbspConfig.load(DENSE | {"strategy": strategy})
     with torch.no_grad():
         for name, config in configs.items():
             session = dbsp_diffusers.enable(transformer, config)

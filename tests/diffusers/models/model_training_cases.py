@@ -46,7 +46,7 @@ def _loss(model: Any, step: int, first: int = 0, count: int = BATCH) -> torch.Te
 
 
 def _config(mask: str, strategy: str | None = None) -> dict[str, Any]:
-    return {"mask": MASKS[mask], "layout": "striped", **({"strategy": strategy} if strategy else {})}
+    return {"mask": MASKS[mask], **({"strategy": strategy} if strategy else {})}
 
 
 def losses_of_training(rank: int, world: int, steps: int, sequence: int, mask: str, strategy: str) -> list[float]:

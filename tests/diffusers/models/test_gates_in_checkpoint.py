@@ -80,7 +80,7 @@ def run(rank: int, world: int, transformers: list[Any], mask: dict[str, Any]) ->
     """What ranks give together, each with its own transformer; disabled again, they leave nothing."""
     transformer = transformers[rank]
     before, names = fingerprint(transformer), list(transformer.state_dict())
-    dbsp_diffusers.enable(transformer, {"mask": mask, "strategy": "U1R2", "layout": "striped"})
+    dbsp_diffusers.enable(transformer, {"mask": mask, "strategy": "U1R2"})
     with torch.no_grad():
         found = outputs(transformer, tiny_inputs("wan", THW[mask["source"]]))
     dbsp_diffusers.disable(transformer)

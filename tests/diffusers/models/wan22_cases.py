@@ -12,6 +12,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import StepClock
 from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.sharding.generations import Generations
@@ -84,7 +85,6 @@ def latents(pipe: Any, options: dict[str, Any], **more: Any) -> torch.Tensor:
 
 def alone(pipe: Any, config: dict[str, Any], options: dict[str, Any], **more: Any) -> torch.Tensor:
     """What one process makes."""
-    from dbsp_core.config import DbspConfig
 
     transformers, whole = transformers_of(pipe), DbspConfig.load(config)
     generations = Generations(pipe, SequenceGroup(0, 1))
@@ -127,7 +127,7 @@ def run_both(rank: int, world: int, folder: str, where: str) -> tuple[float, dic
     config: dict[str, Any] = {"mask": MASK, "strategy": "U1R2", "dense_schedule": {"first_steps": 2, "last_steps": 1}}
     config |= {"transformer_2": {"mask": MASK | {"seed": 9}}}
     expected = alone(pipe, config, options)
-    own = config | {"report": f"{where}/report", "record": f"{where}/masks"}
+    own = replace(DbspConfig.load(config | {"report": f"{where}/report"}), record=f"{where}/masks")
     dbsp_diffusers.enable(pipe, own)
     sessions = dbsp_diffusers.sessions_of(pipe)
     assert list(sessions) == ["transformer", "transformer_2"]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dbsp_diffusers
+from dbsp_core.cost.sequence_cost import bag_layout
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.sequences import SequencePlan
 from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
@@ -30,6 +31,7 @@ from tests.diffusers.packed.packed_model_cases import (
 )
 from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.references import by_first_rank
+from tests.support.settings import with_debug
 from tests.support.single_process import attach_single_process
 
 
@@ -90,20 +92,17 @@ def alone(case: BagCase, step: int, world: int) -> tuple[list[torch.Tensor], dic
     return [one.detach() for one in expected], gradients_of(transformer)
 
 
-_BAG_LAYOUT = SequencePlan.bag_layout
-
-
 def _reversed(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:
-    right = _BAG_LAYOUT(plan, tokens, bag)
+    right = bag_layout(plan, tokens, bag)
     return SequenceLayout(right.rank[::-1].copy(), right.local[::-1].copy(), right.world, right.shard)
 
 
 def in_bags(rank: int, world: int, case: BagCase) -> list[tuple[float, float, int]]:
     """By step: largest differences of predictions and gradients, each as a share of the largest, and this rank's
     attentions."""
-    config = {"mask": CONFIGS[case.mask], "planner": case.planner, "debug": case.checkpointing}
+    config = {"mask": CONFIGS[case.mask], "planner": case.planner} | ({} if case.local else {"bags": case.settings})
     results = []
-    wrong = patch.object(SequencePlan, "bag_layout", _reversed) if case.broken else nullcontext()
+    wrong = patch("dbsp_diffusers.bags.bag_layout", _reversed) if case.broken else nullcontext()
     with wide_floats(case.dtype), wrong:
         transformer = make_model(case.model, case.dtype)
         if case.checkpointing:
@@ -112,7 +111,7 @@ def in_bags(rank: int, world: int, case: BagCase) -> list[tuple[float, float, in
             mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("everyone",))
             for part in (*architecture_of(transformer).blocks_of(transformer), transformer):
                 fully_shard(part, mesh=mesh)
-        session = dbsp_diffusers.enable(transformer, config | ({} if case.local else {"bags": case.settings}))
+        session = dbsp_diffusers.enable(transformer, with_debug(config, case.checkpointing))
         for step in range(len(case.samples)):
             samples, loaders = case.step(step, world)
             expected, gradients = alone(case, step, world)
@@ -192,7 +191,7 @@ def int8_in_bags(rank: int, world: int, case: BagCase) -> tuple[float, str]:
 
     And what is said where gradients are wanted.
     """
-    config = {"mask": CONFIGS[case.mask], "exchange": {"precision": "int8"}}
+    config = {"mask": CONFIGS[case.mask], "precision": "int8"}
     with wide_floats(case.dtype):
         transformer = make_model(case.model, case.dtype)
         dbsp_diffusers.enable(transformer, config)

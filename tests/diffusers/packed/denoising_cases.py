@@ -16,7 +16,7 @@ REQUESTS: tuple[dict[str, Any], ...] = (
     {"prompt": "rain", "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 1},
 )
 GUIDANCE = (2.0, 1.0, 3.0)
-CONFIG = {"mask": MASK, "dense_schedule": {"first_steps": 1}, "reuse": {"mode": "sync"}}
+CONFIG = {"mask": MASK, "dense_schedule": {"first_steps": 1}}
 
 
 def _options() -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from dbsp_diffusers.models import architecture_of
 from tests.diffusers.models.model_cases import MASKS
 from tests.support.models.tiny_transformers import TEXT, Thw, make_tiny_transformer
 from tests.support.references import by_first_rank
+from tests.support.settings import with_debug
 from tests.support.single_process import attach_single_process
 
 CONFIGS: dict[str, dict[str, Any]] = {"dense": {"source": "dense", "block_q": 16, "block_k": 8}, **MASKS}
@@ -168,7 +169,6 @@ def packed_is_one_by_one(
     model: str,
     mask: str,
     strategy: str,
-    layout: str,
     local: bool,
     checkpointing: bool = False,
     fsdp: bool = False,
@@ -176,7 +176,7 @@ def packed_is_one_by_one(
 ) -> tuple[float, float, float]:
     """Largest differences of predictions and of gradients, each as a share of the largest, and of gradients that were
     not summed over the ranks. local: each rank is given its loader's samples, and has the loss of these alone"""
-    config = {"mask": CONFIGS[mask], "strategy": strategy, "layout": layout, "debug": checkpointing}
+    config = with_debug({"mask": CONFIGS[mask], "strategy": strategy}, checkpointing)
     samples = samples_of(model, dtype)
     expected, gradients = references(model, mask, dtype)
     with wide_floats(dtype):

@@ -16,7 +16,7 @@ class Divergence:
     """program: see `faults.programs`;  odd: the odd rank's values;  version: package of which it has another one
 
     complaint: on every rank, {} for the odd one
-    quiet: whether only `debug: true` looks for it: without, nothing is said, and nothing hangs
+    quiet: whether only $DBSP_DEBUG looks for it: without, nothing is said, and nothing hangs
     later: whether without it something is said only after an attention
     settings: on all ranks
     """
@@ -65,11 +65,10 @@ DIVERGENCES: dict[str, Divergence] = {
     "session: blocks": _setting(mask={**SPARGE, "block_k": 32}),
     "session: another source": _setting(mask=WINDOW),
     "session: kernel": _setting(kernel="reference"),
-    "session: threshold": _setting(reuse={"threshold": 1.5}),
-    "session: planning": _setting(reuse={"mode": "sync"}),
+    "session: threshold": _setting(reuse=1.5),
+    "session: precision": _setting(precision="int8"),
     "session: planner": _setting(planner="snake"),
     "session: dense steps": _setting(dense_schedule={"first_steps": 1}),
-    "session: layout": _session(SETTINGS, home="striped"),
     "session: debug": _setting(debug="other"),
     "session: heads": _session(SETTINGS, heads=5),
     "session: strategy": _session(SETTINGS, strategy="other"),
@@ -91,7 +90,7 @@ DIVERGENCES: dict[str, Divergence] = {
     "session: hardware file": Divergence(
         "session",
         "rank(s) [{}]: ",
-        {"settings": {"mask": SPARGE, "cost_model": "nowhere.yaml"}},
+        {"settings": {"mask": SPARGE, "machine": "nowhere.yaml"}},
         settings={"mask": SPARGE},
     ),
     "mask file: vanished": _session("rank(s) [{}]: ", mask_file="vanished"),

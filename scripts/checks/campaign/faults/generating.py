@@ -119,7 +119,7 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     os.environ.update({RESULTS: str(results), CHECKPOINT: str(folder / "checkpoint")})
     HOSTS[generation.host] = replace(host, module="scripts.checks.campaign.faults.rank")
     injection.arm(PARENT, folder)
-    sizes = [part for name, value in SIZES.items() for part in ("--set", f"video.{name}={value}")]
+    sizes = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
     places = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]
     ranks = ["--host", generation.host, "--nproc", str(generation.nproc), "--timeout", f"{TIMEOUT_S:g}"]
     sys.argv = ["dbsp", "generate", *model, "--prompt", "x", *ranks, *sizes, "--set", f"mask={MASK}", *places]

@@ -9,7 +9,7 @@ from scripts.checks.campaign.faults.acts import THREAD
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
-ALWAYS_ANEW = {"reuse": {"threshold": 1.0}}
+ALWAYS_ANEW = {"reuse": 1.0}
 RUNTIME, COMM, REPORTS = "dbsp_core.runtime", "dbsp_core.comm", "dbsp_core.reports"
 
 

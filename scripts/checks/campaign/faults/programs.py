@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ DONE = "attention is done:"
 class Values:
     """What a program is given; one rank may be given something else.
 
-    settings: of the configuration; and for attention by itself "keys", "backward", "debug"
-    home: how tokens are laid out outside attention;  batch, dtype, places: of q, k and v ("places" too many)
+    settings: of the configuration, "debug" and "record"; and for attention by itself "keys" and "backward"
+    home: how tokens are laid out outside attention by itself;  batch, dtype, places: of q, k and v ("places" too many)
     flipped: whether what is predicted is turned round;  mask_file: "" for none, or what became of it
     """
 
@@ -99,14 +99,21 @@ def attention(values: Values) -> float:
     return worst
 
 
+def configured(settings: Mapping[str, Any]) -> DbspConfig:
+    """Returns settings with what ranks otherwise read from $DBSP_DEBUG and $DBSP_RECORD."""
+    given = dict(settings)
+    debug, record = given.pop("debug", False), given.pop("record", None)
+    return replace(DbspConfig.load(given), debug=debug, record=record)
+
+
 def session(values: Values) -> float:
     """Three denoising steps of one layer, and a report where one is asked for."""
-    group, settings = SequenceGroup.of(), {"layout": values.home, **values.settings}
+    group, settings = SequenceGroup.of(), dict(values.settings)
     if values.mask_file:
         settings["mask"] = {"source": "file", "path": _mask_file(values, group.rank)}
     if values.flipped:
         _flip_predicted_masks()
-    config = DbspConfig.load(settings)
+    config = configured(settings)
     inner = observed_session(config, group, Strategy.parse(values.strategy), heads=values.heads, layers=2)
     alone = MaskProvider(config.mask, config.dense_schedule, values.heads, 2, SequenceGroup(0, 1))
     worst, seed = 0.0, torch.Generator().manual_seed(5)
@@ -139,11 +146,12 @@ def transformer(values: Values) -> float:
     generator = torch.Generator().manual_seed(values.latents_seed)
     inputs["hidden_states"] = torch.randn(inputs["hidden_states"].shape, generator=generator)
     with torch.no_grad():
-        alone = attach_single_process(model, {"mask": WINDOW, **values.settings})
+        config = configured({"mask": WINDOW, **values.settings})
+        alone = attach_single_process(model, config)
         expected = model(**inputs)[0]
         alone.detach()
         stock = model(**inputs)[0]
-        enable(model, {"mask": WINDOW, **values.settings}, strategy=values.strategy)
+        enable(model, config, strategy=values.strategy)
         worst = 0.0
         for call in range(2):
             worst = max(worst, largest_difference(model(**inputs)[0], expected))

@@ -53,11 +53,11 @@ STANDS = (
     Stand("xdit", "wan", _of(WINDOW, "U2R1")),
     Stand("diffusers", "wan", _of(BY_STEP, "U1R2", dense_schedule={"first_layers": 1})),
     Stand("para-attn", "wan", {"mask": RADIAL}),
-    Stand("xdit", "wan", _of(SPARGE, "auto", cost_model="a800")),
-    Stand("diffusers", "hunyuan", _of(SVG, "U1R2", layout="contiguous")),
+    Stand("xdit", "wan", _of(SPARGE, "auto", machine="a800")),
+    Stand("diffusers", "hunyuan", _of(SVG, "U1R2", planner="contiguous")),
     Stand("diffusers", "wan", _of(WINDOW, "U1R2"), cache="first block"),
-    Stand("xdit", "cogvideox", _of(SPARGE, "U2R1", reuse={"mode": "sync"})),
-    Stand("diffusers", "flux", _of(WINDOW, "U1R2", keys="needed")),
+    Stand("xdit", "cogvideox", _of(SPARGE, "U2R1")),
+    Stand("diffusers", "flux", _of(WINDOW, "U1R2")),
     Stand("para", "wan", _of(BY_STEP, "U2R1"), cache="cache-dit"),
 )
 """Taken in turn."""

@@ -87,7 +87,7 @@ def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
     layout = table_layout(make_plan(mask, strategy), 0)
     bits = mask.row_bits
     of_mask = layout.rows, layout.spans_of, layout.turn, layout.columns, layout.present, layout.full
-    expected = pack_rows(bits, *of_mask, layout.as_masked)
+    expected = pack_rows(bits, *of_mask)
     whole, triton_rows.CHUNK = triton_rows.CHUNK, 16  # several chunks a row
     try:
         with interpreted():

@@ -61,7 +61,7 @@ def joined(masks: list[BlockMask], batch: int) -> BlockMask:
 
 def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[float, float, bool]:
     """(largest difference from the oracle, smallest density of the union less that of its densest part, by_step)"""
-    config = DbspConfig.load({"mask": mask_settings(case.mask), "layout": case.layout})
+    config = DbspConfig.load({"mask": mask_settings(case.mask)})
     config = replace(config, dense_schedule=DenseSchedule(first_steps=case.dense_first))
     session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(strategy), case.heads, LAYERS)
     worst, gained = 0.0, 1.0
