@@ -82,7 +82,8 @@ def check_consistent(
         What each rank has `told`, by rank.
     """
     with outside_transforms():
-        states = [(_kind(problem), *marks.values(), *told)]
+        kind = _FINE if problem is None else _USERS if isinstance(problem, UserError) else _OURS
+        states = [(kind, *marks.values(), *told)]
         if not group.alone:  # without a process group one rank of several may be examined
             states = [tuple(state) for state in group.gather_integers(states[0])]
         failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
@@ -108,12 +109,6 @@ def require_equal(complaint: str, of_ranks: Sequence[int], error: type[Exception
 
 
 _FINE, _USERS, _OURS = range(3)
-
-
-def _kind(problem: Exception | None) -> int:
-    if problem is None:
-        return _FINE
-    return _USERS if isinstance(problem, UserError) else _OURS
 
 
 def _in_words(problem: Exception | None) -> str:

@@ -7,6 +7,7 @@ import pytest
 from dbsp_core import Strategy
 from tests.support.steady_cases import (
     collectives_of_a_steady_step,
+    frames_of_a_steady_step,
     launches_of_a_steady_step,
     waits_of_a_steady_pass,
     waits_of_a_steady_step,
@@ -88,3 +89,9 @@ def test_launches_are_few_for_any_heads_and_strategy(pool, heads, thw):
             assert sum(seen.values()) <= 32 + 4 * (strategy.ring - 1), (strategy, seen)
         for seen in pool(8).run(launches_of_a_steady_step, window, str(strategy), heads, thw):
             assert sum(seen.values()) <= 5 + 4 * strategy.ring, (strategy, seen)
+
+
+@pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
+def test_a_call_is_few_frames_deep(pool, mask):
+    for strategy in ("U2R1", "U1R2"):
+        assert max(pool(2).run(frames_of_a_steady_step, {"mask": mask}, strategy)) <= 20
