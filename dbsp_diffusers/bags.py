@@ -21,8 +21,10 @@ from dbsp_core.cost.sequence_cost import (
     LayerSize,
     SequenceWork,
     WorkOfSizes,
+    bag_layout,
     fastest_bags,
     sequence_cost,
+    whole_layout,
 )
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
@@ -142,14 +144,14 @@ class BagSessions:
             if not len(own):
                 return None
             here = [videos[one] for one in own.tolist()]
-            layout = _with_streams(plan.bag_layout(work.tokens, bag), is_text(here), streams)
+            layout = _with_streams(bag_layout(plan, work.tokens, bag), is_text(here), streams)
             return session.begin(*here, device=device, streams=layout, **step)
 
         layout = run_consistently(control, begun)
         blocks = self.whole.heads * sum(work.grids[one].nq * work.grids[one].nk for one in own.tolist())
         self._last = session, blocks
         text = is_text(videos)
-        whole = _with_streams(plan.layout(work.tokens), text, streams)
+        whole = _with_streams(whole_layout(plan, work.tokens), text, streams)
         first_here = 0 if streams is None else max(1, int(_first(text, streams)[whole.rank == group.rank].sum()))
         if layout is None:
             return Sharing(group, whole, 1 + first_here, first_here, None, plan)

@@ -112,8 +112,8 @@ class GenerationAgreement:
         plain: Mapping[str, object],
         latents: Mapping[str, torch.Tensor],
         conditions: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Raises UserError on all ranks unless they are at the same call with the same inputs. Collective.
+    ) -> list[torch.Tensor]:
+        """Returns the first rank's latents and conditions, once all ranks have found theirs the same. Collective.
 
         Waits for the tensors' device.
 
@@ -122,6 +122,9 @@ class GenerationAgreement:
             plain: Arguments that are not tensors, by name, compared by `repr`.
             latents: Tensors of the sample, by name. Integers must be equal, floating-point numbers up to rounding.
             conditions: All other tensors, by name, compared like latents.
+
+        Raises:
+            UserError: On all ranks, unless they are at the same call with the same inputs.
         """
         names = ", ".join(plain) or "that are not tensors"
         values = {
@@ -132,7 +135,7 @@ class GenerationAgreement:
         }
         tensors = [(LATENTS_DIFFER, one) for one in latents.values()]
         tensors += [(CONDITION_DIFFERS.format(name=name), one) for name, one in conditions.items()]
-        self._compare(_PASS, values, tensors)
+        return self._compare(_PASS, values, tensors)
 
     def compare_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
         """Raises UserError on all ranks unless they decode the same latents, in `tiles` of one `repr`. Collective.
@@ -157,20 +160,21 @@ class GenerationAgreement:
                     found[place] = values
         return found
 
-    def _compare(self, kind: int, values: Mapping[str, object], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raises one of the errors on all ranks where the inputs differ. Collective."""
+    def _compare(
+        self, kind: int, values: Mapping[str, object], tensors: Sequence[tuple[str, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Returns the first rank's tensors. Raises one of the errors on all ranks where inputs differ. Collective."""
         self._exchange(kind, {complaint: fingerprint_of(value) for complaint, value in values.items()})
-        if not tensors:
-            return
         own = [one for _, one in tensors]
-        close = [_are_close(one, first) for one, first in zip(own, self.first_rank_values(own), strict=True)]
-        differ = [int(not bool(one)) for one in close]
+        first = self.first_rank_values(own)
+        differ = [int(not _are_close(*pair)) for pair in zip(own, first, strict=True)]
         for (complaint, _), of_ranks in zip(
             tensors, zip(*self.group.control().gather_integers(differ), strict=True), strict=True
         ):
             ranks = [rank for rank, differs in enumerate(of_ranks) if differs]
             if ranks:
                 raise UserError(complaint.format(ranks))
+        return first
 
     def _exchange(self, kind: int, marks: Mapping[str, int]) -> None:
         """Raises one of the errors on all ranks unless all are at the same call with the same marks. Collective."""

@@ -195,25 +195,19 @@ class SequenceGroup:
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> torch.Tensor:
         """Uneven all-to-all along dim 0; returns [Σ receive_splits, ...], by source rank."""
-        return self.start_all_to_all(sent, receive_splits, send_splits, asynchronous=False).wait()
+        return self.start_all_to_all(sent, receive_splits, send_splits).wait()
 
     def start_all_to_all(
-        self,
-        sent: torch.Tensor,
-        receive_splits: Sequence[int],
-        send_splits: Sequence[int],
-        *,
-        asynchronous: bool = True,
+        self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> PendingTransfer:
-        """Starts an `all_to_all`, which is complete on return only if not `asynchronous`."""
+        """Starts an `all_to_all`."""
         if self.size == 1:
             return PendingTransfer(sent, sent, ())
         received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
-        splits, board = (list(receive_splits), list(send_splits)), self._board(sent)
-        asynchronous = asynchronous or board is not None
+        splits = list(receive_splits), list(send_splits)
         with explain_broken_connection():
-            work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=asynchronous)
-        return PendingTransfer(received, sent, (work,) if asynchronous else (), board)
+            work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
+        return PendingTransfer(received, sent, (work,), self._board(sent))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, by rank; all have one shape."""

@@ -20,12 +20,21 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import plan_rows
-from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan
+from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["FLOP_COUNTS", "LayerSize", "SequenceWork", "WorkOfSizes", "fastest_bags", "sequence_cost"]
+__all__ = [
+    "FLOP_COUNTS",
+    "LayerSize",
+    "SequenceWork",
+    "WorkOfSizes",
+    "bag_layout",
+    "fastest_bags",
+    "sequence_cost",
+    "whole_layout",
+]
 
 
 @dataclass(frozen=True)
@@ -183,10 +192,34 @@ def slowest_bag_s(
         if ranks > 1:
             nodes = (np.arange(first, first + ranks) // node_size).tolist()
             require_network(hardware, nodes)
-            sent = sent_in_bag(owner, [work.grids[one] for one in own], plan.bag_layout(work.tokens, bag), layer)
+            sent = sent_in_bag(owner, [work.grids[one] for one in own], bag_layout(plan, work.tokens, bag), layer)
             seconds += sum(exchange_s(matrix, hardware.constants, nodes) for matrix in sent)
         slowest_s = max(slowest_s, seconds)
     return slowest_s
+
+
+def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
+    """Returns the layout of all sequences, of int64[n] tokens, on all ranks, equal to `bag_layout` in each bag."""
+    rank, local = plan.runs.positions(tokens)
+    return SequenceLayout(rank, local, plan.topology.world, int(local.max()) + 1)
+
+
+def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:
+    """Returns the layout of a bag's sequences, packed one after another in their order, on the bag's ranks.
+
+    Raises UserError for a bag without sequences.
+
+    Args:
+        tokens: int64[n], of all sequences.
+    """
+    sequences, runs = np.flatnonzero(plan.bag == bag), plan.runs
+    if not len(sequences):
+        raise UserError(f"bag {bag} of {plan.topology} has no sequences, hence no layout; leave it out")
+    own = np.flatnonzero(np.isin(runs.sequence, sequences))
+    number = np.searchsorted(sequences, runs.sequence[own])
+    rank = runs.rank[own] - plan.topology.first_rank[bag]
+    rank, local = TokenRuns(number, runs.start[own], runs.length[own], rank).positions(tokens[sequences])
+    return SequenceLayout(rank, local, int(plan.topology.ranks[bag]), int(local.max()) + 1)
 
 
 def balanced_owners(rows: np.ndarray, ranks: int) -> np.ndarray:

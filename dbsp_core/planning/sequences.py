@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.utils.errors import UserError, require_value
 
@@ -72,8 +71,8 @@ class TokenRuns:
         """Returns int64[world]: tokens of each rank."""
         return _summed(self.rank, self.length, world)
 
-    def layout(self, tokens: np.ndarray, world: int) -> SequenceLayout:
-        """Returns the layout of sequences of int64[n] tokens that are packed one after another."""
+    def positions(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns int64[Σ tokens] each: rank of each token and its position there, for sequences one after another."""
         first = np.cumsum(tokens) - tokens
         offset = np.cumsum(self.length) - self.length
         rank_first = np.searchsorted(self.rank, self.rank)  # the first run of each run's rank
@@ -82,7 +81,7 @@ class TokenRuns:
         rank, local = np.empty_like(token), np.empty_like(token)
         rank[token] = np.repeat(self.rank, self.length)
         local[token] = np.repeat(offset - offset[rank_first], self.length) + within
-        return SequenceLayout(rank, local, world, int(local.max()) + 1)
+        return rank, local
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,27 +100,6 @@ class SequencePlan:
 
     def __repr__(self) -> str:
         return f"<SequencePlan of {len(self.bag)} sequences, {self.topology}>"
-
-    def layout(self, tokens: np.ndarray) -> SequenceLayout:
-        """Returns the layout of all sequences, of int64[n] tokens, on all ranks, equal to `bag_layout` in each bag."""
-        return self.runs.layout(tokens, self.topology.world)
-
-    def bag_layout(self, tokens: np.ndarray, bag: int) -> SequenceLayout:
-        """Returns the layout of a bag's sequences, packed one after another in their order, on the bag's ranks.
-
-        Raises UserError for a bag without sequences.
-
-        Args:
-            tokens: int64[n], of all sequences.
-        """
-        sequences = np.flatnonzero(self.bag == bag)
-        if not len(sequences):
-            raise UserError(f"bag {bag} of {self.topology} has no sequences, hence no layout; leave it out")
-        own = np.flatnonzero(np.isin(self.runs.sequence, sequences))
-        number = np.searchsorted(sequences, self.runs.sequence[own])
-        rank = self.runs.rank[own] - self.topology.first_rank[bag]
-        runs = TokenRuns(number, self.runs.start[own], self.runs.length[own], rank)
-        return runs.layout(tokens[sequences], int(self.topology.ranks[bag]))
 
 
 def plan_sequences(

@@ -67,8 +67,9 @@ def attend_dense_part(
     keys, values = (t[:, slice(*part.blocks)].flatten(1, 2) for t in (k, v))
     if part.tokens is not None:
         keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
-    one_head = [t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values)]
-    out, lse = found[1](one_head[0], one_head[1], one_head[2], scale)
+    _, run = found
+    queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
+    out, lse = run(queries, keys, values, scale)
     return out.reshape(rows.shape), lse.reshape(rows.shape[:3])
 
 
@@ -79,8 +80,9 @@ def _operator(device: torch.device, dtype: torch.dtype, width: int) -> tuple[str
     try:
         chosen = _FUSED.get(torch._fused_sdp_choice(q, q, q, None, 0.0, False, scale=1.0))
         if chosen is not None:
-            chosen[1](q, q, q, 1.0)
-            return chosen
+            name, run = chosen
+            run(q, q, q, 1.0)
+            return name, run
         reason = "torch chooses no fused kernel that returns a log-sum-exp"
     except _NOT_OURS:
         raise

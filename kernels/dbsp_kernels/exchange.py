@@ -9,10 +9,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from dbsp_kernels.rounding import LARGEST, TINY
+
 __all__ = [
     "CopySegments",
     "copy_segments",
-    "gather_segments",
     "quantise_segments",
     "restore_rows",
     "row_words",
@@ -30,11 +31,6 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-LARGEST = 127.0
-TINY = 2.0**-100
-"""A token whose largest magnitude is below it is all zeros: its scale could be subnormal, which GPUs may flush."""
 
 
 def row_words(width: int) -> int:
@@ -85,9 +81,6 @@ def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Te
     return torch.mul(rows.view(torch.int8)[..., :width], rows.view(torch.float32)[..., -1:], out=tokens)
 
 
-SLICED = 16  # mean tokens from which on the CPU copies segment by segment, rather than by index
-
-
 @dataclass(frozen=True, eq=False)
 class CopySegments:
     """What `copy_segments` copies; no two segments write to one place.
@@ -124,56 +117,31 @@ class CopySegments:
 
 
 def copy_segments(
-    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, *, add: bool = False
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], *, add: bool = False
 ) -> None:
-    """Copies segments of tokens: one pass over what is copied, for any strides.
+    """Copies segments of up to three sources, such as q, k and v: on a GPU in one pass, and in one launch.
 
     Nothing else in the destination is touched.
 
     Args:
-        source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome.
+        sources, destination: [B, heads, tokens, D] of one B, D, dtype and device, of any strides; views are welcome.
+        segments: Of each source; no two segments of all write to one place.
         add: Whether tokens are added to what is there; such segments have no zeros.
     """
-    if source.is_cuda:
-        from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
-
-        triton_copy_segments((source,), destination, (segments.table,), segments.mean, add)
-        return
-    if segments.mean >= SLICED:
-        for a, i, b, j, length, zeros in segments.table.tolist():
-            if add:
-                destination[:, b, j : j + length] += source[:, a, i : i + length]
-                continue
-            destination[:, b, j : j + length] = source[:, a, i : i + length]
-            if zeros:
-                destination[:, b, j + length : j + length + zeros] = 0
-        return
-    from_head, from_token, to_head, to_token, zero_head, zero_token = segments.places
-    if add:
-        destination[:, to_head, to_token] += source[:, from_head, from_token]
-        return
-    destination[:, to_head, to_token] = source[:, from_head, from_token]
-    destination[:, zero_head, zero_token] = 0
-
-
-def gather_segments(
-    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments]
-) -> None:
-    """Copies segments of up to three sources, such as q, k and v, to one destination: on a GPU in one launch.
-
-    Args:
-        sources: [B, heads, tokens, D] each, as in `copy_segments`.
-        segments: Of each source; no two segments of all write to one place.
-    """
-    if destination.is_cuda and len({source.stride() for source in sources}) == 1:
+    if destination.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
 
         tables = [one.table for one in segments]
         mean = sum(one.mean * len(one.table) for one in segments) / max(1, sum(map(len, tables)))
-        triton_copy_segments(sources, destination, tables, mean)
+        triton_copy_segments(sources, destination, tables, mean, add)
         return
     for source, of_source in zip(sources, segments, strict=True):
-        copy_segments(source, destination, of_source)
+        from_head, from_token, to_head, to_token, zero_head, zero_token = of_source.places
+        if add:
+            destination[:, to_head, to_token] += source[:, from_head, from_token]
+            continue
+        destination[:, to_head, to_token] = source[:, from_head, from_token]
+        destination[:, zero_head, zero_token] = 0
 
 
 def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

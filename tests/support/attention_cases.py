@@ -12,6 +12,7 @@ from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.chunks import NEEDED, Chunks
 from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.tables import ChunkTable
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference, rounded_to_int8
 from tests.support.shared import shared
@@ -182,9 +183,15 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
     if case.sabotage == "wrong order of chunks":
-        executor = replace(executor, tables=(executor.tables[0], *reversed(executor.tables[1:])))
+        first, *others = executor.prepared.tables
+        executor = with_tables(executor, (first, *reversed(others)))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
     return executor(*local, scale=scale)
+
+
+def with_tables(attention: DualBalancedAttention, tables: tuple[ChunkTable, ...]) -> DualBalancedAttention:
+    """The same attention with other kernel tables."""
+    return replace(attention, prepared=replace(attention.prepared, tables=tables))
 
 
 def random_owners(like: Plan, mask: BlockMask, seed: int) -> Plan:

@@ -223,22 +223,14 @@ class ThreadGroup(SequenceGroup):
         return known[purpose].group()
 
     def start_all_to_all(
-        self,
-        sent: torch.Tensor,
-        receive_splits: Sequence[int],
-        send_splits: Sequence[int],
-        *,
-        asynchronous: bool = True,
+        self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> PendingTransfer:
         if self.size == 1:
-            return super().start_all_to_all(sent, receive_splits, send_splits, asynchronous=asynchronous)
+            return super().start_all_to_all(sent, receive_splits, send_splits)
         received = _rubbish(sent, (sum(receive_splits), *sent.shape[1:]))
         kind = f"all-to-all of {tuple(sent.shape[1:])} {sent.dtype}"
         everyone = range(self.size)
-        pending = self._start(kind, sent, send_splits, everyone, received, receive_splits, everyone)
-        if not asynchronous:
-            pending.wait()
-        return pending
+        return self._start(kind, sent, send_splits, everyone, received, receive_splits, everyone)
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:

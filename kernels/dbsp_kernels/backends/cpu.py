@@ -6,6 +6,7 @@ sequence. At 64×64 and D 64 that is about 0.7 of its rate on long sequences; ga
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -33,30 +34,32 @@ def why_unavailable() -> str | None:
 
 def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`."""
-    kv_count, kv_len = inputs.kv_count, inputs.kv_len
     q, k, v = (t.detach().contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator needs a D of stride 1
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
-    short = bool((kv_len < k.shape[1]).any())
-    together = GATHER_BYTES * torch.get_num_threads() // _block_bytes(k)
-    gathered = k.new_empty(2, max(min(together, int(kv_count.sum())), inputs.kv_index.shape[1]), *k.shape[1:])
-    for count in kv_count.unique().tolist():
-        if count == 0:  # the operator would give lse 0, not −inf
-            continue
-        alike = (kv_count == count).nonzero().squeeze(1)
-        for rows in alike.split(max(1, together // count)):
-            blocks = inputs.kv_index[rows, :count].long()
-            keys, values = gathered[:, : blocks.numel()]
-            torch.index_select(k, 0, blocks.flatten(), out=keys)
-            torch.index_select(v, 0, blocks.flatten(), out=values)
-            bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
-            shape = (len(rows), -1, k.shape[2])
-            out[rows], lse[rows] = _flash(q[rows], keys.view(shape), values.view(shape), bias, inputs.scale)
+    kv_len, short = inputs.kv_len, bool((inputs.kv_len < k.shape[1]).any())
+    gathered = k.new_empty(2, 0, *k.shape[1:])
+    for rows, blocks in _batches(inputs):
+        if gathered.shape[1] < blocks.numel():
+            gathered = k.new_empty(2, blocks.numel(), *k.shape[1:])
+        keys, values = gathered[:, : blocks.numel()]
+        torch.index_select(k, 0, blocks.flatten(), out=keys)
+        torch.index_select(v, 0, blocks.flatten(), out=values)
+        bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
+        shape = (len(rows), -1, k.shape[2])
+        out[rows], lse[rows] = _flash(q[rows], keys.view(shape), values.view(shape), bias, inputs.scale)
     return out, lse
 
 
-def _block_bytes(k: torch.Tensor) -> int:
-    return k[0].numel() * k.element_size() if len(k) else 1
+def _batches(inputs: KernelInputs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields rows int64[r] with equally many blocks, and these blocks int64[r, count]; not rows without blocks."""
+    k, counts = inputs.k, inputs.kv_count
+    together = GATHER_BYTES * torch.get_num_threads() // max(1, k[:1].numel() * k.element_size())
+    for count in counts.unique().tolist():
+        if count == 0:  # the operator would give lse 0, not −inf
+            continue
+        for rows in (counts == count).nonzero().squeeze(1).split(max(1, together // count)):
+            yield rows, inputs.kv_index[rows, :count].long()
 
 
 def _flash(
@@ -85,22 +88,16 @@ def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
     q, k, v, dout, out = (t.to(wide).contiguous() for t in (given.q, given.k, given.v, inputs.dout, inputs.out))
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     short = bool((given.kv_len < k.shape[1]).any())
-    together = GATHER_BYTES * torch.get_num_threads() // _block_bytes(k)
-    for count in given.kv_count.unique().tolist():
-        if count == 0:
-            continue
-        alike = (given.kv_count == count).nonzero().squeeze(1)
-        for rows in alike.split(max(1, together // count)):
-            blocks = given.kv_index[rows, :count].long()
-            keys, values = (t[blocks].flatten(1, 2)[:, None] for t in (k, v))
-            bias = _tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout[rows, None], q[rows, None], keys, values, out[rows, None], inputs.lse[rows, None],
-                0.0, False, attn_mask=bias, scale=given.scale,
-            )  # fmt: skip
-            dq[rows] = parts[0][:, 0]
-            for total, part in zip((dk, dv), parts[1:], strict=True):
-                total.index_add_(0, blocks.flatten(), part[:, 0].unflatten(1, (count, -1)).flatten(0, 1))
+    for rows, blocks in _batches(given):
+        keys, values = (t[blocks].flatten(1, 2)[:, None] for t in (k, v))
+        bias = _tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout[rows, None], q[rows, None], keys, values, out[rows, None], inputs.lse[rows, None],
+            0.0, False, attn_mask=bias, scale=given.scale,
+        )  # fmt: skip
+        dq[rows] = parts[0][:, 0]
+        for total, part in zip((dk, dv), parts[1:], strict=True):
+            total.index_add_(0, blocks.flatten(), part[:, 0].unflatten(1, (blocks.shape[1], -1)).flatten(0, 1))
     return dq, dk, dv
 
 

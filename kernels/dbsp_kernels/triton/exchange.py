@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels import exchange
+from dbsp_kernels import rounding
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
@@ -92,13 +92,16 @@ def triton_copy_segments(
     mean: float,
     add: bool = False,
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.copy_segments` and `gather_segments`, in one launch.
+    """The contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides.
 
     Args:
-        sources: One to three, all of the same strides.
-        tables, mean: Of their `CopySegments`; the mean over all segments.
+        tables, mean: Of the sources' `CopySegments`; the mean over all segments.
     """
     given = [(source, table) for source, table in zip(sources, tables, strict=True) if len(table)]
+    if len({source.stride() for source, _ in given}) > 1:
+        for source, table in given:
+            triton_copy_segments([source], destination, [table], mean, add)
+        return
     if not given or destination.shape[0] == 0:
         return
     counts = [len(table) for _, table in given]
@@ -117,7 +120,7 @@ def triton_copy_segments(
 
 INT8_ELEMENTS = 4096  # per program and step, as numbers of 32 bits
 ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
-TINY = tl.constexpr(exchange.TINY)
+TINY = tl.constexpr(rounding.TINY)
 
 
 @triton.jit(do_not_specialize=("table_ptr", "segments", "to_batch", "to_head_stride", "to_token_stride"))

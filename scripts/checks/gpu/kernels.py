@@ -189,9 +189,9 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
             source = torch.randn(2, 600, 5, head_dim).transpose(1, 2).to(dtype)
             expected = torch.ones(2, 1, places, head_dim, dtype=dtype)
             found = expected.to(setting.device)
-            copy_segments(source, expected, CopySegments.of(table, CPU), add=add)
+            copy_segments([source], expected, [CopySegments.of(table, CPU)], add=add)
             there = CopySegments.of(table, torch.device(setting.device))
-            triton_copy_segments((source.to(setting.device),), found, (there.table,), there.mean, add)
+            triton_copy_segments([source.to(setting.device)], found, [there.table], there.mean, add)
             name = f"numbers {'added' if add else 'copied'} otherwise, segments of {mean}"
             yield Row(name, float((found.cpu() != expected).sum()), "", 0.0)
 

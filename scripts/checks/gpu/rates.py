@@ -21,7 +21,7 @@ from dbsp_kernels import (
     attend_dense_part,
     block_attention,
 )
-from dbsp_kernels.exchange import copy_segments, gather_segments
+from dbsp_kernels.exchange import copy_segments
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, tiles_for
 from scripts.checks.gpu.clock import Work
 from scripts.checks.gpu.journal import Case, Row
@@ -173,15 +173,15 @@ def packing(setting: Setting) -> Iterator[Row]:
     qkv = tuple(torch.randn(3, layout.shard, heads, head_dim, **options).transpose(1, 2)[:, None])
 
     def plain(i: int) -> None:
-        gather_segments(qkv, sent.transpose(0, 1)[:, None], exchange.pack)
+        copy_segments(qkv, sent.transpose(0, 1)[:, None], exchange.pack)
         for packed, segments in zip((rows, blocks), exchange.unpack, strict=True):
-            copy_segments(came.transpose(0, 1)[:, None], packed, segments)
+            copy_segments([came.transpose(0, 1)[:, None]], packed, [segments])
 
     def as_int8(i: int) -> None:
         buffer, arrived = (one.transpose(0, 1)[:, None] for one in written)
         wire.write(qkv, buffer, exchange.pack, (None, mean, None))
         for packed, segments in zip(written_packed, exchange.unpack, strict=True):
-            copy_segments(arrived, packed, segments)
+            copy_segments([arrived], packed, [segments])
             wire.read(packed, rows)
 
     def copies(i: int) -> None:

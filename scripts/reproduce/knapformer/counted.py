@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork, balanced_owners, sent_in_bag
+from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork, bag_layout, balanced_owners, sent_in_bag
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.planners import imbalance_ratio
@@ -90,7 +90,7 @@ def evaluate(
         if ranks == 1:
             continue
         rhos.append(imbalance_ratio(blocks[here]))
-        layout = plan.bag_layout(work.tokens, bag)
+        layout = bag_layout(plan, work.tokens, bag)
         both = sent_in_bag(owner, [work.grids[one] for one in own], layout, layer).sum(axis=0)
         sent_bytes[here] = both.sum(axis=1) - both.diagonal()
     moved = moved_tokens(plan.runs, loader, 1)[0]

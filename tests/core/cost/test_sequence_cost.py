@@ -12,9 +12,11 @@ from dbsp_core.cost.sequence_cost import (
     FLOP_COUNTS,
     LayerSize,
     SequenceWork,
+    bag_layout,
     fastest_bags,
     sequence_cost,
     slowest_bag_s,
+    whole_layout,
 )
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan, plan_sequences
@@ -53,9 +55,9 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags):
         if not len(own):
             assert found.tokens[here].sum() == found.blocks[here].sum() == 0
             with pytest.raises(UserError, match="no sequences"):
-                plan.bag_layout(work.tokens, bag)
+                bag_layout(plan, work.tokens, bag)
             continue
-        mask, layout = BlockMask.packed([masks[one] for one in own]), plan.bag_layout(work.tokens, bag)
+        mask, layout = BlockMask.packed([masks[one] for one in own]), bag_layout(plan, work.tokens, bag)
         packed = make_plan(mask, Strategy(int(ranks), 1), layout=layout)
         assert found.blocks[here].tolist() == packed.work.tolist()
         assert found.tokens[here].tolist() == np.bincount(layout.rank, minlength=ranks).tolist()
@@ -161,7 +163,7 @@ def test_an_idle_rank_is_an_infinite_imbalance():
 def test_the_layout_of_a_bag_holds_its_sequences_one_after_another():
     tokens, loader = np.array([5, 9, 3]), np.array([1, 0, 1])
     plan = plan_sequences(tokens, tokens, loader, BagTopology.parse("g2n1", 2))
-    layout = plan.bag_layout(tokens, 0)
+    layout = bag_layout(plan, tokens, 0)
     # Nine tokens a rank, up to one: rank 0 keeps its sequence of 9, rank 1 both of its own.
     assert isinstance(layout, SequenceLayout)
     assert layout.rank.tolist() == [1] * 5 + [0] * 9 + [1] * 3
@@ -173,11 +175,11 @@ def test_whole_and_bags_have_tokens_at_the_same_places(streams):
     tokens, loader = np.array([5, 9, 3, 8, 2]), np.array([1, 0, 1, 2, 3])
     plan = plan_sequences(tokens, tokens, loader, BagTopology.parse("g2n2", 4))
     text = np.random.default_rng(0).random(tokens.sum()) < 0.4
-    whole = plan.layout(tokens).with_streams(text, streams)
+    whole = whole_layout(plan, tokens).with_streams(text, streams)
     sequence = np.repeat(np.arange(len(tokens)), tokens)
     for bag in range(2):
         own = np.isin(sequence, np.flatnonzero(plan.bag == bag))
-        layout = plan.bag_layout(tokens, bag).with_streams(text[own], streams)
+        layout = bag_layout(plan, tokens, bag).with_streams(text[own], streams)
         assert (layout.rank + 2 * bag).tolist() == whole.rank[own].tolist()
         assert layout.local.tolist() == whole.local[own].tolist()
     for rank in range(4):

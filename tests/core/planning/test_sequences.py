@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dbsp_core.cost.sequence_cost import whole_layout
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
@@ -175,7 +176,7 @@ def test_every_sequence_is_in_one_bag_and_every_token_on_one_rank(case, seed):
     home = np.bincount(loader, np.where(topology.bag_of_rank[loader] == plan.bag, tokens, 0), topology.world)
     assert moved_tokens(runs, loader, 1)[0] == tokens.sum() - np.minimum(home, by_rank).sum()
     # 5. The homes are a layout, in the order of the runs.
-    layout = plan.layout(tokens)
+    layout = whole_layout(plan, tokens)
     assert layout.shard == by_rank.max()
     assert np.array_equal(np.lexsort((layout.local, layout.rank)), np.concatenate(covered))
     # 6. In any order of the sequences, the same bags.

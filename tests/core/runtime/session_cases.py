@@ -16,21 +16,17 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
-from dbsp_core.comm.exchange import Route
 from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.reports.observer import observed_session, run_observer
-from dbsp_core.runtime.async_plan_cache import PlanningThread
-from dbsp_core.runtime.executor import KernelChoice
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest, WindowSource
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.sources.head_shares import gather_bits
 from dbsp_core.utils.process import package_versions
-from dbsp_kernels import KernelRequirements
 from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import once
 
@@ -78,8 +74,8 @@ class Session:
 
     def _feed_alone(self) -> MaskProvider:
         """The masks of one process, from a source of its own."""
-        config, alone = DbspConfig(**self.settings), SequenceGroup(0, 1)
-        return MaskProvider(config.mask, config.dense_schedule, HEADS, self.layers, alone, lambda: self.steps)
+        config = DbspConfig(**self.settings)
+        return MaskProvider(config.mask, config.dense_schedule, HEADS, self.layers, lambda: self.steps)
 
     def attend(
         self,
@@ -122,7 +118,7 @@ def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) ->
     settings = PREDICTED | {"reuse": 1.0}
     session = Session(settings, strategy)
     errors = [session.attend(900.0 - step, batch, settle=True) for step, batch in enumerate(batches)]
-    assert session.inner.reuse.replans > len(set(batches)), "plans must have been waiting"
+    assert session.inner.reuse.plans > len(set(batches)), "plans must have been waiting"
     return errors
 
 
@@ -134,7 +130,7 @@ def changing_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
         for _ in range(2):
             worst = max(worst, session.attend(900.0 - step))
     counters, (context,) = session.inner.reuse, session.inner._sizes.values()
-    return worst, counters.calls, counters.replans, len(context.plans.latest), len(context._executors)
+    return worst, counters.calls, counters.plans, len(context.keeper._last), len(context._prepared)
 
 
 def videos(rank: int, world: int, settings: dict[str, Any], steps: int, texts: list[int]) -> tuple[float, list[int]]:
@@ -144,7 +140,7 @@ def videos(rank: int, world: int, settings: dict[str, Any], steps: int, texts: l
     for text in texts:
         for step in range(steps):
             worst = max(worst, session.attend(900.0 - step, text_tokens=text, settle=True))
-        made.append(session.inner.reuse.replans)
+        made.append(session.inner.reuse.plans)
     return worst, [after - before for before, after in pairwise(made)]
 
 
@@ -153,7 +149,7 @@ def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
     session = Session(settings, f"U{world}R1", layers=2, steps=steps)
     for step in range(steps):
         session.attend(900.0 - step)
-    return session.inner.reuse.replans
+    return session.inner.reuse.plans
 
 
 def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int, int]:
@@ -163,7 +159,7 @@ def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int
         assert session.attend(900.0) <= 1e-5
     session.inner.flush()
     (context,) = session.inner._sizes.values()
-    return session.inner.reuse.replans, len(context.plans.latest), len(context._executors)
+    return session.inner.reuse.plans, len(context.keeper._last), len(context._prepared)
 
 
 def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[int], steps: int) -> tuple[float, int]:
@@ -173,7 +169,7 @@ def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[
     for step in range(steps):
         for text in texts:
             worst = max(worst, session.attend(900.0 - step, text_tokens=text))
-    return worst, session.inner.reuse.replans
+    return worst, session.inner.reuse.plans
 
 
 def keys_known(rank: int, world: int, settings: dict[str, Any], texts: list[int]) -> int:
@@ -254,11 +250,12 @@ def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None
     try:
         session.attend(0, q, q, q)
         session.begin(Video(THW), timestep=890.0)
-        ((executor,),) = (context._executors.values() for context in session._sizes.values())
+        ((executor,),) = (context._prepared.values() for context in session._sizes.values())
         if (rank, when) == (odd, "mask"):
-            executor.mask_mark ^= 1
+            vars(executor)["mask_mark"] ^= 1
         if (rank, when) == (odd, "kernel"):
-            executor.kernels = KernelChoice("reference", KernelRequirements())
+            executor._kernels.clear()
+            vars(executor)["kernel"] = "reference"
         session.attend(0, q, q * (torch.nan if (rank, when) == (odd, "value") else 1.0), q)
     finally:
         dist.barrier()
@@ -303,24 +300,24 @@ def computed_again_after_another_size(rank: int, world: int, debug: bool) -> lis
     return [float((one - found[0]).abs().max()) for one in found]
 
 
-def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[int, float]:
-    """In its exchange of outputs. Returns jobs it has left for the planning thread, and the next attention's error."""
-    session, jobs, submit = Session(PREDICTED, f"U{world}R1"), [], PlanningThread.submit
-    session.attend(900.0)
+def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, list[float]]:
+    """Its exchange of outputs fails on all ranks, and on one before the mask is predicted.
 
-    def counted(thread: PlanningThread, job: Any) -> Any:
-        jobs.append(job)
-        return submit(thread, job)
-
-    with mock.patch.object(PlanningThread, "submit", counted):
-        if breaks:
-            broken = mock.patch.object(Route, "combine", side_effect=CommunicationError("a rank has gone"))
-            with broken, pytest.raises(CommunicationError):
-                session.attend(890.0)
-        else:
-            session.attend(890.0)
-        left = len(jobs)
-    return left, session.attend(880.0)
+    Returns plans in use afterwards, and the errors of the next generation.
+    """
+    session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
+    for step in range(3):
+        session.attend(900.0 - step)
+    gone, group = CommunicationError("a rank has gone"), session.inner.group
+    place = (MaskProvider, "mask") if rank == odd else (SequenceGroup, "all_gather_along")
+    left = session.inner._now.keeper.calls
+    with mock.patch.object(*place, side_effect=gone), pytest.raises(CommunicationError):
+        session.attend(890.0)
+    if rank != odd:  # as if these had gone on to the exchange of outputs
+        session.inner._now.keeper.calls += 1
+    dist.barrier(group.group)
+    errors = [session.attend(900.0 - step) for step in range(3)]
+    return session.inner._now.keeper.calls - left, errors
 
 
 def from_two_threads(rank: int, world: int) -> str:
@@ -376,7 +373,7 @@ def all_keys_of_growing_masks(rank: int, world: int, strategy: str) -> tuple[flo
     session = Session({"mask": Growing(8, 8), "reuse": 9.0}, strategy, layers=2)
     worst = max(session.attend(900.0 - step) for step in range(8))
     plans = session.inner.records.values()
-    return worst, session.inner.reuse.replans, {plan.chunks.keys for plan in plans}
+    return worst, session.inner.reuse.plans, {plan.chunks.keys for plan in plans}
 
 
 def predicted_masks_with_keys(rank: int, world: int, strategy: str) -> tuple[float, set[str]]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dbsp_diffusers
+from dbsp_core.cost.sequence_cost import bag_layout
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.sequences import SequencePlan
 from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
@@ -91,11 +92,8 @@ def alone(case: BagCase, step: int, world: int) -> tuple[list[torch.Tensor], dic
     return [one.detach() for one in expected], gradients_of(transformer)
 
 
-_BAG_LAYOUT = SequencePlan.bag_layout
-
-
 def _reversed(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:
-    right = _BAG_LAYOUT(plan, tokens, bag)
+    right = bag_layout(plan, tokens, bag)
     return SequenceLayout(right.rank[::-1].copy(), right.local[::-1].copy(), right.world, right.shard)
 
 
@@ -104,7 +102,7 @@ def in_bags(rank: int, world: int, case: BagCase) -> list[tuple[float, float, in
     attentions."""
     config = {"mask": CONFIGS[case.mask], "planner": case.planner} | ({} if case.local else {"bags": case.settings})
     results = []
-    wrong = patch.object(SequencePlan, "bag_layout", _reversed) if case.broken else nullcontext()
+    wrong = patch("dbsp_diffusers.bags.bag_layout", _reversed) if case.broken else nullcontext()
     with wide_floats(case.dtype), wrong:
         transformer = make_model(case.model, case.dtype)
         if case.checkpointing:
