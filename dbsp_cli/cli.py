@@ -57,6 +57,9 @@ _REMOVED = {
     "python -m scripts.reproduce.clusters in a checkout",
     "calibrate": "run python -m scripts.calibrate in a checkout, which writes the file that runs look for",
     "plan --model": "write strategy: auto in the configuration, which takes the fastest UxRy for the model's masks",
+    "plan --target-rho": "leave it out: planner dbsp balances to 1.002, or as far as is worth its keys",
+    "plan --reward": "leave it out: R_b is an argument of dbsp_core.planning.planners.paper",
+    "plan --equal-heads": "leave it out: equal_heads is an argument of dbsp_core.planning.planners.paper",
     "plan --sequences": "write bags: auto in the configuration, which takes the fastest topology for the sequences",
 }
 """Commands and options that earlier versions had, and what to use instead."""

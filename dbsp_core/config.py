@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from dbsp_core.cost.selection import AUTO
+from dbsp_core.cost.prediction import AUTO
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import ModelSpec, model_title, published_model, signature_of_model, signature_of_name
+from dbsp_core.planning.bags import BagConfig
 from dbsp_core.planning.chunks import ALL, NEEDED
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.planning.sequences import BagConfig
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,8 @@ from dbsp_core.cost.sequence_cost import (
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.planning.bags import BagTopology
-from dbsp_core.planning.sequences import AUTO, BagConfig, SequencePlan, plan_sequences
+from dbsp_core.planning.bags import AUTO, BagConfig, BagTopology
+from dbsp_core.planning.sequences import SequencePlan, plan_sequences
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import UserError, fingerprint_of
@@ -209,9 +210,9 @@ class BagSessions:
         if self._proposed is not None:
             with suppress(UserError):
                 return planned(self._proposed), work
-        node_size = whole.topology.node_size
+        node_size = max(Counter(whole.nodes).values())
         slack = _SLACK if known is None else 0.0
-        plan = fastest_bags(planned, work, loader, cost, layer, hardware, world, node_size, slack)
+        plan = fastest_bags(planned, work, cost, layer, hardware, world, node_size, slack)
         if whole.group.rank == 0:
             log.info("bags %s, the fastest by %s", plan.topology, cost_basis(known))
         return plan, work

@@ -10,7 +10,7 @@ import torch
 
 from dbsp_core.cost.sequence_cost import LayerSize
 from dbsp_core.masks.grid import Video
-from dbsp_core.planning.sequences import BagConfig
+from dbsp_core.planning.bags import BagConfig
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import Sharing
 

@@ -22,15 +22,14 @@ from dbsp_cli.output import (
     require_pictures,
 )
 from dbsp_cli.owners_picture import owners_picture
-from dbsp_core.cost.prediction import traffic_of
-from dbsp_core.cost.selection import candidates
+from dbsp_core.cost.prediction import candidates, traffic_of
 from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
+from dbsp_core.planning.planners import PLANNERS, require_planner
 from dbsp_core.planning.wire_format import MODEL, require_wire_format
 from dbsp_core.utils.files import write_atomically
 from dbsp_core.utils.process import printable
@@ -49,9 +48,6 @@ def plan_command(
     planner: Annotated[
         str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between, or all.")
     ] = "dbsp",
-    reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
-    equal_heads: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
-    target_rho: Annotated[float | None, typer.Option(help="Planner dbsp: stop balancing at this ρ_s.")] = None,
     layout: Annotated[
         str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUTS)}; default: the planner's own.")
     ] = None,
@@ -69,7 +65,7 @@ def plan_command(
         require_file_place(picture, "--picture")
         require_apart({"--picture": picture}, inputs={"the mask file": file})
         require_pictures()
-    request = _FileRequest(gpus, strategy, planner, reward, equal_heads, target_rho, layout, keys, precision)
+    request = _FileRequest(gpus, strategy, planner, layout, keys, precision)
     source = MaskFile(file)
     of_layer = source.layer(layer)
     plans = _plans(of_layer, request)
@@ -91,9 +87,6 @@ class _FileRequest:
     gpus: int
     strategy: str
     planner: str
-    reward: float
-    equal_heads: bool
-    target_rho: float | None
     layout: str | None
     keys: str
     precision: str
@@ -122,8 +115,7 @@ def _plans(mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
         for name in names:
             usual = "contiguous" if request.keys == NEEDED else require_planner(name).layout
             layout = SequenceLayout.named(request.layout or usual, mask.grid, strategy)
-            config = PlannerConfig(name, request.target_rho, paper=PaperConfig(request.reward, request.equal_heads))
-            plan = make_plan(mask, strategy, config, layout=layout, keys=request.keys, precision=request.precision)
+            plan = make_plan(mask, strategy, name, layout=layout, keys=request.keys, precision=request.precision)
             plans.append(_FilePlan(plan, traffic_of(plan, layout).kv_received / share))
     return plans
 

@@ -12,7 +12,7 @@ import numpy as np
 from dbsp_cli.mask_tools.plots import heads_to_draw, mask_picture
 from dbsp_cli.mask_tools.quality import HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_core.cost.selection import candidates
+from dbsp_core.cost.prediction import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask

@@ -1,4 +1,4 @@
-"""Agreement of the ranks that make one video: which call they are at, and what they are given.
+"""Agreement of the ranks that make one video on the call that they are at, and on its inputs.
 
 Collectives match by their order only. If the call of one rank fails, and that rank goes on with the next request,
 attentions of two requests are mixed, in every later video too. So the ranks compare the number of their calls, and
@@ -12,25 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 from dbsp_core.comm.consistency import check_consistent, require_equal
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-__all__ = ["GenerationAgreement", "PassInputs"]
+__all__ = ["GenerationAgreement"]
 
-_CPU = torch.device("cpu")
 _CALL, _PASS, _DECODING = range(3)
 """Why a rank takes part in an exchange."""
 _MARKS = 4
-_BUCKETS = 32
+"""Number of fingerprints in every exchange, so that ranks at different exchanges receive each other's."""
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in the buffer that is broadcast; a multiple of every dtype's size."""
-_MAGNITUDE_TOLERANCE = 1e-2
+_NORM_TOLERANCE = 1e-2
 _TOLERANCE = 2**-5
-"""Largest distance of two tensors, relative to their length, that rounding in a text encoder explains."""
+"""Largest distance of two tensors, relative to their norm, that rounding in a text encoder explains."""
 
 CALLS_DIFFER = (
     "the ranks are not at the same call: rank(s) {} have begun another number of them; a call that fails on one rank "
@@ -57,25 +55,6 @@ TILES_DIFFER = (
     "same latents, with one setting of the autoencoder's tiling and slicing"
 )
 DECODED_DIFFER = "the latents that are decoded differ on rank(s) {}; decode the same video on all ranks together"
-
-
-@dataclass(frozen=True)
-class PassInputs:
-    """The inputs of a forward pass that must be the same on all ranks.
-
-    Attributes:
-        size: Shapes and dtypes of the sample, compared by `repr`.
-        steps: Number of steps, guidance and place in the generation, compared by `repr`.
-        plain: Arguments that are not tensors, by name, compared by `repr`.
-        latents: Tensors of the sample, by name. Integers must be equal, floating-point numbers up to rounding.
-        conditions: All other tensors, by name, compared like latents.
-    """
-
-    size: object = None
-    steps: object = None
-    plain: Mapping[str, object] = field(default_factory=dict)
-    latents: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    conditions: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -113,8 +92,7 @@ class GenerationAgreement:
             if problem is not None:
                 raise problem
             return
-        rows = self._exchange(_CALL, [int(generator)])
-        require_equal(GENERATORS_DIFFER, [row[0] for row in rows])
+        self._exchange(_CALL, {GENERATORS_DIFFER: int(generator)})
         check_consistent(self.group.control(), problem, {})
         if device is None:
             return
@@ -128,29 +106,45 @@ class GenerationAgreement:
         self.group.control().broadcast(state)
         write(state)
 
-    def compare(self, inputs: PassInputs) -> None:
-        """Raises UserError on all ranks unless they are at the same call with the same inputs. Collective.
+    def compare(
+        self,
+        steps: object,
+        plain: Mapping[str, object],
+        latents: Mapping[str, torch.Tensor],
+        conditions: Mapping[str, torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Returns the first rank's latents and conditions, once all ranks have found theirs the same. Collective.
 
-        Waits for the tensors' device, to read a sketch of 33 numbers of each.
+        Waits for the tensors' device.
+
+        Args:
+            steps: Number of steps, guidance and position in the generation, compared by `repr`.
+            plain: Arguments that are not tensors, by name, compared by `repr`.
+            latents: Tensors of the sample, by name. Integers must be equal, floating-point numbers up to rounding.
+            conditions: All other tensors, by name, compared like latents.
+
+        Raises:
+            UserError: On all ranks, unless they are at the same call with the same inputs.
         """
-        names = ", ".join(inputs.plain) or "that are not tensors"
-        marks = {
-            SIZES_DIFFER: inputs.size,
-            STEPS_DIFFER: inputs.steps,
-            LENGTHS_DIFFER: [(name, tuple(one.shape), one.dtype) for name, one in inputs.conditions.items()],
-            ARGUMENTS_DIFFER.format(names=names): sorted(inputs.plain.items()),
+        names = ", ".join(plain) or "that are not tensors"
+        values = {
+            SIZES_DIFFER: [(tuple(one.shape), one.dtype) for one in latents.values()],
+            STEPS_DIFFER: steps,
+            LENGTHS_DIFFER: [(name, tuple(one.shape), one.dtype) for name, one in conditions.items()],
+            ARGUMENTS_DIFFER.format(names=names): sorted(plain.items()),
         }
-        tensors = [(LATENTS_DIFFER, one) for one in inputs.latents.values()]
-        tensors += [(CONDITION_DIFFERS.format(name=name), one) for name, one in inputs.conditions.items()]
-        self._compare(_PASS, marks, tensors)
+        tensors = [(LATENTS_DIFFER, one) for one in latents.values()]
+        tensors += [(CONDITION_DIFFERS.format(name=name), one) for name, one in conditions.items()]
+        return self._compare(_PASS, values, tensors)
 
     def compare_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
         """Raises UserError on all ranks unless they decode the same latents, in `tiles` of one `repr`. Collective.
 
-        Waits for the tensors' device, like `compare`.
+        Waits for the tensors' device, like `compare`. `tiles` include the shapes of latents.
         """
         self._compare(_DECODING, {TILES_DIFFER: tiles}, [(DECODED_DIFFER, one) for one in latents])
 
+    @torch.no_grad()
     def first_rank_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the first rank's values of tensors whose shapes, dtypes and devices are the same on all ranks.
 
@@ -159,78 +153,54 @@ class GenerationAgreement:
         """
         found = list(tensors)
         for on_host in (True, False):
-            places = [place for place, one in enumerate(tensors) if (one.device.type == "cpu") == on_host]
-            if places:
+            index = [place for place, one in enumerate(tensors) if (one.device.type == "cpu") == on_host]
+            if index:
                 group = self.group.control() if on_host else self.group
-                for place, values in zip(places, _broadcast([tensors[place] for place in places], group), strict=True):
+                for place, values in zip(index, _broadcast([tensors[place] for place in index], group), strict=True):
                     found[place] = values
         return found
 
-    def _compare(self, kind: int, marks: Mapping[str, object], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raises one of the complaints on all ranks where the inputs differ. Collective."""
-        rows = self._exchange(kind, [fingerprint_of(value) for value in marks.values()])
-        for column, complaint in enumerate(marks):
-            require_equal(complaint, [row[column] for row in rows])
-        if not tensors:
-            return
-        bits = _sketches([one for _, one in tensors]).view(torch.int64).flatten().tolist()
-        gathered = self.group.control().gather_integers(bits)
-        values = torch.tensor(gathered, device=_CPU).view(torch.float64).unflatten(1, (-1, 1 + _BUCKETS))
-        for (complaint, one), of_ranks in zip(tensors, values.unbind(1), strict=True):
-            close = _are_close(of_ranks, exact=not (one.is_floating_point() or one.is_complex()))
-            far = (~close[int(close.sum(dim=1).argmax())]).nonzero().flatten().tolist()
-            if far:
-                raise UserError(complaint.format(far))
+    def _compare(
+        self, kind: int, values: Mapping[str, object], tensors: Sequence[tuple[str, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Returns the first rank's tensors. Raises one of the errors on all ranks where inputs differ. Collective."""
+        self._exchange(kind, {complaint: fingerprint_of(value) for complaint, value in values.items()})
+        own = [one for _, one in tensors]
+        first = self.first_rank_values(own)
+        differ = [int(not _are_close(*pair)) for pair in zip(own, first, strict=True)]
+        for (complaint, _), of_ranks in zip(
+            tensors, zip(*self.group.control().gather_integers(differ), strict=True), strict=True
+        ):
+            ranks = [rank for rank, differs in enumerate(of_ranks) if differs]
+            if ranks:
+                raise UserError(complaint.format(ranks))
+        return first
 
-    def _exchange(self, kind: int, marks: Sequence[int]) -> list[list[int]]:
-        """Gathers the marks of each rank. Collective.
-
-        Rows have one length, so that ranks at different exchanges receive each other's kind and number of calls.
-        """
+    def _exchange(self, kind: int, marks: Mapping[str, int]) -> None:
+        """Raises one of the errors on all ranks unless all are at the same call with the same marks. Collective."""
         passes = 0 if self.board is None else self.board.passes
-        row = [kind, self.calls, passes, *marks, *[0] * (_MARKS - len(marks))]
-        rows = self.group.control().gather_integers(row)
-        calls = [row[1] for row in rows]
+        row = [kind, self.calls, passes, *marks.values(), *[0] * (_MARKS - len(marks))]
+        kinds, calls, passed, *columns = zip(*self.group.control().gather_integers(row), strict=True)
         self.calls = max(calls)
         if self.board is not None:
-            self.board.passes = max(row[2] for row in rows)
+            self.board.passes = max(passed)
         require_equal(CALLS_DIFFER, calls)
         if self.board is not None:
             self.board.met()
-        require_equal(GENERATORS_DIFFER, [row[0] for row in rows])
-        return [row[3:] for row in rows]
+        require_equal(GENERATORS_DIFFER, kinds)
+        for complaint, column in zip(marks, columns, strict=False):
+            require_equal(complaint, column)
 
 
-def _are_close(of_ranks: torch.Tensor, *, exact: bool) -> torch.Tensor:
-    """bool[ranks, ranks], which ranks have the same tensor, by their sketches [ranks, 1 + 32]."""
-    lengths, sums = of_ranks[:, 0], of_ranks[:, 1:]
-    apart = torch.cdist(sums, sums, compute_mode="donot_use_mm_for_euclid_dist")
-    largest = 0.0 if exact else lengths.max()
-    longer = (lengths[:, None] - lengths).abs()
-    return (apart <= _TOLERANCE * largest) & (longer <= _MAGNITUDE_TOLERANCE * largest)
-
-
-def _sketches(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """float64[tensors, 1 + 32] on the CPU: each tensor's length and count sketch; waits once for each device."""
-    rows = [_sketch(one) for one in tensors]
-    found = torch.empty(len(rows), 1 + _BUCKETS, dtype=torch.float64, device=_CPU)
-    for device in {row.device for row in rows}:
-        places = [place for place, row in enumerate(rows) if row.device == device]
-        found[places] = torch.stack([rows[place] for place in places]).to(_CPU)
-    return found
-
-
-def _sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """float64[1 + 32]: a tensor's length, and 32 sums of its values with pseudo-random signs.
-
-    In expectation sums keep squared distances (Charikar, Chen and Farach-Colton, 2002). Those of integers are exact.
-    """
-    flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
-    flat = torch.nan_to_num(flat.float(), 0.0, 0.0, 0.0) if flat.is_floating_point() else flat.double()
-    index = torch.arange(len(flat), device=flat.device)
-    signs = ((index * 0x9E3779B1 >> 28) & 1) * 2 - 1
-    sums = F.pad(flat * signs, (0, -len(flat) % _BUCKETS)).view(-1, _BUCKETS).sum(dim=0)
-    return torch.cat([torch.linalg.vector_norm(flat)[None], sums]).double()
+def _are_close(own: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Returns bool[]: whether a tensor is the first rank's, up to rounding."""
+    if not (own.is_floating_point() or own.is_complex()):
+        return (own == first).all()
+    flat = [torch.view_as_real(one) if one.is_complex() else one.float() for one in (own.detach(), first)]
+    one, other = (torch.nan_to_num(values, 0.0, 0.0, 0.0) for values in flat)
+    norm, of_first = torch.linalg.vector_norm(one), torch.linalg.vector_norm(other)
+    largest, apart = torch.maximum(norm, of_first), torch.linalg.vector_norm(one - other)
+    return (apart <= _TOLERANCE * largest) & ((norm - of_first).abs() <= _NORM_TOLERANCE * largest)
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torch.Tensor]:

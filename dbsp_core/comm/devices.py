@@ -1,20 +1,21 @@
-"""The GPU of each rank: chosen from LOCAL_RANK or from the model's place, made current, and compared between ranks."""
+"""The node and GPU of each rank: the GPU is chosen from LOCAL_RANK or from the model's device, and made current."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number, log
 
-__all__ = ["use_local_device", "use_model_device"]
+__all__ = ["gather_nodes", "use_local_device", "use_model_device"]
 
 _SHARED = (
     "ranks {} run their model on one and the same GPU; on every rank, first call "
@@ -106,3 +107,29 @@ def _mark_of(device: torch.device) -> int:
     """Returns a number that two ranks share only if they use one GPU."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", os.environ.get("CUDA_VISIBLE_DEVICES"))
     return fingerprint_of((socket.gethostname(), str(uuid), device.index))
+
+
+def gather_nodes(group: SequenceGroup) -> tuple[int, ...]:
+    """Returns the node of each rank, numbered by first appearance; the same on all ranks. Collective.
+
+    Nodes are known from torchrun's GROUP_RANK where every rank has one; else from LOCAL_WORLD_SIZE, where all ranks
+    have the same: that many consecutive ranks share a node; else from the names of the hosts.
+    """
+    process_group = group.group
+    if process_group is None:
+        return (0,) * group.size
+    mine = [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
+    agents, sizes, hosts = zip(*group.control().gather_integers(mine), strict=True)
+    names: Sequence[int] = hosts
+    if min(agents) >= 0:
+        names = agents
+    elif sizes[0] > 0 and len(set(sizes)) == 1:
+        names = [rank // sizes[0] for rank in dist.get_process_group_ranks(process_group)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def _number(variable: str, least: int) -> int:
+    """The number in an environment variable; −1 without one, or for one below `least`."""
+    found = environment_number(variable)
+    return -1 if found is None or found < least else found

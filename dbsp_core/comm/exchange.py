@@ -1,4 +1,4 @@
-"""The mean of all ranks' tokens, by head and channel: the same bits however tokens are distributed."""
+"""Exchanges between the ranks that hold tokens and the ranks that compute their rows, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,9 +24,7 @@ __all__ = [
     "CHUNKS_IN_FLIGHT",
     "Exchange",
     "KeysAtHome",
-    "PendingKeys",
     "Route",
-    "by_batch",
     "exchange_q_separately",
     "mean_bytes",
     "mean_of_tokens",
@@ -77,71 +76,76 @@ class Exchange:
     Attributes:
         sent: Tokens by destination.
         received: Tokens by source.
-        pack: Copies input tensors to the send buffer, in which the tokens for one destination are together.
-        unpack: Copies the receive buffer to output tensors, which are written as the buffer is.
+        pack: By input tensor, copies to the send buffer, in which the tokens for one destination are together.
+        unpack: By output tensor, copies from the receive buffer, which run one after another; none of them writes to a
+            place twice. Output tensors are written as the buffer is.
         wire: How tokens are written in the buffers.
+        adds: Whether unpacking adds to output tensors.
+        in_order: Whether the receive buffer of one item has keys and values as the kernel reads them.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     pack: tuple[CopySegments, ...]
-    unpack: tuple[CopySegments, ...]
+    unpack: tuple[tuple[CopySegments, ...], ...]
     wire: WireFormat = MODEL
+    adds: bool = False
+    in_order: bool = False
+
+    @cached_property
+    def backward(self) -> Exchange:
+        """The exchange of gradients: the same tables, read in the other direction. Made at the first use.
+
+        A rank packs what it unpacked, and unpacks, adding, what it packed: a place that several ranks read gets their
+        gradients in the order of ranks, so that sums have the same bits every time.
+        """
+        pack = tuple(_reversed(segments, segments.table.cpu().numpy()) for (segments,) in self.unpack)
+        return Exchange(self.received, self.sent, pack, tuple(map(_readers, self.pack)), adds=True)
 
     def to(self, device: torch.device) -> Exchange:
-        """The same with its tables on a device."""
-        return replace(self, pack=_moved(self.pack, device), unpack=_moved(self.unpack, device))
+        """Returns a copy with its tables on a device."""
+        unpack = tuple(_moved(copies, device) for copies in self.unpack)
+        return replace(self, pack=_moved(self.pack, device), unpack=unpack)
 
     def to_others(self, rank: int) -> int:
-        """Tokens that `rank`, whose side this is, sends to others."""
+        """Returns the tokens that `rank`, whose side this is, sends to others."""
         return sum(self.sent) - self.sent[rank]
 
     def send_buffer(self, *tensors: torch.Tensor, less: Sequence[torch.Tensor | None] | None = None) -> torch.Tensor:
-        """[tokens sent, B, W], written from tensors [B, heads, n, D] of any strides.
+        """Returns [tokens sent, B, W], written from tensors [B, heads, n, D] of any strides.
 
         `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None.
         """
         first = tensors[0]
         buffer = self.wire.empty(first, sum(self.sent), first.shape[0])
-        self.wire.write(tensors, by_batch(buffer), self.pack, less or [None] * len(tensors))
+        self.wire.write(tensors, _by_batch(buffer), self.pack, less or [None] * len(tensors))
         return buffer
 
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """Exchanges a send buffer for [tokens received, B, W]."""
+        """Exchanges a send buffer for [tokens received, B, W]. Collective."""
         return group.all_to_all(buffer, self.received, self.sent)
 
-    def start(self, buffer: torch.Tensor, blocks: int, block_k: int, group: SequenceGroup) -> PendingKeys:
-        """Starts to fetch keys and values, of which so many blocks come, for a send buffer of k and v. Collective."""
-        transfer = group.start_all_to_all(buffer, self.received, self.sent)
-        return PendingKeys(transfer, self.unpack[0], blocks, block_k)
+    def start(self, buffer: torch.Tensor, group: SequenceGroup) -> PendingTransfer:
+        """Starts what `run` does. Collective."""
+        return group.start_all_to_all(buffer, self.received, self.sent)
+
+    def deliver(self, came: torch.Tensor, *tensors: torch.Tensor) -> None:
+        """Unpacks what was received into output tensors [B, heads, places, W]."""
+        for tensor, copies in zip(tensors, self.unpack, strict=True):
+            for segments in copies:
+                copy_segments([_by_batch(came)], tensor, [segments], add=self.adds)
 
 
 class KeysAtHome(NamedTuple):
     """A rank's keys and values, [B, H, n_local, D] of any strides, outside attention.
 
     Attributes:
-        mean: float32[B, H, D], what keys travel less, equal on all ranks. None: nothing.
+        mean: float32[B, H, D], what is subtracted from keys before they are sent, equal on all ranks, or None.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     mean: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PendingKeys:
-    """Keys and values in flight. `wait` returns them as [2, B, Ck, Bk, W], zero beyond short blocks."""
-
-    transfer: PendingTransfer
-    unpack: CopySegments
-    blocks: int
-    block_k: int
-
-    def wait(self) -> torch.Tensor:
-        came = by_batch(self.transfer.wait())
-        packed = came.new_empty(2, len(came), self.blocks * self.block_k, came.shape[-1])
-        copy_segments(came, packed.transpose(0, 1), self.unpack)
-        return packed.view(2, len(came), self.blocks, self.block_k, came.shape[-1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -165,7 +169,7 @@ class Route:
     packed_alike: bool = False
 
     def to(self, device: torch.device) -> Route:
-        """The same with its tables on a device."""
+        """Returns a copy with its tables on a device."""
         return replace(
             self,
             dispatch_exchanges=tuple(one.to(device) for one in self.dispatch_exchanges),
@@ -179,7 +183,7 @@ class Route:
         return (*self.dispatch_exchanges, *self.fetch_exchanges)
 
     def tokens_sent(self, rank: int) -> tuple[int, int, int]:
-        """Tokens of one head that `rank`, whose route this is, sends to others: dispatched, chunks, combined."""
+        """Returns the tokens of one head that `rank` sends to others: dispatched, in chunks, combined."""
         dispatched, fetched = (
             sum(one.to_others(rank) for one in some) for some in (self.dispatch_exchanges, self.fetch_exchanges)
         )
@@ -193,16 +197,18 @@ class Route:
             zero beyond short blocks.
         """
         (k, v, mean), (first, *second) = keys, self.dispatch_exchanges
-        together = first.send_buffer(q) if second else first.send_buffer(q, k, v, less=(None, mean, None))
-        came = first.run(together, group)
-        del together
+        of_q = (q,) if second else (q, k, v)
+        came = first.run(first.send_buffer(*of_q, less=(None, mean, None)[: len(of_q)]), group)
         packed_q = came.new_empty(len(q), self.q_places, came.shape[-1])
-        copy_segments(by_batch(came), packed_q[:, None], first.unpack[0])
         if second:
-            del came
+            first.deliver(came, packed_q[:, None])
+            del came  # before keys and values are exchanged
             came = second[0].run(second[0].send_buffer(k, v, less=(mean, None)), group)
         packed_kv = came.new_empty(2, len(q), self.kv_places, came.shape[-1])
-        copy_segments(by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
+        if second:
+            second[0].deliver(came, packed_kv.transpose(0, 1))
+        else:
+            first.deliver(came, packed_q[:, None], packed_kv.transpose(0, 1))
         return packed_q, packed_kv.view(2, len(q), -1, self.block_k, came.shape[-1])
 
     def chunks(self, first: list[torch.Tensor], keys: KeysAtHome, group: SequenceGroup) -> Iterator[torch.Tensor]:
@@ -216,16 +222,26 @@ class Route:
             keys: All ranks' k and v.
         """
         to_come = zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
-        coming: deque[PendingKeys] = deque()
+        coming: deque[tuple[PendingTransfer, Exchange, int]] = deque()
         buffer = None
         while first:
             for exchange, blocks in islice(to_come, CHUNKS_IN_FLIGHT - 1 - len(coming)):
                 if buffer is None or not self.packed_alike:
                     buffer = exchange.send_buffer(keys.k, keys.v, less=(keys.mean, None))
-                coming.append(exchange.start(buffer, blocks, self.block_k, group))
+                coming.append((exchange.start(buffer, group), exchange, blocks))
             yield first.pop()  # popped: what has been yielded is not kept alive here
             if coming:
-                first.append(coming.popleft().wait())
+                first.append(self._arrived(*coming.popleft()))
+
+    def _arrived(self, transfer: PendingTransfer, exchange: Exchange, blocks: int) -> torch.Tensor:
+        """Waits for a chunk, and returns it as [2, B, Ck, Bk, W], zero beyond short blocks."""
+        came = transfer.wait()
+        _, batch, width = came.shape
+        if exchange.in_order and batch == 1:
+            return came.view(2, batch, blocks, self.block_k, width)
+        packed = came.new_empty(2, batch, blocks * self.block_k, width)
+        exchange.deliver(came, packed.transpose(0, 1))
+        return packed.view(2, batch, blocks, self.block_k, width)
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """Returns the packed output [B, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""
@@ -234,7 +250,7 @@ class Route:
         came = self.combine_exchange.run(buffer, group)
         del buffer
         local = torch.empty_like(like, dtype=came.dtype)
-        copy_segments(by_batch(came), local, self.combine_exchange.unpack[0])
+        self.combine_exchange.deliver(came, local)
         return local
 
 
@@ -242,7 +258,7 @@ def _moved(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[Co
     return tuple(one if one.table.device.type == device.type == "cpu" else one.to(device) for one in segments)
 
 
-def by_batch(buffer: torch.Tensor) -> torch.Tensor:
+def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
     """Views a buffer [tokens, B, D] as one head, [B, 1, tokens, D], which is what segments copy."""
     return buffer.transpose(0, 1)[:, None]
 
@@ -259,3 +275,27 @@ def exchange_q_separately(plan: Plan) -> bool:
         return False
     rows = np.bincount(plan.owner.ravel(), minlength=world)
     return bool(rows.max() * world > UNEVEN * plan.owner.size)
+
+
+_REVERSED = [2, 3, 0, 1, 4]  # columns: to becomes from
+
+
+def _reversed(segments: CopySegments, table: np.ndarray) -> CopySegments:
+    """Returns the copies in rows of a segments' table, in the opposite direction and without filling in zeros."""
+    columns = np.zeros_like(table)
+    columns[:, :5] = table[:, _REVERSED]
+    return CopySegments.of(columns, segments.table.device)
+
+
+def _readers(segments: CopySegments) -> tuple[CopySegments, ...]:
+    """Reverses segments, divided so that none writes to a place twice: the n-th has each place's n-th reader.
+
+    Readers of a place read the same segment, so places are equal where their first tokens are.
+    """
+    table = segments.table.cpu().numpy()
+    _, place = np.unique(table[:, 0].astype(np.int64) << 32 | table[:, 1], return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    first = np.searchsorted(place[order], np.arange(int(place.max(initial=-1)) + 1))
+    reader = np.empty(len(table), dtype=np.int64)
+    reader[order] = np.arange(len(table)) - first[place[order]]
+    return tuple(_reversed(segments, table[reader == n]) for n in range(int(reader.max(initial=-1)) + 1))

@@ -87,7 +87,14 @@ def _exchange(
     unpack = [np.concatenate([_from_buffer(next(starts), there) for there in part.there]) for part in parts]
     if zeros is not None:
         unpack[0] = np.concatenate([unpack[0], zeros])
-    return Exchange(sent, received, _segments(pack, device), _segments(unpack, device), wire)
+    copies = tuple((one,) for one in _segments(unpack, device))
+    return Exchange(sent, received, _segments(pack, device), copies, wire, in_order=_in_order(unpack[0]))
+
+
+def _in_order(unpack: np.ndarray) -> bool:
+    """Returns True if segments int[n, 6] copy all tokens of a buffer of keys and values to where they are in it."""
+    _, start, head, token, length, zeros = unpack.T
+    return not zeros.any() and bool((head * (length.sum() // 2) + token == start).all())
 
 
 def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:

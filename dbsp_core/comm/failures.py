@@ -56,13 +56,8 @@ class FailureBoard:
     @classmethod
     def of(cls, group: dist.ProcessGroup, number: int) -> FailureBoard:
         """Makes the board of a group; `number` is the same on all ranks, and of no other board."""
-        board = cls(f"{group.group_name}/{number}", tuple(dist.get_process_group_ranks(group)))
-        board.watch(group)
+        board = _BOARDS[group] = cls(f"{group.group_name}/{number}", tuple(dist.get_process_group_ranks(group)))
         return board
-
-    def watch(self, group: dist.ProcessGroup) -> None:
-        """Lets waits in another group of these ranks look at this board."""
-        _BOARDS[group] = self
 
     def begin_pass(self, patience: timedelta | None) -> None:
         """Begins a forward pass; after a failed one, once every rank has failed in that too or waits in a later one.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.failures import FailureBoard, PostedFailure, board_of, wait_for_work
-from dbsp_core.comm.process_groups import auxiliary_group, over_nccl, part_of, timeout_of
+from dbsp_core.comm.process_groups import over_nccl, subgroup, timeout_of
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import environment_number
 
@@ -31,7 +31,6 @@ __all__ = [
     "SequenceGroup",
     "explain_broken_connection",
     "gather_shards",
-    "report_group",
 ]
 
 # Its name before torch 2.13 is the longer one.
@@ -91,9 +90,9 @@ class PendingTransfer:
         return self.received
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class SequenceGroup:
-    """`rank` of `size` in a process group, or a single process without one.
+    """`rank` of `size` in a process group, or a single process without a group.
 
     torch holds the process group until it is destroyed; this has only a weak reference. Executors and graphs of losses
     may live longer, and a group that is left when Python ends may abort it.
@@ -101,15 +100,7 @@ class SequenceGroup:
 
     rank: int
     size: int
-    _held_by_torch: weakref.ref[dist.ProcessGroup] | None
-
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
-        for name, value in (
-            ("rank", rank),
-            ("size", size),
-            ("_held_by_torch", None if group is None else weakref.ref(group)),
-        ):
-            object.__setattr__(self, name, value)
+    _held_by_torch: weakref.ref[dist.ProcessGroup] | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | SequenceGroup | None = None) -> SequenceGroup:
@@ -129,7 +120,7 @@ class SequenceGroup:
         group = group or dist.group.WORLD
         if group is None:
             return cls(0, 1)
-        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+        return cls(dist.get_rank(group), dist.get_world_size(group), weakref.ref(group))
 
     @property
     def alone(self) -> bool:
@@ -179,7 +170,7 @@ class SequenceGroup:
         if group is None:
             return self
         with explain_broken_connection():
-            return SequenceGroup(self.rank, self.size, auxiliary_group(group, purpose))
+            return self._made(group, purpose, range(self.size), "gloo")
 
     def part(self, first: int, size: int) -> SequenceGroup:
         """The ranks from `first` on, this one among them, in a group of their own on the same backend.
@@ -193,31 +184,30 @@ class SequenceGroup:
         if group is None or size == 1:
             return SequenceGroup(0, 1)
         with explain_broken_connection():
-            return SequenceGroup(self.rank - first, size, part_of(group, range(first, first + size)))
+            ranks = range(first, first + size)
+            return self._made(group, f"ranks {first} to {ranks[-1]}", ranks, dist.get_backend(group))
+
+    def _made(self, group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) -> SequenceGroup:
+        made = subgroup(group, purpose, ranks, backend)
+        return SequenceGroup(self.rank - ranks.start, len(ranks), weakref.ref(made))
 
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> torch.Tensor:
         """Uneven all-to-all along dim 0; returns [Σ receive_splits, ...], by source rank."""
-        return self.start_all_to_all(sent, receive_splits, send_splits, asynchronous=False).wait()
+        return self.start_all_to_all(sent, receive_splits, send_splits).wait()
 
     def start_all_to_all(
-        self,
-        sent: torch.Tensor,
-        receive_splits: Sequence[int],
-        send_splits: Sequence[int],
-        *,
-        asynchronous: bool = True,
+        self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> PendingTransfer:
-        """Starts an `all_to_all`, which is complete on return only if not `asynchronous`."""
+        """Starts an `all_to_all`."""
         if self.size == 1:
             return PendingTransfer(sent, sent, ())
         received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
-        splits, board = (list(receive_splits), list(send_splits)), self._board(sent)
-        asynchronous = asynchronous or board is not None
+        splits = list(receive_splits), list(send_splits)
         with explain_broken_connection():
-            work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=asynchronous)
-        return PendingTransfer(received, sent, (work,) if asynchronous else (), board)
+            work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
+        return PendingTransfer(received, sent, (work,), self._board(sent))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, by rank; all have one shape."""
@@ -260,11 +250,6 @@ class SequenceGroup:
             board = FailureBoard.of(group, number)
         return board
 
-    def watch(self, board: FailureBoard) -> None:
-        """Lets waits in the group look at the board of a group that has these ranks too."""
-        if self.group is not None:
-            board.watch(self.group)
-
     def _board(self, sent: torch.Tensor) -> FailureBoard | None:
         """The failures that end a wait for these values; None on a device, whose waits are not the host's."""
         return board_of(self.group) if sent.device.type == "cpu" else None
@@ -297,11 +282,6 @@ def _require_alone() -> None:
             f"torchrun started {world} processes, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first (or unset WORLD_SIZE, for one process alone)"
         )
-
-
-def report_group(group: SequenceGroup) -> SequenceGroup:
-    """The `auxiliary` group that only reports use: a rank that misses a report disturbs no attention."""
-    return group.auxiliary("meeting")
 
 
 def gather_shards(shard: torch.Tensor, dim: int, group: SequenceGroup) -> torch.Tensor:

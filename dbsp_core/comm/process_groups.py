@@ -1,12 +1,12 @@
 """Groups made from a process group: its ranks over gloo, for collectives that must not be mixed with others; parts.
 
-They are destroyed when the group or all of torch's groups are.
+They are destroyed when the group is, or when all of torch's groups are.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -16,47 +16,33 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["auxiliary_group", "meet", "over_nccl", "parent_of", "part_of", "timeout_of"]
+__all__ = ["meet", "over_nccl", "parent_of", "subgroup", "timeout_of"]
 
 _Groups = dict[str, weakref.ref[dist.ProcessGroup]]
-_AUXILIARY: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
+"""The groups made from each group, by purpose."""
 _PARENT: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-"""The group that each auxiliary group or part was made from."""
 
 
-def auxiliary_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Returns a gloo group of the ranks of `group`, one for each purpose, with the same timeout.
-
-    Collective at the first call.
-    """
-    return _known(group, purpose, lambda: _made(group, purpose, range(group.size()), "gloo"))
-
-
-def part_of(group: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:
-    """Returns a group of some of the ranks of `group`, this one among them, on its backend and with its timeout.
+def subgroup(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) -> dist.ProcessGroup:
+    """Returns a group of some ranks of `group`, this one among them, for one purpose, with the same timeout.
 
     Collective for these ranks at the first call; no others take part.
     """
-    purpose = f"ranks {ranks.start} to {ranks.stop - 1}"
-    backend = dist.get_backend(group)
-    return _known(group, purpose, lambda: _made(group, purpose, ranks, backend))
-
-
-def _known(group: dist.ProcessGroup, purpose: str, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    groups = _AUXILIARY.get(group)
+    groups = _MADE.get(group)
     if groups is None:
-        groups = _AUXILIARY[group] = {}
+        groups = _MADE[group] = {}
         weakref.finalize(group, _destroy, groups).atexit = False
     known = groups[purpose]() if purpose in groups else None
     if known is None:
-        known = make()
+        known = _made(group, purpose, ranks, backend)
         groups[purpose] = weakref.ref(known)  # torch itself holds it
         _PARENT[known] = weakref.ref(group)
     return known
 
 
 def parent_of(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Returns the group that an auxiliary group or part was made from, or None."""
+    """Returns the group that a group was made from by `subgroup`, or None."""
     parent = _PARENT.get(group)
     return None if parent is None else parent()
 
@@ -136,7 +122,7 @@ def over_nccl(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def _destroy(groups: _Groups) -> None:
-    """Destroys a group's auxiliary groups. Not collective."""
+    """Destroys the groups made from a group. Not collective."""
     for known in groups.values():
         made = known()
         if made is not None:

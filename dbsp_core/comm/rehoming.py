@@ -21,7 +21,7 @@ from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_kernels.exchange import on_device
+from dbsp_kernels.exchange import to_device
 
 __all__ = ["Rehoming"]
 
@@ -76,8 +76,8 @@ class _Way:
 
     def to(self, device: torch.device) -> _Way:
         """The same with its places on a device."""
-        take, put = on_device(self.take, device), on_device(self.put, device)
-        kept = on_device(self.kept_from, device), on_device(self.kept_to, device)
+        take, put = to_device(self.take, device), to_device(self.put, device)
+        kept = to_device(self.kept_from, device), to_device(self.kept_to, device)
         return replace(self, take=take, put=put, kept_from=kept[0], kept_to=kept[1])
 
     def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:

@@ -1,24 +1,19 @@
-"""What the latency model knows of a machine: constants with their units, and where each comes from."""
+"""Constants that the latency model knows of a machine, with their units, and where each comes from."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import math
 import os
 import platform
 import re
-import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import yaml
 
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, in_short
-from dbsp_core.utils.files import require_file, user_path, write_atomically
-from dbsp_core.utils.process import installed_version
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of, in_short, require_value
+from dbsp_core.utils.files import require_file, user_path
 from dbsp_core.utils.schema import build, convert
 from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
 
@@ -33,9 +28,6 @@ __all__ = [
     "hardware_for",
     "load_hardware",
     "measured_file",
-    "save_hardware",
-    "software_versions",
-    "warn_if_elsewhere",
 ]
 
 
@@ -49,11 +41,11 @@ class Constants:
     """Constants of the latency model, each per rank. Seconds, bytes per second in one direction, FLOP per second.
 
     Attributes:
-        flops_per_s: Rate of the two products of attention on dense blocks.
-        score_s: Time for each score of a dense block besides the products (softmax).
+        flops_per_s: Rate of the two products of attention on active blocks.
+        score_s: Time for each score of an active block in addition to the products (softmax).
         row_s: Time for each row in every chunk.
         launch_s: Time to launch the kernel, once a chunk.
-        call_s: Time of launches beside the kernel's and of bookkeeping, once an attention.
+        call_s: Time of other launches and of bookkeeping, once an attention.
         pack_bytes_per_s: Rate of gathering into exchange buffers and placing from them.
         merge_bytes_per_s: Rate of memory read and written in merging two chunks' outputs.
         exchange_latency_s: Latency of one all-to-all within a node; `exchange_bytes_per_s` is its rate.
@@ -83,37 +75,22 @@ class Constants:
     network_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is None and f.default is None:
-                continue
-            if math.isnan(value):
-                raise _bad_constant(self, f.name, "must be a number")
-            if f.name.endswith("_per_s") and not value > 0:
-                raise _bad_constant(self, f.name, "must be positive")
-            if not value >= 0:
-                raise _bad_constant(self, f.name, "must not be negative")
-            object.__setattr__(self, f.name, float(value))
-        if self.overlap > 1:
-            raise _bad_constant(self, "overlap", "must lie between 0 and 1")
+        for name, value in vars(self).items():
+            if value is not None and name.endswith("_per_s"):
+                require_value(self, name, value > 0, "must be positive", "hardware constant ")
+            elif value is not None:
+                require_value(self, name, value >= 0, "must not be negative", "hardware constant ")
+        require_value(self, "overlap", self.overlap <= 1, "must lie between 0 and 1", "hardware constant ")
         if (self.network_latency_s is None) != (self.network_bytes_per_s is None):
-            given = "network_latency_s" if self.network_bytes_per_s is None else "network_bytes_per_s"
-            raise SettingError("network_latency_s and network_bytes_per_s go together; give both or neither", (given,))
-
-
-def _bad_constant(constants: Constants, name: str, complaint: str) -> SettingError:
-    return bad_value(constants, name, complaint, "hardware constant ")
-
-
-NODES = "gpus_per_node"
+            raise UserError("network_latency_s and network_bytes_per_s go together; give both or neither")
 
 
 @dataclass(frozen=True)
 class KernelConstants:
-    """What another kernel has in place of a machine's `Constants`; None: as there.
+    """Another kernel's values of a machine's `Constants`, or None if they are the same.
 
     Attributes:
-        source: Where these come from, as in `Hardware.sources`.
+        source: Origin of these values, as in `Hardware.sources`.
     """
 
     source: str
@@ -124,11 +101,6 @@ class KernelConstants:
 
     def __post_init__(self) -> None:
         _require_label(self.source, "a kernel's constants")
-
-    @property
-    def given(self) -> dict[str, float]:
-        """The constants that differ, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None and name != "source"}
 
 
 def _require_label(label: object, of: str) -> None:
@@ -143,7 +115,7 @@ def _read_kernels(kernels: object, name: str) -> dict[str, KernelConstants]:
 
 
 def _read_date(date: object, name: str) -> str | None:
-    """A date as text: YAML reads one without quotes as a date."""
+    """Returns a date as text: YAML reads a date without quotes as a date."""
     return None if date is None else str(date)
 
 
@@ -155,13 +127,13 @@ class Hardware:
         device: Class of the device, as `device_class` names it.
         dtype: Type of q, k and v for which the constants hold.
         sources: One of `LABELS` for each constant; derived: from another machine's by published ratios.
-        gpus_per_node: Ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known.
-        kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what it has in place of `constants`, which are
-            the block-sparse kernels' in `dtype`.
-        versions: Version of each software measured with; empty where nothing was measured.
+        gpus_per_node: Ranks on each node; traffic between nodes has the `network_*` constants. None: not known.
+        kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what differs from `constants`, which are the
+            block-sparse kernels' in `dtype`.
+        versions: Version of each software measured with; empty if nothing was measured.
         residuals: Relative error (root mean square) of the fit of each part of the model on its own samples.
         date: Day of the measurement, YYYY-MM-DD, or None.
-        notes: Where published and fitted constants come from.
+        notes: Origin of published and fitted constants.
     """
 
     name: str
@@ -177,42 +149,43 @@ class Hardware:
     notes: str = ""
 
     def __post_init__(self) -> None:
-        names = [f.name for f in fields(Constants)] + [NODES]
-        if self.gpus_per_node is not None and (type(self.gpus_per_node) is not int or self.gpus_per_node < 1):
-            raise bad_value(self, NODES, "must be a number of GPUs, at least 1")
+        fits = self.gpus_per_node is None or self.gpus_per_node >= 1
+        require_value(self, "gpus_per_node", fits, "must be a number of GPUs, at least 1")
         with blame_setting("sources"):
             for key, label in self.sources.items():
+                names = [*vars(self.constants), "gpus_per_node"]
                 require_known(key, names, f"sources of hardware {self.name!r}")
                 with blame_setting(key):
                     _require_label(label, key)
-        given = {**asdict(self.constants), NODES: self.gpus_per_node}
-        unlabelled = [name for name in names if given[name] is not None and name not in self.sources]
-        if unlabelled:
-            message = f"hardware {self.name!r} does not say where {', '.join(unlabelled)} come from; add sources"
-            raise SettingError(message, ("sources",))
+            given = {**vars(self.constants), "gpus_per_node": self.gpus_per_node}
+            missing = [name for name, value in given.items() if value is not None and name not in self.sources]
+            if missing:
+                raise UserError(
+                    f"hardware {self.name!r} does not say where {', '.join(missing)} come from; add sources"
+                )
 
     @property
     def measured(self) -> bool:
-        """Whether any constant was measured, so that it holds for one machine and one version."""
+        """True if any constant was measured."""
         return "measured" in self.sources.values()
 
     @property
     def fingerprint(self) -> int:
         """63 bits that differ between constants, to compare ranks by."""
-        digest = hashlib.blake2b(repr(self.constants).encode(), digest_size=8)
-        return int.from_bytes(digest.digest(), "big") >> 1
+        return fingerprint_of(self.constants)
 
     def with_kernel(self, name: str) -> Hardware:
-        """This machine with that kernel's constants, or as it is where none are known of it."""
+        """Returns this machine with a kernel's constants, or as it is if none are known of the kernel."""
         if name not in self.kernels:
             return self
-        kernel = self.kernels[name]
-        labels = dict.fromkeys(kernel.given, kernel.source)
-        return replace(self, constants=replace(self.constants, **kernel.given), sources={**self.sources, **labels})
+        given = {key: value for key, value in vars(self.kernels[name]).items() if value is not None}
+        del given["source"]
+        labels = dict.fromkeys(given, self.kernels[name].source)
+        return replace(self, constants=replace(self.constants, **given), sources={**self.sources, **labels})
 
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:
-    """A shipped machine by its name, for example "h800", or the path of a YAML file that `scripts.calibrate` wrote.
+    """Reads a shipped machine by its name, for example "h800", or a YAML file that `scripts.calibrate` wrote.
 
     Raises UserError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
     """
@@ -222,10 +195,12 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
     if path.parent == Path() and not os.path.lexists(path):
         raise UserError(f"no hardware {in_short(os.fspath(source))}; {advice}")
     require_file(path, "hardware file", advice)
-    return _read_shipped(path) if path in shipped.values() else _read(path)
+    return _read(path, path.stat().st_mtime_ns)
 
 
-def _read(path: Path) -> Hardware:
+@functools.cache
+def _read(path: Path, _changed_ns: int) -> Hardware:
+    """Each session reads the same file, which takes tens of milliseconds."""
     settings = read_settings(path, "hardware file")
     try:
         with settings.located():
@@ -233,19 +208,6 @@ def _read(path: Path) -> Hardware:
     except UserError as error:
         raise UserError(f"{error} (mend the file, or {REDO})") from error
     return hardware
-
-
-_read_shipped = functools.cache(_read)
-"""Each session reads the same file, which takes tens of milliseconds."""
-
-
-def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:
-    """Writes a YAML file that `load_hardware` reads, whole or not at all."""
-    values = {key: value for key, value in asdict(hardware).items() if value is not None}
-    for given in (values["constants"], *values["kernels"].values()):
-        for key in [key for key, value in given.items() if value is None]:
-            del given[key]
-    write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
 
 
 def device_class(device: torch.device | str) -> str:
@@ -258,42 +220,10 @@ def device_class(device: torch.device | str) -> str:
 @functools.cache
 def _cpu() -> str:
     try:
-        names = [
-            line
-            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            if line.startswith("model name")
-        ]
+        found = re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        names = []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
-
-
-def software_versions(kernel: str) -> dict[str, str]:
-    """What a measurement depends on: db-SP, torch and the kernel."""
-    own = installed_version("dbsp-attention") or "not installed"
-    return {"dbsp-attention": own, "torch": str(torch.__version__), "kernel": kernel}
-
-
-def warn_if_elsewhere(hardware: Hardware, device: torch.device | str, kernel: str) -> list[str]:
-    """Warns, and says how to measure again, where constants were measured on another device or with other versions.
-
-    Returns:
-        What differs, in words; empty for constants that fit, or of which none was measured.
-    """
-    if not hardware.measured:
-        return []
-    here = {"device": device_class(device), **software_versions(kernel)}
-    there = {"device": hardware.device, **hardware.versions}
-    differences = [
-        f"{key} {there.get(key, 'unknown')!r} there, {value!r} here"
-        for key, value in here.items()
-        if there.get(key) != value
-    ]
-    if differences:
-        warnings.warn(
-            f"hardware {hardware.name!r} was measured elsewhere ({'; '.join(differences)}); {REDO}", stacklevel=2
-        )
-    return differences
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 RULE = "rules without constants; `python -m scripts.calibrate`, in a checkout, measures this machine"
@@ -319,15 +249,10 @@ def hardware_for(machine: str | None, device: str, kernel: str) -> Hardware | No
         device: Type of the device.
         kernel: Its name, or "auto"; its constants are taken if the file has them.
     """
-    if machine is not None:
-        return load_hardware(machine).with_kernel(kernel)
-    file = measured_file(device)
-    return _read_own(file, file.stat().st_mtime_ns).with_kernel(kernel) if file.is_file() else None
-
-
-@functools.cache
-def _read_own(file: Path, _changed_ns: int) -> Hardware:
-    return load_hardware(file)
+    if machine is None:
+        file = measured_file(device)
+        return load_hardware(file).with_kernel(kernel) if file.is_file() else None
+    return load_hardware(machine).with_kernel(kernel)
 
 
 def cost_basis(hardware: Hardware | None) -> str:

@@ -1,4 +1,4 @@
-"""What several sequences cost on a machine, and what a plan for them makes each rank compute and send.
+"""What several sequences cost on a machine, and the bags in which they take the least time.
 
 Arithmetic on counts and on constants from a file: every rank that has both gets the same bits.
 """
@@ -12,17 +12,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from dbsp_core.cost.machine import Constants, Hardware
-from dbsp_core.cost.prediction import Topology, block_s, exchange_s, require_network, traffic_of
+from dbsp_core.cost.prediction import block_s, exchange_s, require_network, traffic_of
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.planners import imbalance_ratio
-from dbsp_core.planning.rows import plan_rows
-from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan
+from dbsp_core.planning.planners import plan_rows
+from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
@@ -30,12 +28,9 @@ from dbsp_core.utils.errors import UserError
 __all__ = [
     "FLOP_COUNTS",
     "LayerSize",
-    "SequencePlanMetrics",
     "SequenceWork",
     "WorkOfSizes",
     "bag_layout",
-    "evaluate",
-    "even_owners",
     "fastest_bags",
     "sequence_cost",
     "whole_layout",
@@ -44,63 +39,41 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerSize:
-    """A transformer's layer, all layers being alike.
+    """A transformer's layer; all layers are the same.
 
     Attributes:
-        token_flops: FLOP a token of everything but self-attention's scores and values.
-        text: Whether text tokens are part of self-attention's sequence.
-        element_bytes: Of a number of the hidden states, and of q, k and v.
-        wire: How q, k and v are written on their way.
+        token_flops: FLOP per token of everything but self-attention's scores and values.
+        element_bytes: Bytes of a number of q, k and v.
+        wire: Communication dtype of q, k and v.
     """
 
-    layers: int
     heads: int
     head_dim: int
     token_flops: float
-    text: bool = True
     element_bytes: int = 2
     wire: WireFormat = MODEL
 
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
 
-
+_FREE = {one.name: math.inf if one.name.endswith("_per_s") else 0.0 for one in fields(Constants)}
 FLOP_COUNTS = Hardware(
     name="FLOP counts",
     device="any",
     dtype="bfloat16",
-    constants=Constants(
-        flops_per_s=1e15,
-        score_s=0.0,
-        row_s=0.0,
-        launch_s=0.0,
-        call_s=0.0,
-        pack_bytes_per_s=math.inf,
-        merge_bytes_per_s=math.inf,
-        exchange_latency_s=0.0,
-        exchange_bytes_per_s=math.inf,
-        p2p_latency_s=0.0,
-        p2p_bytes_per_s=math.inf,
-        overlap=1.0,
-        linear_flops_per_s=1e15,
-        network_latency_s=0.0,
-        network_bytes_per_s=math.inf,
-    ),
-    sources=dict.fromkeys((one.name for one in fields(Constants)), "assumed"),
+    constants=Constants(**_FREE | {"flops_per_s": 1e15, "linear_flops_per_s": 1e15, "overlap": 1.0}),
+    sources=dict.fromkeys(_FREE, "assumed"),
 )
 """Costs of sequences without a machine's constants: attention and all else by FLOP, and exchanges for nothing."""
 
 
 def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block_k: int = 64) -> SequenceCost:
-    """Seconds a token and a dense block from the machine's constants."""
+    """Returns seconds per token and per active block by the machine's constants."""
     known = hardware.constants
     token_s = layer.token_flops / known.linear_flops_per_s + layer.heads * known.row_s / block_q
     return SequenceCost(token_s, block_s(block_q, block_k, layer.head_dim, known))
 
 
 WorkOfSizes = dict[MaskRequest, tuple[BlockGrid, np.ndarray]]
-"""By what masks were asked for: their grid, and int64[H, nq], dense blocks of each row."""
+"""By requests of masks: their grid, and int64[H, nq], active blocks of each row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,48 +81,28 @@ class SequenceWork:
     """What each sequence's attention computes. No bits: numbers of a mask's rows are all that is kept.
 
     Attributes:
-        grids: Of each sequence.
-        row_work: int64[H, nq] of each, dense blocks by (head, query block).
+        grids: The grid of each sequence.
+        row_work: int64[H, nq] of each, active blocks by (head, query block).
     """
 
     grids: tuple[BlockGrid, ...]
     row_work: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, masks: Sequence[BlockMask]) -> SequenceWork:
-        return cls(tuple(mask.grid for mask in masks), tuple(mask.counts.rows for mask in masks))
-
-    @classmethod
-    def dense(cls, grids: Sequence[BlockGrid], heads: int, density: float = 1.0) -> SequenceWork:
-        """All blocks of every row, or as many of each as a density comes to, at least one."""
-        rows = (np.full((heads, grid.nq), max(1, round(grid.nk * density)), dtype=np.int64) for grid in grids)
-        return cls(tuple(grids), tuple(rows))
-
-    @classmethod
     def under(
         cls, source: MaskSource, requests: Sequence[MaskRequest], known: WorkOfSizes, density: float = 1.0
     ) -> SequenceWork:
-        """What sequences compute under a source's masks.
+        """Counts what sequences compute under a source's masks.
 
         Args:
             requests: One for each sequence.
-            known: Of requests that came before; those that are new are added. Of one source.
+            known: The work of earlier requests of the same source; new ones are added.
             density: Assumed of masks that are predicted from queries and keys.
 
         Raises:
-            UserError: For a size that the source refuses.
+            UserError: For a size that the source rejects.
         """
-        found = []
-        for request in requests:
-            if request not in known and (isinstance(source, DenseSource) or source.changes == "per_call"):
-                dense = cls.dense([source.grid(request)], request.heads, density)
-                found.append((dense.grids[0], dense.row_work[0]))
-                continue
-            if request not in known:
-                mask = source.mask(request)
-                known[request] = mask.grid, mask.counts.rows
-            found.append(known[request])
-        grids, rows = zip(*found, strict=True)
+        grids, rows = zip(*(_grid_and_rows(source, request, known, density) for request in requests), strict=True)
         return cls(grids, rows)
 
     @property
@@ -159,96 +112,26 @@ class SequenceWork:
 
     @property
     def blocks(self) -> np.ndarray:
-        """int64[n]: dense blocks of all heads."""
+        """int64[n]: active blocks of all heads."""
         return np.array([int(rows.sum()) for rows in self.row_work], dtype=np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class SequencePlanMetrics:
-    """The numbers of a plan, of one layer's forward pass.
-
-    Attributes:
-        tokens, blocks: int64[world], what each rank holds, and the dense blocks it computes.
-        picoseconds: int64[world], both together as `SequenceCost` has them.
-        rho: ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags.
-        rehomed_bytes: Hidden states that go from the ranks that loaded them to others, once.
-        between_nodes_bytes: Of them, to other nodes.
-        sent_bytes: float64[world], q, k, v and outputs that each rank sends in the bags' exchanges.
-        seconds: Of the slowest bag: its slowest rank's computing, and its exchanges.
-    """
-
-    tokens: np.ndarray
-    blocks: np.ndarray
-    picoseconds: np.ndarray
-    rho: float
-    rehomed_bytes: int
-    between_nodes_bytes: int
-    sent_bytes: np.ndarray
-    seconds: float
-
-    @property
-    def wir(self) -> float:
-        """Workload imbalance ratio (KnapFormer §4.2): most over least of the ranks' costs; infinite with one idle."""
-        least = int(self.picoseconds.min())
-        return int(self.picoseconds.max()) / least if least else float("inf")
-
-
-def even_owners(rows: np.ndarray, ranks: int) -> np.ndarray:
-    """Returns int64[H, nq], the rank of a bag that computes each row, from rows int64[H, nq], dense blocks."""
-    if ranks == 1:
-        return np.zeros(rows.shape, dtype=np.int64)
-    return plan_rows(rows, np.zeros(rows.shape[1], dtype=np.int64), ranks, 1)
-
-
-def evaluate(
-    plan: SequencePlan,
-    work: SequenceWork,
-    loader: np.ndarray,
-    cost: SequenceCost,
-    layer: LayerSize,
-    hardware: Hardware,
-    node_size: int = 8,
-    owners: Callable[[np.ndarray, int], np.ndarray] = even_owners,
-) -> SequencePlanMetrics:
-    """Counts what a plan makes each rank do. Attention is shared by heads and rows within each bag (Ulysses).
-
-    Args:
-        loader: int64[n], the rank that loads each sequence.
-        owners: Shares out a bag's rows over its ranks; see `even_owners`.
-    """
-    topology, token_bytes = plan.topology, layer.head_dim * layer.element_bytes
-    both_ways = np.array([layer.wire.token_bytes(layer.head_dim, layer.element_bytes), token_bytes])
-    lengths = work.tokens
-    tokens, blocks = plan.runs.by_rank(topology.world), np.zeros(topology.world, dtype=np.int64)
-    sent_bytes, rhos, exchanges = np.zeros(topology.world), [1.0], np.zeros(len(topology.ranks))
-    for bag, (first, ranks) in enumerate(zip(topology.first_rank.tolist(), topology.ranks.tolist(), strict=True)):
-        here, own = slice(first, first + ranks), np.flatnonzero(plan.bag == bag)
-        if not len(own):
-            continue
-        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
-        owner = owners(rows, ranks)
-        blocks[here] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
-        if ranks == 1:
-            continue
-        rhos.append(imbalance_ratio(blocks[here]))
-        sent = _sent(owner, [work.grids[one] for one in own], bag_layout(plan, lengths, bag))
-        sent = sent * both_ways[:, None, None]
-        both = sent.sum(axis=0)
-        sent_bytes[here] = both.sum(axis=1) - both.diagonal()
-        exchanges[bag] = sum(_exchange_s(matrix, first, hardware, node_size) for matrix in sent)
-    picoseconds = cost.picoseconds(tokens, blocks)
-    slowest = np.maximum.reduceat(picoseconds, topology.first_rank) / PICO + exchanges
-    moved, apart = plan.runs.moved(loader, node_size)
-    hidden = layer.width * layer.element_bytes
-    return SequencePlanMetrics(
-        tokens, blocks, picoseconds, max(rhos), moved * hidden, apart * hidden, sent_bytes, float(slowest.max())
-    )
+def _grid_and_rows(
+    source: MaskSource, request: MaskRequest, known: WorkOfSizes, density: float
+) -> tuple[BlockGrid, np.ndarray]:
+    """Returns a request's grid and int64[H, nq]; at least one block in each row of a mask that is not known yet."""
+    if isinstance(source, DenseSource) or source.changes == "per_call":
+        grid = source.grid(request)
+        return grid, np.full((request.heads, grid.nq), max(1, round(grid.nk * density)), dtype=np.int64)
+    if request not in known:
+        mask = source.mask(request)
+        known[request] = mask.grid, mask.counts.rows
+    return known[request]
 
 
 def fastest_bags(
     plan: Callable[[BagTopology], SequencePlan],
     work: SequenceWork,
-    loader: np.ndarray,
     cost: SequenceCost,
     layer: LayerSize,
     hardware: Hardware,
@@ -260,17 +143,15 @@ def fastest_bags(
 
     With `slack`, that is the first plan that takes at most this share more than the best. Small bags come first.
 
-    Deterministic: ranks with equal arguments choose the same.
-
     Args:
-        plan: Shares out the sequences over bags; raises UserError where none can hold one.
-        work: See `evaluate`, as for loader, cost, layer and hardware.
+        plan: Assigns the sequences to bags; raises UserError where no bag can hold a sequence.
+        work: See `slowest_bag_s`, as for cost, layer and hardware.
         world: Number of ranks.
-        node_size: Of them on a node.
+        node_size: Number of ranks on each node.
         slack: What smaller bags may cost, as their exchanges are smaller, if the constants know nothing of exchanges.
 
     Raises:
-        UserError: Where no topology can hold the sequences.
+        UserError: If no topology can hold the sequences.
     """
     plans: list[SequencePlan] = []
     refused: UserError | None = None
@@ -281,52 +162,79 @@ def fastest_bags(
             refused = error
     if refused is not None and not plans:
         raise refused
-    seconds = [evaluate(one, work, loader, cost, layer, hardware, node_size).seconds for one in plans]
+    seconds = [slowest_bag_s(one, work, cost, layer, hardware, node_size) for one in plans]
     most = min(seconds) * (1 + slack)
     return next(plan for plan, one in zip(plans, seconds, strict=True) if one <= most)
 
 
-def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
-    """Which of all ranks holds which token of all sequences, packed one after another.
+def slowest_bag_s(
+    plan: SequencePlan,
+    work: SequenceWork,
+    cost: SequenceCost,
+    layer: LayerSize,
+    hardware: Hardware,
+    node_size: int,
+) -> float:
+    """Returns seconds of one layer's forward pass in the slowest bag: its slowest rank's compute, and its exchanges.
 
-    A rank has its tokens at the places that `bag_layout` gives them.
+    Heads and rows are shared within each bag (Ulysses).
     """
-    rank, local = plan.runs.token_homes(tokens)
+    topology, slowest_s = plan.topology, 0.0
+    tokens = plan.runs.by_rank(topology.world)
+    for bag, (first, ranks) in enumerate(zip(topology.first_rank.tolist(), topology.ranks.tolist(), strict=True)):
+        own = np.flatnonzero(plan.bag == bag)
+        if not len(own):
+            continue
+        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
+        owner = balanced_owners(rows, ranks)
+        blocks = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
+        seconds = int(cost.picoseconds(tokens[first : first + ranks], blocks).max()) / PICO
+        if ranks > 1:
+            nodes = (np.arange(first, first + ranks) // node_size).tolist()
+            require_network(hardware, nodes)
+            sent = sent_in_bag(owner, [work.grids[one] for one in own], bag_layout(plan, work.tokens, bag), layer)
+            seconds += sum(exchange_s(matrix, hardware.constants, nodes) for matrix in sent)
+        slowest_s = max(slowest_s, seconds)
+    return slowest_s
+
+
+def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
+    """Returns the layout of all sequences, of int64[n] tokens, on all ranks, equal to `bag_layout` in each bag."""
+    rank, local = plan.runs.positions(tokens)
     return SequenceLayout(rank, local, plan.topology.world, int(local.max()) + 1)
 
 
 def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:
-    """Which of a bag's ranks holds which token of its sequences, packed one after another in their order.
+    """Returns the layout of a bag's sequences, packed one after another in their order, on the bag's ranks.
 
     Raises UserError for a bag without sequences.
 
     Args:
         tokens: int64[n], of all sequences.
     """
-    own = np.flatnonzero(plan.bag == bag)
-    if not len(own):
+    sequences, runs = np.flatnonzero(plan.bag == bag), plan.runs
+    if not len(sequences):
         raise UserError(f"bag {bag} of {plan.topology} has no sequences, hence no layout; leave it out")
-    first, ranks = int(plan.topology.first_rank[bag]), int(plan.topology.ranks[bag])
-    runs = plan.runs.within(own, first)
-    rank, local = runs.token_homes(tokens[own])
-    return SequenceLayout(rank, local, ranks, int(local.max()) + 1)
+    own = np.flatnonzero(np.isin(runs.sequence, sequences))
+    number = np.searchsorted(sequences, runs.sequence[own])
+    rank = runs.rank[own] - plan.topology.first_rank[bag]
+    rank, local = TokenRuns(number, runs.start[own], runs.length[own], rank).positions(tokens[sequences])
+    return SequenceLayout(rank, local, int(plan.topology.ranks[bag]), int(local.max()) + 1)
 
 
-def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> np.ndarray:
-    """float64[2, b, b]: tokens of one head from rank (row) to rank (column), to owners and back."""
+def balanced_owners(rows: np.ndarray, ranks: int) -> np.ndarray:
+    """Returns int64[H, nq], the rank of a bag that computes each row, from rows int64[H, nq], active blocks."""
+    if ranks == 1:
+        return np.zeros(rows.shape, dtype=np.int64)
+    return plan_rows(rows, np.zeros(rows.shape[1], dtype=np.int64), ranks, 1)
+
+
+def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout, layer: LayerSize) -> np.ndarray:
+    """Returns float64[2, b, b]: bytes from rank (row) to rank (column) in the exchanges to owners and back."""
     grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
-    home = np.zeros(grid.nk, dtype=np.int64)
-    chunks, not_counted = Chunks.of_heads(owner, home, strategy), np.zeros(layout.world, dtype=np.int64)
-    plan = Plan(strategy, grid, owner, chunks, planner="contiguous", work=not_counted)
-    traffic = traffic_of(plan, layout)
-    return np.stack([traffic.dispatch, traffic.combine])
-
-
-def _exchange_s(sent: np.ndarray, first: int, hardware: Hardware, node_size: int) -> float:
-    """Seconds of an all-to-all in a bag that begins with rank `first`, from sent float64[b, b], bytes."""
-    before, ranks = first % node_size, len(sent)
-    if before + ranks <= node_size:
-        return exchange_s(sent, hardware.constants, Topology(ranks, ranks))
-    topology = Topology(before + ranks, node_size)  # the ranks before it in its node send nothing
-    require_network(hardware, topology)
-    return exchange_s(np.pad(sent, ((before, 0), (before, 0))), hardware.constants, topology)
+    chunks = Chunks.of_heads(owner, np.zeros(grid.nk, dtype=np.int64), strategy)
+    not_counted = np.zeros(layout.world, dtype=np.int64)
+    traffic = traffic_of(Plan(strategy, grid, owner, chunks, "contiguous", not_counted), layout)
+    token_bytes = layer.head_dim * layer.element_bytes
+    to_owners = traffic.dispatch * layer.wire.token_bytes(layer.head_dim, layer.element_bytes)
+    return np.stack([to_owners, traffic.queries.T * token_bytes])

@@ -37,7 +37,7 @@ class ShardSegments:
     length: np.ndarray
 
     def tokens_by_ring(self, blocks: int, strategy: Strategy) -> np.ndarray:
-        """int64[blocks, ring]: tokens of each block that each ring rank holds."""
+        """Returns int64[blocks, ring]: tokens of each block that each ring rank holds."""
         tokens = np.zeros((blocks, strategy.ring), dtype=np.int64)
         np.add.at(tokens, (self.block, self.rank // strategy.ulysses), self.length)
         return tokens
@@ -99,12 +99,12 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, tokens: int, world: int) -> SequenceLayout:
-        """Rank r holds the r-th run of ceil(tokens / world) tokens, in token order."""
+        """Gives rank r the r-th run of ceil(tokens / world) tokens, in token order."""
         return cls.from_streams([np.arange(tokens)], world)
 
     @classmethod
     def whole_sequences(cls, lengths: Sequence[int], ranks: Sequence[int], world: int) -> SequenceLayout:
-        """Each sequence of a packed grid is whole on one rank, as data loaders leave them; a rank may have none.
+        """Leaves each sequence of a packed grid whole on one rank, as data loaders do; a rank may have none.
 
         A rank holds its sequences in the order given. All ranks have as many places as the fullest.
 
@@ -159,7 +159,7 @@ class SequenceLayout:
         return cls.from_streams(parts[streams], strategy.world)
 
     def with_streams(self, text: np.ndarray, streams: Streams) -> SequenceLayout:
-        """The same tokens on each rank, those of text at its first or last places; as it is for None.
+        """Returns the same tokens on each rank, those of text at its first or last places; as it is for None.
 
         Args:
             text: bool[tokens], which tokens are text.
@@ -185,13 +185,13 @@ class SequenceLayout:
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def tokens_at(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(canonical position, place) of the tokens that `rank` holds, int64[n] each, by place."""
+        """Returns (canonical position, place) of the tokens that `rank` holds, int64[n] each, by place."""
         here = np.flatnonzero(self.rank == rank)
         here = here[np.argsort(self.local[here])]
         return here, self.local[here]
 
     def segments(self, axis: BlockAxis, token_permutation: np.ndarray | None = None) -> ShardSegments:
-        """The segments of an axis's blocks, whose tokens are in the order of int64[tokens] `token_permutation`."""
+        """Returns the segments of an axis's blocks, whose tokens are in order `token_permutation`, int64[tokens]."""
         rank, local, block = self.rank, self.local, axis.block_of
         if token_permutation is not None:
             rank, local = rank[token_permutation], local[token_permutation]
@@ -201,7 +201,7 @@ class SequenceLayout:
         return ShardSegments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
     def block_segments(self, grid: BlockGrid, order: Order) -> tuple[ShardSegments, ShardSegments]:
-        """The segments of a grid's query blocks and of its KV blocks in one token order; computed once."""
+        """Returns the segments of a grid's query blocks and of its KV blocks in one token order; computed once."""
         key = grid, order
         if key not in self._segments:
             permutation = grid.token_permutation(order)

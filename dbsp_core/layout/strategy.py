@@ -46,7 +46,7 @@ class Strategy:
 
     @classmethod
     def all_for(cls, world: int) -> tuple[Strategy, ...]:
-        """Every UxRy with x·y = world, only Ulysses first."""
+        """Returns every UxRy with x·y = world, only Ulysses first."""
         if world < 1:
             raise UserError(f"the number of GPUs must be at least 1, got {world}")
         return tuple(cls(x, world // x) for x in range(world, 0, -1) if world % x == 0)

@@ -43,7 +43,7 @@ class CoarseBranch:
     gate: torch.Tensor
 
     def __repr__(self) -> str:
-        """The same on all ranks."""
+        """Returns the same text on all ranks."""
         return "CoarseBranch()"
 
     def add_to(self, out: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class BlockMask:
 
     @classmethod
     def dense(cls, heads: int, grid: BlockGrid) -> BlockMask:
-        """Every block of every head, within each sequence of a packed grid."""
+        """Returns every block of every head, within each sequence of a packed grid."""
         return cls(torch.ones(_shape(grid, heads), dtype=torch.bool, device="cpu"), grid)
 
     @classmethod
@@ -151,7 +151,7 @@ class BlockMask:
         return int(self.bits.sum()) / self.bits.numel()
 
     def square(self, heads: int | slice | np.ndarray = slice(None)) -> torch.Tensor:
-        """bool[..., nq, nk] of some heads, False between sequences, to show or check a mask."""
+        """Returns bool[..., nq, nk] of some heads, False between sequences, to show or check a mask."""
         if not self.grid.packed_from:
             return self.bits[heads]
         chosen = [part.bits[heads] for part in self.parts]
@@ -202,7 +202,7 @@ def require_mask(mask: object) -> None:
 
 
 def _shape(grid: BlockGrid, heads: int) -> tuple[int, ...]:
-    """Shape of a mask's bits."""
+    """Returns the shape of a mask's bits."""
     return (heads * grid.pairs,) if grid.packed_from else (heads, grid.nq, grid.nk)
 
 
@@ -219,7 +219,7 @@ def _with_version(bits: torch.Tensor | np.ndarray) -> torch.Tensor:
 
 
 def row_places(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """Places of rows, given by head and query block, in a mask's `row_bits`; all int64[n].
+    """Returns the places of rows, given by head and query block, in a mask's `row_bits`; all int64[n].
 
     A place is a row's number, or in a packed mask its first bit.
     """

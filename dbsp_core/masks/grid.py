@@ -49,7 +49,7 @@ def require_order(order: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
-    """Read-only int64[t·h·w]: the (t, h, w) position of each video token in `order`.
+    """Returns read-only int64[t·h·w]: the (t, h, w) position of each video token in `order`.
 
     Order "tile:TxHxW" (Sliding Tile Attention) is tile after tile in (t, h, w) order, and so within each tile; tiles
     at the far sides are smaller. Raises UserError for an unknown order.
@@ -68,7 +68,7 @@ def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
 
 
 def tile_lengths(order: str, thw: tuple[int, int, int]) -> np.ndarray:
-    """int64[tiles]: tokens of each tile of a video in order "tile:TxHxW"; raises UserError for other orders."""
+    """Returns int64[tiles]: tokens of each tile of a video in order "tile:TxHxW"; UserError for other orders."""
     tiles = _TILES.fullmatch(order)
     if tiles is None:
         raise UserError(f"blocks of whole tiles need an order such as 'tile:4x4x4', got {order!r}")
@@ -207,7 +207,7 @@ class BlockGrid:
 
     @classmethod
     def uniform(cls, tokens: int, block: int = 64, text_tokens: int = 0) -> BlockGrid:
-        """A grid of blocks of one size; `tokens` counts text and video."""
+        """Returns a grid of blocks of one size; `tokens` counts text and video."""
         return cls(tokens, text_tokens, block, block)
 
     @classmethod
@@ -268,7 +268,7 @@ class BlockGrid:
         return sum(grid.nq * grid.nk for grid in self.sequences)
 
     def with_orders(self, orders: Sequence[Order]) -> BlockGrid:
-        """The same tokens in other orders, one for all heads or one per head."""
+        """Returns the same tokens in other orders, one for all heads or one per head."""
         if not self.packed_from:
             return replace(self, orders=tuple(orders))
         sequences = []
@@ -283,11 +283,11 @@ class BlockGrid:
         return self.orders[0] if len(set(self.orders)) == 1 else None
 
     def order_of(self, head: int) -> Order:
-        """The order of one head."""
+        """Returns the order of one head."""
         return self.orders[head if len(self.orders) > 1 else 0]
 
     def order_groups(self, heads: int) -> list[tuple[Order, np.ndarray]]:
-        """(order, int64 heads that have it) for every order, by the first head that has it."""
+        """Returns (order, int64 heads that have it) for every order, by the first head that has it."""
         if self.common_order is not None:
             return [(self.common_order, np.arange(heads))]
         having: dict[Order, list[int]] = {}
@@ -296,7 +296,7 @@ class BlockGrid:
         return [(order, np.array(numbers)) for order, numbers in having.items()]
 
     def token_permutation(self, order: Order) -> np.ndarray:
-        """int64[tokens]: canonical position (text, then video in (t, h, w)) of each token in `order`."""
+        """Returns int64[tokens]: canonical position (text, then video in (t, h, w)) of each token in `order`."""
         if isinstance(order, str):
             if order == CANONICAL or self.thw is None:
                 return np.arange(self.tokens)
@@ -334,7 +334,7 @@ class BlockGrid:
 def _packed_sizes(
     sequences: tuple[BlockGrid, ...],
 ) -> tuple[int, int, int, int, None, tuple[Order, ...]]:
-    """The fields of a grid packed from sequences with one block size. Raises UserError where heads differ."""
+    """Returns the fields of a grid packed from sequences with one block size. Raises UserError where heads differ."""
     heads = sorted({len(grid.orders) for grid in sequences} - {1})
     if len(heads) > 1:
         raise UserError(

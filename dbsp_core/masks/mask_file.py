@@ -31,20 +31,20 @@ __all__ = [
 
 
 def block_counts(grid: BlockGrid) -> tuple[int, int]:
-    """(nq, nk), computed without the grid's arrays, as a file's numbers may be absurd."""
+    """Returns (nq, nk), computed without the grid's arrays, as a file's numbers may be absurd."""
     segments = [part for one in grid.sequences for part in (one.text_tokens, one.tokens - one.text_tokens)]
     nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
     return nq, nk
 
 
 def head_values(grid: BlockGrid, packed: bool) -> int:
-    """Number of values that a file has for one head."""
+    """Returns the number of values that a file has for one head."""
     counts = map(block_counts, grid.sequences)
     return sum(nq * (-(-nk // 8) if packed else nk) for nq, nk in counts)
 
 
 def mask_values(bits: torch.Tensor, grid: BlockGrid, packed: bool) -> np.ndarray:
-    """uint8, the values of a `BlockMask`'s bits; in one dimension for packed sequences.
+    """Returns the values of a `BlockMask`'s bits, uint8; in one dimension for packed sequences.
 
     `packed`: eight blocks of a row in a byte, the first of which is the most significant bit.
     """
@@ -54,7 +54,7 @@ def mask_values(bits: torch.Tensor, grid: BlockGrid, packed: bool) -> np.ndarray
 
 
 def mask_bits(values: np.ndarray, grid: BlockGrid, heads: int, packed: bool) -> torch.Tensor:
-    """The bits of a `BlockMask`: the inverse of `mask_values`. Bits beyond a row's last block are ignored."""
+    """Returns the bits of a `BlockMask`, as `mask_values` takes them. Bits beyond a row's last block are ignored."""
     if not packed:
         return torch.from_numpy(values).bool()
     sizes = [heads * head_values(one, packed=True) for one in grid.sequences]
@@ -174,7 +174,7 @@ class MaskFile:
         return shape
 
     def _order_table(self, names: list[str], index: np.ndarray | None) -> np.ndarray:
-        """str[..., heads or 1, sequences or 1]: the token orders of each head, after checking them."""
+        """Returns str[..., heads or 1, sequences or 1]: the token orders of each head, after checking them."""
         leading = (*self._shape[: len(self._shape) - self._own], self.heads)
         each = (len(self.grid.sequences),) if self.grid.packed_from else ()
         table = np.zeros(1, dtype=np.uint8) if index is None else index
@@ -220,14 +220,14 @@ class MaskFile:
         return self._shape[-3] if self._own == 3 else self._shape[-1] // head_values(self.grid, self.packed)
 
     def orders(self, layer: int, group: int = 0) -> Orders:
-        """The token order of each head, or one for all heads."""
+        """Returns the token order of each head, or one for all heads."""
         table = self._orders
         table = table[group] if table.ndim == 4 else table
         table = table[layer] if table.ndim == 3 else table
         return one_or_each(_orders_of(table.tolist()))
 
     def layer(self, index: int, group: int = 0) -> BlockMask:
-        """The mask of one layer.
+        """Returns the mask of one layer.
 
         Args:
             index: The layer; ignored where all layers have the same mask.
@@ -255,7 +255,7 @@ class MaskFile:
 
 
 def one_or_each(orders: Sequence[Order]) -> Orders:
-    """One order if all heads have the same, otherwise one per head."""
+    """Returns one order if all heads have the same, otherwise one per head."""
     return (orders[0],) if len(set(orders)) == 1 else tuple(orders)
 
 

@@ -77,7 +77,7 @@ class MaskLayout:
         return groups + layers
 
     def metadata(self) -> tuple[dict[str, str], ByteTensor | None]:
-        """The file's metadata, and its tensor `orders` where heads or layers differ."""
+        """Returns the file's metadata, and its tensor `orders` where heads or layers differ."""
         texts = {key: str(getattr(self.grid, key)) for key in SIZES}
         if self.grid.thw is not None:
             texts["thw"] = ",".join(map(str, self.grid.thw))
@@ -167,6 +167,6 @@ def save_mask(
 
 
 def mask_file_bytes(mask: BlockMask) -> bytes:
-    """The content of a packed mask file with one mask for all layers; without a coarse branch, if it has one."""
+    """Returns the content of a packed mask file with one mask for all layers, without its coarse branch if any."""
     layout = MaskLayout(mask.grid.with_orders((CANONICAL,)), mask.heads, orders=(mask.grid.orders,))
     return b"".join(_mask_file_pieces(layout, [mask.bits], packed=True))

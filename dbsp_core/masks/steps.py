@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from dbsp_core.utils.errors import UserError, in_short, require_value
 
-__all__ = ["MOST_PASSES", "DenoisingStep", "DenseSchedule", "Progress", "StepClock", "StepCounter", "StepGroups"]
+__all__ = ["MOST_PASSES", "DenoisingStep", "DenseSchedule", "Progress", "StepClock", "StepGroups", "first_value"]
 
 
 _RANGE = re.compile(r"\s*(\d{1,9})(?:(-)(\d{0,9}))?\s*")
@@ -69,7 +72,7 @@ class StepGroups:
         return ",".join(f"{a}-{'' if b is None else b - 1}" for a, b in zip(self.starts, ends, strict=True))
 
     def find(self, step: int) -> int | None:
-        """The group of a step; None for a dense step before the first. Raises UserError beyond the last."""
+        """Returns the group of a step; None for a dense step before the first. Raises UserError beyond the last."""
         if self.end is not None and step >= self.end:
             raise UserError(
                 f"has masks for steps {self.starts[0]} to {self.end - 1} (groups {self}), none for step {step}"
@@ -105,17 +108,24 @@ class Progress(NamedTuple):
 
 
 @dataclass
-class StepCounter:
-    """Counts the steps and guidance passes of one generation.
+class StepClock:
+    """Counts the steps and guidance passes of one generation after another.
 
     Where the host gives an index, it decides. Otherwise timesteps fall from step to step and rise with a new
     denoising. Where a timestep is repeated, as some schedulers do (Heun), the next step begins with a guidance pass
     that this one has had; if the host does not name the pass, each is taken for another one of the same step, up to
     `MOST_PASSES`. More are passes of further generations of one step, which begin with the first pass again.
     Timesteps that become equal by rounding to bfloat16 cannot be distinguished without an index.
+
+    Attributes:
+        progress: Returns the host's progress.
+        shared: Whether several transformers of a generation advance it; each must then do so at every forward pass.
     """
 
+    progress: Callable[[], Progress] = Progress
+    shared: bool = False
     now: DenoisingStep = field(default_factory=DenoisingStep)
+    _generation: object = None
     _timestep: float | None = None
     _index: int | None = None
     _first_index: int = 0
@@ -123,21 +133,17 @@ class StepCounter:
     _branches: set[int] = field(default_factory=set)
     """Guidance passes of the current step."""
 
-    def advance(
-        self,
-        timestep: Callable[[], float] | float,
-        cfg_branch: int | None = None,
-        index: int | None = None,
-        first_index: int | None = None,
-    ) -> DenoisingStep:
+    def advance(self, timestep: Callable[[], float] | float, cfg_branch: int | None = None) -> DenoisingStep:
         """Counts a forward pass and returns its step. A `timestep` that is a function is called only without index."""
-        if index is None:
+        host = self.progress()
+        if host.generation is not self._generation:  # the last may have failed at the step with which this one begins
+            self._generation, self._timestep, self.now = host.generation, None, DenoisingStep()
+            self._restart()
+        if host.step_index is None:
             step = self._by_timestep(timestep() if callable(timestep) else timestep, cfg_branch)
         else:
-            step = self._by_index(index, first_index)
-        if step != self.now.step:
-            self._branches = set()
-        if cfg_branch is None and len(self._branches) >= MOST_PASSES:
+            step = self._by_index(host.step_index, host.first_index)
+        if step != self.now.step or (cfg_branch is None and len(self._branches) >= MOST_PASSES):
             self._branches = set()
         self.now = DenoisingStep(step, len(self._branches) if cfg_branch is None else cfg_branch)
         self._branches.add(self.now.cfg_branch)
@@ -166,27 +172,31 @@ class StepCounter:
         self._index, self._branches = None, set()
 
 
-@dataclass
-class StepClock:
-    """Counts the steps of one generation after another.
+MOST_VALUES = 1 << 16
+"""Values of a schedule that are copied to the host, at most."""
+_schedules: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Each schedule's version and values. A scheduler makes a new one for each generation."""
 
-    Attributes:
-        progress: Returns the host's progress.
-        shared: Whether several transformers of a generation advance it; each must then do so at every forward pass.
+
+def first_value(values: torch.Tensor | float) -> float:
+    """Returns the first element.
+
+    A view, such as `timesteps[i].expand(batch)`, is looked up in a copy of all that it is a view of. So a schedule is
+    read once, and waits for its device once, however many of its elements are asked for. In inference mode tensors do
+    not tell what they are views of: there each is read by itself.
     """
-
-    progress: Callable[[], Progress] = Progress
-    shared: bool = False
-    _counter: StepCounter = field(default_factory=StepCounter)
-    _generation: object = None
-
-    def advance(self, timestep: Callable[[], float] | float, cfg_branch: int | None = None) -> DenoisingStep:
-        """Counts a forward pass and returns its step; see `StepCounter.advance`."""
-        now = self.progress()
-        if now.generation is not self._generation:
-            # The last generation may have failed at the step with which this one begins.
-            self._generation, self._counter = now.generation, StepCounter()
-        return self._counter.advance(timestep, cfg_branch, now.step_index, now.first_index)
+    if not isinstance(values, torch.Tensor):
+        return float(values)
+    base = values if values._base is None else values._base
+    place = values.storage_offset() - base.storage_offset()
+    plain = base.is_contiguous() and base.dtype == values.dtype and 0 <= place < base.numel() <= MOST_VALUES
+    if base.is_inference() or not plain:
+        return float(values[(0,) * values.ndim])
+    known = _schedules.get(base)
+    if known is None or known[0] != base._version:
+        known = base._version, base.flatten().tolist()
+        _schedules[base] = known
+    return float(known[1][place])
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Pipeline:
     images: tuple[int, int] = (0, 0)
 
     def frames_complaint(self, frames: int) -> str | None:
-        """What is wrong with a number of frames, which such a pipeline would change or refuse; None: nothing."""
+        """Says what is wrong with a number of frames, which such a pipeline would change or refuse; None: nothing."""
         if frames > 0 and (frames - 1) % self.frame_stride == 0:
             return None
         less = max(0, (frames - 1) // self.frame_stride) * self.frame_stride + 1
@@ -48,7 +48,7 @@ PIPELINES = {
 def token_grid(
     num_frames: int, height: int, width: int, patch_frames: int, token_pixels: int = TOKEN_PIXELS
 ) -> tuple[int, int, int]:
-    """Frames, rows and columns of the tokens of a video, whose size is given in frames and pixels."""
+    """Returns the frames, rows and columns of the tokens of a video, whose size is given in frames and pixels."""
     latent_frames = (num_frames - 1) // 4 + 1  # all models' VAEs make one latent frame of 4, after the first
     return -(-latent_frames // patch_frames), height // token_pixels, width // token_pixels
 
@@ -78,7 +78,7 @@ class ModelSignature:
         return PIPELINES[self.pipeline].images if self.pipeline in PIPELINES else (0, 0)
 
     def images_complaint(self, given: int) -> str | None:
-        """What is wrong with a number of images; None: nothing."""
+        """Says what is wrong with a number of images; None: nothing."""
         least, most = self.images
         if least <= given <= most:
             return None
@@ -89,12 +89,12 @@ class ModelSignature:
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:
-    """The variant of a pipeline with one transformer or `two`, whose model_index.json is `index`."""
+    """Returns the variant of a pipeline with one transformer or `two`, whose model_index.json is `index`."""
     return "ti2v" if index.get("expand_timesteps") else "two" if two else ""
 
 
 def model_signature(pipeline: str, config: Mapping[str, Any], variant: Variant = "") -> ModelSignature:
-    """The signature of a transformer.
+    """Returns the signature of a transformer.
 
     Args:
         pipeline: Its pipeline's class name.

@@ -233,25 +233,25 @@ TINY_MODELS = {
 
 
 def find_model_spec(name: str) -> ModelSpec | None:
-    """The model of that name, upper or lower case, or None."""
+    """Returns the model of that name, upper or lower case, or None."""
     wanted = name.casefold()
     return next((s for s in MODEL_SPECS.values() if wanted in {known.casefold() for known in s.names}), None)
 
 
 def tiny_architecture(model: str) -> str | None:
-    """The key of `TINY_MODELS` that a model's name asks for ("tiny-wan": "wan"), or None."""
+    """Returns the key of `TINY_MODELS` that a model's name asks for ("tiny-wan": "wan"), or None."""
     name = model.removeprefix(TINY)
     return name if model.startswith(TINY) and name in TINY_MODELS and not Path(model).exists() else None
 
 
 def signature_of_name(name: str) -> ModelSignature | None:
-    """The signature of a published or tiny model of this name; None where there is none."""
+    """Returns the signature of a published or tiny model of this name; None where there is none."""
     spec, tiny = find_model_spec(name), tiny_architecture(name)
     return spec.signature if spec is not None else None if tiny is None else TINY_MODELS[tiny]
 
 
 def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
-    """The signature of a model by its name, or of a local folder in diffusers' form; None for what is neither."""
+    """Returns the signature of a model by its name, or of a local folder in diffusers' form, or None for neither."""
     text = os.fspath(model)
     known = signature_of_name(text)
     if known is not None:
@@ -266,12 +266,12 @@ def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
 
 
 def published_model(signature: ModelSignature) -> ModelSpec | None:
-    """The first published model that has this signature, or None."""
+    """Returns the first published model that has this signature, or None."""
     return next((spec for spec in MODEL_SPECS.values() if spec.signature == signature), None)
 
 
 def model_title(signature: ModelSignature) -> str:
-    """A model in words: its name where it is known, else its pipeline and sizes."""
+    """Returns a model in words: its name where it is known, else its pipeline and sizes."""
     spec = published_model(signature)
     if spec is not None:
         return spec.name

@@ -1,4 +1,4 @@
-"""Bags, which are groups of ranks that share their sequences, in KnapFormer's notation (§3.2)."""
+"""Bags, the rank subgroups that share their sequences, in KnapFormer's notation (§3.2)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import groupby
 
 import numpy as np
 
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, blame_setting, require_value
 
-__all__ = ["BagTopology", "parse_terms"]
+__all__ = ["AUTO", "BagConfig", "BagTopology"]
 
 _TERM = re.compile(r"g(\d{1,9})n(\d{1,9})", re.IGNORECASE)
 
@@ -47,7 +47,7 @@ class BagTopology:
         Raises:
             UserError: When the text is not of that form, or its unit does not divide the ranks; says what would fit.
         """
-        counts = parse_terms(text)
+        counts = _parse_terms(text)
         unit = sum(size * number for size, number in counts)
         if unit > world or world % unit:
             fits = ", ".join(f"g{size}n{world // size}" for size in range(1, world + 1) if world % size == 0)
@@ -57,15 +57,8 @@ class BagTopology:
         return cls(tuple(size for size, number in counts for _ in range(number)), world // unit)
 
     @classmethod
-    def nodes(cls, world: int, node_size: int = 8) -> BagTopology:
-        """One bag a node; the last node may have fewer ranks."""
-        if world < 1 or node_size < 1:
-            raise UserError(f"bags need at least one rank and one rank a node, got {world} and {node_size}")
-        return cls(tuple(min(node_size, world - first) for first in range(0, world, node_size)))
-
-    @classmethod
     def candidates(cls, world: int, node_size: int = 8) -> Iterator[BagTopology]:
-        """Topologies of one unit to choose from: bags of one size, and nodes all cut alike into several sizes.
+        """Yields topologies of one unit to choose from: bags of one size, and nodes all cut alike into several sizes.
 
         Sizes within nodes divide the node; those beyond are whole nodes.
         """
@@ -110,8 +103,8 @@ class BagTopology:
         return math.lcm(*self.sizes)
 
 
-def parse_terms(text: str) -> list[tuple[int, int]]:
-    """(ranks of a bag, number of such bags) of each term. Raises UserError for text that is not of the form."""
+def _parse_terms(text: str) -> list[tuple[int, int]]:
+    """Returns (ranks of a bag, number of such bags) of each term. Raises UserError for other text."""
     terms = [_TERM.fullmatch(term.strip()) for term in text.split("+")]
     counts = [(int(term[1]), int(term[2])) for term in terms if term is not None]
     if len(counts) < len(terms) or any(min(pair) < 1 for pair in counts):
@@ -123,9 +116,38 @@ def parse_terms(text: str) -> list[tuple[int, int]]:
 
 
 def _partitions(total: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to write `total` as a sum of `sizes`, which fall."""
+    """Yields every way to write `total` as a sum of `sizes`, which fall."""
     if total == 0:
         yield ()
     for place, size in enumerate(sizes):
         if size <= total:
             yield from ((size, *rest) for rest in _partitions(total - size, sizes[place:]))
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class BagConfig:
+    """Settings of how several sequences are shared by the ranks. Raises SettingError for values out of range.
+
+    Attributes:
+        topology: Bags as KnapFormer writes them, such as "g8n4"; "auto": those with the least modelled forward time
+            for the first sequences, chosen again whenever later sequences do not fit.
+        max_tokens: Number of tokens that a rank can hold; None: any number.
+    """
+
+    topology: str = AUTO
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        with blame_setting("topology"):
+            if self.topology != AUTO:
+                _parse_terms(self.topology)
+        fits = self.max_tokens is None or self.max_tokens >= 1
+        require_value(self, "max_tokens", fits, "must be at least 1; leave it out for no limit", "bags.")
+
+    def require_ranks(self, world: int) -> None:
+        """Raises UserError for a topology that does not fit the ranks."""
+        if self.topology != AUTO:
+            BagTopology.parse(self.topology, world)

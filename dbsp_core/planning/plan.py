@@ -16,9 +16,9 @@ from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.planners import (
-    PlannerConfig,
     Problem,
     balanced_majority_rank,
+    head_price,
     imbalance_ratio,
     majority_rank,
     require_planner,
@@ -244,7 +244,7 @@ class Plan:
 def make_plan(
     mask: BlockMask,
     strategy: Strategy | str,
-    planner: PlannerConfig | str = "dbsp",
+    planner: str = "dbsp",
     *,
     layout: SequenceLayout | None = None,
     compare: bool = True,
@@ -256,7 +256,7 @@ def make_plan(
     Args:
         mask: Its dense blocks, on any device.
         strategy: How many ranks share heads and how many form a ring, such as "U4R2" (paper §2.3).
-        planner: A name from `dbsp_core.planning.planners.PLANNERS`, or that and what else it is told.
+        planner: A name from `dbsp_core.planning.planners.PLANNERS`.
         layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or "needed":
@@ -294,7 +294,7 @@ def plan_from_counts(
     row_work: np.ndarray,
     grid: BlockGrid,
     strategy: Strategy | str,
-    planner: PlannerConfig | str = "dbsp",
+    planner: str = "dbsp",
     *,
     layout: SequenceLayout | None = None,
     compare: bool = True,
@@ -308,7 +308,7 @@ def plan_from_counts(
         runs: Whether planner "dbsp" cuts rows into runs of tokens, for plans that send needed keys only.
     """
     strategy, wire = Strategy.parse(strategy), require_wire_format(precision)
-    config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
+    assign = require_planner(planner).assign
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise UserError(
@@ -316,12 +316,13 @@ def plan_from_counts(
             f"tokens on {strategy.world}; build it from the same grid and strategy"
         )
     q_home, k_home = majority_ring_ranks(layout, grid, len(row_work), strategy)
-    problem = Problem(strategy, row_work, q_home, block_positions(grid) if runs else None)
+    position, price = (block_positions(grid), 0) if runs else (None, head_price(grid, strategy))
+    problem = Problem(strategy, row_work, q_home, price, position)
     start = time.perf_counter()
-    owner = require_planner(config.name).assign(problem, config)
+    owner = assign(problem)
     chunks = Chunks.of_heads(owner, k_home, strategy)
     plan_ms = (time.perf_counter() - start) * 1e3
-    plan = Plan(strategy, grid, owner, chunks, config.name, np.zeros(strategy.world, dtype=np.int64), wire)
+    plan = Plan(strategy, grid, owner, chunks, planner, np.zeros(strategy.world, dtype=np.int64), wire)
     return replace(plan.counted(row_work, compare=compare), moved=_moved(plan, layout), plan_ms=plan_ms)
 
 

@@ -1,32 +1,60 @@
-"""The sparse imbalance ratio ρ_s (paper §3.2) of ranks' totals, and what no plan can beat. Only numpy."""
+"""The planners: ours, the paper's, plain sequence parallelism and xDiT's; ρ_s and its bound. Only numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
-from dbsp_core.planning.rows import plan_rows
-from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short, why_removed
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.chunks import columns_of_heads
+from dbsp_core.planning.heads import assign_heads, contiguous_heads, greedy_heads, snake_heads
+from dbsp_core.planning.rows import level_rows, load_limit
+from dbsp_core.utils.errors import UserError, in_short, why_removed
 
 __all__ = [
     "PLANNERS",
-    "PaperConfig",
     "Planner",
-    "PlannerConfig",
     "Problem",
     "balanced_majority_rank",
     "biased_greedy",
     "bins_bound",
+    "head_price",
     "imbalance_ratio",
     "majority_rank",
+    "paper",
+    "plan_rows",
     "require_planner",
     "rho_bound",
     "work_by_rank",
 ]
+
+KEY_PRICE = 2048
+"""Scores that take as long as receiving one token's key and value of one head, where no kernel hides the receipt.
+
+FLOP/s · (1 / bytes/s of an all-to-all + 1 / bytes/s of packing), for 2-byte elements: 4·D bytes a token come, and a
+score takes 4·D FLOP. By the constants in configs/hardware: 1,850 on an H200, 1,953 on an H100, 2,157 on an A800 and
+3,995 on an H800; docs/results/even.md shows how little plans differ between them.
+"""
+MOST_PRICE = 50
+"""The price of a head is at most this part, a fiftieth, of a rank's mean work.
+
+Short videos and single heads of a model would otherwise stay uneven for the sake of keys whose price is known to a
+factor of two at best. By the same model of time that costs 1 % on average; see docs/results/even.md.
+"""
+COLUMN_SHARE = 0.5
+"""Share of a hybrid's tolerance that its Ulysses ranks may take; the rest is for the rows of each."""
+
+
+def head_price(grid: BlockGrid, strategy: Strategy) -> int:
+    """Returns the dense blocks that take as long as receiving one head's keys and values in the first all-to-all.
+
+    It brings the chunk of a rank's own ring row, all but the rank's own part of it; kernels hide further chunks.
+    """
+    x, y = strategy.ulysses, strategy.ring
+    return KEY_PRICE * grid.tokens * (x - 1) // (grid.block_q * grid.block_k * x * y)
 
 
 def work_by_rank(owner: np.ndarray, row_work: np.ndarray, world: int) -> np.ndarray:
@@ -123,45 +151,6 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
 
 
 @dataclass(frozen=True)
-class PaperConfig:
-    """Settings of planner "paper" alone.
-
-    Attributes:
-        reward: R_b ≥ 0 of its biased greedy assignment: how strongly blocks are held where they are.
-        equal_heads: Whether no Ulysses rank gets more than ceil(H / x) heads.
-    """
-
-    reward: float = 1.0
-    equal_heads: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.reward >= 0:
-            complaint = "must not be negative; 0 balances without regard to where blocks are"
-            raise bad_value(self, "reward", complaint, "planner.paper.")
-
-
-@dataclass(frozen=True)
-class PlannerConfig:
-    """A planner's name and settings. Raises SettingError for values out of range.
-
-    Attributes:
-        name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous", and others.
-        target_rho: ρ_s at which planner "dbsp" stops balancing. None: 1.002, but without a ring heads are only split
-            above 1.01.
-    """
-
-    name: str = "dbsp"
-    target_rho: float | None = None
-    paper: PaperConfig = field(default_factory=PaperConfig)
-
-    def __post_init__(self) -> None:
-        with blame_setting("name"):
-            require_planner(self.name)
-        if self.target_rho is not None and not self.target_rho >= 1:
-            raise bad_value(self, "target_rho", "must be at least 1, the least ρ_s there is", "planner.")
-
-
-@dataclass(frozen=True)
 class Problem:
     """What a planner may look at.
 
@@ -169,6 +158,8 @@ class Problem:
         row_work: int64[H, nq], dense blocks per (head, query block).
         home: int64[nq], ring rank that holds most of each query block outside attention; int64[H, nq] where heads have
             token orders of their own.
+        price: Dense blocks that take as long as receiving the keys of one head: `head_price`, or 0 if ranks are sent
+            only the keys that their rows need, of which a split head adds few.
         position: float64[nq], mean position of each query block's tokens, if each rank is sent only the keys that its
             rows need; else None.
     """
@@ -176,60 +167,156 @@ class Problem:
     strategy: Strategy
     row_work: np.ndarray
     home: np.ndarray
+    price: int = 0
     position: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Planner:
-    """How rows are assigned.
+    """A way to assign rows to ranks.
 
     Attributes:
-        assign: Returns int64[H, nq], the owner of each row.
+        assign: Returns int64[H, nq], the owner of each row: ring rank · x + Ulysses rank.
         layout: The sequence layout it is meant for: where blocks are when nothing else is asked for.
     """
 
-    assign: Callable[[Problem, PlannerConfig], np.ndarray]
+    assign: Callable[[Problem], np.ndarray]
     layout: str = "contiguous"
 
 
-def contiguous(problem: Problem, config: PlannerConfig) -> np.ndarray:
+def contiguous(problem: Problem) -> np.ndarray:
     """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
     return _whole_heads(contiguous_heads(len(problem.row_work), problem.strategy.ulysses), problem.home, problem)
 
 
-def snake(problem: Problem, config: PlannerConfig) -> np.ndarray:
+def snake(problem: Problem) -> np.ndarray:
     """xDiT's head balancing: heads, densest first, back and forth in equal numbers; blocks where they live."""
     return _whole_heads(snake_heads(problem.row_work.sum(axis=1), problem.strategy.ulysses), problem.home, problem)
 
 
-def paper(problem: Problem, config: PlannerConfig) -> np.ndarray:
+def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> np.ndarray:
     """Alg. 1: greedy heads, then biased greedy query blocks on counts summed over heads.
 
     What it does with KV blocks balances ring steps, for which nobody waits here: they come from where they live.
+
+    Args:
+        reward: R_b ≥ 0 of its biased greedy assignment: how strongly blocks are held where they are.
+        equal_heads: Whether no Ulysses rank gets more than ceil(H / x) heads.
     """
-    x, y, told, work = problem.strategy.ulysses, problem.strategy.ring, config.paper, problem.row_work
-    cap = -(-len(work) // x) if told.equal_heads else None
-    ring_rank = biased_greedy(work.sum(axis=0), y, _of_most_heads(problem.home), told.reward)
+    if not reward >= 0:
+        raise UserError(f"reward={reward} must not be negative; 0 balances without regard to where blocks are")
+    x, y, work = problem.strategy.ulysses, problem.strategy.ring, problem.row_work
+    cap = -(-len(work) // x) if equal_heads else None
+    ring_rank = biased_greedy(work.sum(axis=0), y, _of_most_heads(problem.home), reward)
     return _whole_heads(greedy_heads(work.sum(axis=1), x, cap), ring_rank, problem)
 
 
 def _whole_heads(column: np.ndarray, ring_rank: np.ndarray, problem: Problem) -> np.ndarray:
-    """int64[H, nq]: ring rank · x + Ulysses rank, from int64[H], and int64[nq] or int64[H, nq]."""
+    """Returns int64[H, nq], owners, from int64[H] Ulysses ranks, and int64[nq] or int64[H, nq] ring ranks."""
     return ring_rank * problem.strategy.ulysses + column[:, None]
 
 
 def _of_most_heads(home: np.ndarray) -> np.ndarray:
-    """int64[n]: one home per block, the most common where heads differ; ties go to the lower rank."""
+    """Returns int64[n], one home per block, the most common where heads differ; ties go to the lower rank."""
     if home.ndim == 1:
         return home
     return (home[:, :, None] == np.arange(home.max() + 1)).sum(axis=0).argmax(axis=1)
 
 
-def dbsp(problem: Problem, config: PlannerConfig) -> np.ndarray:
-    """Ours: whole heads and the fewest splits, single rows moved; see `planning.rows`."""
-    target, ulysses, ring = config.target_rho, problem.strategy.ulysses, problem.strategy.ring
-    told = {} if target is None else {"target_rho": target, "whole_rho": target}
-    return plan_rows(problem.row_work, problem.home, ulysses, ring, position=problem.position, **told)
+def dbsp(problem: Problem) -> np.ndarray:
+    """Ours: heads whole or split as is faster, few rows moved."""
+    x, y = problem.strategy.ulysses, problem.strategy.ring
+    return plan_rows(problem.row_work, problem.home, x, y, problem.price, problem.position)
+
+
+def plan_rows(
+    work: np.ndarray,
+    home: np.ndarray,
+    ulysses: int,
+    ring: int,
+    price: int = 0,
+    position: np.ndarray | None = None,
+    target_rho: float = 1.002,
+) -> np.ndarray:
+    """Assigns rows so that the slowest rank computes and receives the least, and most rows stay where they are.
+
+    A rank's time is its rows' work and a price for each head of its Ulysses rank.
+
+    Args:
+        work: int64[H, nq], dense blocks of each row.
+        home: int64[nq] or int64[H, nq], the ring rank that holds most of each query block.
+        ulysses: x, the number of Ulysses ranks, among which heads are shared out.
+        ring: y, the number of ring ranks, among which the rows of a head are.
+        price: Dense blocks that take as long as receiving the keys and values of one head; see also `MOST_PRICE`.
+        position: float64[nq], where query blocks are in the order of tokens. Given, each Ulysses rank's rows are cut
+            into runs of it instead of staying where they are: rows near one another need much the same keys.
+        target_rho: ρ_s at which to stop.
+
+    Returns:
+        int64[H, nq], the owner of each row: ring rank · x + Ulysses rank.
+    """
+    world, total, heaviest = ulysses * ring, int(work.sum()), int(work.max(initial=0))
+    limit = max(heaviest, load_limit(total, world, target_rho))
+    price = min(price, total // (MOST_PRICE * world))
+    # 1. Heads to Ulysses ranks.
+    order = _interleaved(home, ring) if position is None else np.argsort(position, kind="stable")
+    share = 1 if ring == 1 else COLUMN_SHARE
+    column = assign_heads(work, ulysses, 1 + share * (target_rho - 1), order, price * ring)
+    # 2. Each Ulysses rank's rows to its ring ranks.
+    if position is not None:
+        ring_rank = _runs_by_column(work, column, order, ulysses, ring)
+    else:
+        ring_rank = np.array(np.broadcast_to(home, work.shape))
+        for one in range(ulysses if ring > 1 else 0):
+            rows = column == one
+            good = max(limit, -(-int(work[rows].sum()) // ring))
+            ring_rank[rows] = level_rows(work[rows], ring_rank[rows], ring, good)
+    owner = ring_rank * ulysses + column
+    # 3. Where few rows leave ranks uneven: all of them over all ranks; or all where they are.
+    times = _rank_times(work, owner, ulysses, ring, price)
+    if work_by_rank(owner, work, world).max() <= limit or times.max() - int(times.sum()) // world <= price:
+        return owner
+    levelled = level_rows(work.ravel(), owner.ravel(), world, limit).reshape(work.shape)
+    stay = np.broadcast_to(home, work.shape) * ulysses + contiguous_heads(len(work), ulysses)[:, None]
+    plans = owner, levelled, stay
+    slowest = [int(_rank_times(work, plan, ulysses, ring, price).max()) for plan in plans]
+    return plans[slowest.index(min(slowest))]
+
+
+def _rank_times(work: np.ndarray, owner: np.ndarray, ulysses: int, ring: int, price: int) -> np.ndarray:
+    """Returns int64[P], what each rank computes and receives before its first kernel, in dense blocks."""
+    received = np.tile(columns_of_heads(owner, ulysses).sum(axis=0), ring)
+    times: np.ndarray = work_by_rank(owner, work, ulysses * ring) + price * received
+    return times
+
+
+def _runs_by_column(work: np.ndarray, owner: np.ndarray, order: np.ndarray, ulysses: int, ring: int) -> np.ndarray:
+    """Returns int64[H, nq], ring ranks of rows: each column's in runs of equal work, all of its heads side by side."""
+    by_block = np.ascontiguousarray(work[:, order].T)  # block by block, all heads of a block together
+    columns = owner[:, order].T
+    found = np.zeros(by_block.shape, dtype=np.int64)
+    for column in range(ulysses):
+        here = columns == column
+        of_column = by_block[here]
+        of_column = of_column if of_column.any() else np.ones_like(of_column)
+        middle = np.cumsum(of_column) - (of_column + 1) // 2
+        found[here] = np.minimum(middle * ring // int(of_column.sum() or 1), ring - 1)
+    places = np.empty(work.shape, dtype=np.int64)
+    places[:, order] = found.T
+    return places
+
+
+def _interleaved(home: np.ndarray, ring: int) -> np.ndarray:
+    """Returns int64[nq], query blocks in an order that visits ring ranks in turn: a run takes equally from each.
+
+    Where homes differ between heads, the order is the first head's: it only decides how even the start is.
+    """
+    home = home if home.ndim == 1 else home[0]
+    turn = np.empty(len(home), dtype=np.int64)
+    for rank in range(ring):
+        mine = home == rank
+        turn[mine] = np.arange(mine.sum())
+    return np.argsort(turn, kind="stable")
 
 
 PLANNERS = {
@@ -241,7 +328,7 @@ PLANNERS = {
 
 
 def require_planner(name: str) -> Planner:
-    """The planner of that name. Raises UserError when there is none."""
+    """Returns the planner of that name. Raises UserError when there is none."""
     if name not in PLANNERS:
         unknown = f"unknown planner {in_short(name)}; use one of {', '.join(PLANNERS)}"
         raise UserError(why_removed("planner", name) or unknown)

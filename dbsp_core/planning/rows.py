@@ -1,155 +1,130 @@
-"""Rows to ranks, until every rank has the same work in all. Only numpy, and only integers: all ranks plan alike.
+"""Rows to ranks until all ranks have nearly the same work, by moving few rows. Only numpy and integers.
 
-No rank waits for another between two chunks of keys, so nothing but the sum of a rank's rows has to be even.
+No rank waits for another between two chunks of keys, so only the sum of a rank's rows has to be balanced. Whatever is
+balanced here is called a row; whole heads are exchanged in the same way (see `planning.heads`).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from dbsp_core.planning.heads import balance_heads, contiguous_heads, load_limit, local_search_heads
+__all__ = ["exchange_rows", "level_rows", "load_limit", "rows_to_trade"]
 
-__all__ = ["level_rows", "plan_rows"]
+FEW_ROWS = 512
+"""Rows with work up to which every exchange of two is tried where giving rows away does not balance ranks."""
+EVERY_PAIR = 64
+"""Rows up to which exchanges between any two ranks are tried, not only those with the fullest."""
+SHARED_ROWS = 14
+"""Rows of two ranks up to which every way to share them is tried."""
+FEW_GIVEN = 16
+"""Rows to give away up to which no swap is tried instead."""
 
-COLUMN_SHARE = 0.5  # of a hybrid's tolerance, what its columns of ranks may take
-FEW_ROWS = 512  # with work: so few that every move and swap is tried
+
+def load_limit(total: int, ranks: int, target_rho: float) -> int:
+    """Returns the work of the fullest of `ranks` that is good enough: what `target_rho` allows, at least the mean."""
+    return max(-(-total // ranks), int(total * target_rho) // ranks)
 
 
-def plan_rows(
-    work: np.ndarray,
-    home: np.ndarray,
-    ulysses: int,
-    ring: int,
-    target_rho: float = 1.002,
-    position: np.ndarray | None = None,
-    whole_rho: float = 1.01,
-) -> np.ndarray:
-    """Assigns rows: heads whole where that is even, rows where they live where that is even.
+def level_rows(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int) -> np.ndarray:
+    """Moves rows from the fullest rank to others, few and heavy ones, until none is above `limit` or none helps.
 
     Args:
-        work: int64[H, nq], dense blocks of each row.
-        home: int64[nq] or int64[H, nq], the ring rank that holds most of each query block.
-        ulysses: x, among which heads are shared out.
-        ring: y, among which the rows of a head are.
-        target_rho: ρ_s at which to stop.
-        position: float64[nq], where query blocks are in the order of tokens. Given, each column's rows are cut into
-            runs of it instead of staying where they live: rows near one another need much the same keys.
-        whole_rho: ρ_s with which no head is split where there is no ring. Then nothing hides that the keys of a split
-            head are sent twice: by the latency model that takes about as long as a hundredth of the kernel's time.
+        work: int64[n], dense blocks of each row.
+        rank: int64[n], where each row is.
 
     Returns:
-        int64[H, nq], the owner of each row: ring rank · x + Ulysses rank.
+        int64[n], the rank of each row.
     """
-    total = int(work.sum())
-    # 1. Heads to columns of ranks, the fewest split: their keys would be sent to two columns.
-    share = 1 if ring == 1 else COLUMN_SHARE
-    order = _interleaved(home, ring) if position is None else np.argsort(position, kind="stable")
-    owner = balance_heads(work, ulysses, 1 + share * (target_rho - 1), order, whole_rho if ring == 1 else 1.0)
-    if ring == 1 and (owner == owner[:, :1]).all() and _fullest(work, owner) * ulysses <= total * whole_rho:
-        return owner
-    if ring > 1:
-        # 2. Each column's rows to its ring ranks.
-        places = np.ascontiguousarray(np.broadcast_to(home, work.shape))
-        if position is not None:
-            places = _runs_by_column(work, owner, order, ulysses, ring)
-        flat, columns = work.ravel(), owner.ravel()
-        places = places.ravel().copy()
-        for column in range(ulysses if position is None else 0):
-            rows = np.flatnonzero(columns == column)
-            of_column = places[rows]
-            level_rows(flat[rows], of_column, ring, load_limit(int(flat[rows].sum()), ring, target_rho))
-            places[rows] = of_column
-        owner = (places * ulysses + columns).reshape(work.shape)
-    # 3. What columns of few or equal rows leave over is evened out over all ranks.
-    limit = load_limit(total, ulysses * ring, target_rho)
-    level_rows(work.ravel(), owner.ravel(), ulysses * ring, limit)
-    # 4. With few rows, leaving them where they live may be more even than all of this.
-    fullest = _fullest(work, owner)
-    stay = home * ulysses + contiguous_heads(len(work), ulysses)[:, None]
-    return stay if fullest > limit and _fullest(work, stay) < fullest else owner
-
-
-def _fullest(work: np.ndarray, owner: np.ndarray) -> int:
-    """Work of the fullest rank."""
-    return int(np.bincount(owner.ravel(), work.ravel()).max(initial=0))
-
-
-def level_rows(work: np.ndarray, place: np.ndarray, places: int, limit: int) -> None:
-    """Moves rows from the fullest place to others, few and heavy ones, until none is above `limit` or none helps.
-
-    Args:
-        work: int64[n], of each row.
-        place: int64[n], changed in place.
-        places: Number of places.
-        limit: Work of the fullest place that is good enough.
-    """
-    load = np.bincount(place, work, places).astype(np.int64)
-    if load.max(initial=0) <= limit:
-        return
-    order = np.flatnonzero(work)
-    falling = work.max() - work[order]
-    order = order[
-        np.argsort(falling.astype(np.uint16) if work.max() < 1 << 16 else falling, kind="stable")
-    ]  # by radix
-    sizes, where = work[order], place[order]
-    for _ in range(8 * places):
-        if load.max() <= limit or not _relieve(sizes, where, load):
+    load = np.bincount(rank, work, ranks).astype(np.int64)
+    if load.max() <= limit:
+        return rank
+    # 1. Rows with work, heaviest first; small numbers are sorted by radix, which is much faster.
+    rows = np.flatnonzero(work)
+    falling = work.max() - work[rows]
+    rows = rows[np.argsort(falling.astype(np.uint16) if work.max() < 1 << 16 else falling, kind="stable")]
+    sizes, place = work[rows], rank[rows]
+    # 2. The fullest rank trades rows with others.
+    for _ in range(8 * ranks):
+        if load.max() <= limit or not _relieve(sizes, place, load, limit):
             break
-    if load.max() > limit and len(order) <= FEW_ROWS:
-        where = local_search_heads(sizes, where, places, limit)
-    place[order] = where
+    # 3. Few rows are exchanged in every way.
+    if load.max() > limit and len(rows) <= FEW_ROWS:
+        place = exchange_rows(sizes, place, ranks, limit)
+    rank = rank.copy()
+    rank[rows] = place
+    return rank
 
 
-def _relieve(sizes: np.ndarray, where: np.ndarray, load: np.ndarray) -> bool:
-    """Moves rows from the fullest place to the emptiest that lowers the fuller of the two; False if none does."""
+def _relieve(sizes: np.ndarray, place: np.ndarray, load: np.ndarray, limit: int) -> bool:
+    """Moves rows from the fullest rank to the emptiest that lowers the fuller of the two; False if none does.
+
+    `place` and `load` are changed in place.
+    """
     full, mean = int(load.argmax()), int(load.sum()) // len(load)
-    ours = np.flatnonzero(where == full)
+    goal = (mean + limit) // 2
+    ours = np.flatnonzero(place == full)
     for other in np.argsort(load, kind="stable").tolist():
         room = int(load[full] - load[other])
         if room <= 1:
             return False
-        wanted = min(int(load[full]) - mean, max(mean - int(load[other]), room // 2))
-        given, taken = _trade(sizes, ours, np.flatnonzero(where == other), wanted)
+        wanted = min(int(load[full]) - goal, max(mean - int(load[other]), room // 2))
+        given, taken = rows_to_trade(sizes, ours, np.flatnonzero(place == other), wanted)
         moved = int(sizes[given].sum() - sizes[taken].sum())
         if 0 < moved < room:
-            where[given], where[taken] = other, full
+            place[given], place[taken] = other, full
             load[full] -= moved
             load[other] += moved
             return True
     return False
 
 
-def _trade(sizes: np.ndarray, ours: np.ndarray, theirs: np.ndarray, wanted: int) -> tuple[np.ndarray, np.ndarray]:
-    """Chooses rows of ours, or one of them for some of theirs, whose difference in work is about `wanted`.
+def rows_to_trade(
+    sizes: np.ndarray, ours: np.ndarray, theirs: np.ndarray, wanted: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chooses rows to give and rows to take whose difference in work is about `wanted`, as few as possible.
 
     Args:
         sizes: int64[n], falling.
         ours, theirs: Rising indices of `sizes`.
+
+    Returns:
+        Some of `ours` and some of `theirs`, int64 each.
     """
-    nothing = ours[:0]
-    light = _fitting(sizes, ours, wanted)
-    if len(light) or not len(ours):
-        return light, nothing
-    if not len(theirs):
-        return nothing, nothing
-    # No row is light enough: two change sides. `back` is the first of theirs that leaves no more than wanted to move,
-    # and the one before it.
-    own, their = sizes[ours], sizes[theirs]
-    back = np.searchsorted(-their, wanted - own)
+    given = _fitting(sizes, ours, wanted)
+    if 0 < len(given) <= FEW_GIVEN or not len(ours) or not len(theirs):
+        return given, theirs[:0]
+    # Or the lightest of ours goes, and several of theirs come for it; or pairs change sides, the fewest that will do.
+    trades = [(given, theirs[:0]), (ours[-1:], _fitting(sizes, theirs, int(sizes[ours[-1]]) - wanted))]
+    trades += [
+        _pairs(sizes, ours, theirs, wanted, count) for count in (1, 4, 16) if count <= min(len(ours), len(theirs))
+    ]
+    miss = [abs(int(sizes[g].sum() - sizes[t].sum()) - wanted) * 8 // max(wanted, 1) for g, t in trades]
+    rows = [len(g) + len(t) for g, t in trades]
+    return trades[min(range(len(trades)), key=lambda i: (miss[i], rows[i]))]
+
+
+def _pairs(
+    sizes: np.ndarray, ours: np.ndarray, theirs: np.ndarray, wanted: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chooses `count` rows of either side whose difference in work is about `wanted`; arguments as above."""
+    # 1. All but one: our heaviest for the run of theirs that comes closest from below.
+    given, ours = np.split(ours, [count - 1])
+    total = np.concatenate([[0], np.cumsum(sizes[theirs])])
+    gains = sizes[given].sum() - (total[count - 1 :] - total[: len(total) - count + 1])
+    start = max(0, int(np.searchsorted(gains, wanted)) - 1)
+    _, taken, _ = np.split(theirs, [start, start + count - 1])
+    theirs = np.delete(theirs, np.s_[start : start + count - 1])
+    # 2. For each other row of ours, the first of theirs that leaves no more than the rest, and the one before it.
+    own, their, rest = sizes[ours], sizes[theirs], wanted - int(gains[start])
+    back = np.searchsorted(-their, rest - own)
     back = np.concatenate([np.minimum(back, len(their) - 1), np.maximum(back - 1, 0)])
-    difference = np.tile(own, 2) - their[back]
-    miss = np.where(difference > 0, np.abs(difference - wanted), np.iinfo(np.int64).max)
-    best = int(miss.argmin())
-    # Or our lightest goes, and several of theirs come for it.
-    several = _fitting(sizes, theirs, int(own[-1]) - wanted)
-    if abs(int(own[-1] - sizes[several].sum()) - wanted) < miss[best]:
-        return ours[-1:], several
+    best = int(np.abs(np.tile(own, 2) - their[back] - rest).argmin())
     one = best % len(ours)
-    return ours[one : one + 1], theirs[back[best] : back[best] + 1]
+    return np.append(given, ours[one]), np.append(taken, theirs[back[best]])
 
 
 def _fitting(sizes: np.ndarray, rows: np.ndarray, room: int) -> np.ndarray:
-    """Chooses the fewest rows that nearly fill a room and no more; arguments are those of `_trade`."""
+    """Chooses the fewest of `rows`, rising indices of the falling `sizes`, that nearly fill a room and no more."""
     rows = rows[np.searchsorted(-sizes[rows], -room) :]
     if room <= 0 or not len(rows):
         return rows[:0]
@@ -167,30 +142,65 @@ def _fitting(sizes: np.ndarray, rows: np.ndarray, room: int) -> np.ndarray:
     return rows[run]
 
 
-def _runs_by_column(work: np.ndarray, owner: np.ndarray, order: np.ndarray, ulysses: int, ring: int) -> np.ndarray:
-    """int64[H, nq]: ring ranks of rows, each column's in runs of equal work, all of its heads side by side."""
-    by_block = np.ascontiguousarray(work[:, order].T)  # block by block, all heads of a block together
-    columns = owner[:, order].T
-    found = np.zeros(by_block.shape, dtype=np.int64)
-    for column in range(ulysses):
-        here = columns == column
-        of_column = by_block[here]
-        of_column = of_column if of_column.any() else np.ones_like(of_column)
-        middle = np.cumsum(of_column) - (of_column + 1) // 2
-        found[here] = np.minimum(middle * ring // int(of_column.sum() or 1), ring - 1)
-    places = np.empty(work.shape, dtype=np.int64)
-    places[:, order] = found.T
-    return places
+def exchange_rows(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int, cap: int | None = None) -> np.ndarray:
+    """Exchanges single rows until no rank is above `limit`, or the fullest one cannot be helped.
 
+    A step moves one row, or swaps two, so that loads come closest (by the sum of their squares). Where that does not
+    help the fullest rank, its rows and another's are shared in the best of all ways.
 
-def _interleaved(home: np.ndarray, ring: int) -> np.ndarray:
-    """int64[nq]: query blocks in an order that visits the ring ranks in turn, so that a run takes equally from each.
+    Args:
+        work: int64[n], of each row; or of each head.
+        rank: int64[n], where each is.
+        cap: Most rows of a rank, or None.
 
-    Where homes differ between heads, the order is the first head's: it only decides how even the start is.
+    Returns:
+        int64[n], the rank of each row.
     """
-    home = home if home.ndim == 1 else home[0]
-    turn = np.empty(len(home), dtype=np.int64)
-    for rank in range(ring):
-        mine = home == rank
-        turn[mine] = np.arange(mine.sum())
-    return np.argsort(turn, kind="stable")
+    rank, load = rank.astype(np.int64), np.bincount(rank, work, ranks).astype(np.int64)
+    for _ in range(4 * (ranks + len(work))):
+        if load.max() <= limit or not (_swap(work, rank, load, cap) or _share(work, rank, load, cap)):
+            break
+    return rank
+
+
+def _swap(work: np.ndarray, rank: np.ndarray, load: np.ndarray, cap: int | None) -> bool:
+    """Makes the best move or swap in place; False when none brings loads closer."""
+    mine = np.arange(len(work)) if len(work) <= EVERY_PAIR else np.flatnonzero(rank == load.argmax())
+    # A row goes; another comes back from the rank that it goes to, or nothing does.
+    back = np.append(work, np.zeros(len(load), dtype=np.int64))
+    target = np.append(rank, np.arange(len(load)))
+    change = work[mine][:, None] - back
+    gain = change * (load[rank[mine]][:, None] - load[target] - change)
+    if cap is not None:
+        gain[:, len(work) :][:, np.bincount(rank, minlength=len(load)) >= cap] = 0
+    goes, comes = divmod(int(gain.argmax()), len(back))
+    if gain[goes, comes] <= 0:
+        return False
+    source = rank[mine[goes]]
+    load[source] -= change[goes, comes]
+    load[target[comes]] += change[goes, comes]
+    rank[mine[goes]] = target[comes]
+    if comes < len(work):
+        rank[comes] = source
+    return True
+
+
+def _share(work: np.ndarray, rank: np.ndarray, load: np.ndarray, cap: int | None) -> bool:
+    """Shares the rows of the fullest rank and the least loaded with which that helps, in the best of all ways."""
+    full = int(load.argmax())
+    for other in np.argsort(load, kind="stable").tolist():
+        rows = np.flatnonzero((rank == full) | (rank == other))
+        if other == full or len(rows) > SHARED_ROWS:
+            continue
+        sums, size = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)  # of the subset whose bits are the index
+        for row in rows:
+            sums, size = np.concatenate([sums, sums + work[row]]), np.concatenate([size, size + 1])
+        after = np.maximum(sums, load[full] + load[other] - sums)
+        if cap is not None:
+            after[(size > cap) | (len(rows) - size > cap)] = load[full]
+        best = int(after.argmin())
+        if after[best] < load[full]:
+            rank[rows] = np.where(best >> np.arange(len(rows)) & 1, full, other)
+            load[full], load[other] = sums[best], load[full] + load[other] - sums[best]
+            return True
+    return False

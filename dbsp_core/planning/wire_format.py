@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from dbsp_core.utils.errors import UserError, did_you_mean
-from dbsp_kernels.exchange import CopySegments, gather_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
 
 __all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "ModelFormat", "WireFormat", "require_wire_format"]
 
@@ -78,7 +78,7 @@ class ModelFormat(WireFormat):
     ) -> None:
         if any(mean is not None for mean in less):
             raise ValueError("tokens in the model's precision travel as they are")
-        gather_segments(tensors, buffer, segments)
+        copy_segments(tensors, buffer, segments)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return written

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import save
 
 from dbsp_core.comm.consistency import check_consistent, gather_texts
-from dbsp_core.comm.groups import SequenceGroup, report_group
-from dbsp_core.cost.machine import device_class, software_versions
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.reports.observer import ObservedCall, RunObserver, run_observer
+from dbsp_core.reports.observer import REPORTS, ObservedCall, RunObserver, run_observer
 from dbsp_core.reports.page import balance_picture, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.files import user_path, write_atomically
-from dbsp_core.utils.process import package_versions
+from dbsp_core.utils.process import installed_version, package_versions
 
 if TYPE_CHECKING:
     from dbsp_core.planning.plan import Plan
@@ -47,7 +47,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     if observer is None:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
     session.flush()
-    calls, group = list(observer.calls), report_group(session.group)
+    calls, group = list(observer.calls), session.group.auxiliary(REPORTS)
     group.barrier()
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
     check_consistent(group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, RuntimeError)
@@ -162,8 +162,8 @@ def _seconds(observer: RunObserver, calls: list[ObservedCall]) -> float:
 
 
 def _environment(session: AttentionSession, observer: RunObserver, hardware: list[str], model: str) -> Environment:
-    software = {"python": platform.python_version(), **software_versions(observer.kernel)}
-    software.pop("kernel")
+    own = installed_version("dbsp-attention") or "not installed"
+    software = {"python": platform.python_version(), "dbsp-attention": own, "torch": str(torch.__version__)}
     if torch.version.cuda:
         software["cuda"] = torch.version.cuda
     software |= {name: own for name, own in package_versions().items() if name not in software}

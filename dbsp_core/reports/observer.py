@@ -12,14 +12,14 @@ import torch
 
 from dbsp_core.comm.consistency import gather_texts
 from dbsp_core.comm.exchange import mean_bytes
-from dbsp_core.comm.groups import SequenceGroup, report_group
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.steps import DenoisingStep, StepClock, StepCounter
+from dbsp_core.masks.steps import DenoisingStep, Progress, StepClock
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.mask_recorder import MaskRecorder
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.session_state import AttentionEnded, SessionObserver
 from dbsp_kernels import fused_kernel
@@ -50,7 +50,7 @@ def observed_session(
     if before is not None and first is not None:
         observers.append(_LayersAfter(first, before.layers))
     elif folder is not None and before is None:
-        report_group(group)  # collective at the first call: now, before a rank can have failed
+        group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
         observers.append(RunObserver(folder))
     return AttentionSession(config, group, strategy, heads, layers, steps, clock or StepClock(), observers)
 
@@ -83,6 +83,8 @@ class _LayersAfter(SessionObserver):
         self.inner.flush({(self.layers, key): plan for key, plan in latest.items()})
 
 
+REPORTS = "reports"
+"""Purpose of the auxiliary group for reports: a rank that misses a report disturbs no attention."""
 MOST_CALLS = 200_000
 """Number of latest attentions that are kept: 50 generations of 50 steps, 40 layers and 2 guidance passes."""
 
@@ -108,7 +110,7 @@ class BytesByStage:
     usp: int
 
     @classmethod
-    def of(cls, executor: AttentionExecutor, q: torch.Tensor) -> BytesByStage:
+    def of(cls, executor: PreparedAttention, q: torch.Tensor) -> BytesByStage:
         """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
@@ -253,15 +255,15 @@ class RunObserver(SessionObserver):
 
     def moments(self) -> list[DenoisingStep]:
         """The step and guidance pass of each forward pass. Waits for the device once."""
-        counter, found = StepCounter(), []
+        clock, found = StepClock(lambda: Progress(step_index=now[1])), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
-        for number, (timestep, of_host) in enumerate(zip(self._timesteps, self._passes, strict=True)):
+        for number, (timestep, now) in enumerate(zip(self._timesteps, self._passes, strict=True)):
             if timestep is None:  # only their order is known
                 found.append(DenoisingStep(number))
             else:
                 value = next(read) if isinstance(timestep, torch.Tensor) else timestep
-                found.append(counter.advance(float(value), *of_host))
+                found.append(clock.advance(float(value), now[0]))
         return found
 
     def _evaluate(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:
@@ -284,11 +286,11 @@ def run_observer(session: AttentionSession) -> RunObserver | None:
     return next((one for one in session.observers if isinstance(one, RunObserver)), None)
 
 
-def _kernels_of(executor: AttentionExecutor, q: torch.Tensor) -> list[str]:
+def _kernels_of(executor: PreparedAttention, q: torch.Tensor) -> list[str]:
     """Returns the names of the kernels that an attention of q [B, H, n, D] ran on."""
     fused, names = fused_kernel(q), []
     for table in executor.tables:
         dense = table.dense if fused else None
         names += [] if dense is None else [f"torch {fused} (dense heads)"]
-        names += [] if dense is not None and dense.every else [executor.kernels.name]
+        names += [] if dense is not None and dense.every else [executor.kernel_name]
     return names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -47,35 +47,31 @@ class LayerSummary:
 
 
 def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
-    """The report's layers."""
-    calls = report.calls
-    layer = np.array(calls.layer, dtype=np.int64)
-    sent = np.array([calls.bytes_to_owners, calls.bytes_chunks, calls.bytes_to_homes], dtype=np.int64).sum(axis=0)
-
-    def of(index: int) -> LayerSummary:
-        here = layer == index
-
-        def mean(column: Sequence[float]) -> float:
-            return float(np.array(column)[here].mean())
-
-        return LayerSummary(
-            layer=index,
-            calls=int(here.sum()),
-            density=mean(calls.density),
-            rho_before=mean(calls.rho_before),
-            rho=mean(calls.rho),
-            rho_worst=float(np.array(calls.rho)[here].max()),
-            rho_best=mean(calls.rho_bound),
-            replans=int(np.array(calls.replanned)[here].sum()),
-            seconds=float(np.array(calls.seconds)[here].sum()),
-            bytes_sent=int(sent[here].sum()),
+    """Returns the report's layers."""
+    columns = {name: np.array(column) for name, column in vars(report.calls).items()}
+    columns["sent"] = columns["bytes_to_owners"] + columns["bytes_chunks"] + columns["bytes_to_homes"]
+    found = []
+    for layer in sorted(set(report.calls.layer)):
+        own = {name: column[columns["layer"] == layer] for name, column in columns.items()}
+        found.append(
+            LayerSummary(
+                layer=layer,
+                calls=len(own["layer"]),
+                density=float(own["density"].mean()),
+                rho_before=float(own["rho_before"].mean()),
+                rho=float(own["rho"].mean()),
+                rho_worst=float(own["rho"].max()),
+                rho_best=float(own["rho_bound"].mean()),
+                replans=int(own["replanned"].sum()),
+                seconds=float(own["seconds"].sum()),
+                bytes_sent=int(own["sent"].sum()),
+            )
         )
-
-    return tuple(of(index) for index in sorted(set(layer.tolist())))
+    return tuple(found)
 
 
 def headline(report: RunReport) -> list[tuple[str, str, str]]:
-    """The main numbers: name, number, and note."""
+    """Returns the main numbers: name, number, and note."""
     t = report.totals
     share = "alone, there is nothing to send"
     if t.bytes_usp:
@@ -101,7 +97,7 @@ def headline(report: RunReport) -> list[tuple[str, str, str]]:
 
 
 def in_a_line(report: RunReport) -> str:
-    """What attention cost and what balancing brought, in a line. One process has nothing to balance."""
+    """Returns what attention cost and what balancing saved, in a line. One process has nothing to balance."""
     t = report.totals
     parts = [f"attention {t.attention_share:.0%} of {in_seconds(report.seconds)}", f"density {t.density:.3f}"]
     if report.world_size > 1:
@@ -111,7 +107,7 @@ def in_a_line(report: RunReport) -> str:
 
 
 def strategies_in_words(report: RunReport) -> str:
-    """The strategies of attentions as text, such as "U4R2", or "30 × U4R2, 10 × U8R1"."""
+    """Returns the strategies of attentions as text, such as "U4R2", or "30 × U4R2, 10 × U8R1"."""
     used = report.totals.strategies
     if len(used) == 1:
         return next(iter(used))
@@ -119,7 +115,7 @@ def strategies_in_words(report: RunReport) -> str:
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by keys such as "mask.source"."""
+    """Returns nested settings by keys such as "mask.source"."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         found |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -127,7 +123,7 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 
 def in_seconds(seconds: float) -> str:
-    """A time as text, such as "850 µs", "12.3 ms", "4.56 s" or "12 min 5 s"."""
+    """Returns a time as text, such as "850 µs", "12.3 ms", "4.56 s" or "12 min 5 s"."""
     if abs(seconds) < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if abs(seconds) < 1:
@@ -138,14 +134,14 @@ def in_seconds(seconds: float) -> str:
 
 
 def balance_picture(records: Mapping[int, Plan]) -> bytes:
-    """PNG: by layer, the dense blocks of each rank before (contiguous) and after, with ρ_s above."""
+    """Draws a PNG: by layer, the dense blocks of each rank before (contiguous) and after, with ρ_s above."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     layers = sorted(records)
     plans = [records[layer] for layer in layers]
-    before, after = (float(np.mean(rho)) for rho in zip(*((plan.rho_before, plan.rho) for plan in plans), strict=True))
+    before, after = np.mean([plan.rho_before for plan in plans]), np.mean([plan.rho for plan in plans])
     picture = BytesIO()
     with rc_context(STYLE):
         figure = Figure(figsize=(max(9.0, 1.5 + 0.95 * len(layers)), 6.4), layout="constrained")
@@ -156,28 +152,26 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
             f"How even is the work? Imbalance ρ_s {before:.3f} → {after:.3f}",
             f"Dense blocks by rank at each layer's last attention, {plans[0].strategy}; dotted: perfectly even",
         )
+        middle = np.arange(len(layers))
         rows = (
-            (axes[0], "before: plain sequence parallelism", [plan.compared[1] for plan in plans]),
-            (axes[1], f"after: planner {plans[0].planner}", [plan.work for plan in plans]),
+            ("before: plain sequence parallelism", [(plan.rho_before, plan.compared[1]) for plan in plans]),
+            (f"after: planner {plans[0].planner}", [(plan.rho, plan.work) for plan in plans]),
         )
-        for axis, title, work in rows:
-            totals = np.array(work)
-            ranks = totals.shape[1]
-            width = 0.8 / ranks
+        for axis, (title, numbers) in zip(axes, rows, strict=True):
+            work = np.array([totals for _, totals in numbers])  # [layers, ranks]
+            ranks = work.shape[1]
             for rank in range(ranks):
-                place = np.arange(len(layers)) + (rank - (ranks - 1) / 2) * width
-                axis.bar(place, totals[:, rank], width * 0.92, label=f"rank {rank}", color=rank_colour(rank))
-            middle = np.arange(len(layers))
-            axis.hlines(totals.mean(axis=1), middle - 0.45, middle + 0.45, INK, "dotted")
-            for index, plan in enumerate(plans):
-                rho = plan.rho_before if axis is axes[0] else plan.rho
-                at = (index, totals[index].max())
+                left = middle + (rank - (ranks - 1) / 2) * 0.8 / ranks
+                axis.bar(left, work[:, rank], 0.74 / ranks, label=f"rank {rank}", color=rank_colour(rank))
+            axis.hlines(work.mean(axis=1), middle - 0.45, middle + 0.45, INK, "dotted")
+            for index, (rho, totals) in enumerate(numbers):
+                at = (index, totals.max())
                 axis.annotate(f"ρ_s {rho:.3f}", at, (0, 7), textcoords="offset points", ha="center", size=9.5)
             axis.set(ylabel="dense blocks")
             axis.set_title(title, loc="left")
             axis.margins(y=0.18)
             axis.grid(axis="x", visible=False)
-        axes[1].set(xlabel="layer", xticks=np.arange(len(layers)), xticklabels=layers)
+        axes[1].set(xlabel="layer", xticks=middle, xticklabels=layers)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, ncols=min(8, len(labels)), loc="outside lower center")
         figure.savefig(picture, format="png")
@@ -188,43 +182,24 @@ _TEMPLATES = Path(__file__).with_name("pages")
 
 
 def report_page(report: RunReport) -> str:
-    """HTML of a report: numbers and tables are text, and its script draws heat maps and bars from embedded data."""
-    totals, settings = report.totals, flat_settings(report.environment.settings)
-    modelled = [
-        ("saved against contiguous plans", in_seconds(totals.saved_s)),
-        ("that perfectly even work would still save", in_seconds(totals.left_s)),
-    ]
-    kinds = [
-        ("home → owner (queries, keys, values)", totals.bytes_to_owners),
-        ("further chunks (keys, values)", totals.bytes_chunks),
-        ("owner → home (outputs)", totals.bytes_to_homes),
-        ("sum", totals.bytes_sent),
-        ("plain USP would send", totals.bytes_usp),
-    ]
+    """Returns the HTML of a report, with tables as text; its script draws heat maps and bars from embedded data."""
+    settings = flat_settings(report.environment.settings)
     return render_page(
         "report.html",
         report=report,
-        totals=totals,
+        totals=report.totals,
         headline=headline(report),
-        modelled=modelled,
-        kinds=[(name, in_bytes(count), f"{count:,}") for name, count in kinds],
         layers=layer_summaries(report),
         ranks=list(enumerate(zip(report.ranks.attention_s, report.ranks.bytes_sent, strict=True))),
-        prompt=_prompt(report),
+        prompt=settings.get("generate.prompt"),
         settings=[(key, json.dumps(value).strip('"')) for key, value in settings.items() if value is not None],
         unset=[key for key, value in settings.items() if value is None],
         data=_embedded({"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}),
     )
 
 
-def _prompt(report: RunReport) -> str:
-    """What the video shows, where the settings say it."""
-    generated = report.environment.settings.get("generate")
-    return str(generated.get("prompt") or "") if isinstance(generated, Mapping) else ""
-
-
 def render_page(name: str, **values: Any) -> str:
-    """HTML of a template in the folder `pages`."""
+    """Returns the HTML of a template in the folder `pages`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

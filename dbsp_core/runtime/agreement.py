@@ -14,7 +14,7 @@ import torch
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import version_marks
 from dbsp_kernels import KernelRequirements, require_supported
@@ -91,7 +91,7 @@ def agree_on_attention(
     scale: float | None,
     problem: str | None,
     *,
-    executor: AttentionExecutor | None,
+    executor: PreparedAttention | None,
     debug: bool,
     more: Mapping[str, int] | None = None,
 ) -> None:
@@ -127,7 +127,7 @@ def agree_on_attention(
     check_consistent(group, None if problem is None else UserError(problem), marks)
 
 
-def agree_on_executor(executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def agree_on_executor(executor: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """All ranks compare masks, plans and kernels of an executor that was made after they had compared inputs.
 
     Collective. Raises UserError, on all ranks, where they differ, or no kernel serves on one.
@@ -136,7 +136,7 @@ def agree_on_executor(executor: AttentionExecutor, q: torch.Tensor, k: torch.Ten
     check_consistent(executor.group, problem, _marks_of(executor, kernel))
 
 
-def agree_on_kernel(executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def agree_on_kernel(executor: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises UserError, on all ranks, where no kernel supports q, k and v on one rank. Collective."""
     check_consistent(executor.group, _kernel_for(executor, q, k, v)[1], {})
 
@@ -148,7 +148,7 @@ def agree_on_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
 
 
 def _kernel_for(
-    executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    executor: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[str, Exception | None]:
     """Returns the name of the kernel that will run and None, or "" and the error that choosing one raised."""
     try:
@@ -157,7 +157,7 @@ def _kernel_for(
         return "", error
 
 
-def _marks_of(executor: AttentionExecutor | None, kernel: str) -> dict[str, int]:
+def _marks_of(executor: PreparedAttention | None, kernel: str) -> dict[str, int]:
     """What ranks compare of an executor by its complaint; zeros where it is still to be made."""
     if executor is None:
         return {MASKS_DIFFER: 0, PLANS_DIFFER: 0, KERNELS_DIFFER: 0}

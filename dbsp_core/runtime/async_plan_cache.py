@@ -24,7 +24,6 @@ from dbsp_core.comm.groups import CommunicationError, SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.plan_cache import KeptPlan, MakePlan, PlanCache, Planned, new_plan
-from dbsp_core.runtime.rank_plan import RankPlan
 
 __all__ = ["AsyncPlanCache", "PlanningThread"]
 
@@ -48,7 +47,6 @@ class _Call:
     mask: BlockMask
     make: MakePlan
     name: Hashable | None
-    part_of: Callable[[Plan], RankPlan] | None
     event: torch.cuda.Event | None
 
 
@@ -60,13 +58,11 @@ class _Evaluation:
         used: The plan of the call, with the numbers of its mask.
         next: The plan of the attention's next call.
         new: Whether that is another plan.
-        part: This rank's part in it, where it has other routes.
     """
 
     used: KeptPlan
     next: KeptPlan
     new: bool
-    part: RankPlan | None
 
 
 @dataclass
@@ -81,8 +77,6 @@ class AsyncPlanCache(PlanCache):
     """
 
     group: SequenceGroup = field(kw_only=True)
-    _parts: dict[Hashable, RankPlan] = field(default_factory=dict)
-    """This rank's parts in the plans that are new."""
     _due: dict[Hashable, _Call] = field(default_factory=dict)
     _pending: dict[Hashable, Future[_Evaluation]] = field(default_factory=dict)
     _thread_group: SequenceGroup = field(init=False)
@@ -99,7 +93,6 @@ class AsyncPlanCache(PlanCache):
         mask: BlockMask,
         make: MakePlan,
         name: Hashable | None = None,
-        part_of: Callable[[Plan], RankPlan] | None = None,
     ) -> Planned:
         """The plan to use for this call; its numbers are those of a mask before it, or of the one it was made for.
 
@@ -107,14 +100,14 @@ class AsyncPlanCache(PlanCache):
         """
         self.counters.calls += 1
         self._adopt(key)
-        kept, part = self._kept.get(key), self._parts.pop(key, None)  # whoever gets the part keeps it
+        kept = self._kept.get(key)
         if kept is None or not kept.plan.fits(mask):
             self.counters.replans += 1
-            kept, part = new_plan(kept, mask, make, name), None
+            kept = new_plan(kept, mask, make, name)
             self._kept[key] = kept
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
-        self._due[key] = _Call(kept, mask, make, name, part_of, event)
-        return Planned(kept.plan, part)
+        self._due[key] = _Call(kept, mask, make, name, event)
+        return Planned(kept.plan)
 
     def start(self) -> None:
         """Lets the thread evaluate the calls since: best when their own work is queued on the device.
@@ -137,7 +130,6 @@ class AsyncPlanCache(PlanCache):
     def forget(self, key: Hashable) -> None:
         """See `PlanCache`; waits for what is pending for the attention."""
         self._adopt(key)
-        self._parts.pop(key, None)
         super().forget(key)
 
     def flush(self) -> None:
@@ -162,8 +154,6 @@ class AsyncPlanCache(PlanCache):
         self.counters.add(evaluation.used.plan)
         self.counters.replans += evaluation.new
         self.latest[key], self._kept[key] = evaluation.used.plan, evaluation.next
-        if evaluation.part is not None:
-            self._parts[key] = evaluation.part
 
     def _run(self, call: _Call) -> _Evaluation:
         """Runs in the thread. Collective on its own group."""
@@ -182,10 +172,7 @@ class AsyncPlanCache(PlanCache):
     def _found_out(self, call: _Call) -> _Evaluation:
         with self._own_stream(call.mask.bits.device, call.event):
             used, chosen, new = self._evaluate(call.kept, call.mask, call.make, call.name)
-        part = None
-        if call.part_of is not None and new and not chosen.plan.same_routes(used.plan):
-            part = call.part_of(chosen.plan)
-        return _Evaluation(used, chosen, new, part)
+        return _Evaluation(used, chosen, new)
 
     def _own_stream(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """A stream of the thread's own, which waits only for the mask, not for what else the device computes.

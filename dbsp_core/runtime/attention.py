@@ -26,7 +26,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.agreement import (
     LAYOUTS_DIFFER,
     MASKS_DIFFER,
@@ -34,9 +33,9 @@ from dbsp_core.runtime.agreement import (
     agree_on_attention,
     agree_on_gradient,
 )
-from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.tables import dense_head_layout
+from dbsp_core.runtime.chunk_attention import attend
+from dbsp_core.runtime.prepared import PreparedAttention
+from dbsp_core.runtime.tables import whole_head_tokens
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import not_compiled, outside_inference, version_marks
 from dbsp_kernels import KernelRequirements, require_supported
@@ -46,23 +45,19 @@ __all__ = ["DualBalancedAttention", "dual_balanced_attention"]
 KEYS_LEFT_OUT = "the mask needs keys that the plan does not send; make a plan for this mask"
 
 
-@dataclass(eq=False, repr=False)
-class DualBalancedAttention(AttentionExecutor):
+@dataclass(frozen=True, eq=False, repr=False)
+class DualBalancedAttention:
     """Attention under one plan and one mask on one rank, ready to be called for many q, k, v; made by `prepare`.
 
     All ranks check that their inputs fit together and that a kernel supports them at the first call for a device,
     dtype and head size, with gradients or without, and under debug at every call.
 
     Attributes:
-        part: This rank's part in the plan, with its tables on the device.
-        plan: The same plan, with the numbers of the mask.
-        tables: The mask's, one a chunk of keys.
-        group: The ranks that share the sequence.
-        kernels: The choice of its kernel.
-        mask_mark: Under debug, the mask's fingerprint.
+        prepared: This rank's plan, routes and kernel tables.
         debug: Whether all ranks compare inputs, masks, plans and kernels before every call.
     """
 
+    prepared: PreparedAttention
     debug: bool = False
     _agreed: InputsAgreed = field(default_factory=InputsAgreed, init=False)
 
@@ -104,7 +99,7 @@ class DualBalancedAttention(AttentionExecutor):
         device = torch.device(device)
         problem = None
         try:
-            ragged = dense_head_layout(plan, group.rank) is None
+            ragged = whole_head_tokens(plan) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
             plan.require_fit(mask)
@@ -120,14 +115,13 @@ class DualBalancedAttention(AttentionExecutor):
             PLANS_DIFFER: plan.fingerprint,
         }
         check_consistent(group, problem, marks)
-        part = RankPlan.of(plan, layout, group.rank, n_local).to(device)
-        executor = cls.of_part(part, plan, mask, group, kernel, mark=debug)
-        executor.debug = debug
-        return executor
+        prepared = PreparedAttention.of(plan, mask, layout, group, kernel, device=device, n_local=n_local, mark=debug)
+        return cls(prepared, debug)
 
     def __repr__(self) -> str:
-        name = self.kernels.name
-        return f"<DualBalancedAttention on rank {self.group.rank} of {self.group.size}, kernel {name}, {self.plan}>"
+        prepared, group = self.prepared, self.prepared.group
+        kernel = prepared.kernel_name
+        return f"<DualBalancedAttention on rank {group.rank} of {group.size}, kernel {kernel}, {prepared.plan}>"
 
     @not_compiled
     @outside_inference
@@ -148,15 +142,16 @@ class DualBalancedAttention(AttentionExecutor):
         Raises:
             UserError: Before any collective, where shapes, dtypes or the kernel don't fit.
         """
-        heads, tokens = self.plan.heads, self.part.n_local
-        why = f"the plan has {heads} heads and rank {self.group.rank} holds {tokens} tokens"
-        problem = problem_of_inputs(q, k, v, heads, tokens, why, self.no_gradients)
+        prepared, group = self.prepared, self.prepared.group
+        heads, tokens = prepared.plan.heads, prepared.n_local
+        why = f"the plan has {heads} heads and rank {group.rank} holds {tokens} tokens"
+        problem = problem_of_inputs(q, k, v, heads, tokens, why, prepared.no_gradients)
         if self.debug or self._agreed.is_new(q, k, v, problem):
-            agree_on_attention(self.group, q, k, v, scale, problem, executor=self, debug=self.debug)
+            agree_on_attention(group, q, k, v, scale, problem, executor=prepared, debug=self.debug)
         elif problem is not None:
             raise UserError(problem)
-        check_gradient = partial(agree_on_gradient, self.group) if self.debug else None
-        return self.run(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, check_gradient)
+        check_gradient = partial(agree_on_gradient, group) if self.debug else None
+        return attend(prepared, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, check_gradient)
 
 
 def _require_places(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
@@ -179,7 +174,7 @@ def dual_balanced_attention(
     mask: BlockMask,
     strategy: Strategy | str,
     *,
-    planner: PlannerConfig | str = "dbsp",
+    planner: str = "dbsp",
     layout: SequenceLayout | None = None,
     group: SequenceGroup | ProcessGroup | None = None,
     scale: float | None = None,
@@ -226,7 +221,7 @@ def dual_balanced_attention(
         plan, layout = run_consistently(
             group, made, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
         )
-        attend = DualBalancedAttention.prepare(
+        attention = DualBalancedAttention.prepare(
             plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
         )
-    return attend(q, k, v, scale=scale)
+    return attention(q, k, v, scale=scale)

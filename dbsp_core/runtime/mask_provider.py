@@ -12,11 +12,10 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
-from dbsp_core.masks.steps import DenoisingStep, DenseSchedule, StepClock
+from dbsp_core.masks.steps import DenoisingStep, DenseSchedule, StepClock, first_value
 from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, parts_of
 from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.process import first_value
 
 __all__ = ["MaskProvider"]
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.rank_plan import RankPlan
 
 __all__ = ["KeptPlan", "MakePlan", "PlanCache", "Planned", "ReuseCounters", "new_plan"]
 
@@ -92,10 +91,9 @@ class KeptPlan:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan to use, and this rank's part in it if that was prepared beforehand: they belong together."""
+    """The plan that a call uses."""
 
     plan: Plan
-    part: RankPlan | None = None
 
 
 @dataclass
@@ -124,7 +122,6 @@ class PlanCache:
         mask: BlockMask,
         make: MakePlan,
         name: Hashable | None = None,
-        part_of: Callable[[Plan], RankPlan] | None = None,
     ) -> Planned:
         """Returns the plan to use for one call of an attention: the kept plan if it still serves, else a new one.
 
@@ -133,7 +130,6 @@ class PlanCache:
             mask: Mask of this call.
             make: Makes a new plan where one is due.
             name: The mask's name, which no other mask of the attention has; None if it has none.
-            part_of: Returns this rank's part in a plan, if there is time to prepare it.
         """
         self.counters.calls += 1
         kept = self._kept.get(key)

@@ -10,11 +10,10 @@ from functools import partial
 import torch
 
 from dbsp_core.comm.consistency import problem_of_inputs
+from dbsp_core.comm.devices import gather_nodes
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import Hardware
-from dbsp_core.cost.prediction import Topology
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -30,9 +29,10 @@ from dbsp_core.runtime.agreement import (
     agree_on_pass,
     agree_on_settings,
 )
-from dbsp_core.runtime.executor import AttentionExecutor, KernelQuestion
+from dbsp_core.runtime.chunk_attention import attend
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_cache import ReuseCounters
+from dbsp_core.runtime.prepared import KernelQuestion, PreparedAttention
 from dbsp_core.runtime.session_state import AttentionEnded, OneThread, Recomputation, SessionObserver
 from dbsp_core.runtime.size_context import SessionParts, SizeContext, agree_on_constants, new_size
 from dbsp_core.sources import LocalQK
@@ -86,7 +86,7 @@ class AttentionSession:
             return replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers
 
         agree_on_settings(self.group, self.strategy, self.config.kernel, settings, self.config.debug)
-        topology = Topology.of_nodes(gather_nodes(self.group))
+        nodes = gather_nodes(self.group)
         self._mask_provider = MaskProvider(
             self.config.mask,
             self.config.dense_schedule,
@@ -99,7 +99,7 @@ class AttentionSession:
         )
         compare = any(observer.compares for observer in self.observers)
         self._parts = SessionParts(
-            self.config, self.group, topology, self.strategy, self._mask_provider, self._counters, compare
+            self.config, self.group, nodes, self.strategy, self._mask_provider, self._counters, compare
         )
         if self.config.effective_planning == "async":
             self.group.auxiliary("planning")  # while no rank can have failed yet: making a group is a collective
@@ -174,9 +174,9 @@ class AttentionSession:
         return frozenset(self._reached)
 
     @property
-    def topology(self) -> Topology:
-        """The nodes of the group's ranks."""
-        return self._parts.topology
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank of the group."""
+        return self._parts.nodes
 
     @property
     def layout(self) -> SequenceLayout:
@@ -224,7 +224,7 @@ class AttentionSession:
             return out.view(q.shape)
 
     def _run(
-        self, executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self, executor: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Runs the attention of a layer on q, k, v [B, H, shard, D].
 
@@ -237,9 +237,9 @@ class AttentionSession:
             self._kernels_agreed.add(question)
         check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
         if executor.plan.heads == q.shape[1]:
-            return executor.run(q, k, v, scale, check_gradient)
+            return attend(executor, q, k, v, scale, check_gradient)
         of_heads = [t.flatten(0, 1).unsqueeze(0) for t in (q, k, v)]  # B·H of them
-        return executor.run(of_heads[0], of_heads[1], of_heads[2], scale, check_gradient)
+        return attend(executor, of_heads[0], of_heads[1], of_heads[2], scale, check_gradient)
 
     def flush(self) -> None:
         """Waits for pending plans, so that whatever is read covers every call."""
@@ -250,13 +250,6 @@ class AttentionSession:
     def records(self) -> dict[int, Plan]:
         """Each layer's plan, with the numbers of the mask that it was last used for. Waits for pending plans."""
         return self._now.records if self._sizes else {}
-
-    @property
-    def chosen(self) -> dict[Strategy, int]:
-        """How often each strategy was, where it was left to be chosen; for this size of video."""
-        self.flush()
-        selector = self._now.selector if self._sizes else None
-        return {} if selector is None else dict(selector.chosen)
 
     @property
     def reuse(self) -> ReuseCounters:
@@ -293,8 +286,8 @@ class AttentionSession:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
-        executor: AttentionExecutor | None = None,
-    ) -> AttentionExecutor | None:
+        executor: PreparedAttention | None = None,
+    ) -> PreparedAttention | None:
         """Lets ranks agree before any collective of a call: at the first of a size and kind, under debug at every one.
 
         Args:
@@ -303,7 +296,7 @@ class AttentionSession:
         Returns:
             Under debug, the executor that ranks have agreed on too, where one was made before.
         """
-        now, tokens = self._now, self._now.layout.shard if executor is None else executor.part.n_local
+        now, tokens = self._now, self._now.layout.shard if executor is None else executor.n_local
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
         refusal, debug = self.config.wire.no_gradients, self.config.debug
         problem = problem_of_inputs(q, k, v, self.heads, tokens, why, refusal)

@@ -17,7 +17,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["MOST_PENDING", "AttentionEnded", "OneThread", "Recomputation", "SessionObserver"]
@@ -62,7 +62,7 @@ class AttentionEnded:
 
     layer: int
     key: Hashable
-    executor: AttentionExecutor
+    executor: PreparedAttention
     q: torch.Tensor
     latest: Mapping[Hashable, Plan]
     asynchronous: bool
@@ -120,9 +120,9 @@ class _Kept:
     """
 
     node: weakref.ref[Any] | None
-    executor: AttentionExecutor | None
+    executor: PreparedAttention | None
 
-    def waiting(self) -> AttentionExecutor | None:
+    def waiting(self) -> PreparedAttention | None:
         """Returns the executor if backward may still come to this attention, else None."""
         if self.node is None:
             return self.executor
@@ -154,7 +154,7 @@ class Recomputation:
         if self._current is not None:
             self._passes.append(self._current)
 
-    def keep(self, layer: int, executor: AttentionExecutor, out: torch.Tensor) -> None:
+    def keep(self, layer: int, executor: PreparedAttention, out: torch.Tensor) -> None:
         """Remembers what a layer of the current pass was computed with.
 
         Args:
@@ -167,7 +167,7 @@ class Recomputation:
         elif not torch.is_grad_enabled():  # a reentrant checkpoint's forward
             self._current[layer] = _Kept(None, executor)
 
-    def take(self, layer: int) -> AttentionExecutor:
+    def take(self, layer: int) -> PreparedAttention:
         """Returns the executor that a layer was computed with, in the one pass that waits for backward.
 
         Raises:

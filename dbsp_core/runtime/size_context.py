@@ -13,9 +13,8 @@ import torch
 from dbsp_core.comm.consistency import InputsAgreed, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import Hardware, cost_basis, hardware_for, warn_if_elsewhere
-from dbsp_core.cost.prediction import AttentionShape, Topology
-from dbsp_core.cost.selection import StrategySelector, candidates
+from dbsp_core.cost.machine import Hardware, cost_basis, hardware_for
+from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -23,15 +22,12 @@ from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import MOST_PASSES
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_cache import PlanCache, ReuseCounters
-from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
-from dbsp_kernels import choose_kernel
 from dbsp_kernels.kernel import returns_lse
 
 __all__ = [
@@ -65,25 +61,14 @@ def agree_on_constants(
 def selector_of(
     config: DbspConfig,
     group: SequenceGroup,
-    topology: Topology,
+    nodes: tuple[int, ...],
     layout: SequenceLayout,
     hardware: Hardware | None,
     grid: BlockGrid,
-    device: torch.device,
 ) -> StrategySelector:
-    """Returns the selector for masks on `grid`, used on `device`. Rank 0 warns if the constants are of another one."""
-    if hardware is not None and group.rank == 0:
-        warn_if_elsewhere(hardware, device, _kernel_name(config.kernel, device))
+    """Returns the selector for masks on `grid`."""
     strategies = candidates(group.size, grid, returns_lse(config.kernel))
-    return StrategySelector(strategies, hardware, topology, layout)
-
-
-def _kernel_name(kernel: str, device: torch.device) -> str:
-    """Returns the name of the kernel that is expected to run. Whether it can is checked at the first attention."""
-    try:
-        return choose_kernel(kernel, device, torch.bfloat16 if device.type == "cuda" else torch.float32).name
-    except UserError:
-        return kernel
+    return StrategySelector(strategies, hardware, nodes, layout)
 
 
 class PlanKey(NamedTuple):
@@ -113,6 +98,7 @@ class SessionParts:
     """What all sizes of a session have in common.
 
     Attributes:
+        nodes: The node of each rank.
         strategy: How the ranks are used; None: as is predicted to be fastest, for each attention.
         masks: Its masks, begun for the size of the current forward pass.
         counters: What all sizes' plan caches count in.
@@ -121,7 +107,7 @@ class SessionParts:
 
     config: DbspConfig
     group: SequenceGroup
-    topology: Topology
+    nodes: tuple[int, ...]
     strategy: Strategy | None
     masks: MaskProvider
     counters: ReuseCounters
@@ -147,7 +133,7 @@ class SizeContext:
     """What the plan of each layer's last attention is kept for."""
     inputs_agreed: InputsAgreed = field(default_factory=InputsAgreed)
     """What of q, k and v all ranks have compared."""
-    _executors: dict[PlanKey, AttentionExecutor] = field(default_factory=dict)
+    _executors: dict[PlanKey, PreparedAttention] = field(default_factory=dict)
     _used: OrderedDict[PlanKey, PlanKey] = field(default_factory=OrderedDict)
     """What each attention's executor is kept for, the one used last at the end."""
 
@@ -163,7 +149,7 @@ class SizeContext:
         for observer in observers:
             observer.flush(self.plans.latest)
 
-    def executor(self, layer: int, tokens: LocalQK, observers: Sequence[SessionObserver]) -> AttentionExecutor:
+    def executor(self, layer: int, tokens: LocalQK, observers: Sequence[SessionObserver]) -> PreparedAttention:
         """The executor for a layer's mask now: made before, for this layer or another, or now. Collective."""
         masks = self.session.masks
         attention, name = self._attention(layer), masks.cache_key(layer)
@@ -180,7 +166,7 @@ class SizeContext:
             observer.mask_used(layer, key)
         return executor
 
-    def known_executor(self, layer: int, q: torch.Tensor) -> AttentionExecutor | None:
+    def known_executor(self, layer: int, q: torch.Tensor) -> PreparedAttention | None:
         """The executor that was made for a layer's mask now. None: none was, or the mask is predicted from q and k."""
         name = self.session.masks.cache_key(layer)
         return None if name is None else self._executors.get(self._attention(layer).with_mask(name, q.device))
@@ -190,7 +176,7 @@ class SizeContext:
         return PlanKey(self.size, layer, self.session.masks.moment.cfg_branch)
 
     def _keep(
-        self, layer: int, attention: PlanKey, key: PlanKey, plan_key: PlanKey, executor: AttentionExecutor
+        self, layer: int, attention: PlanKey, key: PlanKey, plan_key: PlanKey, executor: PreparedAttention
     ) -> None:
         """Remembers an attention's executor, and drops those that no attention has any more."""
         # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
@@ -209,17 +195,17 @@ class SizeContext:
 
     def _make(
         self, attention: PlanKey, plan_key: PlanKey, name: Hashable | None, mask: BlockMask, tokens: LocalQK
-    ) -> AttentionExecutor:
+    ) -> PreparedAttention:
         config, device = self.session.config, tokens.q.device
         make = partial(self._new_plan, AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens))
         plain = mask if mask.coarse is None else replace(mask, coarse=None)
-        planned = self.plans.plan_for(plan_key, plain, make, name, self._part)  # a thread may hold the mask
-        plan, used = planned.plan, self._used.get(attention)
+        plan = self.plans.plan_for(plan_key, plain, make, name).plan  # a thread may hold the mask
+        used = self._used.get(attention)
         before = None if used is None else self._executors.get(used)
-        if before is not None and before.device == device and plan.same_routes(before.part.plan):
+        if before is not None and before.device == device and plan.same_routes(before.plan):
             return before.for_mask(plan, mask, mark=config.debug)
-        part = (planned.part or self._part(plan)).to(device)
-        return AttentionExecutor.of_part(part, plan, mask, self.session.group, config.kernel, mark=config.debug)
+        group, kernel, mark = self.session.group, config.kernel, config.debug
+        return PreparedAttention.of(plan, mask, self.layout, group, kernel, device=device, mark=mark)
 
     def _new_plan(self, shape: AttentionShape, mask: BlockMask, current: Plan | None) -> Plan:
         """Makes a plan for a mask, where `current` is in use. See `plan_cache.MakePlan`."""
@@ -231,10 +217,6 @@ class SizeContext:
         if self.selector is None:
             raise RuntimeError("a strategy is to be chosen, but nothing says among which")
         return self.selector.choose(make, shape, None if current is None else current.strategy)
-
-    def _part(self, plan: Plan) -> RankPlan:
-        """This rank's part in a plan, on the host."""
-        return RankPlan.of(plan, self.layout, self.session.group.rank)
 
 
 def new_size(
@@ -267,8 +249,7 @@ def new_size(
         layout = _layout(session, grid, streams)
     selector = None
     if strategy is None:
-        topology = session.topology
-        make = partial(selector_of, config, group, topology, layout, hardware, grid, device)
+        make = partial(selector_of, config, group, session.nodes, layout, hardware, grid)
         selector = run_consistently(group, make)
     return SizeContext(session, size, layout, selector, plan_cache_of(session))
 

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask, row_places
-from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels import DenseHeadLayout, DensePart, TransposedTable
-from dbsp_kernels.exchange import on_device, to_device
+from dbsp_kernels import DensePart
+from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
 __all__ = [
     "ChunkTable",
     "DenseRows",
     "KernelTable",
-    "RankRows",
     "TableLayout",
     "TransposedLayout",
     "build_tables",
-    "dense_head_layout",
     "dense_spans_of",
     "table_layout",
-    "transposed_layouts",
+    "whole_head_tokens",
 ]
 
 
@@ -134,7 +131,7 @@ class TableLayout:
         spans: By chunk, on the host: of each span with rows, where its rows and blocks are.
         base: By chunk int32[Rq], the packed block of each row's column 0.
         kv_len: By chunk int32[Ck], tokens of each packed block.
-        as_masked: Whether column j is KV block j for all rows: then a mask's bits are taken as they are.
+        head_tokens: See `whole_head_tokens`.
     """
 
     spans_of: torch.Tensor
@@ -147,7 +144,7 @@ class TableLayout:
     kv_len: tuple[torch.Tensor, ...]
     spans: tuple[tuple[Span, ...], ...]
     block_k: int
-    as_masked: bool
+    head_tokens: int | None
 
     @property
     def width(self) -> int:
@@ -159,7 +156,7 @@ class TableLayout:
             return self
 
         def move(table: torch.Tensor) -> torch.Tensor:
-            return to_device(table.numpy(), device)
+            return to_device(table, device)
 
         return replace(
             self,
@@ -173,74 +170,59 @@ class TableLayout:
             kv_len=tuple(map(move, self.kv_len)),
         )
 
-
-@dataclass(frozen=True, eq=False, repr=False)
-class RankRows:
-    """One rank's packed rows, by the spans that they are in; on the host.
-
-    Attributes:
-        number: int64[H], place of each head among those whose keys come to the rank.
-        span_numbers: int64[spans], see `Span.number`.
-        row_span: int64[Rq], each row's span.
-        places: int64[Rq], see `TableLayout.rows`.
-    """
-
-    grid: BlockGrid
-    number: np.ndarray
-    span_numbers: np.ndarray
-    row_span: np.ndarray
-    places: np.ndarray
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> RankRows:
-        grid, sequences, ulysses = plan.grid, len(plan.grid.sequences), plan.strategy.ulysses
-        heads_here = np.flatnonzero(columns_of_heads(plan.owner, ulysses)[:, rank % ulysses])
-        number = np.zeros(plan.heads, dtype=np.int64)
-        number[heads_here] = np.arange(len(heads_here))
-        head, block = plan.rows_of(rank)
-        row_span = number[head] * sequences + grid.q_axis.sequence_of[block]
-        span_numbers = (heads_here[:, None] * sequences + np.arange(sequences)).ravel()
-        return cls(grid, number, span_numbers, row_span, row_places(grid, plan.heads, head, block))
-
-    def table_layout(self, packed: Sequence[tuple[np.ndarray, np.ndarray]]) -> TableLayout:
-        """The layout of the rank's tables, with the (head, KV block) of what is packed for each chunk."""
-        axis, row_span, sequences = self.grid.k_axis, self.row_span, len(self.grid.sequences)
-        # 1. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
-        spans = len(self.span_numbers)
-        of_blocks = (self.number[head] * sequences + axis.sequence_of[block] for head, block in packed)
-        per_span = np.stack([np.bincount(span, minlength=spans) for span in of_blocks])  # int64[chunks, spans]
-        first = np.cumsum(per_span, axis=1) - per_span
-        width = max(1, int(per_span.max(initial=0)))
-        whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
-        as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
-        width += 0 if as_masked else -width % 8  # whole bytes of bits
-        # 2. Blocks are packed by chunk and span, as these arrays have them.
-        present = np.arange(width) < per_span[..., None]
-        block = np.concatenate([block for _, block in packed])
-        columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
-        columns[present] = block - axis.bounds[axis.sequence_of[block]]
-        full[present] = axis.lengths[block] == axis.block
-        return TableLayout(
-            spans_of=torch.from_numpy(row_span),
-            rows=torch.from_numpy(self.places),
-            turn=torch.from_numpy(row_span * (width + 1)),
-            columns=torch.from_numpy(columns),
-            present=torch.from_numpy(present),
-            full=torch.from_numpy(full),
-            base=tuple(torch.from_numpy(of_chunk[row_span]) for of_chunk in first.astype(np.int32)),
-            kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
-            spans=tuple(
-                _spans(self.span_numbers, row_span, start, count, axis.lengths[of_chunk])
-                for start, count, (_, of_chunk) in zip(first, per_span, packed, strict=True)
-            ),
-            block_k=axis.block,
-            as_masked=as_masked,
-        )
+    @cached_property
+    def transposed(self) -> tuple[TransposedLayout, ...]:
+        """What transposes the tables of each chunk, for backward. Made at the first use, which synchronises."""
+        per_span = torch.bincount(self.spans_of, minlength=self.columns.shape[1])  # rows are packed span by span
+        first = per_span.cumsum(0) - per_span
+        most = int(per_span.max()) if len(per_span) else 0
+        found = []
+        for present in self.present:
+            span, column = present.nonzero(as_tuple=True)  # in packing order
+            found.append(TransposedLayout(first[span].to(torch.int32), per_span[span], column, most))
+        return tuple(found)
 
 
 def table_layout(plan: Plan, rank: int) -> TableLayout:
-    """The layout of one rank's tables."""
-    return RankRows.of(plan, rank).table_layout(plan.chunks.of(rank))
+    """Makes the layout of one rank's tables, on the host."""
+    grid, axis, sequences = plan.grid, plan.grid.k_axis, len(plan.grid.sequences)
+    packed = plan.chunks.of(rank)
+    # 1. The rank's spans, and the span of each of its rows.
+    here = np.flatnonzero(columns_of_heads(plan.owner, plan.strategy.ulysses)[:, rank % plan.strategy.ulysses])
+    place = np.zeros(plan.heads, dtype=np.int64)
+    place[here] = np.arange(len(here))
+    numbers = (here[:, None] * sequences + np.arange(sequences)).ravel()
+    head, block = plan.rows_of(rank)
+    row_span = place[head] * sequences + grid.q_axis.sequence_of[block]
+    rows = row_places(grid, plan.heads, head, block)
+    # 2. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
+    of_blocks = (place[head] * sequences + axis.sequence_of[block] for head, block in packed)
+    per_span = np.stack([np.bincount(span, minlength=len(numbers)) for span in of_blocks])  # int64[chunks, spans]
+    first = np.cumsum(per_span, axis=1) - per_span
+    width = max(1, int(per_span.max(initial=0)))
+    width += -width % 8  # whole bytes of bits
+    # 3. Blocks are packed by chunk and span, as these arrays have them.
+    present = np.arange(width) < per_span[..., None]
+    block = np.concatenate([block for _, block in packed])
+    columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
+    columns[present] = block - axis.bounds[axis.sequence_of[block]]
+    full[present] = axis.lengths[block] == axis.block
+    return TableLayout(
+        spans_of=torch.from_numpy(row_span),
+        rows=torch.from_numpy(rows),
+        turn=torch.from_numpy(row_span * (width + 1)),
+        columns=torch.from_numpy(columns),
+        present=torch.from_numpy(present),
+        full=torch.from_numpy(full),
+        base=tuple(torch.from_numpy(of_chunk[row_span]) for of_chunk in first.astype(np.int32)),
+        kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
+        spans=tuple(
+            _spans(numbers, row_span, start, count, axis.lengths[of_chunk])
+            for start, count, (_, of_chunk) in zip(first, per_span, packed, strict=True)
+        ),
+        block_k=axis.block,
+        head_tokens=whole_head_tokens(plan),
+    )
 
 
 def _spans(
@@ -274,8 +256,8 @@ def build_tables(
         dense_spans: See `dense_spans_of`.
     """
     # 1. The rows' bits by chunk, and what rows have to do.
-    bits = on_device(mask.row_bits, layout.rows.device)
-    of_mask = layout.columns, layout.present, layout.full, layout.as_masked
+    bits = to_device(mask.row_bits, layout.rows.device)
+    of_mask = layout.columns, layout.present, layout.full
     packed, count, full, key = pack_rows(bits, layout.rows, layout.spans_of, layout.turn, *of_mask)
     # 2. In which order they start.
     order = torch.argsort(key, dim=1, stable=True).to(torch.int32)
@@ -308,18 +290,15 @@ def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndar
     return DenseRows(tuple(parts), not rest.any(), table.kv_count * kept, table.kv_full * kept)
 
 
-def dense_head_layout(plan: Plan, rank: int) -> DenseHeadLayout | None:
-    """What the kernel is told where the ranks' rows are simply all those of whole heads; None where they are not.
-
-    The answer is None on all ranks or on none.
-    """
+def whole_head_tokens(plan: Plan) -> int | None:
+    """Returns the tokens of a head if every rank's rows are simply all those of whole heads, or None."""
     grid = plan.grid
     only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
         return None
     if not plan.chunks.sends_every_block:  # a block that nobody needs, or that comes by itself
         return None
-    return DenseHeadLayout(len(plan.rows_of(rank)[0]) // grid.nq, grid.tokens)
+    return grid.tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,14 +317,12 @@ class TransposedLayout:
     column: torch.Tensor
     most: int
 
-    def table(self, table: ChunkTable, batch: int = 1) -> TransposedTable:
+    def table(self, table: ChunkTable, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Which rows attend to each block, for `batch` copies; made where the bits are, without a synchronisation."""
         blocks, device = len(self.first), table.bits.device
         if not blocks or not self.most:
-            return TransposedTable(
-                torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device),
-                torch.zeros(batch * blocks, dtype=torch.int32, device=device),
-            )
+            nothing = torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device)
+            return nothing, nothing[:, 0]
         # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
         place = torch.arange(self.most, device=device)
         row = (self.first[:, None] + place).clamp(max=len(table.bits) - 1)
@@ -355,16 +332,4 @@ class TransposedLayout:
         count = needed.sum(dim=1, dtype=torch.int32)
         whole = torch.full((len(table.bits),), 1, dtype=torch.int32, device=device)
         rows = expand_rows(pack_bits(needed), self.first, whole, count, self.most, 1, batch)
-        return TransposedTable(rows, count.repeat(batch))
-
-
-def transposed_layouts(layout: TableLayout) -> tuple[TransposedLayout, ...]:
-    """Returns for each chunk what the transposed tables of all masks under one plan share. Synchronises."""
-    per_span = torch.bincount(layout.spans_of, minlength=layout.columns.shape[1])  # rows are packed span by span
-    first = per_span.cumsum(0) - per_span
-    most = int(per_span.max()) if len(per_span) else 0
-    found = []
-    for present in layout.present:
-        span, column = present.nonzero(as_tuple=True)  # in packing order
-        found.append(TransposedLayout(first[span].to(torch.int32), per_span[span], column, most))
-    return tuple(found)
+        return rows, count.repeat(batch)

@@ -18,10 +18,8 @@ from dbsp_kernels import (
     BackwardInputs,
     Kernel,
     KernelInputs,
-    TransposedTable,
     block_attention_backward,
     choose_kernel,
-    item_table,
     merge_states,
 )
 
@@ -85,11 +83,9 @@ class _SharedKeys(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dout = _sum(dout.to(lse.dtype), ctx.group)
         given, heads = _in_blocks(q, k, v, ctx.scale), len(q) * q.shape[1]
-        turned = item_table(heads, len(given.k) // heads, len(given.q) // heads, q.device)
+        turned = _item_table(heads, len(given.k) // heads, len(given.q) // heads, q.device)
         rows = _blocks(dout.to(q.dtype)), _blocks(out), _blocks(lse[..., None]).squeeze(-1)
-        grads = block_attention_backward(
-            BackwardInputs(given, *rows, lambda: TransposedTable(*turned)), _kernel_for(q)
-        )
+        grads = block_attention_backward(BackwardInputs(given, *rows, lambda: turned), _kernel_for(q))
         whole = zip(grads, (q, k, v), strict=True)
         tokens = (grad.view(*one.shape[:2], -1, one.shape[3])[:, :, : one.shape[2]] for grad, one in whole)
         return (*(grad.to(q.dtype) for grad in tokens), None, None)
@@ -104,10 +100,17 @@ def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     """A block kernel's inputs for q [B, H, n, D] that attends to all of k and v [B, H, m, D]."""
     heads, keys = len(q) * q.shape[1], k.shape[2]
     rows, blocks = _blocks(q), _blocks(k)
-    tables = item_table(heads, len(rows) // heads, len(blocks) // heads, q.device)
+    tables = _item_table(heads, len(rows) // heads, len(blocks) // heads, q.device)
     first = torch.arange(0, keys, BLOCK, device=q.device)
     kv_len = (keys - first).clamp(max=BLOCK).to(torch.int32).repeat(heads)
-    return KernelInputs(rows, blocks, _blocks(v), *tables, kv_len, scale)
+    full = torch.full_like(tables[1], keys // BLOCK)
+    return KernelInputs(rows, blocks, _blocks(v), *tables, kv_len, scale, full)
+
+
+def _item_table(items: int, rows: int, blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns kv_index int32[items · rows, blocks] and kv_count of rows that attend to all blocks of their item."""
+    every = torch.arange(items * blocks, dtype=torch.int32, device=device).view(items, blocks)
+    return every.repeat_interleave(rows, 0), torch.full((items * rows,), blocks, dtype=torch.int32, device=device)
 
 
 def _blocks(tokens: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class LocalQK:
         v: torch.Tensor | None = None,
         gate: torch.Tensor | None = None,
     ) -> LocalQK:
-        """All tokens in one process."""
+        """Returns all tokens of one process."""
         layout = SequenceLayout.contiguous(q.shape[2], 1)
         return cls(q, k, layout, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale, v, gate)
 
@@ -100,14 +100,14 @@ class MaskSource(Protocol):
     def changes(self) -> Changes: ...
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """The block grid of the request's tokens, from which sequence layouts are made before there is a mask.
+        """Returns the block grid of the request's tokens, from which sequence layouts are made before there is a mask.
 
         Masks may have grids with other token orders.
         """
         ...
 
     def cache_key(self, request: MaskRequest) -> Hashable:
-        """Requests of one video size with equal keys get equal masks, which are made once. Not asked "per_call".
+        """Returns a key that requests with equal masks share, within one video size. Not asked "per_call".
 
         Must not raise: ranks raise together only what `grid` or `mask` raises.
         """
@@ -157,15 +157,12 @@ class PredictedSource(BlockSizes):
     attention_sink: bool = field(default=False, kw_only=True)
     dense_text: bool = field(default=True, kw_only=True)
     token_order: str = field(default=CANONICAL, kw_only=True)
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         with blame_setting("token_order"):
             require_order(self.token_order)
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         return replace(super().grid(request), orders=(self.token_order,))

@@ -101,13 +101,13 @@ class CallableSource(BlockSizes):
         return BlockMask(self._bits(result, request.heads, grid), grid)
 
     def _seen(self, request: MaskRequest) -> MaskRequest:
-        """The request without what the mask must not depend on."""
+        """Returns the request without what the mask must not depend on."""
         if self.depends_on == "step":
             return request
         return replace(request, layer=request.layer if self.depends_on == "layer" else 0, step=0, cfg_branch=0)
 
     def _bits(self, result: Any, heads: int, grid: BlockGrid) -> torch.Tensor:
-        """bool[heads, nq, nk], a copy, as the function may change its own."""
+        """Returns bool[heads, nq, nk], a copy, as the function may change its own."""
         if not isinstance(result, (np.ndarray, torch.Tensor)):
             raise UserError(
                 f"mask function {self.function} returned {kind_of(result)}; return a bool numpy array or torch tensor"

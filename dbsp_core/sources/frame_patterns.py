@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.utils.errors import UserError, bad_value, require_value
 
@@ -41,31 +41,28 @@ class LineSegments:
     begins: np.ndarray
 
 
-def line_segments(grid: BlockGrid, at: np.ndarray, line: np.ndarray | None = None) -> list[LineSegments]:
-    """Returns the segments of the video's query blocks, and of its key blocks.
+def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
+    """Returns the segments of one axis's video blocks.
 
-    Args:
-        grid: The blocks.
-        at: int64[video tokens] in the order of the blocks, each token's position on its line, which never falls there.
-        line: int64[video tokens], each token's line; None: all are on one.
+    `line` and `at` are int64[video tokens] in the order of the blocks: each token's line, and its position there,
+    which never falls along the line.
     """
-    line, found = np.zeros_like(at) if line is None else line, []
-    for axis in (grid.q_axis, grid.k_axis):
-        new_block = np.diff(axis.block_of[grid.text_tokens :], prepend=-1) != 0
-        start = np.flatnonzero(new_block | (np.diff(line, prepend=-1) != 0))
-        end = np.append(start[1:], len(line)) - 1
-        found.append(LineSegments(line[start], at[start], at[end], np.flatnonzero(new_block[start])))
-    return found
+    text_tokens = len(axis.block_of) - len(line)
+    block = axis.block_of[text_tokens:]
+    new_block = np.diff(block, prepend=-1) != 0
+    start = np.flatnonzero(new_block | (np.diff(line, prepend=-1) != 0))
+    end = np.append(start[1:], len(line)) - 1
+    return LineSegments(line[start], at[start], at[end], np.flatnonzero(new_block[start]))
 
 
 def distances(q: LineSegments, k: LineSegments) -> np.ndarray:
-    """int64[q segments, k segments]: least distance of their positions, whatever their lines; 0 if they overlap."""
+    """Returns int64[q segments, k segments]: least distance of positions on any lines; 0 if they overlap."""
     gap = np.maximum(k.first[None] - q.last[:, None], q.first[:, None] - k.last[None])
     return np.maximum(gap, 0)
 
 
 def reduce_to_blocks(grid: BlockGrid, dense: np.ndarray, q: LineSegments, k: LineSegments) -> np.ndarray:
-    """bool[nq, nk]: blocks with a pair of segments in `dense`, bool[q segments, k segments], and all text."""
+    """Returns bool[nq, nk]: blocks with a pair in `dense`, bool[q segments, k segments], and all text."""
     rows = np.logical_or.reduceat(dense, q.begins, axis=0)
     bits = np.ones((grid.nq, grid.nk), dtype=bool)
     bits[grid.nq - len(q.begins) :, grid.nk - len(k.begins) :] = np.logical_or.reduceat(rows, k.begins, axis=1)
@@ -102,7 +99,7 @@ class RadialSource(BlockSizes):
 def radial_bits(
     grid: BlockGrid, thw: tuple[int, int, int], width: float, decay: float, sink_frames: int
 ) -> np.ndarray:
-    """bool[nq, nk]: blocks with a pair of tokens that may attend to each other, and all text.
+    """Returns bool[nq, nk]: blocks with a pair of tokens that may attend to each other, and all text.
 
     A frame has s tokens; a query at place x of frame i may attend to a key at place y of frame j if, with d = |i − j|
     and b = width · s · decay^⌊log₂ max(d, 1)⌋,
@@ -113,7 +110,7 @@ def radial_bits(
     """
     frames, frame = thw[0], thw[1] * thw[2]
     line, at = np.divmod(np.arange(frames * frame), frame)
-    q, k = line_segments(grid, at, line)
+    q, k = line_segments(grid.q_axis, line, at), line_segments(grid.k_axis, line, at)
     reach = _reach(frames, width * frame, decay, max(grid.block_q, grid.block_k))
     dense = distances(q, k) < reach[np.abs(q.line[:, None] - k.line)]
     dense |= k.line < sink_frames
@@ -121,7 +118,7 @@ def radial_bits(
 
 
 def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.ndarray:
-    """int64[frames]: by distance in frames, one more than how far apart places may be; 0 for no pair."""
+    """Returns int64[frames]: by distance in frames, one more than how far apart places may be; 0 for no pair."""
     reach = []
     for distance in range(frames):
         if distance > 1 and distance & (distance - 1) == 0:
@@ -168,7 +165,7 @@ class SvgSource(BlockSizes):
             raise bad_value(self, "temporal_heads", "must be a share between 0 and 1, or a list of head numbers")
 
     def temporal(self, heads: int) -> np.ndarray:
-        """bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""
+        """Returns bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""
         numbers = np.arange(heads)
         if isinstance(self.temporal_heads, tuple):
             if max(self.temporal_heads, default=0) >= heads:
@@ -192,22 +189,24 @@ class SvgSource(BlockSizes):
 
 
 def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_frames: int) -> np.ndarray:
-    """bool[nq, nk] of tokens in order "thw": blocks with a pair of tokens that may attend to each other, and text.
+    """Returns bool[nq, nk] of tokens in order "thw": blocks with a pair that may attend to each other, and text.
 
     A query in frame i may attend to all of frame j if |i − j| ≤ ⌊frames / 2⌋ or j < sink_frames.
     """
     frame = np.repeat(np.arange(thw[0]), thw[1] * thw[2])
-    q, k = line_segments(grid, frame)
+    everything = np.zeros_like(frame)
+    q, k = line_segments(grid.q_axis, everything, frame), line_segments(grid.k_axis, everything, frame)
     return reduce_to_blocks(grid, (distances(q, k) <= frames // 2) | (k.first < sink_frames), q, k)
 
 
 def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], bandwidth: float) -> np.ndarray:
-    """bool[nq, nk] of tokens in order "hwt": blocks with a pair of tokens that may attend to each other, and text.
+    """Returns bool[nq, nk] of tokens in order "hwt": blocks with a pair that may attend to each other, and text.
 
     A query at place x of any frame may attend to place y of every frame if |x − y| ≤ ⌊bandwidth · s / 2⌋, of s places
     in a frame. The first frame is no sink here: every block has tokens of it, so that all blocks would be dense.
     """
     places = thw[1] * thw[2]
     place = np.repeat(np.arange(places), thw[0])
-    q, k = line_segments(grid, place)
+    everything = np.zeros_like(place)
+    q, k = line_segments(grid.q_axis, everything, place), line_segments(grid.k_axis, everything, place)
     return reduce_to_blocks(grid, distances(q, k) <= int(bandwidth * places) // 2, q, k)

@@ -17,12 +17,13 @@ from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import unpack_bits
 
-__all__ = ["HomeBlocks", "assigned_heads", "gather_bits", "pool_own_heads", "send_home"]
+__all__ = ["HomeBlocks", "gather_bits", "heads_by_rank", "pool_own_heads", "send_home"]
 
 
-def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
-    """The heads whose masks `rank` predicts, int64: even runs."""
-    return np.flatnonzero(contiguous_heads(heads, ranks) == rank)
+def heads_by_rank(heads: int, ranks: int) -> list[int]:
+    """Returns the number of heads whose masks each rank predicts: even runs, rank after rank."""
+    counts: list[int] = np.bincount(contiguous_heads(heads, ranks), minlength=ranks).tolist()
+    return counts
 
 
 def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None = None) -> torch.Tensor:
@@ -32,18 +33,18 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None
         float32[Hs, B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block, over all
         ranks; with values nq + 2 nk of them.
     """
-    ranks = tokens.group.size
-    shares = [len(assigned_heads(rank, tokens.q.shape[1], ranks)) for rank in range(ranks)]
+    shares = heads_by_rank(tokens.q.shape[1], tokens.group.size)
     tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
     blocks = ShardedBlocks.of(tokens.layout, grid, "qkv"[: len(tensors)])
     return pool_heads(tensors, blocks, shares, tokens.group)
 
 
-def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group: SequenceGroup) -> torch.Tensor:
+def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tensor:
     """Gathers the bits of all heads, bool[B · heads, nq, columns]. Collective.
 
-    `mine` is uint8[Hs · B, nq, ceil(columns / 8)] from `pack_bits`, the bits of `assigned_heads(rank)`.
+    `mine` is uint8[Hs · B, nq, ceil(columns / 8)] from `pack_bits`, the bits of the heads that this rank predicts.
     """
+    (batch, heads), group = tokens.q.shape[:2], tokens.group
     # 1. Ranks send equally many heads, the last ones of some being padding.
     most = -(-heads // group.size) * batch
     padded = mine if len(mine) == most else mine.new_empty(most, *mine.shape[1:])
@@ -58,11 +59,9 @@ def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group:
 
 @functools.lru_cache(maxsize=8)
 def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """int64[B · heads]: places of each sample's heads in what all ranks gathered."""
+    """Returns int64[B · heads]: places of each sample's heads in what all ranks gathered."""
     most = -(-heads // ranks)
-    places = np.concatenate(
-        [rank * most + np.arange(len(assigned_heads(rank, heads, ranks))) for rank in range(ranks)]
-    )
+    places = np.concatenate([rank * most + np.arange(own) for rank, own in enumerate(heads_by_rank(heads, ranks))])
     return to_device((places * batch + np.arange(batch)[:, None]).ravel(), device)
 
 
@@ -94,12 +93,12 @@ class HomeBlocks(NamedTuple):
 def send_home(mine: torch.Tensor, heads: int, blocks: HomeBlocks, group: SequenceGroup) -> torch.Tensor:
     """Sends what ranks computed for each query block of their heads to those that have tokens of it. Collective.
 
-    Takes [Hs, B, nq, D], of the heads of `assigned_heads`, to [B · heads, n, D], of the n blocks at this rank.
+    Takes [Hs, B, nq, D], of the heads that this rank predicts, to [B · heads, n, D], of the n blocks at this rank.
     """
     own, batch, _, width = mine.shape
     counts = [len(one) for one in blocks.of_ranks]
     parts = mine.index_select(2, to_device(np.concatenate(blocks.of_ranks), mine.device)).split(counts, dim=2)
-    shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
+    shares = heads_by_rank(heads, group.size)
     received = [share * batch * counts[group.rank] for share in shares]
     sent = torch.cat([part.reshape(-1, width) for part in parts])
     arrived = group.all_to_all(sent, received, [own * batch * count for count in counts])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.head_shares import assigned_heads, gather_bits
+from dbsp_core.sources.head_shares import gather_bits, heads_by_rank
 from dbsp_core.sources.sparge import LikeliestBlocks, always_dense, select_in_parts
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of
 from dbsp_core.utils.files import expand_path, require_file, user_path, write_atomically
@@ -160,7 +160,7 @@ class LowRankSource(LikeliestBlocks):
 
         dense = always_dense(grid, self.dense_text, self.attention_sink, device).expand(len(own), -1)
         mine = select_in_parts(chance, lambda rows: rows, dense, grid.nq, (*self.limits(grid.nk), False))
-        return BlockMask(gather_bits(mine, request.heads, heads.shape[1], grid.nk, tokens.group), grid)
+        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
         """Raises UserError for a file of another model; on all ranks together at a group's first call. Collective."""
@@ -183,7 +183,7 @@ class LowRankSource(LikeliestBlocks):
 
 
 def _project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
-    """float32[B, H, n, rank]: tokens projected by float32[H, D, rank], with sums in one fixed order."""
+    """Returns float32[B, H, n, rank]: tokens projected by float32[H, D, rank], with sums in one fixed order."""
     wide = tokens.float()
     return torch.stack([halving_sum(wide * column[:, None]) for column in onto.unbind(-1)], dim=-1)
 
@@ -196,7 +196,7 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
     group, (batch, heads, _, width) = tokens.group, projected.shape
     ids, places = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
     own = projected.index_select(2, to_device(places[group.rank], projected.device)).transpose(0, 1).contiguous()
-    shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
+    shares = heads_by_rank(heads, group.size)
     counts = [len(one) for one in ids]
     arrived = exchange_heads(own, shares, counts, group)
     mine = shares[group.rank]
@@ -210,7 +210,7 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
 def predicted_mass(
     query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float, *, every_query: bool
 ) -> torch.Tensor:
-    """The attention that scores query·key predict, summed over each key block and averaged over each query block.
+    """Sums the attention that scores query·key predict over each key block, and averages it over each query block.
 
     Args:
         query: [tokens, W] of one head, in the order of the grid.
@@ -243,7 +243,7 @@ def predicted_mass(
 
 @functools.lru_cache(maxsize=8)
 def _padded(grid: BlockGrid, side: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the tokens of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
+    """Returns the places of the tokens of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
 
     Short blocks repeat their last token; the second result, bool[blocks, block], is False there.
     """
@@ -297,6 +297,7 @@ class RecordQKSource(BlockSizes):
     """Dense masks; writes each layer's second moments of queries and keys to folder `path` for `dbsp masks fit`."""
 
     path: str = ""
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,10 +307,6 @@ class RecordQKSource(BlockSizes):
     @cached_property
     def _moments(self) -> Moments:
         return Moments(user_path(self.path))
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         self._moments.add(request, tokens)

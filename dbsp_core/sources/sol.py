@@ -58,8 +58,7 @@ class SolSource(PredictedSource):
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid = self.grid(request)
-        rows = pool_own_heads(tokens, grid)
-        samples, rows = rows.shape[1], rows.flatten(0, 1)
+        rows = pool_own_heads(tokens, grid).flatten(0, 1)
         dense = always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         anyway = dense[: grid.nq, None] | dense[grid.nq :] | _near(grid, rows.device)
         together = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk))
@@ -69,11 +68,10 @@ class SolSource(PredictedSource):
             threshold = self._thresholds(some, scores, tokens.scale)
             found.append(pack_bits((scores > threshold[..., None]) | anyway))
         mine = found[0] if len(found) == 1 else torch.cat(found)
-        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
-        return BlockMask(bits, grid)
+        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
     def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
-        """float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].
+        """Returns float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].
 
         All sums are taken in one fixed order, each head's by itself: other heads and ranks cannot change a bit.
         """
@@ -94,7 +92,7 @@ class SolSource(PredictedSource):
 
 @functools.lru_cache(maxsize=8)
 def _near(grid: BlockGrid, device: torch.device) -> torch.Tensor:
-    """bool[nq, nk]: key blocks that hold tokens of a query block, or are next to one that does."""
+    """Returns bool[nq, nk]: key blocks that hold tokens of a query block, or are next to one that does."""
     q, block_of = grid.q_axis, grid.k_axis.block_of
     first, last = block_of[q.starts] - NEIGHBOURS, block_of[q.starts + q.lengths - 1] + NEIGHBOURS
     block = np.arange(grid.nk)

@@ -85,23 +85,21 @@ class SpargeSource(LikeliestBlocks):
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid = self.grid(request)
-        rows = pool_own_heads(tokens, grid)
-        samples, rows = rows.shape[1], rows.flatten(0, 1)
+        rows = pool_own_heads(tokens, grid).flatten(0, 1)
 
         def scores(first: int, last: int) -> torch.Tensor:
-            """float64 scores by operations on single heads: the other heads of a rank cannot change a bit."""
+            """Returns float64 scores by operations on single heads: the other heads of a rank cannot change a bit."""
             return pooled_scores(rows[first:last], grid.nq, tokens.scale, self.similarity)
 
         def chance(scores: torch.Tensor) -> torch.Tensor:
-            """Probabilities; NaN in rows whose key blocks are all dissimilar and therefore dense."""
+            """Returns probabilities; NaN in rows whose key blocks are all dissimilar and therefore dense."""
             return torch.softmax(scores, dim=-1)
 
         dense = rows[..., -1] <= self.similarity
         if self.attention_sink or (self.dense_text and grid.text_tokens):
             dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         mine = select_in_parts(scores, chance, dense, grid.nq, (*self.limits(grid.nk), self.crossing))
-        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
-        return BlockMask(bits, grid)
+        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
 
 
 def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:
@@ -114,7 +112,7 @@ def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:
 
 @functools.lru_cache(maxsize=8)
 def always_dense(grid: BlockGrid, text: bool, attention_sink: bool, device: torch.device) -> torch.Tensor:
-    """bool[nq + nk]: query blocks, then key blocks, that are dense for any tokens: text, and the first key block."""
+    """Returns bool[nq + nk]: query, then key blocks that are dense for any tokens: text, and the first key block."""
     q, k = ((axis.starts < grid.text_tokens) & text for axis in (grid.q_axis, grid.k_axis))
     k[0] |= attention_sink
     return to_device(np.concatenate([q, k]), device)
@@ -127,7 +125,7 @@ def select_in_parts(
     nq: int,
     limits: tuple[float | None, int, bool],
 ) -> torch.Tensor:
-    """`select_blocks` for all heads, part by part, so that memory does not grow with the square of the tokens.
+    """Runs `select_blocks` for all heads, part by part, as memory would grow with the square of the tokens.
 
     `scores_of` maps (first, last) to the scores of these heads, float64[heads, nq, nk]. `chance_of` turns rows of
     scores into probabilities, each row by itself, so that parts cannot change a bit.
@@ -148,7 +146,7 @@ def select_in_parts(
 
 
 def _of_rows(dense: torch.Tensor, nq: int, first: int, count: int) -> torch.Tensor:
-    """bool[heads, count + nk]: `dense` for some rows and all columns."""
+    """Returns bool[heads, count + nk]: `dense` for some rows and all columns."""
     if count == nq:
         return dense
     return torch.cat([dense[:, first : first + count], dense[:, nq:]], dim=1)

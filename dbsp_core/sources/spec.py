@@ -32,7 +32,7 @@ def names_mask(text: str) -> bool:
 
 
 def mask_settings(text: str) -> dict[str, Any]:
-    """The mapping under `mask:` of a configuration, from one word of a command line.
+    """Returns the mapping under `mask:` of a configuration, from one word of a command line.
 
     Args:
         text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); several of these with "+"
@@ -65,7 +65,7 @@ def mask_settings(text: str) -> dict[str, Any]:
 
 
 def read_mask(value: Any, name: str) -> MaskSource:
-    """The source that a mapping such as {source: window} describes, or a source as it is.
+    """Returns the source that a mapping such as {source: window} describes, or a source as it is.
 
     Raises:
         UserError: For anything else, called `name`.
@@ -88,14 +88,14 @@ def read_mask(value: Any, name: str) -> MaskSource:
 
 
 def mask_values(source: MaskSource) -> dict[str, Any]:
-    """The mapping of which `read_mask` makes an equal source, as YAML can hold it; of a user's own, its name."""
+    """Returns the mapping, for YAML, of which `read_mask` makes an equal source; of a user's own, its name."""
     values = {"of": [mask_values(part) for part in source.of]} if isinstance(source, UnionSource) else None
     plain = plain_value(source) if values is None else values
     return {"source": _name_of(source), **(plain if isinstance(plain, dict) else {})}
 
 
 def mask_in_words(source: MaskSource) -> str:
-    """A source and its settings that are not defaults, such as "sparge:cdf=0.92"; long values are cut short."""
+    """Returns a source and its settings that are not defaults, such as "sparge:cdf=0.92"; long values are cut."""
     if isinstance(source, UnionSource):
         return "+".join(map(mask_in_words, source.of))
     name = _name_of(source)
@@ -106,7 +106,7 @@ def mask_in_words(source: MaskSource) -> str:
 
 
 def _name_of(source: MaskSource) -> str:
-    """The name after `source:`, or a user's own class's."""
+    """Returns the name after `source:`, or a user's own class's."""
     return next((name for name, known in SOURCES.items() if type(source) is known), type(source).__name__)
 
 

@@ -43,7 +43,7 @@ class StoredMasks:
         return MaskFile(self.path)
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """The file's grid in canonical order. Raises UserError when the file is for another model or video."""
+        """Returns the file's grid in canonical order. Raises UserError when the file is for another model or video."""
         file, grid = self._file, self._file.grid
         if grid.packed_from:
             raise UserError(
@@ -131,7 +131,7 @@ class ParoSource(StoredMasks):
         return replace(mask, bits=bits)
 
     def _group(self, step: int) -> int | None:
-        """The step group; None for a dense step. Raises UserError beyond the last group."""
+        """Returns the step group; None for a dense step. Raises UserError beyond the last group."""
         if self.dense_steps is not None and step < self.dense_steps:
             return None
         groups = self._file.groups

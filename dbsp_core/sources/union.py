@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
@@ -15,7 +15,7 @@ from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest, Ma
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.window import Sizes, WindowSource
 from dbsp_core.utils.errors import SettingError, UserError, in_short
-from dbsp_kernels.exchange import on_device
+from dbsp_kernels.exchange import to_device
 
 __all__ = ["NablaSource", "UnionSource", "parts_of"]
 
@@ -26,7 +26,7 @@ _MOST_KEPT = 8
 
 
 def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
-    """Of a list of sources, of which `dbsp_core.sources.spec.read_mask` has read each."""
+    """Takes a list of sources, of which `dbsp_core.sources.spec.read_mask` has read each."""
     if not isinstance(value, (list, tuple)):
         raise UserError(f"{name} must be a list of masks such as [{{source: window}}, …], got {in_short(value)}")
     return tuple(value)
@@ -66,7 +66,7 @@ class UnionSource:
         return self._common([part.grid(request) for part in self.of])
 
     def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
-        """The union. Collective where one part is predicted, which needs `tokens`."""
+        """Returns the union. Collective where one part is predicted, which needs `tokens`."""
         if tokens is None:
             return self._joined([part.mask(request) for part in self.of])
         masks = []
@@ -80,20 +80,20 @@ class UnionSource:
         return OrderedDict()
 
     def _kept(self, place: int, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-        """The mask of a part that is not predicted. Collective at first: all ranks then raise together."""
+        """Returns the mask of a part that is not predicted. Collective at first: all ranks then raise together."""
         part, device, control = self.of[place], tokens.q.device, tokens.group.control()
         video = request.thw, request.text_tokens, request.heads, request.layers
         key = place, video, part.cache_key(request), tokens.group, device
         if key not in self._made:
             what = f"the mask of layer {request.layer}"
             mask = run_consistently(control, lambda: part.mask(request), lambda mask: mask.fingerprint, what)
-            self._made[key] = replace(mask, bits=on_device(mask.bits, device))
+            self._made[key] = replace(mask, bits=to_device(mask.bits, device))
             if len(self._made) > _MOST_KEPT:
                 self._made.popitem(last=False)
         return self._made[key]
 
     def _joined(self, masks: Sequence[BlockMask]) -> BlockMask:
-        """Where some have masks for each sample, the others' are repeated for each."""
+        """Joins masks. Where some have masks for each sample, the others' are repeated for each."""
         grid = self._common([mask.grid for mask in masks])
         heads = max(mask.heads for mask in masks)
         if any(heads % mask.heads for mask in masks):
@@ -110,7 +110,7 @@ class UnionSource:
         return BlockMask(bits, grid, *coarse)
 
     def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:
-        """The blocks of all parts: with the video's size where one of them, from a file, lacks it."""
+        """Returns the blocks of all parts: with the video's size where one of them, from a file, lacks it."""
         first = next((grid for grid in grids if grid.thw is not None), grids[0])
         for grid in grids:
             if _blocks(grid) != _blocks(first):
@@ -123,7 +123,7 @@ class UnionSource:
 
 
 def _blocks(grid: BlockGrid) -> Hashable:
-    """What masks of one video must agree in; orders of all heads that are alike are one."""
+    """Returns what masks of one video must agree in; orders of all heads that are alike are one."""
     order = grid.common_order
     orders = grid.orders if order is None else (order,)
     starts = tuple(axis.starts.tobytes() for axis in (grid.q_axis, grid.k_axis))  # those of whole tiles may be short
@@ -137,7 +137,7 @@ def _in_words(grid: BlockGrid) -> str:
 
 
 def parts_of(source: MaskSource) -> tuple[MaskSource, ...]:
-    """The sources that a union is of; any other source is its own only part."""
+    """Returns the sources that a union is of; any other source is its own only part."""
     return source.of if isinstance(source, UnionSource) else (source,)
 
 
@@ -162,17 +162,14 @@ class NablaSource(BlockSizes):
 
     cdf: float | None = None
     window: Sizes | None = None
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._union  # noqa: B018  raises for values out of range
 
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
-
     def or_else(self, checkpoint: NablaSource) -> NablaSource:
-        """This source with what is not set of it from a checkpoint's."""
+        """Returns this source, with what is not set of it from a checkpoint's."""
         cdf = checkpoint.cdf if self.cdf is None else self.cdf
         return replace(self, cdf=cdf, window=checkpoint.window if self.window is None else self.window)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -41,6 +42,7 @@ class VsaSource(BlockSizes):
     tile: tuple[int, int, int] = (4, 4, 4)
     coarse: bool = True
     dense_text: bool = True
+    changes: ClassVar[Changes] = "per_call"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,10 +53,6 @@ class VsaSource(BlockSizes):
         if (self.block_q, self.block_k) != (tokens, tokens):
             message = f"a tile of {tokens} tokens is a block of mask source 'vsa'; set block_q and block_k to {tokens}"
             raise SettingError(message, ("block_q",))
-
-    @property
-    def changes(self) -> Changes:
-        return "per_call"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         order = "tile:" + "x".join(map(str, self.tile))
@@ -68,8 +66,7 @@ class VsaSource(BlockSizes):
             values = tokens.v
         elif self.coarse and tokens.group.rank == 0:
             _say_without_gate()
-        rows = pool_own_heads(tokens, grid, values)
-        (own, samples), rows = rows.shape[:2], rows.flatten(0, 1)
+        rows = pool_own_heads(tokens, grid, values).flatten(0, 1)
         dense = always_dense(grid, self.dense_text, False, rows.device)
         count = max(1, math.ceil((1 - self.sparsity) * grid.nk))
         together, known = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk)), grid.nq + grid.nk
@@ -79,11 +76,11 @@ class VsaSource(BlockSizes):
             bits.append(select_blocks(chance, dense.expand(len(some), -1), None, count))
             if values is not None:
                 coarse.append(torch.bmm(chance, some[:, known:, :-1].double()).float())
-        found = gather_bits(torch.cat(bits), request.heads, samples, grid.nk, tokens.group)
+        found = gather_bits(torch.cat(bits), tokens, grid.nk)
         if values is None or tokens.gate is None:
             return BlockMask(found, grid)
         home = HomeBlocks.of(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
-        at_home = send_home(torch.cat(coarse).unflatten(0, (own, samples)), request.heads, home, tokens.group)
+        at_home = send_home(torch.cat(coarse).unflatten(0, (-1, len(tokens.q))), request.heads, home, tokens.group)
         return BlockMask(found, grid, CoarseBranch(at_home, home.block, home.real, tokens.gate))
 
 

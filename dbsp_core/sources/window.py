@@ -54,7 +54,7 @@ class WindowSource(BlockSizes):
 
 
 def window_bits(grid: BlockGrid, thw: Sizes, window: Sizes) -> np.ndarray:
-    """bool[nq, nk] of tokens in order "thw": blocks with a pair of tokens within the window, and text.
+    """Returns bool[nq, nk] of tokens in order "thw": blocks with a pair within the window, and text.
 
     A query may attend to a key if they are at most ⌊window / 2⌋ frames, rows and columns apart. The boxes that the
     blocks' tokens span in (t, h, w) are compared: a block that wraps around a row or a frame counts as its whole box.
@@ -69,7 +69,7 @@ def window_bits(grid: BlockGrid, thw: Sizes, window: Sizes) -> np.ndarray:
 
 
 def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: bool = True) -> np.ndarray:
-    """bool[nq, nk] of tokens in order "tile:TxHxW": blocks with a pair of tokens within the window of tiles, and text.
+    """Returns bool[nq, nk] in order "tile:TxHxW": blocks with a pair within the window of tiles, and text.
 
     Along each axis, a query in tile a of n may attend to `window` tiles from clip(a − ⌊window / 2⌋, 0, n − window) on:
     at the borders the window is shifted inside, so that every query attends to equally many tiles. Not `shifted`, it
@@ -78,7 +78,7 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: 
     tiles = [-(-size // each) for size, each in zip(thw, tile, strict=True)]
     at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
     line = at[0] * tiles[1] + at[1]
-    q, k = line_segments(grid, at[2], line)
+    q, k = line_segments(grid.q_axis, line, at[2]), line_segments(grid.k_axis, line, at[2])
     in_time, in_height = (_sees(tiles[axis], window[axis], shifted) for axis in (0, 1))
     first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2], shifted)
     dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]
@@ -89,7 +89,7 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: 
 
 
 def _window_of(tile: np.ndarray, tiles: int, window: int, shifted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """First and last tile of each tile's window along an axis of `tiles` tiles, beyond whose ends it may reach."""
+    """Returns the first and the last tile of each tile's window along an axis, beyond whose ends it may reach."""
     if not shifted:
         return tile - window // 2, tile + window // 2
     first = np.clip(tile - window // 2, 0, max(tiles - window, 0))
@@ -97,7 +97,7 @@ def _window_of(tile: np.ndarray, tiles: int, window: int, shifted: bool) -> tupl
 
 
 def _sees(tiles: int, window: int, shifted: bool) -> np.ndarray:
-    """bool[tiles, tiles]: True where the second tile is in the first one's window."""
+    """Returns bool[tiles, tiles]: True where the second tile is in the first one's window."""
     keys = np.arange(tiles)
     first, last = _window_of(keys, tiles, window, shifted)
     return (first[:, None] <= keys) & (keys <= last[:, None])
@@ -108,7 +108,7 @@ def _tile_order(tile: Sizes) -> str:
 
 
 def _boxes(axis: BlockAxis, thw: Sizes, text_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Least and greatest (t, h, w) of each block's tokens, int64[n, 3]. Text has that of the first video token."""
+    """Returns the least and the greatest (t, h, w) of each block's tokens, int64[n, 3]; text has the first's."""
     video = np.maximum(np.arange(axis.lengths.sum()) - text_tokens, 0)
     place = np.stack(np.unravel_index(video, thw), axis=1)
     return np.minimum.reduceat(place, axis.starts), np.maximum.reduceat(place, axis.starts)

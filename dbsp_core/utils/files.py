@@ -33,7 +33,7 @@ _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT"
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
+    """Reads bytes from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2] not in _UNITS:
         raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
@@ -41,7 +41,7 @@ def parse_size(text: str) -> int:
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes as text, such as "512 B" or "1.25 MiB"."""
+    """Returns a number of bytes as text, such as "512 B" or "1.25 MiB"."""
     amount, unit = float(count), "B"
     for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(amount) < 1024:

@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
@@ -29,7 +28,6 @@ __all__ = [
     "environment_number",
     "environment_value",
     "exit_on_user_error",
-    "first_value",
     "installed_version",
     "log",
     "not_compiled",
@@ -102,7 +100,7 @@ RECORD_LIMIT = "DBSP_RECORD_LIMIT"
 
 
 def environment_value(name: str) -> str | None:
-    """The variable's value, or None if it is missing or empty."""
+    """Returns the variable's value, or None if it is missing or empty."""
     return os.environ.get(name) or None
 
 
@@ -112,7 +110,7 @@ def environment_flag(name: str) -> bool:
 
 
 def environment_number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """A launcher's variable, such as WORLD_SIZE; None if it is missing, or no whole number of at most nine digits."""
+    """Returns a launcher's variable, such as WORLD_SIZE; None unless it is a whole number of at most nine digits."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 10 else None
 
@@ -121,7 +119,7 @@ _PACKAGES = ("dbsp-attention", "torch", "numpy", "triton", "diffusers", "transfo
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a package, by pip's name; None if it is not installed."""
+    """Returns the version of a package, by pip's name; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -130,13 +128,13 @@ def installed_version(name: str) -> str | None:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages among `_PACKAGES`, by name."""
+    """Returns the versions of Python and of the installed packages among `_PACKAGES`, by name."""
     found = {name: installed_version(name) for name in _PACKAGES}
     return {"python": platform.python_version()} | {name: one for name, one in found.items() if one is not None}
 
 
 def version_marks(compare: bool) -> dict[str, int]:
-    """Complaints and marks of packages for `check_consistent`; unless `compare`, marks don't depend on versions."""
+    """Returns complaints and marks of packages for `check_consistent`; unless `compare`, marks ignore versions."""
     found = package_versions() if compare else {}
     complaint = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
     return {complaint.format(name): fingerprint_of(found.get(name)) for name in ("python", *_PACKAGES)}
@@ -180,30 +178,3 @@ def outside_inference(function: Callable[P, Result]) -> Callable[P, Result]:
             return function(*args, **kwargs)
 
     return call
-
-
-MOST_VALUES = 1 << 16
-"""Values of a schedule that are copied to the host, at most."""
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Each schedule's version and values. A scheduler makes a new one for each generation."""
-
-
-def first_value(values: torch.Tensor | float) -> float:
-    """Returns the first element.
-
-    A view, such as `timesteps[i].expand(batch)`, is looked up in a copy of all that it is a view of. So a schedule is
-    read once, and waits for its device once, however many of its elements are asked for. In inference mode tensors do
-    not tell what they are views of: there each is read by itself.
-    """
-    if not isinstance(values, torch.Tensor):
-        return float(values)
-    base = values if values._base is None else values._base
-    place = values.storage_offset() - base.storage_offset()
-    plain = base.is_contiguous() and base.dtype == values.dtype and 0 <= place < base.numel() <= MOST_VALUES
-    if base.is_inference() or not plain:
-        return float(values[(0,) * values.ndim])
-    known = _read.get(base)
-    if known is None or known[0] != base._version:
-        known = base._version, base.flatten().tolist()
-        _read[base] = known
-    return float(known[1][place])

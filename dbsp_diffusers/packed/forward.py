@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.sequence_cost import LayerSize
-from dbsp_core.planning.sequences import BagConfig, SequencePlan
+from dbsp_core.planning.bags import BagConfig
+from dbsp_core.planning.sequences import SequencePlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_diffusers.attached import attached_to
@@ -191,7 +192,7 @@ def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], ses
 def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, session: AttentionSession) -> PackedBatch:
     """The batch, with what its sequences are to attention."""
     element_bytes = next(transformer.parameters()).element_size()
-    sizes = session.layers, session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
+    sizes = session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
     layer = LayerSize(*sizes, element_bytes=element_bytes, wire=session.config.wire)
     return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement, PassInputs
+from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress
@@ -68,9 +68,7 @@ class Generations:
             problem: Returns why a call cannot be made, if so.
             shares_state: Whether all ranks take the state of the first rank's random number generators at each call.
         """
-        board = self.agreement.board = self.agreement.group.failure_board()
-        if board is not None:
-            self.agreement.group.watch(board)
+        self.agreement.board = self.agreement.group.failure_board()
         if self._pipe is not None and callable(self._pipe):
             around_calls(self._pipe, lambda call: self._around(call, problem, shares_state), patches)
 
@@ -167,23 +165,27 @@ class Generations:
             self._passes = 0 if first else self._passes + 1
             if first:
                 self._compared.clear()
-            tensors = [named for name, value in inputs.items() for named in named_tensors(name, value)]
-            own = training or (torch.is_grad_enabled() and any(one.requires_grad for _, one in tensors))
-            kinds = tuple((name, one.shape, one.dtype) for name, one in tensors)
+            tensors = {name: one for key, value in inputs.items() for name, one in named_tensors(key, value)}
+            own = training or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors.values()))
+            kinds = tuple((name, one.shape, one.dtype) for name, one in tensors.items())
             place = min(self._passes, _COMPARED - 1), kinds
             if always or own or place not in self._compared:
-                self.agreement.compare(self._pass_inputs(inputs))
+                values = self._compare(inputs)
                 self._compared.add(place)
-            if own:
-                return None
-            return self._with_first_rank_values(args, kwargs, [one for _, one in tensors])
+            else:
+                values = self.agreement.first_rank_values([*tensors.values()])
+            return None if own else self._with_values(args, kwargs, [*tensors.values()], values)
 
         patches.hook(transformer.register_forward_pre_hook, agree, with_kwargs=True)
 
-    def _with_first_rank_values(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    def _with_values(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
     ) -> Arguments:
-        values = self.agreement.first_rank_values(tensors)
+        """Returns a pass's arguments with the first rank's values in place of its own tensors."""
         replaced = {
             id(own): self._constants.substitute(own, one)
             for own, one in zip(tensors, values, strict=True)
@@ -202,16 +204,16 @@ class Generations:
             self.agreement.begin_call()
         return first
 
-    def _pass_inputs(self, inputs: Mapping[str, Any]) -> PassInputs:
+    def _compare(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Returns the first rank's tensors of a pass. Raises UserError on all ranks where they differ. Collective."""
         guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
         steps = self.steps(), self._passes, guidance
         sample = next(iter(inputs))
         latents = dict(named_tensors(sample, sample_of(inputs)))
-        size = [(tuple(one.shape), one.dtype) for one in latents.values()]
         others = {name: value for name, value in inputs.items() if name not in (sample, "return_dict")}
         conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
         plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
-        return PassInputs(size, steps, plain, latents, conditions)
+        return self.agreement.compare(steps, plain, latents, conditions)
 
 
 class _Timestep:

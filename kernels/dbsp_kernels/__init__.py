@@ -1,17 +1,8 @@
 """Attention on packed blocks: `block_attention`, its `block_attention_backward`, and `available`, the kernels here."""
 
 from dbsp_kernels.attention import block_attention, block_attention_backward
-from dbsp_kernels.dense import DensePart, attend_dense_part, dense_supported, fused_kernel, item_table
-from dbsp_kernels.inputs import (
-    BackwardInputs,
-    DenseHeadLayout,
-    Gradients,
-    KernelInputs,
-    PartialAttention,
-    TransposedTable,
-    merge_into,
-    merge_states,
-)
+from dbsp_kernels.dense import DensePart, attend_dense_part, fused_kernel
+from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, merge_into, merge_states
 from dbsp_kernels.kernel import (
     KERNELS,
     Kernel,
@@ -25,23 +16,19 @@ from dbsp_kernels.kernel import (
 __all__ = [
     "KERNELS",
     "BackwardInputs",
-    "DenseHeadLayout",
     "DensePart",
     "Gradients",
     "Kernel",
     "KernelInputs",
     "KernelRequirements",
     "PartialAttention",
-    "TransposedTable",
     "attend_dense_part",
     "available",
     "block_attention",
     "block_attention_backward",
     "choose_kernel",
-    "dense_supported",
     "explain_auto",
     "fused_kernel",
-    "item_table",
     "merge_into",
     "merge_states",
     "require_supported",

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from dbsp_kernels.inputs import BackwardInputs, DenseHeadLayout, Gradients, KernelInputs, PartialAttention, merge_into
+from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, merge_into
 from dbsp_kernels.kernel import Kernel, KernelRequirements, choose_kernel
 
 __all__ = ["block_attention", "block_attention_backward"]
@@ -26,7 +26,7 @@ def block_attention(
     row_schedule: torch.Tensor | None = None,
     partial: PartialAttention | None = None,
     out_dtype: torch.dtype | None = None,
-    head_layout: DenseHeadLayout | None = None,
+    head_tokens: int | None = None,
     lse: bool = True,
 ) -> PartialAttention:
     """Attention of packed query rows over packed KV blocks, whatever heads they are of.
@@ -46,7 +46,8 @@ def block_attention(
         partial: A result over other keys, contiguous, to merge this one into: its lse is overwritten, and its out
             too unless `out_dtype` asks for another dtype.
         out_dtype: Of out; default that of `partial`, or q's.
-        head_layout: Says that the rows are those of whole heads, for kernels that serve nothing else.
+        head_tokens: Tokens of a head, if rows and blocks are all those of some heads, in order; only the last query
+            block and the last KV block of each may be short. For kernels that support nothing else.
         lse: Whether the caller uses it: False admits kernels that return none (NaN instead).
 
     Returns:
@@ -59,14 +60,14 @@ def block_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = KernelInputs(
-        q, k, v, kv_index, kv_count, kv_len, scale, kv_full, row_schedule, partial, out_dtype, head_layout
+        q, k, v, kv_index, kv_count, kv_len, scale, kv_full, row_schedule, partial, out_dtype, head_tokens
     )
     inputs.check()
     if q.device.type == "cpu" or os.environ.get("DBSP_DEBUG", "0") not in ("", "0"):
         inputs.check_values()
     if isinstance(kernel, str):
-        tokens = head_layout.tokens if head_layout else None
-        needs = KernelRequirements(inputs.blocks, q.shape[2], lse or partial is not None, head_layout is None, tokens)
+        ragged, merged = head_tokens is None, partial is not None
+        needs = KernelRequirements(inputs.blocks, q.shape[2], lse or merged, ragged, head_tokens)
         kernel = choose_kernel(kernel, q.device, q.dtype, needs)
     result = kernel.run(inputs)
     if kernel.merges:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend
 
-from dbsp_kernels.attention import block_attention
 from dbsp_kernels.inputs import PartialAttention
-from dbsp_kernels.kernel import HALVES, Kernel
+from dbsp_kernels.kernel import HALVES
 
-__all__ = ["DensePart", "attend_dense_part", "dense_supported", "fused_kernel", "item_table"]
+__all__ = ["DensePart", "attend_dense_part", "fused_kernel"]
+
+Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PartialAttention]
+"""Takes q [B, H, n, D], k and v [B, H, m, D] and the scale; returns out and log-sum-exp [B, H, n]."""
 
 aten = torch.ops.aten
 _log = logging.getLogger("dbsp.kernels")
-_ran: dict[tuple[torch.device, torch.dtype, int], str | None] = {}
-"""Torch's fused kernel that ran last, by device, dtype and head dim; None: there is none, or it raised."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,93 +36,64 @@ class DensePart:
     tokens: torch.Tensor | None
 
 
-def dense_supported(q: torch.Tensor) -> bool:
-    """Returns whether torch may have a fused kernel for q [..., D] on a GPU that returns a log-sum-exp."""
-    width = q.shape[-1]
-    fits = q.is_cuda and q.dtype in HALVES and width % 8 == 0 and width <= 256
-    return fits and _ran.get(_kind(q), "") is not None
-
-
 def fused_kernel(q: torch.Tensor) -> str | None:
-    """Returns the name of torch's fused kernel that ran dense rows of such q on a GPU last, or None."""
-    return _ran.get(_kind(q))
+    """Returns the name of torch's fused kernel for dense rows of q [..., D], or None: the block kernel runs them.
+
+    Ranks may differ in it: results differ by rounding only.
+    """
+    width = q.shape[-1]
+    if not q.is_cuda or q.dtype not in HALVES or width % 8 or width > 256:
+        return None
+    found = _operator(q.device, q.dtype, width)
+    return found and found[0]
 
 
 def attend_dense_part(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    part: DensePart,
-    kv_len: torch.Tensor,
-    scale: float,
-    kernel: str | Kernel = "auto",
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DensePart, scale: float
 ) -> PartialAttention:
-    """Attention of one part, on torch's fused kernel or else on `kernel`.
+    """Attention of one part on `fused_kernel`, which there must be.
 
     Args:
         q: [B, Rq, Bq, D].
         k, v: [B, Ck, Bk, D].
-        kv_len: int32[Ck], real tokens of each block.
-        kernel: The block kernel that runs the part if torch has no fused kernel for it.
 
     Returns:
         out [B, rows, Bq, D] in q's dtype and lse [B, rows, Bq], natural log.
     """
-    rows, blocks = q[:, slice(*part.rows)], slice(*part.blocks)
-    found = None
-    if dense_supported(q):
-        keys, values = (t[:, blocks].flatten(1, 2) for t in (k, v))
-        if part.tokens is not None:
-            keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
-        queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
-        found = _attend(queries, keys, values, scale)
+    found = _operator(q.device, q.dtype, q.shape[-1])
     if found is None:
-        found = _attend_by_blocks(rows, k[:, blocks], v[:, blocks], kv_len[blocks], scale, kernel)
-    return found[0].reshape(rows.shape), found[1].reshape(rows.shape[:3])
+        raise ValueError(f"torch has no fused kernel for {q.dtype} and head dim {q.shape[-1]} on {q.device}")
+    rows = q[:, slice(*part.rows)]
+    keys, values = (t[:, slice(*part.blocks)].flatten(1, 2) for t in (k, v))
+    if part.tokens is not None:
+        keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
+    _, run = found
+    queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
+    out, lse = run(queries, keys, values, scale)
+    return out.reshape(rows.shape), lse.reshape(rows.shape[:3])
 
 
-def _attend_by_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: torch.Tensor, scale: float, kernel: str | Kernel
-) -> PartialAttention:
-    """Runs rows [B, r, Bq, D] on a block kernel, each over all its item's blocks [B, n, Bk, D]."""
-    tables = (*item_table(len(q), q.shape[1], k.shape[1], q.device), kv_len.repeat(len(q)))
-    q, k, v = (t.flatten(0, 1).contiguous() for t in (q, k, v))
-    return block_attention(q, k, v, *tables, scale=scale, kernel=kernel)
-
-
-def item_table(items: int, rows: int, blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns kv_index int32[items · rows, blocks] and kv_count of rows that attend to all blocks of their item."""
-    every = torch.arange(items * blocks, dtype=torch.int32, device=device).view(items, blocks)
-    return every.repeat_interleave(rows, 0), torch.full((items * rows,), blocks, dtype=torch.int32, device=device)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention | None:
-    """Attends with q [B, H, n, D] to k and v [B, H, m, D] on torch's fused kernel; None if there is none.
-
-    Ranks may differ in what they find here: results differ by rounding only.
-    """
+@functools.cache
+def _operator(device: torch.device, dtype: torch.dtype, width: int) -> tuple[str, Operator] | None:
+    """Returns the name and operator that torch chooses, once it has run on a block of zeros, or None."""
+    q = torch.zeros(1, 1, 64, width, device=device, dtype=dtype)
     try:
-        name, run = _FUSED.get(torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=scale), ("", None))
-        if run is not None:
-            found = run(q, k, v, scale)
-            _ran[_kind(q)] = name
-            return found
+        chosen = _FUSED.get(torch._fused_sdp_choice(q, q, q, None, 0.0, False, scale=1.0))
+        if chosen is not None:
+            name, run = chosen
+            run(q, q, q, 1.0)
+            return name, run
         reason = "torch chooses no fused kernel that returns a log-sum-exp"
     except _NOT_OURS:
         raise
     except RuntimeError as error:  # an operator that this build of torch or this GPU lacks
         reason = " ".join(str(error).split())[:200]
-    _ran[_kind(q)] = None
-    _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", q.dtype, q.shape[-1], reason)
+    _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", dtype, width, reason)
     return None
 
 
 _NOT_OURS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors that another kernel cannot avoid."""
-
-
-def _kind(q: torch.Tensor) -> tuple[torch.device, torch.dtype, int]:
-    return q.device, q.dtype, q.shape[-1]
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
@@ -151,7 +123,7 @@ def _graph_queries(queries: int, keys: int) -> int:
     return -(-queries // step) * step
 
 
-_FUSED: dict[int, tuple[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PartialAttention]]] = {
+_FUSED: dict[int, tuple[str, Operator]] = {
     SDPBackend.FLASH_ATTENTION.value: ("flash", _flash),
     SDPBackend.EFFICIENT_ATTENTION.value: ("efficient", _efficient),
     SDPBackend.CUDNN_ATTENTION.value: ("cudnn", _cudnn),

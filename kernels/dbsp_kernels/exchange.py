@@ -12,8 +12,6 @@ import torch
 __all__ = [
     "CopySegments",
     "copy_segments",
-    "gather_segments",
-    "on_device",
     "quantise_segments",
     "restore_rows",
     "row_words",
@@ -22,16 +20,15 @@ __all__ = [
 ]
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device; from pinned memory, so that the host need not wait for what the device is doing."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the array on the device, itself where it is there; from the host to a GPU by pinned memory.
 
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor itself where it is on the device, else a copy; from the host as `to_device`."""
-    on_host = tensor.device.type == "cpu" and device.type == "cuda"
-    return to_device(tensor.numpy(), device) if on_host else tensor.to(device, non_blocking=True)
+    So the host need not wait for what the device is doing.
+    """
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 LARGEST = 127.0
@@ -60,7 +57,7 @@ def quantise_segments(
     if source.is_cuda:
         from dbsp_kernels.triton.exchange import triton_quantise_segments  # here: triton need not be installed
 
-        triton_quantise_segments(source, destination, segments.table, segments.mean, less)
+        triton_quantise_segments(source, destination, segments, less)
         return
     from_head, from_token, to_head, to_token, *_ = segments.places
     values = source[:, from_head, from_token].to(torch.float32)
@@ -83,15 +80,8 @@ def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
 
 def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Tokens [..., D] of a floating-point dtype from contiguous rows int32[..., row_words(D)]: number · scale."""
-    if rows.is_cuda:
-        from dbsp_kernels.triton.exchange import triton_restore_rows  # here: triton need not be installed
-
-        return triton_restore_rows(rows, width, dtype)
-    numbers = rows.view(torch.int8)[..., :width].to(torch.float32)
-    return numbers.mul_(rows.view(torch.float32)[..., -1:]).to(dtype)
-
-
-SLICED = 16  # mean tokens from which on the CPU copies segment by segment, rather than by index
+    tokens = rows.new_empty(*rows.shape[:-1], width, dtype=dtype)
+    return torch.mul(rows.view(torch.int8)[..., :width], rows.view(torch.float32)[..., -1:], out=tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +106,7 @@ class CopySegments:
 
     def to(self, device: torch.device) -> CopySegments:
         """Copies a table on the host to a device."""
-        return CopySegments(to_device(self.table.numpy(), device), self.mean)
-
-    @cached_property
-    def entries(self) -> list[list[int]]:
-        """The table as lists of Python integers."""
-        return self.table.tolist()
+        return CopySegments(to_device(self.table, device), self.mean)
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, ...]:
@@ -135,56 +120,29 @@ class CopySegments:
 
 
 def copy_segments(
-    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, *, add: bool = False
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], *, add: bool = False
 ) -> None:
-    """Copies segments of tokens: one pass over what is copied, for any strides.
+    """Copies segments of up to three sources, such as q, k and v: on a GPU in one pass, and in one launch.
 
     Nothing else in the destination is touched.
 
     Args:
-        source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome.
+        sources, destination: [B, heads, tokens, D] of one B, D, dtype and device, of any strides; views are welcome.
+        segments: Of each source; no two segments of all write to one place.
         add: Whether tokens are added to what is there; such segments have no zeros.
     """
-    if source.is_cuda:
+    if destination.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_segments((source,), destination, (segments.table,), segments.mean, add)
-        return
-    if segments.mean >= SLICED:
-        for a, i, b, j, length, zeros in segments.entries:
-            if add:
-                destination[:, b, j : j + length] += source[:, a, i : i + length]
-                continue
-            destination[:, b, j : j + length] = source[:, a, i : i + length]
-            if zeros:
-                destination[:, b, j + length : j + length + zeros] = 0
-        return
-    from_head, from_token, to_head, to_token, zero_head, zero_token = segments.places
-    if add:
-        destination[:, to_head, to_token] += source[:, from_head, from_token]
-        return
-    destination[:, to_head, to_token] = source[:, from_head, from_token]
-    destination[:, zero_head, zero_token] = 0
-
-
-def gather_segments(
-    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments]
-) -> None:
-    """Copies segments of up to three sources, such as q, k and v, to one destination: on a GPU in one launch.
-
-    Args:
-        sources: [B, heads, tokens, D] each, as in `copy_segments`.
-        segments: Of each source; no two segments of all write to one place.
-    """
-    if destination.is_cuda and len({source.stride() for source in sources}) == 1:
-        from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
-
-        tables = [one.table for one in segments]
-        mean = sum(one.mean * len(one.table) for one in segments) / max(1, sum(map(len, tables)))
-        triton_copy_segments(sources, destination, tables, mean)
+        triton_copy_segments(sources, destination, segments, add)
         return
     for source, of_source in zip(sources, segments, strict=True):
-        copy_segments(source, destination, of_source)
+        from_head, from_token, to_head, to_token, zero_head, zero_token = of_source.places
+        if add:
+            destination[:, to_head, to_token] += source[:, from_head, from_token]
+            continue
+        destination[:, to_head, to_token] = source[:, from_head, from_token]
+        destination[:, zero_head, zero_token] = 0
 
 
 def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 __all__ = [
     "BackwardInputs",
-    "DenseHeadLayout",
     "Gradients",
     "KernelInputs",
     "PartialAttention",
-    "TransposedTable",
     "lse_dtype",
     "merge_into",
     "merge_states",
 ]
-
-
-@dataclass(frozen=True)
-class DenseHeadLayout:
-    """Rows and KV blocks that are all those of some heads, in order.
-
-    Attributes:
-        heads: Number of heads.
-        tokens: Tokens of each head; only its last query block and its last KV block may be short.
-    """
-
-    heads: int
-    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +33,7 @@ class KernelInputs:
     row_schedule: torch.Tensor | None = None
     partial: PartialAttention | None = None
     out_dtype: torch.dtype | None = None
-    head_layout: DenseHeadLayout | None = None
+    head_tokens: int | None = None
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -67,30 +52,19 @@ class KernelInputs:
             return self.q, self.scale
         return (-self.q, -self.scale) if self.scale < 0 else (torch.zeros_like(self.q), 1.0)
 
-    def merged_into(self, partial: PartialAttention) -> KernelInputs:
-        """The inputs with another partial result to merge into, in its dtype."""
-        return replace(self, partial=partial, out_dtype=None)
-
     def check(self) -> None:
         """Raises ValueError for shapes, dtypes or devices that do not go together. Reads no values."""
-        q, k, v, index, tables = self.q, self.k, self.v, self.kv_index, self.tables
+        q, k, v, tables = self.q, self.k, self.v, self.tables
         if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
             raise ValueError(
                 f"expected q [rows, block_q, D] and k, v [blocks, block_k, D], got q {tuple(q.shape)}, "
                 f"k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
-        expected = dict.fromkeys(tables, q.shape[:1]) | {
-            "kv_index": (len(q), *index.shape[1:2]),
-            "kv_len": k.shape[:1],
-        }
-        if index.ndim != 2 or any(table.shape != expected[name] for name, table in tables.items()):
-            shapes = ", ".join(f"{name} {tuple(table.shape)}" for name, table in tables.items())
-            hints = "".join(f", {name} [{len(q)}]" for name in ("kv_full", "row_schedule") if name in tables)
-            raise ValueError(
-                f"expected kv_index [{len(q)}, max], kv_count [{len(q)}], kv_len [{len(k)}]{hints}, got {shapes}"
-            )
-        if any(table.dtype != torch.int32 for table in tables.values()):
-            raise ValueError(f"{', '.join(tables)} must be int32")
+        expected = {"kv_index": [len(q), *self.kv_index.shape[-1:]], "kv_len": [len(k)]}
+        for name, table in tables.items():
+            shape = expected.get(name, [len(q)])
+            if list(table.shape) != shape or table.dtype != torch.int32:
+                raise ValueError(f"expected {name} int32{shape}, got {table.dtype} {list(table.shape)}")
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
         devices = {str(t.device) for t in (q, k, v, *tables.values())}
@@ -191,19 +165,6 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class TransposedTable:
-    """Which rows attend to each packed block: `kv_index` and `kv_count` the other way round.
-
-    Attributes:
-        rows: int32[Ck, most], in rising order: the first `count` of each block's entries.
-        count: int32[Ck].
-    """
-
-    rows: torch.Tensor
-    count: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class BackwardInputs:
     """What a kernel's backward is given.
 
@@ -212,14 +173,15 @@ class BackwardInputs:
         dout: [Rq, Bq, D].
         out, lse: The attention's over *all* keys, those of other calls too: the gradients of calls over disjoint keys
             then just add up, because each one's P = exp(scale·QKᵀ − lse) is its part of the whole softmax.
-        transposed: Makes the transposed table, for kernels that need it.
+        transposed: Returns `kv_index` and `kv_count` the other way round, for kernels that need them: the rows
+            int32[Ck, most] that attend to each packed block, in rising order, and their count int32[Ck].
     """
 
     forward: KernelInputs
     dout: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-    transposed: Callable[[], TransposedTable]
+    transposed: Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
     def delta(self) -> torch.Tensor:
         """Σ dout · out, [Rq, Bq], of lse's dtype."""

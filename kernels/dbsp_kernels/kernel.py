@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.backends import cpu, fa4, reference, sparge
+from dbsp_kernels.backends import cpu, fa4, sparge
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention
-from dbsp_kernels.triton.launch import interpreted, why_unavailable
+from dbsp_kernels.triton.launch import capability_of, interpreted, why_unavailable
 
 __all__ = [
     "HALVES",
@@ -101,7 +101,7 @@ class Kernel:
         reason = self.why_unsupported_anywhere(needs) or self.why_unavailable()
         if reason is not None or self.blocks is None:
             return reason
-        arch = _arch_of(device)
+        arch = capability_of(device) if device.type == "cuda" and torch.cuda.is_available() else None
         if arch is not None and arch not in self.blocks:
             served = ", ".join(f"{served // 10}.{served % 10}" for served in sorted(self.blocks))
             return f"it serves GPUs of compute capability {served}; {device} has {arch // 10}.{arch % 10}"
@@ -130,14 +130,6 @@ def _listed(widths: Container[int]) -> str:
     if isinstance(widths, range):
         return f"from {widths.start} to {widths.stop - 1}"
     return " or ".join(map(str, sorted(widths)))  # type: ignore[call-overload]
-
-
-def _arch_of(device: torch.device) -> int | None:
-    """Returns the compute capability as one number, 90 for Hopper, or None if the device is no GPU of this machine."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def _triton(inputs: KernelInputs) -> PartialAttention:
@@ -176,8 +168,8 @@ _IN_ORDER = (
     ),
     Kernel(
         name="reference",
-        run=reference.reference_attention,
-        backward=reference.reference_attention_backward,
+        run=cpu.reference_attention,
+        backward=cpu.reference_attention_backward,
         devices=_CPU | _CUDA,
         auto_on=_CPU,  # on CUDA a loop over rows would take hours
     ),
@@ -277,11 +269,9 @@ def explain_auto(device: torch.device | str, dtype: torch.dtype) -> str:
     chosen = choose_kernel("auto", device, dtype)
     if os.environ.get("DBSP_KERNEL"):
         return f"{chosen.name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
-    candidates = _candidates(device)
-    passed = [f"{k.name}: {k.why_unsupported(device, dtype)}" for k in candidates[: candidates.index(chosen)]]
-    return f"{chosen.name}, the first that supports {dtype} on {device}" + (
-        f" ({'; '.join(passed)})" if passed else ""
-    )
+    reasons = ((kernel.name, kernel.why_unsupported(device, dtype)) for kernel in _candidates(device))
+    passed = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
+    return f"{chosen.name}, the first that supports {dtype} on {device}" + (f" ({passed})" if passed else "")
 
 
 def returns_lse(kernel: str) -> bool:

@@ -43,7 +43,6 @@ def pack_rows(
     columns: torch.Tensor,
     present: torch.Tensor,
     full: torch.Tensor,
-    as_masked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packs and counts the bits of a rank's rows, for all chunks of keys at once.
 
@@ -55,7 +54,6 @@ def pack_rows(
         columns: int64[y, spans, width], the KV block of a row's column, counted along the mask's row.
         present: bool[y, spans, width], whether the column has a block.
         full: Whether that block is not short.
-        as_masked: Whether columns are those of the mask.
 
     Returns:
         Bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
@@ -68,9 +66,8 @@ def pack_rows(
     if mask.ndim == 1:
         needed = mask[rows[:, None] + columns[:, spans]] & present[:, spans]
     else:
-        needed = mask.index_select(0, rows)[None]
-        if not as_masked:
-            needed = needed.expand(len(columns), -1, -1).gather(2, columns[:, spans]) & present[:, spans]
+        of_rows = mask.index_select(0, rows).expand(len(columns), -1, -1)
+        needed = of_rows.gather(2, columns[:, spans]) & present[:, spans]
     count = needed.sum(dim=2, dtype=torch.int32)
     return pack_bits(needed), count, (needed & full[:, spans]).sum(dim=2, dtype=torch.int32), turn - count
 

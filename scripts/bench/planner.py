@@ -23,8 +23,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.heads import contiguous_heads
-from dbsp_core.planning.planners import imbalance_ratio, majority_rank, rho_bound, work_by_rank
-from dbsp_core.planning.rows import plan_rows
+from dbsp_core.planning.planners import imbalance_ratio, majority_rank, plan_rows, rho_bound, work_by_rank
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 

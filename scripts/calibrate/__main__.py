@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from dbsp_cli.output import TextTable, print_json, print_tables, require_file_place
-from dbsp_core.cost.machine import Hardware, load_hardware, measured_file, save_hardware
+from dbsp_core.cost.machine import Hardware, load_hardware, measured_file
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import user_path
 from scripts.calibrate.calibrate import Calibration, Checked, calibrate, check
+from scripts.calibrate.hardware_file import save_hardware
 
 _WORST = 0.5
 """Relative error of a prediction above which constants are not written: `auto` would choose by something else."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core.cost.machine import Constants, Hardware, device_class, software_versions
+from dbsp_core.cost.machine import Constants, Hardware, device_class
 from dbsp_core.cost.prediction import MERGE_BYTES, AttentionShape, Prediction, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -18,6 +18,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_kernels import choose_kernel
 from scripts.calibrate.cases import Case, Sizes, held_out, sizes_for
 from scripts.calibrate.fit import Fit, fit
+from scripts.calibrate.hardware_file import software_versions
 from scripts.calibrate.measure import Setting, measure_attentions, measure_parts
 from scripts.calibrate.timing import median_time, run_ranks
 

@@ -15,7 +15,7 @@ import griffe
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.settings import GenerateSettings
-from dbsp_core.planning.sequences import BagConfig
+from dbsp_core.planning.bags import BagConfig
 from dbsp_core.sources import SOURCES
 from dbsp_core.utils.schema import setting_names
 

@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
-from dbsp_core.planning.planners import PLANNERS, PaperConfig, rho_bound
+from dbsp_core.planning.planners import PLANNERS, rho_bound
 from dbsp_core.reports.style import INK
-from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
+from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.figures import ON_WHITE, in_words, panels
 from scripts.results.result import Result
 
@@ -49,7 +49,6 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
     plans: dict[tuple[str, str, str], list[Plan | RingPlan]] = {}
     before = {strategy: [rho_before(mask, strategy) for mask in layers] for strategy in STRATEGIES}
     bound = {name: [rho_bound(mask.counts.rows, Strategy.parse(name).world) for mask in layers] for name in STRATEGIES}
-    paper = PaperConfig(reward=options.reward)
     for strategy, way in itertools.product(STRATEGIES, options.ways):
         planner, home = way.split("@")
         parsed = Strategy.parse(strategy)
@@ -57,7 +56,7 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
         if planner == "dbsp":
             found = [make_plan(mask, parsed, layout=layout, compare=False) for mask in layers]
         else:
-            found = [plan_ring(mask, parsed, planner, layout, paper) for mask in layers]
+            found = [plan_ring(mask, parsed, planner, layout, options.reward) for mask in layers]
         plans[strategy, planner, home] = found
     return [_row(preset, *key, here, before[key[0]], bound[key[0]]) for key, here in plans.items()]
 

@@ -10,10 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.reports.style import INK, PLANNERS, ROLES
+from dbsp_core.reports.style import INK
 from scripts.reproduce.authors.runs import as_run
 from scripts.reproduce.modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments
 from scripts.reproduce.simulate import simulate
+from scripts.results.colours import PLANNERS, ROLES
 from scripts.results.figures import in_words, legend_below, panels
 from scripts.results.result import Result
 

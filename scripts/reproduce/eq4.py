@@ -6,16 +6,17 @@ Started from the repository's root: python -m scripts.reproduce.eq4
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from dbsp_core import Plan, Strategy
 from dbsp_core.cost.machine import Hardware, load_hardware
-from dbsp_core.cost.prediction import AttentionShape, Topology, block_s, require_fit, require_network
+from dbsp_core.cost.prediction import AttentionShape, block_s, require_network
 from dbsp_core.models.table import MODEL_SPECS
 from scripts.reproduce.common import mask_of
-from scripts.reproduce.lockstep import RingPlan
+from scripts.reproduce.lockstep import RingPlan, nodes_of
 from scripts.reproduce.simulate import ELEMENT_BYTES, RunConfig, simulate_layer
 
 
@@ -39,20 +40,23 @@ def as_printed(
 
 
 def predict_as_printed(
-    plan: Plan | RingPlan, density: float, shape: AttentionShape, hardware: Hardware, topology: Topology | None = None
+    plan: Plan | RingPlan,
+    density: float,
+    shape: AttentionShape,
+    hardware: Hardware,
+    nodes: Sequence[int] | None = None,
 ) -> float:
     """Eq. 4 of a plan: its ρ_s, and communication of equal shards as the paper's text describes it.
 
     The all-to-all moves q, k, v and the output over x ranks, P2P one period's K and V of equal shards.
     """
     strategy, known, grid = plan.strategy, hardware.constants, plan.grid
-    topology = topology or Topology(strategy.world, strategy.world)
-    require_fit(plan, shape, topology)
-    require_network(hardware, topology)
+    nodes = [0] * strategy.world if nodes is None else nodes
+    require_network(hardware, nodes)
     exchange_rate, p2p_rate = known.exchange_bytes_per_s, known.p2p_bytes_per_s
-    if not topology.one_node and known.network_bytes_per_s is not None:
+    if len(set(nodes)) > 1 and known.network_bytes_per_s is not None:
         p2p_rate = min(p2p_rate, known.network_bytes_per_s)
-        if strategy.ulysses > topology.node_size:
+        if strategy.ulysses > nodes.count(nodes[0]):
             exchange_rate = min(exchange_rate, known.network_bytes_per_s)
     share = shape.heads * shape.tokens * shape.token_bytes / strategy.world
     x = strategy.ulysses
@@ -79,13 +83,13 @@ def main() -> None:
     options = parser.parse_args()
     model, hardware = MODEL_SPECS[options.model], load_hardware(options.hardware)
     mask = mask_of(model, options.density, options.coarsen)
-    topology = Topology.on(hardware, options.gpus)
+    nodes = nodes_of(hardware, options.gpus)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     table = Table("strategy", "planner", "ρ_s", "as printed, ms", "as corrected, ms", title="Eq. 4, modelled")
     for strategy in Strategy.all_for(options.gpus):
         for planner in options.planners:
-            time = simulate_layer(RunConfig(strategy, planner), mask, model, hardware, topology)
-            seconds = predict_as_printed(time.plan, mask.density, shape, hardware, topology), time.prediction.total_s
+            time = simulate_layer(RunConfig(strategy, planner), mask, model, hardware, nodes)
+            seconds = predict_as_printed(time.plan, mask.density, shape, hardware, nodes), time.prediction.total_s
             table.add_row(str(strategy), planner, f"{time.plan.rho:.3f}", *(f"{1e3 * s:.2f}" for s in seconds))
     Console().print(table)
 

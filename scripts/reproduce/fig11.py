@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.reports.style import PLANNERS as COLOURS
 from dbsp_core.runtime.plan_cache import PlanCache
 from dbsp_core.sources import MaskRequest
 from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_model, preset_source
+from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.figures import STAR, imbalance_axis, in_words, legend_below, panels
 from scripts.results.result import Result
 

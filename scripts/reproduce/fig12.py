@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_core.planning.planners import PaperConfig
 from dbsp_core.reports.style import INK
-from dbsp_core.reports.style import STRATEGIES as COLOURS
 from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.common import MEASURED, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
+from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import imbalance_axis, in_words, legend_below, panels
 from scripts.results.result import Result
 
@@ -49,7 +48,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         for strategy in STRATEGIES:
             before.setdefault(strategy, []).append(rho_before(mask, strategy))
             for reward in REWARDS:
-                plan = plan_ring(mask, strategy, "paper", paper=PaperConfig(reward))
+                plan = plan_ring(mask, strategy, "paper", reward=reward)
                 plans.setdefault((strategy, reward), []).append(plan)
     return [_row(options.preset, *key, here, before[key[0]]) for key, here in plans.items()]
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from dbsp_core import Strategy
-from dbsp_core.reports.style import INK, PLANNERS, STRATEGIES
+from dbsp_core.reports.style import INK
 from scripts.reproduce.authors.runs import as_run
 from scripts.reproduce.modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
 from scripts.reproduce.simulate import RunConfig
+from scripts.results.colours import PLANNERS, STRATEGIES
 from scripts.results.figures import STAR, grouped_bars, in_words, legend_below, panels
 from scripts.results.result import Result
 

@@ -16,11 +16,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.reports.style import ROLES, SOFT
+from dbsp_core.reports.style import SOFT
 from scripts.reproduce.authors.fit import MACHINES, UNKNOWNS
 from scripts.reproduce.authors.measured import BURST, DBSP, Bar, bars, fitted_half
 from scripts.reproduce.authors.runs import bar_attention_s, other_s
 from scripts.reproduce.common import arguments
+from scripts.results.colours import ROLES
 from scripts.results.figures import in_words, legend_below, panels
 from scripts.results.result import Result
 

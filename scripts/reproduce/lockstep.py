@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -17,13 +18,10 @@ from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.cost.prediction import (
     MERGE_BYTES,
     AttentionShape,
-    ChunkTimes,
     Prediction,
-    Topology,
     block_s,
     copies_by_rank,
     exchange_s,
-    of_the_last,
     require_network,
     tokens_at,
 )
@@ -33,9 +31,24 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
 from dbsp_core.planning.plan import majority_ring_ranks
-from dbsp_core.planning.planners import PaperConfig, biased_greedy
+from dbsp_core.planning.planners import biased_greedy
 
-__all__ = ["RingPlan", "eq_1", "plan_ring", "predict_ring", "ring_times", "work_by_ring_step"]
+__all__ = [
+    "RingPlan",
+    "RingPrediction",
+    "RingTimes",
+    "eq_1",
+    "nodes_of",
+    "plan_ring",
+    "predict_ring",
+    "ring_times",
+    "work_by_ring_step",
+]
+
+
+def nodes_of(hardware: Hardware, world: int) -> tuple[int, ...]:
+    """The node of each of `world` ranks of a machine."""
+    return tuple(rank // (hardware.gpus_per_node or 8) for rank in range(world))
 
 
 def work_by_ring_step(work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
@@ -106,14 +119,17 @@ def plan_ring(
     strategy: Strategy | str,
     planner: str = "contiguous",
     layout: SequenceLayout | None = None,
-    paper: PaperConfig | None = None,
+    reward: float = 1.0,
+    equal_heads: bool = False,
 ) -> RingPlan:
     """Plans one attention on a ring by "contiguous", "snake", or "paper": Algorithm 1.
 
     Args:
         layout: Which rank holds which tokens. Default: contiguous.
+        reward: R_b of the paper's biased greedy assignment.
+        equal_heads: Whether the paper's Ulysses ranks get equal head counts, up to one.
     """
-    strategy, paper, heads = Strategy.parse(strategy), paper or PaperConfig(), mask.heads
+    strategy, heads = Strategy.parse(strategy), mask.heads
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     x, y, counts = strategy.ulysses, strategy.ring, mask.counts
     q_home, k_home = majority_ring_ranks(layout, mask.grid, heads, strategy)
@@ -121,9 +137,9 @@ def plan_ring(
     if planner == "snake":
         column = snake_heads(counts.rows.sum(axis=1), x)
     if planner == "paper":
-        column = greedy_heads(counts.rows.sum(axis=1), x, -(-heads // x) if paper.equal_heads else None)
-        q_home = biased_greedy(counts.rows.sum(axis=0), y, q_home, paper.reward)
-        k_home = biased_greedy(counts.columns.sum(axis=0), y, k_home, paper.reward)
+        column = greedy_heads(counts.rows.sum(axis=1), x, -(-heads // x) if equal_heads else None)
+        q_home = biased_greedy(counts.rows.sum(axis=0), y, q_home, reward)
+        k_home = biased_greedy(counts.columns.sum(axis=0), y, k_home, reward)
     owner = q_home * x + column[:, None]
     slot = np.array(np.broadcast_to(k_home, (heads, mask.grid.nk)))
     work = _work(mask, owner, slot, strategy)
@@ -154,21 +170,52 @@ def _moved(grid: BlockGrid, layout: SequenceLayout, strategy: Strategy, owner: n
     return 1 - stays / (3 * len(owner) * grid.tokens)
 
 
+@dataclass(frozen=True)
+class RingTimes:
+    """All ring steps of one attention.
+
+    Attributes:
+        steps: (compute_s, transfer_s) of each on the rank that is done last; compute includes the kernel's launch and
+            the merge, the transfer is what the next ring step needs: 0 in the last.
+        attention_s: From the first kernel's start until the last rank is done.
+    """
+
+    steps: tuple[tuple[float, float], ...]
+    attention_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """Compute of all ring steps of the rank that is done last, as if it waited for nothing."""
+        return sum(compute for compute, _ in self.steps)
+
+    @property
+    def exposed_s(self) -> float:
+        """What that rank waits: for transfers that compute does not hide, and for its neighbours."""
+        return self.attention_s - self.compute_s
+
+
+@dataclass(frozen=True)
+class RingPrediction(Prediction):
+    """Seconds of one attention on a ring, with those of its ring steps."""
+
+    times: RingTimes
+
+
 def predict_ring(
     plan: RingPlan,
     shape: AttentionShape,
     hardware: Hardware,
-    topology: Topology | None = None,
+    nodes: Sequence[int] | None = None,
     layout: SequenceLayout | None = None,
-) -> Prediction:
+) -> RingPrediction:
     """Eq. 4 as corrected, of a ring: every rank's real work in each ring step, real bytes, real packing.
 
     Arguments and errors are those of `dbsp_core.cost.prediction.predict`.
     """
     strategy, grid, known = plan.strategy, plan.grid, hardware.constants
-    topology = topology or Topology(strategy.world, strategy.world)
+    nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
-    require_network(hardware, topology)
+    require_network(hardware, nodes)
     # 1. Tokens from home (row) to owner (column), and the KV blocks that each rank holds in each ring step.
     rank_of_key = plan.slot * strategy.ulysses + plan.q_owner[:, :1] % strategy.ulysses
     queries, keys = np.zeros((2, strategy.world, strategy.world))
@@ -185,14 +232,15 @@ def predict_ring(
     exchanged = [sent * shape.token_bytes for sent in (*dispatched, queries.T)]
     held = blocks[:-1] * (2 * grid.block_k * shape.token_bytes)
     compute = _compute_s(plan, rows, shape, known)
-    times = ring_times(compute, hand_overs_s(strategy, held, known, topology), strategy, known.overlap)
+    times = ring_times(compute, hand_overs_s(strategy, held, known, nodes), strategy, known.overlap)
     placed = 2 * rows * grid.block_q + 2 * blocks[0] * grid.block_k
     packed = float(((4 * shape.heads * layout.shard + placed) * shape.token_bytes).max())
-    return Prediction(
-        exchange_s=sum(exchange_s(sent, known, topology) for sent in exchanged),
-        times=times,
+    return RingPrediction(
+        exchange_s=sum(exchange_s(sent, known, nodes) for sent in exchanged),
+        attention_s=times.attention_s,
         pack_s=packed / known.pack_bytes_per_s,
         launch_s=known.call_s,
+        times=times,
     )
 
 
@@ -204,17 +252,17 @@ def _compute_s(plan: RingPlan, rows: np.ndarray, shape: AttentionShape, known: C
     return seconds + known.launch_s
 
 
-def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topology: Topology) -> list[float]:
+def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, nodes: Sequence[int]) -> list[float]:
     """Seconds of each hand-over of `held`, float64[hand-overs, P] bytes, from rank (r, u) to (r − 1, u)."""
-    nodes = topology.nodes.reshape(strategy.ring, strategy.ulysses)
-    near = nodes == np.roll(nodes, 1, axis=0)
+    ring_nodes = np.reshape(nodes, (strategy.ring, strategy.ulysses))
+    near = ring_nodes == np.roll(ring_nodes, 1, axis=0)
     latency, rate = np.full(near.shape, known.p2p_latency_s), np.full(near.shape, known.p2p_bytes_per_s)
     if known.network_latency_s is not None and known.network_bytes_per_s is not None:
         latency[~near], rate[~near] = known.network_latency_s, known.network_bytes_per_s
     return [float((latency + sent.reshape(near.shape) / rate).max()) if strategy.ring > 1 else 0.0 for sent in held]
 
 
-def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, overlap: float) -> ChunkTimes:
+def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, overlap: float) -> RingTimes:
     """A ring, whose ranks wait for their neighbours alone: a fast one runs up to a ring step ahead of the next.
 
     A hand-over begins when both of its ranks have begun the ring step, and the next ring step when this one's kernel
@@ -233,4 +281,6 @@ def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, ov
             met = np.maximum(began, np.maximum(np.roll(began, 1, axis=0), np.roll(began, -1, axis=0)))
             done = np.maximum(done, met + transfer_s) + (1 - overlap) * np.minimum(own, transfer_s)
         began = done
-    return of_the_last(compute, p2p, done.ravel())
+    last = int(done.argmax())
+    steps = tuple((float(c), float(t)) for c, t in zip_longest(compute[:, last], p2p, fillvalue=0.0))
+    return RingTimes(steps, float(done.ravel()[last]))

@@ -8,9 +8,9 @@ from typing import Any
 
 from dbsp_core import BlockMask
 from dbsp_core.cost.machine import Hardware, load_hardware
-from dbsp_core.cost.prediction import Topology
 from dbsp_core.models.table import ModelSpec
 from scripts.reproduce.common import arguments, masks
+from scripts.reproduce.lockstep import nodes_of
 from scripts.reproduce.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
 
 MODELLED = "modelled, synthetic masks"
@@ -48,8 +48,8 @@ def model_masks(preset: str, options: argparse.Namespace, **style: Any) -> list[
 
 def times_of(way: RunConfig, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware) -> list[LayerTime]:
     """Every layer's predicted time under one way, on the machine's nodes."""
-    topology = Topology.on(hardware, way.strategy.world)
-    return [simulate_layer(way, mask, model, hardware, topology) for mask in layers]
+    nodes = nodes_of(hardware, way.strategy.world)
+    return [simulate_layer(way, mask, model, hardware, nodes) for mask in layers]
 
 
 def video(way: RunConfig, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware) -> SimulationResult:

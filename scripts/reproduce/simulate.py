@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 
 from dbsp_cli.generate.resources import linear_flops, passes
 from dbsp_core.cost.machine import Hardware
-from dbsp_core.cost.prediction import AttentionShape, Prediction, Topology, predict
-from dbsp_core.cost.selection import candidates
+from dbsp_core.cost.prediction import AttentionShape, Prediction, candidates, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
-from scripts.reproduce.lockstep import RingPlan, plan_ring, predict_ring, rho_before
+from scripts.reproduce.lockstep import RingPlan, nodes_of, plan_ring, predict_ring, rho_before
 
 __all__ = [
     "MODELLED",
@@ -49,7 +48,7 @@ class SimulationResult:
 
     Attributes:
         rho_before: Mean over layers of the contiguous plan's ρ_s; `rho`, of this plan's.
-        attention_s: Seconds of all self-attentions; `exchange_s`, `exposed_p2p_s` and `pack_s` are parts of it.
+        attention_s: Seconds of all self-attentions; `exchange_s` and `pack_s` are parts of it.
         other_s: Seconds of linear layers and all else, divided over the GPUs, and of what only one device does.
         speedup: Over the contiguous planner on the same strategy; `attention_speedup`, of attention alone.
     """
@@ -61,7 +60,6 @@ class SimulationResult:
     rho: float
     attention_s: float
     exchange_s: float
-    exposed_p2p_s: float
     pack_s: float
     other_s: float
     attention_speedup: float = 1.0
@@ -83,7 +81,7 @@ class LayerTime:
 
 
 def simulate_layer(
-    run: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology
+    run: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, nodes: Sequence[int]
 ) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item: db-SP's own, or others on a ring."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
@@ -91,9 +89,9 @@ def simulate_layer(
     before = rho_before(mask, run.strategy)
     if run.planner != "dbsp":
         ring = plan_ring(mask, run.strategy, run.planner, layout)
-        return LayerTime(ring, predict_ring(ring, shape, hardware, topology, layout), before)
+        return LayerTime(ring, predict_ring(ring, shape, hardware, nodes, layout), before)
     plan = make_plan(mask, run.strategy, run.planner, layout=layout, compare=False)
-    return LayerTime(plan, predict(plan, shape, hardware, topology, layout), before)
+    return LayerTime(plan, predict(plan, shape, hardware, nodes, layout), before)
 
 
 def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
@@ -108,7 +106,6 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         rho=sum(t.plan.rho for t in times) / count,
         attention_s=calls * sum(t.prediction.total_s for t in times),
         exchange_s=calls * sum(t.prediction.exchange_s for t in times),
-        exposed_p2p_s=calls * sum(t.prediction.times.exposed_s for t in times),
         pack_s=calls * sum(t.prediction.pack_s for t in times),
         other_s=passes(model) * linear_flops(model) / known.linear_flops_per_s / world + known.serial_s,
     )
@@ -133,12 +130,12 @@ def simulate(
     """
     results = []
     for world in gpus:
-        topology = Topology(world, node_size) if node_size else Topology.on(hardware, world)
+        nodes = nodes_of(replace(hardware, gpus_per_node=node_size or hardware.gpus_per_node), world)
         for one in candidates(world, masks[0].grid) if strategy is None else [Strategy.parse(strategy)]:
             found = {}
             for planner in dict.fromkeys(["contiguous", *planners]):
                 run = RunConfig(one, planner)
-                times = [simulate_layer(run, mask, model, hardware, topology) for mask in masks]
+                times = [simulate_layer(run, mask, model, hardware, nodes) for mask in masks]
                 found[planner] = summarize(run, times, model, hardware)
             results += [_relative_to(found[planner], found["contiguous"]) for planner in planners]
     return results

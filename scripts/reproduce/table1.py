@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from dbsp_core.reports.style import ROLES
 from scripts.reproduce.common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error
+from scripts.results.colours import ROLES
 from scripts.results.figures import grouped_bars, imbalance_axis, in_words, legend_below, panels
 from scripts.results.result import Result
 

@@ -103,28 +103,9 @@ class TestPlan:
             out = dbsp("plan", mask_file, "--gpus", 4, "--strategy", "U1R4", "--json", *options)[1]
             return json.loads(out)["plans"][0]["moved"]
 
-        paper = ("--planner", "paper", "--reward")
-        assert moved("--planner", "contiguous") < moved(*paper, 1) < moved(*paper, 0)
-        assert moved(*paper, 0, "--layout", "striped") != moved(*paper, 0)
-
-    def test_equal_heads_reaches_the_planner(self, dbsp, tmp_path):
-        # Heads of 91, 1, 1 and 1 blocks: one column takes the large one alone, unless heads must be two and two.
-        bits = np.zeros((4, GRID.nq, GRID.nk), dtype=bool)
-        bits[0], bits[1:, 0, 0] = True, True
-        save_mask(tmp_path / "mask.safetensors", BlockMask(bits, GRID))
-        ask = (
-            "plan",
-            tmp_path / "mask.safetensors",
-            "--gpus",
-            2,
-            "--strategy",
-            "U2R1",
-            "--planner",
-            "paper",
-            "--json",
-        )
-        free, capped = (json.loads(dbsp(*ask, *flag)[1])["plans"][0]["rho"] for flag in ([], ["--equal-heads"]))
-        assert (free, capped) == (91 / 47, 92 / 47)
+        paper = ("--planner", "paper")
+        assert moved("--planner", "contiguous") < moved(*paper)
+        assert moved(*paper, "--layout", "striped") != moved(*paper)
 
     def test_int8_receives_fewer_bytes_by_the_same_plan(self, dbsp, mask_file):
         ask = ("plan", mask_file, "--gpus", 4, "--json")
@@ -185,7 +166,7 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
     (["plan", "MASK", "--gpus", "4", "--planner", "paper,greedy"], "unknown planner 'greedy'; use one of"),
     (["plan", "MASK", "--gpus", "4", "--layout", "random"], f"use one of {', '.join(LAYOUTS)}"),
-    (["plan", "MASK", "--gpus", "4", "--reward", "-1"], "must not be negative"),
+    (["plan", "MASK", "--gpus", "4", "--reward", "1"], "dbsp plan --reward was removed; "),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),

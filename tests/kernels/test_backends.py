@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_kernels import KERNELS, DenseHeadLayout, KernelInputs, KernelRequirements, choose_kernel
+from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, choose_kernel
 from dbsp_kernels.backends import fa4, sparge
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.interpreter import interpreted
@@ -53,9 +53,7 @@ class TestSparge:
         index = torch.argsort(~bits, dim=-1, stable=True) + 5 * torch.arange(heads)[:, None, None]
         length = torch.tensor([6, 6, 6, 6, 5] * heads).int()
         p = Packed(q, k, v, index.flatten(0, 1).int(), count, length)
-        out, lse = sparge.sparge_attention(
-            KernelInputs(*vars(p).values(), width**-0.5, head_layout=DenseHeadLayout(heads, tokens))
-        )
+        out, lse = sparge.sparge_attention(KernelInputs(*vars(p).values(), width**-0.5, head_tokens=tokens))
         expected = p.exact()[0].unflatten(0, (heads, 4)).flatten(1, 2)[:, :tokens]
         torch.testing.assert_close(out.view(heads, -1, width)[:, :tokens], expected.float())
         assert (out[6] == 0).all()

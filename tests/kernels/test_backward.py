@@ -11,7 +11,6 @@ from dbsp_kernels import (
     KERNELS,
     BackwardInputs,
     KernelInputs,
-    TransposedTable,
     block_attention_backward,
 )
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed
@@ -20,13 +19,13 @@ from tests.support.interpreter import interpreted
 BLOCKS = [(8, 4), (16, 16), (16, 32), (64, 64), (128, 64)]
 
 
-def transposed(p: Packed) -> TransposedTable:
+def transposed(p: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """Row by row."""
     readers = [[r for r, n in enumerate(p.kv_count.tolist()) if b in p.kv_index[r, :n]] for b in range(len(p.k))]
     rows = torch.full((len(p.k), max(1, len(p.q))), -3, dtype=torch.int32)
     for block, of_block in enumerate(readers):
         rows[block, : len(of_block)] = torch.tensor(of_block, dtype=torch.int32)
-    return TransposedTable(rows, torch.tensor([len(r) for r in readers], dtype=torch.int32))
+    return rows, torch.tensor([len(r) for r in readers], dtype=torch.int32)
 
 
 def expected_and_inputs(p: Packed, others: Packed | None = None) -> tuple[list[torch.Tensor], BackwardInputs]:

@@ -75,13 +75,13 @@ def fused(monkeypatch):
     operators = {f"_scaled_dot_product_{name}_attention": operator(name) for name in BACKENDS}
     monkeypatch.setattr(dense, "aten", SimpleNamespace(**operators))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: state.backend.value)
-    monkeypatch.setattr(dense, "_ran", {})
-    return state
+    dense._operator.cache_clear()
+    yield state
+    dense._operator.cache_clear()
 
 
-def attend(tensors, part: DensePart, kernel: str = "reference"):
-    q, k, v = (t.as_subclass(OnCuda) for t in tensors)
-    return attend_dense_part(q, k, v, part, LENGTHS, SCALE, kernel)
+def attend(tensors, part: DensePart):
+    return attend_dense_part(*tensors, part, SCALE)
 
 
 BACKENDS = {
@@ -96,31 +96,29 @@ def test_each_of_torchs_choices_returns_the_rows_attention(fused, name):
     fused.backend, tensors = BACKENDS[name], inputs(torch.bfloat16)
     for part in (part_of((0, 5), (0, 6)), part_of((1, 4), (2, 5))):
         assert_right(attend(tensors, part), *tensors, part)
-    assert [called for called, *_ in fused.calls] == [name] * 2
+    assert [called for called, *_ in fused.calls] == [name] * 3, "one of them on a block of zeros"
+    assert dense.fused_kernel(tensors[0].as_subclass(OnCuda)) == name
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-def test_without_a_fused_kernel_rows_run_on_the_block_kernel(fused, caplog, backend):
+def test_without_a_fused_kernel_rows_are_left_to_the_block_kernel(fused, caplog, backend):
     """Torch chooses none, or the one that it chooses raises; it is not asked again."""
     fused.backend, fused.error = backend, RuntimeError("No available kernel")
-    tensors, part = inputs(torch.bfloat16), part_of((1, 4), (2, 5))
+    q, *_ = inputs(torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="dbsp.kernels"):
-        for _ in range(3):
-            assert_right(attend(tensors, part), *tensors, part)
+        assert [dense.fused_kernel(q.as_subclass(OnCuda)) for _ in range(3)] == [None] * 3
     assert len(fused.calls) == (backend is not SDPBackend.MATH)
     assert [record.message.startswith("dense heads run on the block kernel") for record in caplog.records] == [True]
-    assert not dense.dense_supported(tensors[0].as_subclass(OnCuda))
 
 
 def test_out_of_memory_is_not_hidden_by_the_block_kernel(fused):
     fused.error = torch.OutOfMemoryError("out of memory")
     with pytest.raises(torch.OutOfMemoryError):
-        attend(inputs(torch.bfloat16), part_of((1, 4), (2, 5)))
+        dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda))
 
 
-def test_float32_on_a_gpu_runs_on_the_block_kernel(fused):
-    tensors, part = inputs(), part_of((1, 4), (2, 5))
-    assert_right(attend(tensors, part), *tensors, part)
+def test_float32_on_a_gpu_is_left_to_the_block_kernel(fused):
+    assert dense.fused_kernel(inputs()[0].as_subclass(OnCuda)) is None
     assert fused.calls == []
 
 
@@ -143,6 +141,10 @@ def test_operators_of_this_torch_take_our_arguments(run, queries):
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
 
 
+def found_of(*given) -> list[torch.Tensor]:
+    return [one.float().contiguous() for one in expected(*given)]
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_dense_rows_of_a_batch_are_merged_in_one_launch_per_part(monkeypatch, batch):
     """Rows of every item lie apart in memory: no reason for several passes over them."""
@@ -154,10 +156,11 @@ def test_dense_rows_of_a_batch_are_merged_in_one_launch_per_part(monkeypatch, ba
     launches, launch = [], merge.launch
     monkeypatch.setattr(merge, "launch", lambda *args, **options: (launches.append(args), launch(*args, **options)))
     monkeypatch.setattr(chunk_attention, "merge_into", merge.triton_merge_into)
-    table = SimpleNamespace(dense=SimpleNamespace(parts=parts), kv_len=LENGTHS)
+    monkeypatch.setattr(chunk_attention, "attend_dense_part", lambda q, k, v, part, scale: found_of(q, k, v, part))
+    table = SimpleNamespace(dense=SimpleNamespace(parts=parts))
     with interpreted():
         packed = (t.flatten(0, 1) for t in (q, k, v))
-        out, out_lse = chunk_attention._with_dense_rows(running, *packed, table, batch, SCALE, "cpu")
+        out, out_lse = chunk_attention._with_dense_rows(running, *packed, table, batch, SCALE)
     assert len(launches) == len(parts)
     for part in parts:
         rows = slice(*part.rows)

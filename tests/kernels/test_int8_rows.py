@@ -120,28 +120,7 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, by_triton):
     segments = CopySegments.of(columns, torch.device("cpu"))
     if by_triton:
         with interpreted():
-            triton_quantise_segments(tokens, buffer, segments.table, segments.mean, less)
+            triton_quantise_segments(tokens, buffer, segments, less)
     else:
         quantise_segments(tokens, buffer, segments, less)
     assert buffer.equal(expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-@pytest.mark.parametrize("width", [5, 64])
-def test_tritons_restored_tokens_have_torchs_bits(dtype, width):
-    pytest.importorskip("triton")
-    from dbsp_kernels.triton.exchange import triton_restore_rows
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
-    tokens = tokens_of(3, 2, 3, 41, width).clamp_(-6e4, 6e4)
-    tokens[0, 0, 3, 1] = torch.inf
-    rows = rows_of_tokens(tokens)
-    expected = restore_rows(rows, width, dtype)
-    with interpreted():
-        found = triton_restore_rows(rows, width, dtype)
-    assert found.dtype == dtype
-    if dtype == torch.bfloat16:  # to which the interpreter rounds towards zero, and a GPU to the nearest
-        precise = restore_rows(rows, width, torch.float32)
-        expected = (precise.view(torch.int32) & ~0xFFFF).view(torch.float32).to(dtype)
-    assert torch.equal(found.nan_to_num(7e4), expected.nan_to_num(7e4))

@@ -27,7 +27,6 @@ MOST_VARIANTS = {
     "select_kernel": 2,  # by cumulative chance or by count
     "copy_kernel": 12,  # four segment lengths; one source, one that is added, or three
     "quantise_kernel": 8,  # four segment lengths; with a mean subtracted or not
-    "restore_kernel": 1,
 }
 """Variants for one dtype, head size and block size."""
 

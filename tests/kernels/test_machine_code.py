@@ -11,7 +11,7 @@ from tests.support.programs import run
 from tests.support.repository import ROOT, child_environment
 
 pytest.importorskip("triton")
-from dbsp_kernels.triton.tiles import SHIPPED
+from scripts.checks.machine_code.variants import SHIPPED
 
 FIELDS = {
     "kernel", "arch", "block_q", "block_k", "width", "dtype", "case", "triton", "tile_distance", "products",

@@ -14,8 +14,7 @@ from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.sources import SOURCES, MaskRequest
 from dbsp_core.utils.yaml_file import shipped_configs
 from dbsp_kernels.errors import UserError
-from dbsp_kernels.triton.tiles import SHIPPED
-from scripts.checks.machine_code.variants import DTYPES
+from scripts.checks.machine_code.variants import DTYPES, SHIPPED
 
 FILES = sorted(shipped_configs().glob("*.yaml"))
 TINY_THW = (9, 7, 13)

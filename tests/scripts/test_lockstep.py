@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.planning.planners import PaperConfig
 from scripts.reproduce.lockstep import eq_1, plan_ring, work_by_ring_step
 from tests.support.generators import EVERY_STRATEGY, SEEDS, examples
 from tests.support.oracle import cell_counts
@@ -122,7 +121,7 @@ def test_a_paper_plan_by_hand():
     # Rank 0 (rows 0, 3) does 3 in slot 0 (0; 0, 3) and 2 in slot 1 (1, 2); rank 1 (rows 1, 2) does 3 in slot 1
     # (1; 1, 2) and 2 in slot 0 (0; 0). Ring step 0: 3, 3; ring step 1: 2, 2. ρ_s = 5 / 5 = 1.
     # At home ring rank 0 has blocks 0, 1: query blocks 1 and 3, KV blocks 1 and 3 have moved, half of everything.
-    plan = plan_ring(causal(), "U1R2", "paper", paper=PaperConfig(reward=0.0))
+    plan = plan_ring(causal(), "U1R2", "paper", reward=0.0)
     assert plan.q_owner.tolist() == [[0, 1, 1, 0]]
     assert plan.slot.tolist() == [[0, 1, 1, 0]]
     assert plan.work.tolist() == [[3, 3], [2, 2]]

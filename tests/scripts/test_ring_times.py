@@ -17,7 +17,7 @@ def test_two_ranks_by_hand():
     assert times.attention_s == 9.0, (
         "the second begins with what it got at 0: at 1, 6, done at 9; the first at 5, 6, 8"
     )
-    assert times.chunks == ((1.0, 0.0), (5.0, 0.0), (3.0, 0.0))
+    assert times.steps == ((1.0, 0.0), (5.0, 0.0), (3.0, 0.0))
     assert (times.compute_s, times.exposed_s) == (9.0, 0.0)
 
 

@@ -12,7 +12,7 @@ from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.chunks import NEEDED, Chunks
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.planners import PaperConfig, PlannerConfig
+from dbsp_core.runtime.tables import ChunkTable
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference, rounded_to_int8
 from tests.support.shared import shared
@@ -41,8 +41,6 @@ class Case:
     width: int = 16
     density: float = 0.4
     layout: str = "contiguous"
-    reward: float = 1.0
-    equal_heads: bool = False
     streams: Streams = None
     padded: bool = False
     kernel: str = "auto"
@@ -68,7 +66,7 @@ class Case:
 
 
 _WAYS = {
-    *("strategy", "planner", "layout", "reward", "equal_heads", "streams", "padded", "kernel", "sabotage", "keys"),
+    *("strategy", "planner", "layout", "streams", "padded", "kernel", "sabotage", "keys"),
 }
 _OF_ATTENTION = [field.name for field in fields(Case) if field.name not in _WAYS]
 
@@ -175,8 +173,7 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
     if case.sabotage == "heads' orders mixed up":
         mask = BlockMask(mask.bits, replace(mask.grid, orders=mask.grid.orders[::-1]))
     planner = "contiguous" if case.planner == "random" else case.planner
-    config = PlannerConfig(planner, paper=PaperConfig(case.reward, case.equal_heads))
-    plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys, precision=case.precision)
+    plan = make_plan(mask, strategy, planner, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner == "random":
         plan = random_owners(plan, mask, case.seed)
     if case.sabotage == "a needed block left out":
@@ -186,9 +183,15 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
     if case.sabotage == "wrong order of chunks":
-        executor = replace(executor, tables=(executor.tables[0], *reversed(executor.tables[1:])))
+        first, *others = executor.prepared.tables
+        executor = with_tables(executor, (first, *reversed(others)))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
     return executor(*local, scale=scale)
+
+
+def with_tables(attention: DualBalancedAttention, tables: tuple[ChunkTable, ...]) -> DualBalancedAttention:
+    """The same attention with other kernel tables."""
+    return replace(attention, prepared=replace(attention.prepared, tables=tables))
 
 
 def random_owners(like: Plan, mask: BlockMask, seed: int) -> Plan:

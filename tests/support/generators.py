@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import LAYOUTS
-from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
+from dbsp_core.planning.planners import PLANNERS
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK_SIZES = st.integers(1, 24)
@@ -76,20 +76,12 @@ class Problem:
     strategy: Strategy
     planner: str
     layout: SequenceLayout
-    reward: float
-    equal_heads: bool
 
     def plan(self) -> Plan:
-        return make_plan(
-            self.mask,
-            self.strategy,
-            PlannerConfig(self.planner, paper=PaperConfig(self.reward, self.equal_heads)),
-            layout=self.layout,
-        )
+        return make_plan(self.mask, self.strategy, self.planner, layout=self.layout)
 
     def __repr__(self) -> str:
-        settings = f"planner={self.planner} reward={self.reward} equal_heads={self.equal_heads}"
-        return f"{self.strategy} {settings} heads={self.mask.heads} {self.mask.grid}"
+        return f"{self.strategy} planner={self.planner} heads={self.mask.heads} {self.mask.grid}"
 
 
 @st.composite
@@ -102,6 +94,4 @@ def problems(draw: st.DrawFn, strategy: Strategy, planners: Sequence[str] = tupl
         strategy=strategy,
         planner=planner,
         layout=draw(layouts(grid, strategy)),
-        reward=draw(st.sampled_from([0.0, 0.3, 1.0, 50.0])),
-        equal_heads=draw(st.booleans()),
     )

@@ -9,6 +9,7 @@ sender changes what is in flight.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -155,7 +156,7 @@ class Member:
         return made
 
     def group(self) -> ThreadGroup:
-        return ThreadGroup(self.rank, self.meeting.size, self)  # type: ignore[arg-type]
+        return ThreadGroup(self.rank, self.meeting.size, weakref.ref(self))  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -222,22 +223,14 @@ class ThreadGroup(SequenceGroup):
         return known[purpose].group()
 
     def start_all_to_all(
-        self,
-        sent: torch.Tensor,
-        receive_splits: Sequence[int],
-        send_splits: Sequence[int],
-        *,
-        asynchronous: bool = True,
+        self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> PendingTransfer:
         if self.size == 1:
-            return super().start_all_to_all(sent, receive_splits, send_splits, asynchronous=asynchronous)
+            return super().start_all_to_all(sent, receive_splits, send_splits)
         received = _rubbish(sent, (sum(receive_splits), *sent.shape[1:]))
         kind = f"all-to-all of {tuple(sent.shape[1:])} {sent.dtype}"
         everyone = range(self.size)
-        pending = self._start(kind, sent, send_splits, everyone, received, receive_splits, everyone)
-        if not asynchronous:
-            pending.wait()
-        return pending
+        return self._start(kind, sent, send_splits, everyone, received, receive_splits, everyone)
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:

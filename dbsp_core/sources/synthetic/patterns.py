@@ -53,26 +53,26 @@ class BlockPositions:
 
 
 def _frames(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Blocks on the diagonal: each frame attends to itself, and less to its neighbours."""
+    """Returns blocks on the diagonal: each frame attends to itself, and less to its neighbours."""
     apart = np.abs(q.frame_number[:, None] - k.frame_number[None, :])
     return np.clip(1 - apart / 3, 0, 1)
 
 
 def _stripes(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Multi-diagonals at frame stride: the same place in every frame."""
+    """Returns multi-diagonals at frame stride: the same place in every frame."""
     apart = q.middle[:, None] - k.middle[None, :]
     apart = np.abs((apart + q.frame / 2) % q.frame - q.frame / 2)
     return np.clip(1.5 - apart / (0.08 * q.frame), 0, 1)
 
 
 def _sinks(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Sink columns: every query attends to the first frame and to a few key blocks anywhere."""
+    """Returns sink columns: every query attends to the first frame and to a few key blocks anywhere."""
     drawn = (k.frame_number == 0) | (rng.random(len(k.middle)) < 0.04)
     return np.broadcast_to(drawn, (len(q.middle), len(k.middle))).astype(np.float64)
 
 
 def _scattered(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """No shape: only profiles and chance."""
+    """Returns zeros: no shape, only profiles and chance."""
     return np.zeros((len(q.middle), len(k.middle)))
 
 
@@ -86,7 +86,7 @@ PATTERNS: tuple[Callable[[BlockPositions, BlockPositions, np.random.Generator], 
 
 
 def always_dense(grid: BlockGrid) -> np.ndarray:
-    """bool[nq, nk]: the diagonal, and all rows and columns of text."""
+    """Returns bool[nq, nk]: the diagonal, and all rows and columns of text."""
     q, k = grid.q_axis, grid.k_axis
     dense = np.zeros((len(q), len(k)), dtype=bool)
     dense[np.arange(len(q)), k.block_of[q.starts + q.lengths // 2]] = True
@@ -95,7 +95,7 @@ def always_dense(grid: BlockGrid) -> np.ndarray:
 
 
 def profile_basis(places: BlockPositions) -> np.ndarray:
-    """float64[B, n]: a profile is a weighted sum of these rows with standard normal weights.
+    """Returns float64[B, n]: a profile is a weighted sum of these rows with standard normal weights.
 
     It has a slow wave over the video, as scenes have, and a wave over the frame, the same in every frame.
     """
@@ -105,7 +105,7 @@ def profile_basis(places: BlockPositions) -> np.ndarray:
 
 
 def _hats(at: np.ndarray, knots: int) -> np.ndarray:
-    """float64[knots, n]: weights of linear interpolation between `knots` knots on [0, 1], at `at`."""
+    """Returns float64[knots, n]: weights of linear interpolation between `knots` knots on [0, 1], at `at`."""
     return np.clip(1 - np.abs(at * (knots - 1) - np.arange(knots)[:, None]), 0, 1)
 
 
@@ -121,11 +121,11 @@ class DriftingRng:
     time: float = 0.0
 
     def constant(self, *key: int) -> np.random.Generator:
-        """A generator for what does not drift."""
+        """Returns a generator for what does not drift."""
         return np.random.default_rng([self.seed, 0, *key])
 
     def normal(self, size: int, *key: int) -> np.ndarray:
-        """float64[size], standard normal at any time; times Δ < 1 apart within a keyframe correlate by cos(Δ·π/2)."""
+        """Draws float64[size], standard normal; times Δ < 1 apart within a keyframe correlate by cos(Δ·π/2)."""
         keyframe, mix = self._position
         now = self._keyframe(keyframe, *key).standard_normal(size)
         if mix == 0:
@@ -134,7 +134,7 @@ class DriftingRng:
         return math.cos(mix * math.pi / 2) * now + math.sin(mix * math.pi / 2) * then
 
     def uniform(self, shape: tuple[int, ...], *key: int) -> np.ndarray:
-        """uint16[shape], uniform; from one step to the next a share `drift` of the elements is drawn again."""
+        """Draws uint16[shape], uniform; from one step to the next a share `drift` of the elements is drawn again."""
         keyframe, mix = self._position
         now = _uint16(self._keyframe(keyframe, *key), shape)
         if mix == 0:
@@ -168,18 +168,18 @@ _LOGISTIC = np.round(np.log(_MIDDLES / (1 - _MIDDLES)) * STEPS).astype(np.int16)
 
 
 def quantize_logits(logits: np.ndarray) -> np.ndarray:
-    """Logits as int16 scores, cut at ±12 (odds of 1 to 160,000), so that noise and three more add up within range."""
+    """Rounds logits to int16 scores, cut at ±12 (odds of 1 to 160,000): noise and three more add up within range."""
     return np.round(np.clip(logits, -12, 12) * STEPS).astype(np.int16)
 
 
 def logistic_noise(uniform: np.ndarray) -> np.ndarray:
-    """Logistic noise as int16 scores from uniform uint16; it turns a threshold on scores into odds."""
+    """Turns uniform uint16 into logistic noise as int16 scores, which makes a threshold on scores odds."""
     noise: np.ndarray = _LOGISTIC[uniform]
     return noise
 
 
 def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np.ndarray:
-    """int64[H]: blocks per head in proportion to float64[H] `densities` ≥ 0, from `least` to `most`.
+    """Returns int64[H]: blocks per head in proportion to float64[H] `densities` ≥ 0, from `least` to `most`.
 
     They add up to `total`, or to the nearest number that the limits allow.
     """

@@ -147,7 +147,7 @@ class _Layer:
     grid: BlockGrid
 
     def bits(self) -> np.ndarray:
-        """bool[H, nq, nk]"""
+        """Returns bool[H, nq, nk]."""
         heads, layer = self.request.heads, self.request.layer
         axes, text_tokens = (self.grid.q_axis, self.grid.k_axis), self.grid.text_tokens
         q, k = (BlockPositions.of(axis, text_tokens, self.request.thw) for axis in axes)
@@ -173,16 +173,16 @@ class _Layer:
         return bits
 
     def _pattern_scores(self, pattern: np.ndarray) -> np.ndarray:
-        """int16[nq, nk]: a sixteenth of the pattern's scores; a head's strength is in sixteenths."""
+        """Returns int16[nq, nk]: a sixteenth of the pattern's scores; a head's strength is in sixteenths."""
         return quantize_logits(pattern * (self.style.pattern_strength / 16))
 
     def _counts(self, least: int, most: int) -> np.ndarray:
-        """int64[H]: dense blocks of each head, Beta-distributed, with exactly the style's mean density."""
+        """Returns int64[H]: dense blocks of each head, Beta-distributed, with exactly the style's mean density."""
         total = round(self.style.density * self.request.heads * most)
         return exact_counts(self._densities(), total, least, most)
 
     def _densities(self) -> np.ndarray:
-        """float64[H], Beta-distributed; a head's quantile drifts, the distribution does not."""
+        """Returns float64[H], Beta-distributed; a head's quantile drifts, the distribution does not."""
         concentration = self.style.head_concentration
         alpha = max(self.style.density, 1e-3) * concentration
         beta = max(1 - self.style.density, 1e-3) * concentration
@@ -192,7 +192,7 @@ class _Layer:
         return np.interp(quantile, (np.arange(4096) + 0.5) / 4096, sample)
 
     def _profiles(self, places: BlockPositions, own: _Stream, shared: _Stream) -> np.ndarray:
-        """float64[H, n], in logits: mean 0 and standard deviation `spread` over the video; 0 for text."""
+        """Returns float64[H, n], in logits: mean 0 and standard deviation `spread` over the video; 0 for text."""
         basis = profile_basis(places)
         weights = self._profile_weights(len(basis), own, shared)
         profiles = (weights[:, :, None] * basis).sum(axis=1)  # no matrix product: its rounding depends on the machine
@@ -204,7 +204,7 @@ class _Layer:
         return profiles
 
     def _profile_weights(self, size: int, own: _Stream, shared: _Stream) -> np.ndarray:
-        """float64[H, size], standard normal, correlated across heads and layers as the style says."""
+        """Returns float64[H, size], standard normal, correlated across heads and layers as the style says."""
         layer, rng = self.request.layer, self.rng
         common = _blend(
             rng.normal(size, shared, _ALL_LAYERS), rng.normal(size, shared, layer), self.style.layer_similarity
@@ -214,5 +214,5 @@ class _Layer:
 
 
 def _blend(common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
-    """Standard normals with so large a share of `common` that two of them have this correlation."""
+    """Returns standard normals with so large a share of `common` that two of them have this correlation."""
     return math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own

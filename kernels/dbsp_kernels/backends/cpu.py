@@ -1,4 +1,4 @@
-"""The CPU kernel: torch's own flash attention, on rows of equal length together.
+"""The CPU kernel, torch's own flash attention on rows of equal length together, and the reference in plain torch.
 
 What bounds it: the operator works on 32 queries at a time where a sequence has fewer than 192, and a row is a
 sequence. At 64×64 and D 64 that is about 0.7 of its rate on long sequences; gathering blocks takes it to about 0.5.
@@ -6,19 +6,23 @@ sequence. At 64×64 and D 64 that is about 0.7 of its rate on long sequences; ga
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, lse_dtype
 
-__all__ = ["cpu_attention", "cpu_attention_backward", "why_unavailable"]
+__all__ = [
+    "cpu_attention",
+    "cpu_attention_backward",
+    "reference_attention",
+    "reference_attention_backward",
+    "why_unavailable",
+]
 
 GATHER_BYTES = 2 << 20
 """Bytes of keys that a thread gathers at a time, into memory that is reused: fresh memory costs page faults."""
-
-STRETCH_BYTES = 256 << 20
-"""Bytes of keys that neighbouring rows gather in a stretch: they share a head's keys, which stay in the cache."""
 
 
 def why_unavailable() -> str | None:
@@ -30,41 +34,32 @@ def why_unavailable() -> str | None:
 
 def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`."""
-    kv_count, kv_len = inputs.kv_count, inputs.kv_len
     q, k, v = (t.detach().contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator needs a D of stride 1
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
-    short = bool((kv_len < k.shape[1]).any())
-    block_bytes = _block_bytes(k)
-    together = GATHER_BYTES * torch.get_num_threads() // block_bytes
-    gathered = k.new_empty(2, max(min(together, int(kv_count.sum())), inputs.kv_index.shape[1]), *k.shape[1:])
-    for rows in _stretches(kv_count, block_bytes):
-        counts = kv_count[rows.start : rows.stop]
-        for count in counts.unique().tolist():
-            if count == 0:  # the operator would give lse 0, not −inf
-                continue
-            alike = (counts == count).nonzero().squeeze(1) + rows.start
-            for chunk in alike.split(max(1, together // count)):
-                blocks = inputs.kv_index[chunk, :count].long()
-                keys, values = gathered[:, : blocks.numel()]
-                torch.index_select(k, 0, blocks.flatten(), out=keys)
-                torch.index_select(v, 0, blocks.flatten(), out=values)
-                bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
-                shape = (len(chunk), -1, k.shape[2])
-                out[chunk], lse[chunk] = _flash(q[chunk], keys.view(shape), values.view(shape), bias, inputs.scale)
+    kv_len, short = inputs.kv_len, bool((inputs.kv_len < k.shape[1]).any())
+    gathered = k.new_empty(2, 0, *k.shape[1:])
+    for rows, blocks in _batches(inputs):
+        if gathered.shape[1] < blocks.numel():
+            gathered = k.new_empty(2, blocks.numel(), *k.shape[1:])
+        keys, values = gathered[:, : blocks.numel()]
+        torch.index_select(k, 0, blocks.flatten(), out=keys)
+        torch.index_select(v, 0, blocks.flatten(), out=values)
+        bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
+        shape = (len(rows), -1, k.shape[2])
+        out[rows], lse[rows] = _flash(q[rows], keys.view(shape), values.view(shape), bias, inputs.scale)
     return out, lse
 
 
-def _block_bytes(k: torch.Tensor) -> int:
-    return k[0].numel() * k.element_size() if len(k) else 1
-
-
-def _stretches(kv_count: torch.Tensor, block_bytes: int) -> list[range]:
-    """Runs of neighbouring rows whose blocks take at most STRETCH_BYTES, or of a single row."""
-    before = (kv_count.long().cumsum(0) - kv_count) * block_bytes // STRETCH_BYTES
-    lengths = before.unique_consecutive(return_counts=True)[1].tolist()
-    ends = list(itertools.accumulate(lengths))
-    return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+def _batches(inputs: KernelInputs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields rows int64[r] with equally many blocks, and these blocks int64[r, count]; not rows without blocks."""
+    k, counts = inputs.k, inputs.kv_count
+    together = GATHER_BYTES * torch.get_num_threads() // max(1, k[:1].numel() * k.element_size())
+    for count in counts.unique().tolist():
+        if count == 0:  # the operator would give lse 0, not −inf
+            continue
+        for rows in (counts == count).nonzero().squeeze(1).split(max(1, together // count)):
+            yield rows, inputs.kv_index[rows, :count].long()
 
 
 def _flash(
@@ -93,20 +88,51 @@ def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
     q, k, v, dout, out = (t.to(wide).contiguous() for t in (given.q, given.k, given.v, inputs.dout, inputs.out))
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     short = bool((given.kv_len < k.shape[1]).any())
-    together = GATHER_BYTES * torch.get_num_threads() // _block_bytes(k)
-    for count in given.kv_count.unique().tolist():
+    for rows, blocks in _batches(given):
+        keys, values = (t[blocks].flatten(1, 2)[:, None] for t in (k, v))
+        bias = _tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout[rows, None], q[rows, None], keys, values, out[rows, None], inputs.lse[rows, None],
+            0.0, False, attn_mask=bias, scale=given.scale,
+        )  # fmt: skip
+        dq[rows] = parts[0][:, 0]
+        for total, part in zip((dk, dv), parts[1:], strict=True):
+            total.index_add_(0, blocks.flatten(), part[:, 0].unflatten(1, (blocks.shape[1], -1)).flatten(0, 1))
+    return dq, dk, dv
+
+
+def reference_attention(inputs: KernelInputs) -> PartialAttention:
+    """The contract of `dbsp_kernels.block_attention`, one row at a time, in fp32 (fp64 for fp64 input)."""
+    q, k, v, kv_len = inputs.q, inputs.k, inputs.v, inputs.kv_len
+    out = torch.zeros_like(q)
+    wide = lse_dtype(q.dtype)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=wide)
+    for row, count in enumerate(inputs.kv_count.tolist()):
         if count == 0:
             continue
-        alike = (given.kv_count == count).nonzero().squeeze(1)
-        for rows in alike.split(max(1, together // count)):
-            blocks = given.kv_index[rows, :count].long()
-            keys, values = (t[blocks].flatten(1, 2)[:, None] for t in (k, v))
-            bias = _tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout[rows, None], q[rows, None], keys, values, out[rows, None], inputs.lse[rows, None],
-                0.0, False, attn_mask=bias, scale=given.scale,
-            )  # fmt: skip
-            dq[rows] = parts[0][:, 0]
-            for total, part in zip((dk, dv), parts[1:], strict=True):
-                total.index_add_(0, blocks.flatten(), part[:, 0].unflatten(1, (count, -1)).flatten(0, 1))
-    return dq, dk, dv
+        blocks = inputs.kv_index[row, :count].long()
+        lengths = list(zip(blocks.tolist(), kv_len[blocks].tolist(), strict=True))
+        keys, values = (torch.cat([side[block, :n] for block, n in lengths]).to(wide) for side in (k, v))
+        scores = q[row].to(wide) @ keys.T * inputs.scale
+        lse[row] = torch.logsumexp(scores, dim=-1)
+        out[row] = torch.softmax(scores, dim=-1) @ values
+    return out, lse
+
+
+def reference_attention_backward(inputs: BackwardInputs) -> Gradients:
+    """The contract of `dbsp_kernels.block_attention_backward`, by autograd of a forward that is computed once more.
+
+    The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so that of this call's (outᵢ, lseᵢ) the gradients are
+    wᵢ·dout and wᵢ·Σ dout·(outᵢ − out).
+    """
+    given, wide = inputs.forward, inputs.lse.dtype
+    leaves = [t.detach().requires_grad_(True) for t in (given.q, given.k, given.v)]
+    with torch.enable_grad():
+        out, lse = reference_attention(replace(given, q=leaves[0], k=leaves[1], v=leaves[2]))
+    if not out.requires_grad:  # no row has a block
+        return tuple(torch.zeros_like(t, dtype=wide) for t in leaves)  # type: ignore[return-value]
+    dout, part = inputs.dout.to(wide), out.detach().to(wide)
+    weight = torch.exp(lse.detach() - inputs.lse.masked_fill(torch.isneginf(inputs.lse), torch.inf))
+    dlse = weight * (dout * part).sum(-1) - weight * inputs.delta()
+    grads = torch.autograd.grad((out, lse), leaves, ((weight[..., None] * dout).to(out.dtype), dlse.to(lse.dtype)))
+    return tuple(grad.to(wide) for grad in grads)  # type: ignore[return-value]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,27 +44,25 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
     """
     from dbsp_kernels.triton.forward import triton_attention
 
-    q = inputs.q
-    if inputs.kv_full is None:
+    q, kv_full = inputs.q, inputs.kv_full
+    if kv_full is None:
         return triton_attention(inputs)
     if len(q) == 0 or len(inputs.k) == 0 or inputs.kv_index.shape[1] == 0:
         return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)
     from flash_attn.cute import flash_attn_func
 
     with torch.cuda.device_of(q):  # it launches on the current device
-        out, lse = flash_attn_func(**_forward_arguments(inputs))[:2]
+        out, lse = flash_attn_func(**_forward_arguments(inputs, kv_full))[:2]
     partial = out.view(q.shape), lse.view(q.shape[:2])
-    return triton_attention(inputs.merged_into(partial), short_only=True)
+    return triton_attention(replace(inputs, partial=partial, out_dtype=None), short_only=True)
 
 
-def _forward_arguments(inputs: KernelInputs) -> dict[str, Any]:
+def _forward_arguments(inputs: KernelInputs, kv_full: torch.Tensor) -> dict[str, Any]:
     """What `flash_attn_func` is called with: one item of one head, and the full blocks that rows begin with."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     q, scale = inputs.positively_scaled()
-    if inputs.kv_full is None:
-        raise ValueError("it needs to know how many full blocks rows begin with")
-    index, count = (t.reshape(1, 1, *t.shape).contiguous() for t in (inputs.kv_index, inputs.kv_full))
+    index, count = (t.reshape(1, 1, *t.shape).contiguous() for t in (inputs.kv_index, kv_full))
     return {
         "q": _one_head(q),
         "k": _one_head(inputs.k),

@@ -38,21 +38,22 @@ def sparge_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention` for whole heads; lse is NaN, for there is none."""
     from spas_sage_attn import block_sparse_sage2_attn_cuda
 
-    q, k, layout, kv_count = inputs.q, inputs.k, inputs.head_layout, inputs.kv_count
-    if layout is None:
-        raise ValueError("SpargeAttn's kernel needs a head_layout: it serves only whole heads")
+    q, k, tokens, kv_count = inputs.q, inputs.k, inputs.head_tokens, inputs.kv_count
+    if tokens is None:
+        raise ValueError("SpargeAttn's kernel needs head_tokens: it supports only whole heads")
     lse = torch.full(q.shape[:2], torch.nan, device=q.device, dtype=torch.float32)
     out = torch.zeros_like(q)
     if len(q) == 0 or len(k) == 0:
         return out, lse
     q, scale = inputs.positively_scaled()
-    heads = [t.reshape(1, layout.heads, -1, t.shape[-1])[:, :, : layout.tokens].contiguous() for t in (q, k, inputs.v)]
-    mask = _head_mask(inputs.kv_index, kv_count, layout.heads, len(k))
+    count = len(q) // -(-tokens // q.shape[1])
+    heads = [t.reshape(1, count, -1, t.shape[-1])[:, :, :tokens].contiguous() for t in (q, k, inputs.v)]
+    mask = _head_mask(inputs.kv_index, kv_count, count, len(k))
     with _default_stream(q.device):
         result = block_sparse_sage2_attn_cuda(
             *heads, mask_id=mask, scale=scale, tensor_layout="HND", output_dtype=q.dtype
         )
-    out.view(1, layout.heads, -1, q.shape[-1])[:, :, : layout.tokens] = result
+    out.view(1, count, -1, q.shape[-1])[:, :, :tokens] = result
     return out.masked_fill(kv_count[:, None, None] == 0, 0.0), lse  # rows without blocks: it leaves memory as it was
 
 

@@ -110,7 +110,7 @@ def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
     if rows == 0 or blocks == 0:
         return dq, dk, dv
     lse = (inputs.lse * LOG2_E).masked_fill(torch.isneginf(inputs.lse), torch.inf).contiguous()
-    delta, table = inputs.delta().contiguous(), inputs.transposed()
+    delta, (turned, count) = inputs.delta().contiguous(), inputs.transposed()
     tile_d = padded(width)
     of_rows, of_keys = backward_tiles_for(block_q, block_k, width, q.dtype)
     sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "WIDTH": width, "TILE_D": tile_d}
@@ -123,8 +123,8 @@ def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
     )  # fmt: skip
     launch(
         backward_keys_kernel, (blocks, -(-block_k // of_keys.keys)),
-        q, k, v, dout, lse, delta, table.rows, table.count, given.kv_len, dk, dv,
-        table.rows.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_keys),
+        q, k, v, dout, lse, delta, turned, count, given.kv_len, dk, dv,
+        turned.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_keys),
     )  # fmt: skip
     return dq, dk, dv
 

@@ -1,4 +1,4 @@
-"""Copying segments of tokens, and rounding them to int8 and back, as Triton kernels."""
+"""Copying segments of tokens, and rounding them to int8, as Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import exchange
+from dbsp_kernels.exchange import CopySegments
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
-__all__ = ["triton_copy_segments", "triton_quantise_segments", "triton_restore_rows"]
+__all__ = ["triton_copy_segments", "triton_quantise_segments"]
+
+
+@triton.jit
+def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]
+    """The columns of a segment: its places int64, and its tokens and zeros int32, none beyond the last segment."""
+    there = segment < segments
+    entry = table_ptr + segment.to(tl.int64) * 6
+    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
+    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
+    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
+    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
+    length = tl.load(entry + 4, mask=there, other=0)
+    return from_head, from_token, to_head, to_token, length, tl.load(entry + 5, mask=there, other=0)
+
 
 ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
 
 
-@triton.jit(
-    do_not_specialize=(
-        "table_ptr",
-        "second_table_ptr",
-        "third_table_ptr",
-        "segments",
-        "second_segments",
-        "third_segments",
-    )
-)
+@triton.jit(do_not_specialize=range(4, 10))  # tables, and their numbers of segments
 def copy_kernel(  # type: ignore[no-untyped-def]
     from_ptr, second_from_ptr, third_from_ptr, to_ptr, table_ptr, second_table_ptr, third_table_ptr,
     segments, second_segments, third_segments,
@@ -48,14 +54,8 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     segment = program * PROGRAM + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
-    there = segment < segments
-    entry = table_ptr + segment.to(tl.int64) * 6
-    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
-    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
-    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
-    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
-    length = tl.load(entry + 4, mask=there, other=0)
-    size = length + tl.load(entry + 5, mask=there, other=0)
+    from_head, from_token, to_head, to_token, length, zeros = _entry(table_ptr, segment, segments)
+    size = length + zeros
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
     to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
     width = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
@@ -87,22 +87,18 @@ def _tokens_per_segment(mean: float, rows: int) -> int:
 
 
 def triton_copy_segments(
-    sources: Sequence[torch.Tensor],
-    destination: torch.Tensor,
-    tables: Sequence[torch.Tensor],
-    mean: float,
-    add: bool = False,
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], add: bool = False
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.copy_segments` and `gather_segments`, in one launch.
-
-    Args:
-        sources: One to three, all of the same strides.
-        tables, mean: Of their `CopySegments`; the mean over all segments.
-    """
-    given = [(source, table) for source, table in zip(sources, tables, strict=True) if len(table)]
+    """The contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides."""
+    given = [(source, one) for source, one in zip(sources, segments, strict=True) if len(one.table)]
+    if len({source.stride() for source, _ in given}) > 1:
+        for source, one in given:
+            triton_copy_segments([source], destination, [one], add)
+        return
     if not given or destination.shape[0] == 0:
         return
-    counts = [len(table) for _, table in given]
+    counts = [len(one.table) for _, one in given]
+    mean = sum(one.mean * len(one.table) for _, one in given) / sum(counts)
     (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
     width = first.shape[-1]
     rows = max(1, ELEMENTS // padded(width))
@@ -110,7 +106,7 @@ def triton_copy_segments(
     programs = sum(-(-count // (rows // tokens)) for count in counts)
     launch(
         copy_kernel, (programs, destination.shape[0]),
-        first, second, third, destination, *copied, *[*counts, 0, 0][:3],
+        first, second, third, destination, *(one.table for one in copied), *[*counts, 0, 0][:3],
         *first.stride(), *destination.stride(),
         SEVERAL=len(given) > 1, WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
     )  # fmt: skip
@@ -133,13 +129,7 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
-    there = segment < segments
-    entry = table_ptr + segment.to(tl.int64) * 6
-    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
-    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
-    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
-    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
-    length = tl.load(entry + 4, mask=there, other=0)
+    from_head, from_token, to_head, to_token, length, _ = _entry(table_ptr, segment, segments)
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
     to_row = batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
     width = tl.arange(0, TILE_D).to(tl.int64)
@@ -173,48 +163,19 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_quantise_segments(
-    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, less: torch.Tensor | None
+    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
-    count, width, words = len(table), source.shape[-1], destination.shape[-1]
+    """The contract of `dbsp_kernels.exchange.quantise_segments`."""
+    count, width, words = len(segments.table), source.shape[-1], destination.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, INT8_ELEMENTS // padded(width))
-    tokens = _tokens_per_segment(mean, rows)
+    tokens = _tokens_per_segment(segments.mean, rows)
     less_strides = (0, 0) if less is None else less.stride()[:2]
     launch(
         quantise_kernel, (-(-count // (rows // tokens)), source.shape[0]),
-        source, destination.view(torch.int8), destination.view(torch.float32), less, table, count,
+        source, destination.view(torch.int8), destination.view(torch.float32), less, segments.table, count,
         *source.stride(), *destination.stride()[:3], *less_strides,
         WIDTH=width, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, width)),
         LESS=less is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=("rows",))
-def restore_kernel(  # type: ignore[no-untyped-def]
-    bytes_ptr, scales_ptr, tokens_ptr, rows,
-    WIDTH: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows, side by side."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    width = tl.arange(0, TILE_D)
-    written = (row < rows)[:, None] & (width[None, :] < WIDTH)
-    numbers = tl.load(bytes_ptr + row[:, None] * (4 * WORDS) + width[None, :], mask=written, other=0)
-    scale = tl.load(scales_ptr + row * WORDS + (WORDS - 1), mask=row < rows, other=0.0)
-    values = numbers.to(tl.float32) * scale[:, None]
-    tl.store(tokens_ptr + row[:, None] * WIDTH + width[None, :], values.to(tokens_ptr.dtype.element_ty), mask=written)
-
-
-def triton_restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """The contract of `dbsp_kernels.exchange.restore_rows`."""
-    tokens = torch.empty(*rows.shape[:-1], width, dtype=dtype, device=rows.device)
-    words = rows.shape[-1]
-    count, at_once = rows.numel() // words, max(1, INT8_ELEMENTS // padded(width))
-    if count:
-        launch(
-            restore_kernel, (-(-count // at_once),),
-            rows.view(torch.int8), rows.view(torch.float32), tokens, count,
-            WIDTH=width, WORDS=words, ROWS=at_once, TILE_D=padded(width), num_warps=4,
-        )  # fmt: skip
-    return tokens

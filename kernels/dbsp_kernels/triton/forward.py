@@ -10,10 +10,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
-from dbsp_kernels.triton.launch import launch
+from dbsp_kernels.triton.launch import capability_of, launch
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, padded, tiles_for
 
-__all__ = ["capability_of", "forward_kernel", "triton_attention"]
+__all__ = ["triton_attention"]
 
 LOG2_E = 1 / math.log(2)
 
@@ -309,12 +309,6 @@ def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: t
     if partial and partial[0].dtype == dtype:
         return partial[0], lse
     return torch.empty(q.shape, device=q.device, dtype=dtype), lse
-
-
-def capability_of(device: torch.device) -> int:
-    """Returns the compute capability as one number: 90 for Hopper."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def _copyable(t: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["interpreted", "launch", "why_unavailable"]
+__all__ = ["capability_of", "interpreted", "launch", "why_unavailable"]
 
 
 def interpreted() -> bool:
@@ -28,6 +28,12 @@ def why_unavailable() -> str | None:
     if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):
         return "it needs a GPU of compute capability 8.0 (Ampere) or newer"
     return None
+
+
+def capability_of(device: torch.device) -> int:
+    """Returns a GPU's compute capability as one number: 90 for Hopper."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *arguments: Any, **options: Any) -> None:

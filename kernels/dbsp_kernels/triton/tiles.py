@@ -7,16 +7,9 @@ from typing import Literal
 
 import torch
 
-__all__ = ["HOPPER", "SHIPPED", "Tiles", "backward_tiles_for", "padded", "tiles_for"]
+__all__ = ["HOPPER", "Tiles", "backward_tiles_for", "padded", "tiles_for"]
 
 HOPPER = 90
-SHIPPED = (
-    *((block_q, block_k, width) for width in (128, 64) for block_q in (64, 128) for block_k in (64, 128)),
-    *((120, 120, 128), (102, 102, 64)),  # window tiles of Wan2.1 and CogVideoX1.5
-    *((64, 64, 24), (32, 32, 24), (21, 21, 24), (16, 16, 24)),  # of tiny models
-    *((64, 64, 16), (16, 16, 16), (15, 15, 16)),
-)
-"""(block_q, block_k, D) of shipped configurations and mask sources' defaults; tests compile them for sm80 to sm120."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from dbsp_core import Plan, SequenceLayout
 from dbsp_core.cost.prediction import traffic_of
 from dbsp_diffusers import LocalPredictions, PackedSample, packed_forward_local
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
+from scripts.reproduce.knapformer.counted import moved_tokens
 from scripts.results.result import FOLDER, write_csv
 
 HEADS, WIDTH, LAYERS, PROMPT, TEXT, CHANNELS = 8, 32, 4, 16, 32, 16
@@ -153,7 +154,7 @@ def _counted(predictions: LocalPredictions, ranks_per_node: int) -> int:
     assert plan is not None
     world = plan.topology.world
     loader = np.repeat(np.arange(world), [len(LOADERS[rank % len(LOADERS)]) for rank in range(world)])
-    _, apart = plan.runs.moved(loader, ranks_per_node)
+    _, apart = moved_tokens(plan.runs, loader, ranks_per_node)
     total = apart * 4 * (HEADS * WIDTH + 4 * CHANNELS)
     places = set(zip(plan.runs.sequence.tolist(), plan.runs.rank.tolist(), strict=True))
     away = sum(loader[sequence] // ranks_per_node != rank // ranks_per_node for sequence, rank in places)
@@ -167,15 +168,11 @@ def crossing_bytes(
     plan: Plan, layout: SequenceLayout, ranks_per_node: int, head_dim: int, element_bytes: int = 4
 ) -> float:
     """Returns the bytes that a call sends between both nodes, counted on the plan."""
-    traffic, strategy = traffic_of(plan, layout), plan.strategy
-    node = torch.arange(strategy.world).numpy() // ranks_per_node
+    traffic = traffic_of(plan, layout)
+    node = torch.arange(plan.strategy.world).numpy() // ranks_per_node
     apart = node[:, None] != node
-    tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, *traffic.key_exchanges))
-    for rank in range(strategy.world):  # what rank (r, u) is handed on comes from (r + 1, u)
-        ring_rank, column = divmod(rank, strategy.ulysses)
-        source = (ring_rank + 1) % strategy.ring * strategy.ulysses + column
-        tokens += float(apart[rank, source] * traffic.handed_on[rank])
-    out = float(traffic.combine[apart].sum()) * head_dim * element_bytes
+    tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, *(2 * traffic.keys)))
+    out = float(traffic.queries[apart.T].sum()) * head_dim * element_bytes
     return out + tokens * plan.wire.token_bytes(head_dim, element_bytes)
 
 

@@ -17,7 +17,6 @@ import torch
 from dbsp_kernels import (
     BackwardInputs,
     KernelInputs,
-    TransposedTable,
     block_attention_backward,
     merge_into,
 )
@@ -106,7 +105,7 @@ def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
     on = p.to(setting.device)
     scale, full = shape.head_dim**-0.5, full_counts(p).to(setting.device)
     given = KernelInputs(on.q, on.k, on.v, on.kv_index, on.kv_count, on.kv_len, scale, full)
-    table = TransposedTable(order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device))
+    table = order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device)
     parts = dout, out.detach().to(shape.dtype), lse.float()
     inputs = BackwardInputs(given, *(one.to(setting.device) for one in parts), lambda: table)
     found, again = (block_attention_backward(inputs, "triton") for _ in range(2))
@@ -157,7 +156,7 @@ def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, 
 
 def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
     """Tokens rounded to int8 while they are packed, and restored."""
-    from dbsp_kernels.triton.exchange import triton_quantise_segments, triton_restore_rows
+    from dbsp_kernels.triton.exchange import triton_quantise_segments
 
     for mean in (1, 64):
         table, places = segment_table(setting, mean, 0)
@@ -170,13 +169,12 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         quantise_segments(source, expected, CopySegments.of(table, CPU), less)
         restored = restore_rows(expected, head_dim, dtype)
         there = CopySegments.of(table, torch.device(setting.device))
-        given = (source.to(setting.device), found, there.table, there.mean, less.to(setting.device))
-        triton_quantise_segments(*given)
+        triton_quantise_segments(source.to(setting.device), found, there, less.to(setting.device))
         scales = [one.view(torch.float32)[..., -1].cpu().nan_to_num(-1.0) for one in (found, expected)]
         yield Row(f"scales that differ, segments of {mean}", float((scales[0] != scales[1]).sum()), "", 0.0)
         words = float((found[..., :-1].cpu() != expected[..., :-1]).sum())
         yield Row(f"words that differ, segments of {mean}", words, "", 0.0)
-        back = triton_restore_rows(expected.to(setting.device), head_dim, dtype).cpu().nan_to_num(-1.0)
+        back = restore_rows(expected.to(setting.device), head_dim, dtype).cpu().nan_to_num(-1.0)
         yield Row(f"restored otherwise, segments of {mean}", float((back != restored.nan_to_num(-1.0)).sum()), "", 0.0)
 
 
@@ -190,9 +188,9 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
             source = torch.randn(2, 600, 5, head_dim).transpose(1, 2).to(dtype)
             expected = torch.ones(2, 1, places, head_dim, dtype=dtype)
             found = expected.to(setting.device)
-            copy_segments(source, expected, CopySegments.of(table, CPU), add=add)
+            copy_segments([source], expected, [CopySegments.of(table, CPU)], add=add)
             there = CopySegments.of(table, torch.device(setting.device))
-            triton_copy_segments((source.to(setting.device),), found, (there.table,), there.mean, add)
+            triton_copy_segments([source.to(setting.device)], found, [there], add)
             name = f"numbers {'added' if add else 'copied'} otherwise, segments of {mean}"
             yield Row(name, float((found.cpu() != expected).sum()), "", 0.0)
 
@@ -208,7 +206,7 @@ def row_bits(setting: Setting) -> Iterator[Row]:
     order, spans, turn = torch.from_numpy(rng.permutation(rows)), torch.zeros(rows).long(), torch.arange(rows) * 9999
     columns, present = torch.arange(width)[None, None], torch.ones(1, 1, width, dtype=torch.bool)
     given = mask, order, spans, turn, columns, present, (length == 64)[None, None]
-    packed_bits = pack_rows(*given, as_masked=False)
+    packed_bits = pack_rows(*given)
     found = triton_pack_rows(*(one.to(setting.device) for one in given))
     for name, one, twin in zip(("bits", "counts", "full counts", "turns"), found, packed_bits, strict=True):
         yield Row(f"{name} that differ", float((one.cpu() != twin).sum()), "", 0.0)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from dbsp_core import BlockMask, SequenceLayout, Strategy, make_plan
+from dbsp_core import BlockMask, Plan, SequenceLayout, Strategy, make_plan
+from dbsp_core.comm.exchange import Route
+from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.runtime.tables import build_tables, dense_spans_of
+from dbsp_core.runtime.tables import TableLayout, build_tables, dense_spans_of, table_layout
 from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from scripts.checks.gpu.journal import Case, Row
@@ -75,6 +76,12 @@ def steady_call(setting: Setting, strategy: str, mask: dict[str, Any]) -> Iterat
     session.flush()
 
 
+def _part(plan: Plan, layout: SequenceLayout, device: torch.device) -> tuple[Route, TableLayout]:
+    """Makes what rank 0 needs for any mask under a plan, on the device."""
+    host = torch.device("cpu")
+    return build_route(plan, layout, 0, layout.shard, host).to(device), table_layout(plan, 0).to(device)
+
+
 def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, int]) -> Iterator[Row]:
     """A plan of all heads, a rank's part of it, and the tables of a mask under it."""
     source = SyntheticSource(preset="wan2.1-t2v-14b", density=0.4, **blocks)
@@ -86,14 +93,14 @@ def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, in
     device = torch.device(setting.device)
     yield Row(
         "a rank's part, on the host",
-        setting.sampler.host_ms(lambda i: RankPlan.of(plan, layout, 0).to(device)),
+        setting.sampler.host_ms(lambda i: _part(plan, layout, device)),
         "ms",
     )
-    part = RankPlan.of(plan, layout, 0).to(device)
+    _, tables_layout = _part(plan, layout, device)
     there = BlockMask(mask.bits.to(device), mask.grid)
 
     def tables(i: int) -> object:
-        return [one.expanded() for one in build_tables(part.table_layout, there, dense_spans_of(there, device))]
+        return [one.expanded() for one in build_tables(tables_layout, there, dense_spans_of(there, device))]
 
     yield Row("tables", setting.sampler.medians({"": tables})[""], "ms")
     yield Row("tables, on the host", setting.sampler.host_ms(tables), "ms")

@@ -15,14 +15,13 @@ from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_kernels import (
     KERNELS,
-    DenseHeadLayout,
     DensePart,
     KernelInputs,
     KernelRequirements,
     attend_dense_part,
     block_attention,
 )
-from dbsp_kernels.exchange import copy_segments, gather_segments
+from dbsp_kernels.exchange import copy_segments
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, tiles_for
 from scripts.checks.gpu.clock import Work
 from scripts.checks.gpu.journal import Case, Row
@@ -82,11 +81,10 @@ def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
 def sparse_contenders(job: PackedJob) -> dict[str, Work]:
     """Every block-sparse kernel that serves such rows here."""
     setting, shape = job.setting, job.shape
-    heads = DenseHeadLayout(job.mask.heads, setting.tokens)
     needs = KernelRequirements(shape[:2], shape.head_dim, lse=False, ragged_rows=False, tokens=setting.tokens)
 
     def work(kernel: str) -> Work:
-        whole = {} if KERNELS[kernel].returns_lse else {"head_layout": heads, "lse": False}
+        whole = {} if KERNELS[kernel].returns_lse else {"head_tokens": setting.tokens, "lse": False}
 
         def run(i: int) -> object:
             return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel=kernel, **whole)
@@ -139,7 +137,7 @@ def dense_heads(setting: Setting, shape: Shape) -> Iterator[Row]:
 
     def theirs(i: int) -> object:
         q, k, v = (t.unflatten(0, (job.mask.heads, -1)) for t in job.inputs[i % setting.sets])
-        return attend_dense_part(q, k, v, part, job.table.kv_len[: grid.nk], shape.head_dim**-0.5)
+        return attend_dense_part(q, k, v, part, shape.head_dim**-0.5)
 
     ms = setting.sampler.medians({"ours": ours, "theirs": theirs})
     yield Row("dense rows by torch / by triton", ms["theirs"] / ms["ours"])
@@ -175,15 +173,15 @@ def packing(setting: Setting) -> Iterator[Row]:
     qkv = tuple(torch.randn(3, layout.shard, heads, head_dim, **options).transpose(1, 2)[:, None])
 
     def plain(i: int) -> None:
-        gather_segments(qkv, sent.transpose(0, 1)[:, None], exchange.pack)
+        copy_segments(qkv, sent.transpose(0, 1)[:, None], exchange.pack)
         for packed, segments in zip((rows, blocks), exchange.unpack, strict=True):
-            copy_segments(came.transpose(0, 1)[:, None], packed, segments)
+            copy_segments([came.transpose(0, 1)[:, None]], packed, [segments])
 
     def as_int8(i: int) -> None:
         buffer, arrived = (one.transpose(0, 1)[:, None] for one in written)
         wire.write(qkv, buffer, exchange.pack, (None, mean, None))
         for packed, segments in zip(written_packed, exchange.unpack, strict=True):
-            copy_segments(arrived, packed, segments)
+            copy_segments([arrived], packed, [segments])
             wire.read(packed, rows)
 
     def copies(i: int) -> None:
@@ -198,7 +196,8 @@ def packing(setting: Setting) -> Iterator[Row]:
 
 def tiles(job: PackedJob) -> Iterator[Row]:
     """Other tiles than the table's, over the table's."""
-    from dbsp_kernels.triton.forward import capability_of, triton_attention
+    from dbsp_kernels.triton.forward import triton_attention
+    from dbsp_kernels.triton.launch import capability_of
 
     setting, shape, on_gpu = job.setting, job.shape, job.setting.device != "cpu"
     capability = capability_of(torch.device(setting.device)) if on_gpu else HOPPER

@@ -31,12 +31,7 @@ class AloneRank(SequenceGroup):
     """One rank of several without the others: what it receives has the right size, and no meaning."""
 
     def start_all_to_all(
-        self,
-        sent: torch.Tensor,
-        receive_splits: Sequence[int],
-        send_splits: Sequence[int],
-        *,
-        asynchronous: bool = True,
+        self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> PendingTransfer:
         return PendingTransfer(sent.new_zeros(sum(receive_splits), *sent.shape[1:]), sent, ())
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.exchange import row_words
-from dbsp_kernels.inputs import BackwardInputs, KernelInputs, TransposedTable
+from dbsp_kernels.exchange import CopySegments, row_words
+from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
-from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments, triton_restore_rows
+from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
 from dbsp_kernels.triton.forward import triton_attention
 from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.prediction import (
@@ -21,13 +21,20 @@ from dbsp_kernels.triton.prediction import (
     sum_tokens_triton,
 )
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
-from dbsp_kernels.triton.tiles import SHIPPED
 from scripts.checks.machine_code.compiler import Compiled
 from scripts.checks.machine_code.launches import compiled_launches
 
-__all__ = ["ATTENTION", "DTYPES", "KERNELS", "Variant", "compiled", "shipped"]
+__all__ = ["ATTENTION", "DTYPES", "KERNELS", "SHIPPED", "Variant", "compiled", "shipped"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHIPPED = (
+    *((block_q, block_k, width) for width in (128, 64) for block_q in (64, 128) for block_k in (64, 128)),
+    *((120, 120, 128), (102, 102, 64)),  # window tiles of Wan2.1 and CogVideoX1.5
+    *((64, 64, 24), (32, 32, 24), (21, 21, 24), (16, 16, 24)),  # of tiny models
+    *((64, 64, 16), (16, 16, 16), (15, 15, 16)),
+)
+"""(block_q, block_k, D) of shipped configurations and mask sources' defaults; tests compile them for sm80 to sm120."""
+
 ROWS, BLOCKS, HEADS, TOKENS = 1182, 1182, 5, 75_600
 """A head of Wan2.1-14B at 720p in blocks of 64, and the heads of a rank of eight. Only what they are multiples of,
 and how many blocks a row is chosen among, is seen in machine code."""
@@ -106,7 +113,7 @@ def _inputs(of: Variant) -> KernelInputs:
 
 def _backward(of: Variant) -> None:
     given = _inputs(of)
-    table = TransposedTable(_tensor(BLOCKS, ROWS), _tensor(BLOCKS))
+    table = _tensor(BLOCKS, ROWS), _tensor(BLOCKS)
     lse = _tensor(ROWS, of.block_q, dtype=torch.float32)
     triton_attention_backward(BackwardInputs(given, given.q, given.q, lse, lambda: table))
 
@@ -141,7 +148,8 @@ def _merge(of: Variant) -> None:
 def _copy(of: Variant) -> None:
     hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
     mean, sources = 1.0 if of.case == "tokens" else 64.0, 3 if of.case == "q, k, v" else 1
-    triton_copy_segments([hosts] * sources, hosts.contiguous(), [_tensor(5000, 6)] * sources, mean, of.case == "added")
+    segments = [CopySegments(_tensor(5000, 6), mean)] * sources
+    triton_copy_segments([hosts] * sources, hosts.contiguous(), segments, of.case == "added")
 
 
 def _quantise(of: Variant) -> None:
@@ -149,11 +157,7 @@ def _quantise(of: Variant) -> None:
     hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
     buffer = _tensor(TOKENS * HEADS, 1, row_words(of.width)).transpose(0, 1)[:, None]
     less = _tensor(1, HEADS, of.width, dtype=torch.float32) if of.case == "less a mean" else None
-    triton_quantise_segments(hosts, buffer, _tensor(5000, 6), mean, less)
-
-
-def _restore(of: Variant) -> None:
-    triton_restore_rows(_tensor(2, 1, BLOCKS, 64, row_words(of.width)), of.width, DTYPES[of.dtype])
+    triton_quantise_segments(hosts, buffer, CopySegments(_tensor(5000, 6), mean), less)
 
 
 def _expand(of: Variant) -> None:
@@ -171,19 +175,19 @@ def _pack(of: Variant) -> None:
 LAUNCHES: dict[str, Callable[[Variant], object]] = {
     "triton": lambda of: triton_attention(_inputs(of)), "triton-dq": _backward, "triton-dkv": _backward,
     "sum-tokens": _sum_tokens, "pool-rows": _pool_rows, "scores": _scores, "select": _select, "merge": _merge,
-    "copy": _copy, "quantise": _quantise, "restore": _restore, "expand-rows": _expand, "pack-rows": _pack,
+    "copy": _copy, "quantise": _quantise, "expand-rows": _expand, "pack-rows": _pack,
 }  # fmt: skip
 KERNELS = {
     "triton": "forward_kernel", "triton-dq": "backward_rows_kernel", "triton-dkv": "backward_keys_kernel",
     "sum-tokens": "sum_kernel", "pool-rows": "pool_kernel", "scores": "score_kernel", "select": "select_kernel",
-    "merge": "merge_kernel", "copy": "copy_kernel", "quantise": "quantise_kernel", "restore": "restore_kernel",
+    "merge": "merge_kernel", "copy": "copy_kernel", "quantise": "quantise_kernel",
     "expand-rows": "expand_kernel", "pack-rows": "pack_kernel",
 }  # fmt: skip
 """Names here, and those of the functions that Triton compiles."""
 ATTENTION = ("triton", "triton-dq", "triton-dkv")
 _OF_TOKENS = {
     "sum-tokens": ("",), "copy": ("blocks", "tokens", "added", "q, k, v"), "merge": ("",),
-    "quantise": ("blocks", "tokens", "less a mean"), "restore": ("",),
+    "quantise": ("blocks", "tokens", "less a mean"),
 }  # fmt: skip
 _OF_TABLES = {
     "select": tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000)),

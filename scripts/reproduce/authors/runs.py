@@ -10,11 +10,11 @@ import numpy as np
 from dbsp_cli.generate.resources import linear_flops, passes
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Constants, Hardware
-from dbsp_core.cost.prediction import AttentionShape, Prediction
+from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from scripts.reproduce.authors.measured import BURST, DBSP, DENSITIES, PASSES, SPARGE, STRATEGIES, Bar
 from scripts.reproduce.common import TABLE_1
-from scripts.reproduce.lockstep import plan_ring, predict_ring
+from scripts.reproduce.lockstep import RingPrediction, plan_ring, predict_ring
 
 BALANCED_RHO = 1.015
 """Of db-SP's plans: the slides' 1.025 for heads and below 1.01 for rings."""
@@ -46,7 +46,7 @@ def as_run(name: str) -> ModelSpec:
 
 
 @functools.cache
-def _without_blocks(model: str, strategy: Strategy, constants: Constants) -> Prediction:
+def _without_blocks(model: str, strategy: Strategy, constants: Constants) -> RingPrediction:
     spec = MODEL_SPECS[model]
     grid = BlockGrid.uniform(spec.tokens, BLOCK)
     empty = BlockMask(np.zeros((spec.heads, grid.nq, grid.nk), dtype=bool), grid)

@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from dbsp_core.cost.machine import SHIPPED, Hardware, load_hardware
 from dbsp_core.cost.prediction import block_s
 from dbsp_core.cost.sequence_cost import LayerSize
-from dbsp_core.reports.style import INK, ROLES
+from dbsp_core.reports.style import INK
 from scripts.reproduce.knapformer.shared import FLUX, knapformer_arguments
+from scripts.results.colours import ROLES
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
 

@@ -9,19 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from dbsp_core.cost.machine import load_hardware
-from dbsp_core.cost.sequence_cost import LayerSize, SequencePlanMetrics, SequenceWork, evaluate, even_owners
+from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork, balanced_owners
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
-from dbsp_core.reports.style import PLANNERS
 from scripts.reproduce.knapformer.chunks import chunks
+from scripts.reproduce.knapformer.counted import SequencePlanMetrics, dense_sequences, evaluate, gamma_corrected
 from scripts.reproduce.knapformer.drawing import DrawnSequences, StreamAssumptions, draw, parse_streams
+from scripts.results.colours import PLANNERS
 from scripts.results.result import FOLDER
 
 WORLD, BLOCK = 32, 64
-FLUX = LayerSize(layers=57, heads=24, head_dim=128, token_flops=24 * 3072**2)
+LAYERS, WIDTH = 57, 3072
+FLUX = LayerSize(heads=24, head_dim=128, token_flops=24 * WIDTH**2)
 """KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
 GAMMA = 0.4
 """Of Eq. 2: what the example in the README of KnapFormer's program runs with."""
@@ -88,7 +89,7 @@ def drawn(stream: str, seed: int) -> DrawnSequences:
 
 def pair_cost() -> SequenceCost:
     """KnapFormer's Eq. 2: token pairs, not blocks."""
-    return SequenceCost.gamma_corrected(FLUX.width, GAMMA, FLOPS_PER_S)
+    return gamma_corrected(WIDTH, GAMMA, FLOPS_PER_S)
 
 
 def share_out(sequences: DrawnSequences, bags: str, balancer: str) -> tuple[SequencePlan, np.ndarray]:
@@ -121,17 +122,17 @@ def dense_work(sequences: DrawnSequences) -> SequenceWork:
         BlockGrid(tokens, own, BLOCK, BLOCK, tuple(size))
         for tokens, own, size in zip(sequences.tokens.tolist(), text, thw, strict=True)
     ]
-    return SequenceWork.dense(grids, FLUX.heads)
+    return dense_sequences(grids, FLUX.heads)
 
 
 def by_ranks(
     sequences: DrawnSequences, work: SequenceWork, bags: str, balancer: str
 ) -> tuple[SequencePlan, SequencePlanMetrics]:
     """A plan by γ and blocks, and what it makes each rank do; picoseconds at FLOPS_PER_S."""
-    pair = SequenceCost.gamma_corrected(FLUX.width, GAMMA, FLOPS_PER_S, FLUX.heads)
+    pair = gamma_corrected(WIDTH, GAMMA, FLOPS_PER_S, FLUX.heads)
     cost = SequenceCost(pair.token_s, pair.block_s * BLOCK**2)
     picoseconds = cost.picoseconds(work.tokens, work.blocks)
     topology = BagTopology.parse(TOPOLOGIES[bags], WORLD)
     plan = _by(plan_sequences(picoseconds, work.tokens, sequences.loader, topology), work.tokens, balancer)
-    owners = whole_heads if balancer == "knapsack" else even_owners
-    return plan, evaluate(plan, work, sequences.loader, cost, FLUX, load_hardware("h200"), owners=owners)
+    owners = whole_heads if balancer == "knapsack" else balanced_owners
+    return plan, evaluate(plan, work, sequences.loader, cost, FLUX, owners)

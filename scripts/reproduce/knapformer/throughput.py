@@ -25,20 +25,22 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from dbsp_core.planning.sequences import PICO
-from dbsp_core.reports.style import PLANNERS, ROLES
 from scripts.reproduce.knapformer.shared import (
     FLOPS_PER_S,
     FLUX,
     GAMMA,
+    LAYERS,
     MIXED,
     TABLE_1,
     TOPOLOGIES,
+    WIDTH,
     WORLD,
     by_ranks,
     dense_work,
     drawn,
     knapformer_arguments,
 )
+from scripts.results.colours import PLANNERS, ROLES
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
 
@@ -56,7 +58,7 @@ PARAMETERS, SHARDS = 12e9, 8
 WEIGHT_BYTES = PARAMETERS * (1 - 1 / SHARDS) * (2 + 2 + 4)
 """To each rank in a step: weights twice, bfloat16, and gradients, float32."""
 ERRORS = ("error", "simple_error")
-ORDERINGS = 2 * FLUX.layers
+ORDERINGS = 2 * LAYERS
 """Of a bag's pieces, each forward, again and backward: before attention and after it."""
 
 
@@ -126,9 +128,9 @@ def load_of(stream: str, bags: str, balancer: str, draws: int) -> Load:
         found.append(
             (
                 tokens.sum(),
-                FORWARDS * FLUX.layers * (FLUX.token_flops * tokens + 4 * FLUX.width * tokens**2).sum(),
-                FORWARDS * FLUX.layers * int(counted.picoseconds.max()) / PICO * FLOPS_PER_S,
-                EXCHANGED * FLUX.layers * counted.sent_bytes.max(),
+                FORWARDS * LAYERS * (FLUX.token_flops * tokens + 4 * WIDTH * tokens**2).sum(),
+                FORWARDS * LAYERS * int(counted.picoseconds.max()) / PICO * FLOPS_PER_S,
+                EXCHANGED * LAYERS * counted.sent_bytes.max(),
                 pieces.max() if balancer == "knapsack" else 0,
             )
         )

@@ -17,6 +17,7 @@ from dbsp_core.cost.sequence_cost import SequenceWork
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.reports.style import INK
 from dbsp_core.sources import MaskRequest, SyntheticSource
+from scripts.reproduce.knapformer.counted import work_of
 from scripts.reproduce.knapformer.drawing import DrawnSequences
 from scripts.reproduce.knapformer.shared import (
     COLOURS,
@@ -67,21 +68,18 @@ def ratio(values: np.ndarray) -> float:
 def sparse_work(sequences: DrawnSequences) -> SequenceWork:
     source = SyntheticSource(density=SPARSE_DENSITY)
     texts_and_sizes = zip(sequences.text.tolist(), sequences.thw.tolist(), strict=True)
-    return SequenceWork.of(
-        [source.mask(MaskRequest(0, FLUX.heads, tuple(thw), text)) for text, thw in texts_and_sizes]
-    )
+    return work_of([source.mask(MaskRequest(0, FLUX.heads, tuple(thw), text)) for text, thw in texts_and_sizes])
 
 
 def measure(options) -> Iterator[Row]:
-    hidden = FLUX.width * FLUX.element_bytes
     cases = [(stream, "dense", bags) for stream in STREAMS for bags in TOPOLOGIES]
     cases += [(stream, "sparse", bags) for stream in list(STREAMS)[1:] for bags in ("g4n8", "g8n4")]
     made: dict[tuple[str, str], list[tuple[DrawnSequences, SequenceWork]]] = {}
     for stream, mask, bags in cases:
         if (stream, mask) not in made:
             steps = [drawn(stream, seed) for seed in range(options.draws if mask == "dense" else options.sparse_draws)]
-            work_of = dense_work if mask == "dense" else sparse_work
-            made[stream, mask] = [(one, work_of(one)) for one in steps]
+            count = dense_work if mask == "dense" else sparse_work
+            made[stream, mask] = [(one, count(one)) for one in steps]
         for balancer in ("knapsack",) if bags == "none" else ("knapsack", "dbsp"):
             equation, counted = [], []
             for sequences, work in made[stream, mask]:
@@ -101,7 +99,7 @@ def measure(options) -> Iterator[Row]:
                 float(np.mean([one.wir for one in counted])),
                 max(one.wir for one in counted),
                 max(one.rho for one in counted),
-                float(np.mean([one.rehomed_bytes / (hidden * one.tokens.sum()) for one in counted])),
+                float(np.mean([one.moved / one.tokens.sum() for one in counted])),
                 "counted, drawn sequences, modelled cost",
             )
 

@@ -17,7 +17,8 @@ from rich.progress import track
 from torch.nn.functional import scaled_dot_product_attention
 
 import dbsp_diffusers
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime import session as sessions
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_kernels.exchange import restore_rows, rows_of_tokens
 from scripts.results.result import FOLDER, write_csv
 from scripts.training.trained_model.small_model import (
@@ -77,16 +78,16 @@ def _video(
     pipeline: Any, mask: str, precision: str, prompt: str, seed: int, steps: int, errors: list[float] | None = None
 ) -> Video:
     """errors: takes the relative error that rounding makes in each attention"""
-    attend = AttentionExecutor.run
+    attend = sessions.attend
 
-    def watched(executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> Any:
+    def watched(executor: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> Any:
         if errors is not None:
             errors.append(_error(q, k, v))
         return attend(executor, q, k, v, *more)
 
     dbsp_diffusers.enable(pipeline.transformer, {"mask": MASKS[mask], "precision": precision})
     try:
-        with mock.patch.object(AttentionExecutor, "run", watched):
+        with mock.patch.object(sessions, "attend", watched):
             return generate(pipeline, prompt, seed, steps)[0]
     finally:
         dbsp_diffusers.disable(pipeline.transformer)

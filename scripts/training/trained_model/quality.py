@@ -17,7 +17,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from dbsp_core.reports.style import MASKS
+from scripts.results.colours import MASKS
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.side_by_side import save_side_by_side

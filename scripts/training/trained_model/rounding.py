@@ -10,7 +10,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from dbsp_core.reports.style import INK, MASKS
+from dbsp_core.reports.style import INK
+from scripts.results.colours import MASKS
 from scripts.results.figures import panels
 from scripts.results.result import FOLDER, Result
 from scripts.training.trained_model.demo import FIXED, PREDICTED, Settings, run_demo

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.groups import gather_shards, report_group
+from dbsp_core.comm.groups import gather_shards
 from tests.support.thread_ranks import once
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
@@ -62,7 +62,7 @@ def auxiliary_groups(rank: int, world: int) -> list[Any]:
     group = SequenceGroup.of()
     pending = group.start_all_to_all(numbers(rank, world), [1] * world, [1] * world)
     control = group.control().gather_integers([rank])
-    report_group(group).barrier()
+    group.auxiliary("reports").barrier()
     other = group.auxiliary("other").auxiliary("inner").all_gather(numbers(rank, 2))
     again = group.control().all_gather_along(numbers(rank, 3))
     assert group.control().timeout == group.timeout

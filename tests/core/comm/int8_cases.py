@@ -139,7 +139,7 @@ def refused_gradients(rank: int, world: int, whose: int | None) -> str:
     sent = mock.Mock(side_effect=AssertionError("q, k or v travelled"))
     n_local = given.local[0].shape[2]
     attend = DualBalancedAttention.prepare(planned(case, given), given.mask, given.layout, None, n_local=n_local)
-    attend.part.route.dispatch_exchanges[0].__dict__["run"] = sent
+    attend.prepared.route.dispatch_exchanges[0].__dict__["run"] = sent
     try:
         attend(*given.local)
     except ValueError as error:

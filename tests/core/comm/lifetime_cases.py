@@ -18,7 +18,7 @@ from dbsp_core import (
     dual_balanced_attention,
     make_plan,
 )
-from dbsp_core.comm.groups import gather_shards, report_group
+from dbsp_core.comm.groups import gather_shards
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -108,7 +108,7 @@ def jobs(rank: int, world: int, number: int) -> list[tuple[int, int]]:
     for _ in range(number):
         group = dist.new_group(list(range(world)))
         ranks = SequenceGroup.of(group)
-        report_group(ranks)
+        ranks.auxiliary("reports")
         session(PREDICTED, ranks).flush()
         dist.destroy_process_group(group)
         del group, ranks
@@ -159,7 +159,7 @@ def timeouts_of_auxiliary_groups(rank: int, world: int, seconds: float) -> list[
     """Of those beside a group that was given `seconds`, in seconds."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     own = SequenceGroup.of(group)
-    limits = [one.timeout for one in (own, own.control(), report_group(own), own.part(rank // 2 * 2, 2))]
+    limits = [one.timeout for one in (own, own.control(), own.auxiliary("reports"), own.part(rank // 2 * 2, 2))]
     dist.destroy_process_group(group)
     return [None if limit is None else limit.total_seconds() for limit in limits]
 

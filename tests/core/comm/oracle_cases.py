@@ -23,7 +23,7 @@ SETTINGS = (
     {"planner": "contiguous"},
     {"planner": "contiguous", "layout": "striped"},
     {"planner": "paper"},
-    {"planner": "paper", "reward": 0.0, "equal_heads": True, "padded": True},
+    {"planner": "paper", "padded": True},
     {"planner": "paper", "layout": "striped", "streams": "first", "padded": True},
     {"planner": "dbsp", "padded": True},
     {"planner": "dbsp", "layout": "striped"},

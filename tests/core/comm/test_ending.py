@@ -45,13 +45,12 @@ class TestGroups:
     def test_groups_beside_a_destroyed_one_leave_no_thread(self):
         used = """
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.groups import report_group
 from dbsp_core.runtime.async_plan_cache import AsyncPlanCache
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
 assert world.control() == world.control() != world
-report_group(world).barrier()
+world.auxiliary("reports").barrier()
 cache = AsyncPlanCache(group=world)
 cache._thread.submit(lambda: world.control().all_gather(torch.zeros(1))).result()
 del cache

@@ -15,10 +15,8 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.process import log
 
 
-def choose_together(
-    rank: int, world: int, settings: dict[str, Any], odd: int = -1
-) -> tuple[list[str], dict[str, int]]:
-    """Two layers of synthetic masks. returns: their strategies, and how often each was chosen.
+def choose_together(rank: int, world: int, settings: dict[str, Any], odd: int = -1) -> list[str]:
+    """Two layers of synthetic masks. returns: their strategies
 
     {} in the hardware's name stands for 1 on rank `odd` and 0 on the others
     """
@@ -33,8 +31,7 @@ def choose_together(
             session.attend(layer, q, q, q)
     finally:
         dist.barrier()
-    chosen = {str(strategy): count for strategy, count in session.chosen.items()}
-    return [str(plan.strategy) for plan in session.records.values()], chosen
+    return [str(plan.strategy) for plan in session.records.values()]
 
 
 def choose_unmeasured(rank: int, world: int, cache: str) -> tuple[list[str], list[str]]:

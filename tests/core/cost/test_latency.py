@@ -13,8 +13,9 @@ from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.cost.prediction import (
     AttentionShape,
-    Topology,
-    chunk_times,
+    attention_s,
+    compute_s,
+    fetches_s,
     predict,
     traffic_of,
 )
@@ -42,7 +43,7 @@ class TestInt8OnTheWire:
         times = [
             predict(
                 make_plan(mask, "U1R4", layout=layout, keys="all", precision=name), shape, known, None, layout
-            ).times.attention_s
+            ).attention_s
             for name in ("model", "int8")
         ]
         assert times[1] == pytest.approx(times[0] * 68 / 128)
@@ -60,7 +61,7 @@ class TestCompute:
         plan, _, _ = a_plan()
         found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
         expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.work
-        assert found.times.compute_s == pytest.approx(expected.max())
+        assert found.attention_s == pytest.approx(expected.max())
         assert found.total_s == pytest.approx(expected.max())
 
     def test_without_anything_else_speed_up_is_the_ratio_of_imbalances(self):
@@ -76,11 +77,12 @@ class TestCompute:
         rows = np.bincount(plan.owner.ravel(), minlength=4)
         shape = shape_of(plan, batch=2)
         assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
-        found = predict(plan, shape, machine(score_s=1.0)).times.attention_s
+        found = predict(plan, shape, machine(score_s=1.0)).attention_s
         assert found == pytest.approx(plan.work.max() * 2 * 256)
-        merged = predict(plan, shape, machine(merge_bytes_per_s=1.0))
-        assert [c for c, _ in merged.times.chunks][1:] == [pytest.approx(12 * 2 * rows.max() * 16 * 8)] * 3
-        assert merged.times.chunks[0][0] == pytest.approx(0)
+        layout = SequenceLayout.contiguous(plan.grid.tokens, 4)
+        merged = compute_s(plan, traffic_of(plan, layout), shape, machine(merge_bytes_per_s=1.0).constants)
+        assert merged[1:] == pytest.approx(np.tile(12.0 * 2 * rows * 16 * 8, (3, 1)))
+        assert merged[0] == pytest.approx(0)
 
 
 class TestBytes:
@@ -108,7 +110,7 @@ class TestBytes:
         for rank in range(4):
             route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
             sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
-            assert sent.tolist() == (traffic.queries[rank] + sum(traffic.key_exchanges)[rank]).tolist()
+            assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
             assert route.kv_places == traffic.blocks[0, rank] * 16
             assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
             came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
@@ -129,25 +131,24 @@ class TestBytes:
         mask, layout = a_plan("U1R2", heads=3, tokens=500, layout_name="contiguous")[1:]
         plan = make_plan(mask, "U1R2", layout=layout, keys="needed")
         shape, machine = AttentionShape(1, 3, 500, 8), load_hardware("h200")
-        hidden = predict(plan, shape, machine, layout=layout)
-        assert len(hidden.times.chunks) == 2
-        assert hidden.times.chunks[1][1] == 0
-        known = machine.constants
-        fetched = 2 * traffic_of(plan, layout).keys[1] * shape.token_bytes
+        known, traffic = machine.constants, traffic_of(plan, layout)
+        fetched = 2 * traffic.keys[1] * shape.token_bytes
         np.fill_diagonal(fetched, 0)
         busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
-        assert hidden.times.chunks[0][1] == pytest.approx(known.p2p_latency_s + busiest / known.p2p_bytes_per_s)
+        waited = known.p2p_latency_s + busiest / known.p2p_bytes_per_s
+        assert fetches_s(traffic, shape.token_bytes, known, (0, 0)) == [pytest.approx(waited)]
         slow = replace(known, flops_per_s=1e6)
         slowest = predict(plan, shape, replace(machine, constants=slow), layout=layout)
-        assert slowest.times.exposed_s == pytest.approx(0, abs=1e-9)
         total = plan.work.max() * 16 * 16 * 4 * 8 / 1e6
-        assert slowest.times.compute_s == pytest.approx(total, rel=1e-3)
+        assert slowest.attention_s == pytest.approx(total, rel=1e-3)
+        computed = compute_s(plan, traffic, shape, slow).sum(axis=0)
+        assert slowest.attention_s == pytest.approx(computed.max()), "no transfer is waited for"
 
     def test_a_chunk_is_fetched_beside_the_kernel_on_the_one_before(self):
         """By hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
         compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
-        assert chunk_times(compute, transfers, 1.0).attention_s == 1 + 4 + 3 + 1
-        assert chunk_times(compute, transfers, 0.0).attention_s == 7 + 5, "where nothing hides, all is added up"
+        assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
+        assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
 
     def test_traffic_with_token_orders_per_head(self):
         grid = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
@@ -173,15 +174,16 @@ class TestBytes:
 
     def test_each_further_chunk_takes_an_exchange(self):
         plan, _, _ = a_plan("U1R4", "contiguous")
-        found = predict(plan, shape_of(plan), machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0))
-        fetched = [transfer for _, transfer in found.times.chunks]
-        assert fetched == pytest.approx([7 + 2 * 128 * 6 * 8 * 2] * 3 + [0])
+        known = machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0).constants
+        traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, 4))
+        fetched = fetches_s(traffic, shape_of(plan).token_bytes, known, [0] * 4)
+        assert fetched == pytest.approx([7 + 2 * 128 * 6 * 8 * 2] * 3)
 
     def test_one_rank_communicates_nothing(self):
         plan, _, _ = a_plan("U1R1")
         rates = dict.fromkeys(("exchange_bytes_per_s", "p2p_bytes_per_s"), 1.0)
         found = predict(plan, shape_of(plan), machine(exchange_latency_s=9.0, p2p_latency_s=9.0, **rates))
-        assert (found.exchange_s, found.times.chunks[0][1], len(found.times.chunks)) == (0, 0, 1)
+        assert (found.exchange_s, found.attention_s) == (0, pytest.approx(0))
 
 
 KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}
@@ -190,8 +192,8 @@ KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_p
 class TestNodes:
     def test_what_crosses_nodes_takes_the_network(self):
         plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
-        apart = predict(plan, shape_of(plan), machine(**KNOWN), Topology(4, node_size=2))
-        alone = predict(plan, shape_of(plan), machine(**KNOWN), Topology(4, node_size=4))
+        apart = predict(plan, shape_of(plan), machine(**KNOWN), [0, 0, 1, 1])
+        alone = predict(plan, shape_of(plan), machine(**KNOWN), [0] * 4)
         sent = 512 / 4 * 8 / 4 * 2 * 4 * 8 * 2  # to the two ranks of the other node
         assert apart.exchange_s == pytest.approx(sent)
         assert alone.exchange_s == pytest.approx(sent * 1.5 / 100)
@@ -199,18 +201,15 @@ class TestNodes:
     def test_a_ring_within_nodes_does_not_notice_the_network(self):
         # Ulysses ranks are neighbours: the ring of U2R2 crosses nodes of 2.
         plan, _, _ = a_plan("U2R2", "contiguous")
-        slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30)
-        assert predict(plan, shape_of(plan), slow, Topology(4, 2)).times.chunks[0][1] == pytest.approx(3)
-        assert predict(plan, shape_of(plan), slow, Topology(4, 4)).times.chunks[0][1] == pytest.approx(0)
-
-    def test_ranks_of_a_group_have_the_nodes_they_are_given(self):
-        with pytest.raises(ValueError, match="needs a node for each"):
-            Topology(4, 2, (0, 1))
+        slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30).constants
+        traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, 4))
+        assert fetches_s(traffic, 2, slow, [0, 0, 1, 1]) == [pytest.approx(3)]
+        assert fetches_s(traffic, 2, slow, [0] * 4) == [pytest.approx(0)]
 
     def test_network_constants_are_asked_for(self):
         plan, _, _ = a_plan("U4R1")
         with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
-            predict(plan, shape_of(plan), machine(), Topology(4, 2))
+            predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])
 
 
 def test_predictions_are_equal_bit_for_bit():
@@ -242,10 +241,8 @@ class TestMistakes:
         with pytest.raises(ValueError, match="the plan is for 6 heads and 512 tokens, the shape has 5"):
             predict(plan, replace(shape_of(plan), heads=5), machine())
         with pytest.raises(ValueError, match="use one of U8R1"):
-            predict(plan, shape_of(plan), machine(), Topology(8))
+            predict(plan, shape_of(plan), machine(), [0] * 8)
         with pytest.raises(ValueError, match="give the one the plan was made for"):
             predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
         with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
             AttentionShape(1, 1, 1, 0)
-        with pytest.raises(ValueError, match="at least one rank"):
-            Topology(0)

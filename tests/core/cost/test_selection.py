@@ -10,9 +10,10 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import RULE, Hardware, load_hardware, measured_file, save_hardware
-from dbsp_core.cost.prediction import AttentionShape, Topology, predict
-from dbsp_core.cost.selection import StrategySelector, by_rule, candidates, in_ns
+from dbsp_core.cost import prediction
+from dbsp_core.cost.machine import RULE, Hardware, load_hardware, measured_file
+from dbsp_core.cost.prediction import AttentionShape, StrategySelector, by_rule, candidates, predict
+from scripts.calibrate.hardware_file import save_hardware
 from tests.core.cost.latency_cases import machine
 from tests.core.cost.selection_cases import choose_together, choose_unmeasured
 from tests.para.para_cases import ParaCase, run_sparge_case
@@ -21,6 +22,7 @@ from tests.support.workers import WorkerError
 GRID = BlockGrid.uniform(64 * 16, 16)
 HEADS = 8
 SHAPE = AttentionShape(1, HEADS, GRID.tokens, 64, 2)
+NODE = (0,) * 4
 HOME = SequenceLayout.named("striped", GRID, Strategy(1, 4))
 
 
@@ -30,10 +32,10 @@ def mask_of(seed: int) -> BlockMask:
     return BlockMask(rng.random((HEADS, GRID.nq, GRID.nk)) < density, GRID)
 
 
-def selector(hysteresis: float = 0.0, **constants: float) -> StrategySelector:
+def selector(**constants: float) -> StrategySelector:
     hardware = load_hardware("a800")
     hardware = replace(hardware, constants=replace(hardware.constants, **constants))
-    return StrategySelector(candidates(4, GRID), hardware, Topology(4), HOME, hysteresis)
+    return StrategySelector(candidates(4, GRID), hardware, NODE, HOME)
 
 
 def planned(mask: BlockMask):
@@ -49,7 +51,7 @@ def test_int8_makes_another_strategy_the_fastest():
     chosen = {}
     for precision in ("model", "int8"):
         make = functools.partial(make_plan, mask, planner="contiguous", layout=layout, precision=precision)
-        chooser = StrategySelector((Strategy(2, 1), Strategy(1, 2)), known, Topology(2, 2), layout)
+        chooser = StrategySelector((Strategy(2, 1), Strategy(1, 2)), known, (0, 0), layout)
         chosen[precision] = str(chooser.choose(lambda one, make=make: make(strategy=one), shape, None).strategy)
     assert chosen == {"model": "U2R1", "int8": "U1R2"}
 
@@ -59,11 +61,10 @@ def test_no_strategy_is_predicted_to_be_faster(seed):
     mask, chooser = mask_of(seed), selector()
     plan = chooser.choose(planned(mask), SHAPE, None)
     seconds = [
-        predict(make_plan(mask, s, layout=HOME), SHAPE, chooser.hardware, Topology(4), HOME).total_s
+        predict(make_plan(mask, s, layout=HOME), SHAPE, chooser.hardware, NODE, HOME).total_s
         for s in Strategy.all_for(4)
     ]
-    assert predict(plan, SHAPE, chooser.hardware, Topology(4), HOME).total_s <= min(seconds) + 1e-9
-    assert chooser.chosen == {plan.strategy: 1}
+    assert predict(plan, SHAPE, chooser.hardware, NODE, HOME).total_s <= min(seconds) + 1e-9
 
 
 def test_dear_exchanges_and_dear_rings_change_the_choice():
@@ -74,17 +75,17 @@ def test_dear_exchanges_and_dear_rings_change_the_choice():
     assert dear_exchanges.choose(planned(mask), SHAPE, None).strategy.ring > 1
 
 
-def test_a_strategy_in_use_is_kept_for_a_small_loss():
+def test_a_strategy_in_use_is_kept_for_a_small_loss(monkeypatch):
     mask = mask_of(1)
     plans = {s: planned(mask)(s) for s in Strategy.all_for(4)}
     known = selector().hardware
-    seconds = {s: in_ns(predict(plan, SHAPE, known, Topology(4), HOME)) for s, plan in plans.items()}
+    seconds = {s: predict(plan, SHAPE, known, NODE, HOME).total_s for s, plan in plans.items()}
     best, second = sorted(seconds, key=seconds.__getitem__)[:2]
     loss = 1 - seconds[best] / seconds[second]
     assert loss > 0
-    assert selector(loss * 1.01).choose(planned(mask), SHAPE, second).strategy == second
-    assert selector(loss * 0.99).choose(planned(mask), SHAPE, second).strategy == best
-    assert selector(0.9).choose(planned(mask), SHAPE, None).strategy == best
+    for hysteresis, current, kept in ((loss * 1.01, second, second), (loss * 0.99, second, best), (0.9, None, best)):
+        monkeypatch.setattr(prediction, "HYSTERESIS", hysteresis)
+        assert selector().choose(planned(mask), SHAPE, current).strategy == kept
 
 
 def test_rings_need_blocks_and_a_kernel_that_merges():
@@ -97,7 +98,6 @@ def test_rings_need_blocks_and_a_kernel_that_merges():
 def test_ranks_choose_alike(pool, world):
     answers = pool(world).run(choose_together, {"machine": "a800"})
     assert all(answer == answers[0] for answer in answers)
-    assert sum(answers[0][1].values()) >= 1
 
 
 def test_ranks_with_other_constants_are_refused(pool, tmp_path):
@@ -137,26 +137,26 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
         DbspConfig.load(settings)
 
 
-NODES = Topology(16, 8)
+NODES = [0] * 8 + [1] * 8
 
 
 @pytest.mark.parametrize(
-    ("heads", "topology", "first", "last"),
+    ("heads", "nodes", "first", "last"),
     [
-        (40, Topology(8, 8), "U8R1", "U1R8"),
-        (12, Topology(8, 8), "U8R1", "U1R8"),
-        (5, Topology(8, 8), "U4R2", "U8R1"),
+        (40, [0] * 8, "U8R1", "U1R8"),
+        (12, [0] * 8, "U8R1", "U1R8"),
+        (5, [0] * 8, "U4R2", "U8R1"),
         (40, NODES, "U8R2", "U16R1"),
         (6, NODES, "U4R4", "U16R1"),
-        (40, Topology(4, 1), "U1R4", "U4R1"),
-        (40, Topology.of_nodes([0, 1] * 4), "U1R8", "U8R1"),
-        (40, Topology.of_nodes([0, 0, 0, 1, 1, 1]), "U3R2", "U6R1"),
+        (40, range(4), "U1R4", "U4R1"),
+        (40, [0, 1] * 4, "U1R8", "U8R1"),
+        (40, [0, 0, 0, 1, 1, 1], "U3R2", "U6R1"),
     ],
 )
-def test_without_constants_heads_are_shared_out_within_a_node_and_rings_join_nodes(heads, topology, first, last):
-    found = by_rule(Strategy.all_for(topology.world), heads, topology)
+def test_without_constants_heads_are_shared_out_within_a_node_and_rings_join_nodes(heads, nodes, first, last):
+    found = by_rule(Strategy.all_for(len(nodes)), heads, nodes)
     assert (str(found[0]), str(found[-1])) == (first, last)
-    assert by_rule(found[::-1], heads, topology) == found
+    assert by_rule(found[::-1], heads, nodes) == found
 
 
 def test_without_constants_only_the_first_strategy_by_the_rule_is_planned():
@@ -166,10 +166,9 @@ def test_without_constants_only_the_first_strategy_by_the_rule_is_planned():
         made.append(str(strategy))
         return planned(mask)(strategy)
 
-    chooser = StrategySelector(candidates(4, GRID), None, Topology(4), HOME)
+    chooser = StrategySelector(candidates(4, GRID), None, NODE, HOME)
     assert str(chooser.choose(make, SHAPE, Strategy(1, 4)).strategy) == "U4R1"
     assert made == ["U4R1"], "no other strategy is planned"
-    assert {str(one): count for one, count in chooser.chosen.items()} == {"U4R1": 1}
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (4, "U4R1")])

@@ -9,15 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
 from dbsp_core.planning.planners import (
+    Problem,
     biased_greedy,
     bins_bound,
     imbalance_ratio,
     majority_rank,
+    paper,
     rho_bound,
     work_by_rank,
 )
+from dbsp_core.utils.errors import UserError
 from tests.support.generators import SEEDS, examples
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)
@@ -106,6 +110,25 @@ class TestBiasedGreedy:
         part = biased_greedy(work, parts, initial, reward)
         assert set(part.tolist()) <= set(range(parts))
         assert loads(work, part, parts).max() <= work.sum() / parts + (1 + reward) * work.max() + 1e-6
+
+
+class TestPaper:
+    CAUSAL = Problem(Strategy(1, 2), np.array([[1, 2, 3, 4]]), np.array([0, 0, 1, 1]))
+
+    def test_by_hand(self):
+        # R_b = 0, largest first: 4 → rank 0, 3 → rank 1, 2 → rank 1, 1 → rank 0: 5 | 5.
+        assert paper(self.CAUSAL, reward=0.0).tolist() == [[0, 1, 1, 0]]
+
+    def test_equal_heads(self):
+        # Heads of 91, 1, 1 and 1 blocks: one rank takes the large one alone, unless heads must be two and two.
+        heads = Problem(Strategy(2, 1), np.array([[91], [1], [1], [1]]), np.array([0]))
+        assert paper(heads).ravel().tolist() == [0, 1, 1, 1]
+        assert np.bincount(paper(heads, equal_heads=True).ravel()).tolist() == [2, 2]
+
+    @pytest.mark.parametrize("reward", [-0.1, float("nan")])
+    def test_a_reward_below_zero_or_none_at_all_raises(self, reward):
+        with pytest.raises(UserError, match=r"reward=.* must not be negative"):
+            paper(self.CAUSAL, reward=reward)
 
 
 class TestBaselines:

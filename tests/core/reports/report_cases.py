@@ -21,8 +21,9 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.observer import observed_session, run_observer
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime import session as sessions
 from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
@@ -54,7 +55,7 @@ def recounted_session(
     session = observed_session(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
     masks: dict[Any, BlockMask] = {}
     found: list[Recount] = []
-    take_mask, run = MaskProvider.mask, AttentionExecutor.run
+    take_mask, run = MaskProvider.mask, sessions.attend
     now: tuple[int, int, int] = (0, 0, 0)
 
     def kept_mask(feed: MaskProvider, layer: int, tokens: Any) -> BlockMask:
@@ -62,7 +63,7 @@ def recounted_session(
         masks[layer] = masks["last"] = mask
         return mask
 
-    def counted(executor: AttentionExecutor, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
+    def counted(executor: PreparedAttention, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
         if rank == 0:
             found.append(_recount(executor, masks.get(now[0], masks["last"]), session, q, now))
         return run(executor, q, *others, **options)
@@ -70,7 +71,7 @@ def recounted_session(
     draws = torch.Generator().manual_seed(rank)
     with (
         mock.patch.object(MaskProvider, "mask", kept_mask),
-        mock.patch.object(AttentionExecutor, "run", counted),
+        mock.patch.object(sessions, "attend", counted),
     ):
         for step, branch, thw in [(s, b, (4, 6, 7)) for s in range(3) for b in range(2)] + [(3, 0, (3, 6, 7))]:
             layout = session.begin(Video(thw), timestep=torch.tensor([900.0 - 10 * step] * batch))
@@ -82,7 +83,7 @@ def recounted_session(
 
 
 def _recount(
-    executor: AttentionExecutor,
+    executor: PreparedAttention,
     mask: BlockMask,
     session: AttentionSession,
     q: torch.Tensor,
@@ -95,9 +96,9 @@ def _recount(
     items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)
-    further: np.ndarray = np.sum(traffic.key_exchanges[1:], axis=0) + np.zeros_like(apart, dtype=float)
+    further: np.ndarray = 2 * traffic.keys[1:].sum(axis=0)
     to_owners, chunks, to_homes = (
-        int((tokens * apart).sum()) for tokens in (traffic.dispatch, further, traffic.combine)
+        int((tokens * apart).sum()) for tokens in (traffic.dispatch, further, traffic.queries.T)
     )
     ratios = [float(w.max() * strategy.world / w.sum()) for w in (before, work)]
     return Recount(

@@ -61,11 +61,12 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
     arrived: list[bool] = []
     start = SequenceGroup.start_all_to_all
 
-    def watched_start(group: SequenceGroup, *args: Any, **options: Any) -> PendingTransfer:
-        started = start(group, *args, **options)
-        if options.get("asynchronous", True):
-            pending.append(started)
-        return started
+    def watched_start(group: SequenceGroup, *args: Any) -> PendingTransfer:
+        pending.append(start(group, *args))
+        return pending[-1]
+
+    def unwatched(group: SequenceGroup, *args: Any) -> torch.Tensor:
+        return start(group, *args).wait()
 
     def waiting_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         chunk = len(arrived)
@@ -76,6 +77,7 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
 
     with (
         mock.patch.object(SequenceGroup, "start_all_to_all", watched_start),
+        mock.patch.object(SequenceGroup, "all_to_all", unwatched),
         mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", waiting_kernel),
     ):
         session.attend(0, k, k, k)

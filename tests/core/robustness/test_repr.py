@@ -99,7 +99,8 @@ def test_what_holds_tensors_prints_none(mask, session):
     attend = DualBalancedAttention.prepare(plan, mask, layout, None)
     for one in (
         *(mask, mask.counts, GRID.q_axis, layout, plan, session),
-        *(attend, attend.part, attend.tables, attend.route, LocalQK.alone(big, big), Rehoming.of(layout, layout)),
+        *(attend, attend.prepared, attend.prepared.tables, attend.prepared.route),
+        *(LocalQK.alone(big, big), Rehoming.of(layout, layout)),
         *(
             sample,
             sample.condition,

@@ -12,7 +12,7 @@ from dbsp_core import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 
@@ -97,4 +97,4 @@ def executors_alive(rank: int, world: int) -> tuple[int, int]:
         training.gradient(seed)
     gc.collect()
     own = [one for size in training.session._sizes.values() for one in size._executors.values()]
-    return sum(isinstance(one, AttentionExecutor) for one in gc.get_objects()), len(own)
+    return sum(isinstance(one, PreparedAttention) for one in gc.get_objects()), len(own)

@@ -7,7 +7,7 @@ import pytest
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.config import DbspConfig
-from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock, StepCounter
+from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock
 from tests.core.runtime.mask_provider_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
 from tests.support.workers import WorkerError
 
@@ -46,9 +46,21 @@ def test_alone_a_problem_is_told_as_it_is():
         run_consistently(SequenceGroup(0, 1), fail)
 
 
+class _Host:
+    """A host whose scheduler has an index or none."""
+
+    def __init__(self) -> None:
+        self.index: int | None = None
+        self.clock = StepClock(lambda: Progress(step_index=self.index))
+
+    def advance(self, timestep, cfg_branch=None, index=None) -> DenoisingStep:
+        self.index = index
+        return self.clock.advance(timestep, cfg_branch)
+
+
 def test_steps_and_branches_are_told_from_timesteps():
-    counter = StepCounter()
-    moments = [counter.advance(t) for t in (999, 999, 800, 800, 5, 5, 999, 999, 800)]
+    host = _Host()
+    moments = [host.advance(t) for t in (999, 999, 800, 800, 5, 5, 999, 999, 800)]
     assert moments == [
         DenoisingStep(s, b) for s, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0))
     ]
@@ -56,28 +68,28 @@ def test_steps_and_branches_are_told_from_timesteps():
 
 @pytest.mark.parametrize("index", [None, 0], ids=["timesteps", "index"])
 def test_generations_of_one_step_begin_with_the_first_guidance_pass_again(index):
-    counter = StepCounter()
-    moments = [counter.advance(999.0, index=index) for _ in range(2 * MOST_PASSES)]
+    host = _Host()
+    moments = [host.advance(999.0, index=index) for _ in range(2 * MOST_PASSES)]
     assert moments == [DenoisingStep(0, branch) for branch in range(MOST_PASSES)] * 2
 
 
 def test_where_the_host_says_the_step_no_timestep_is_read():
-    counter = StepCounter()
+    host = _Host()
 
     def unread() -> float:
         raise AssertionError("a timestep on a GPU would be waited for")
 
     # A scheduler has no index until its first step is over; and none again once its timesteps are set anew.
     passes = [(999.0, None), (999.0, None), (unread, 1), (unread, 1), (unread, 2), (999.0, None), (unread, 1)]
-    moments = [counter.advance(timestep, index=index) for timestep, index in passes]
+    moments = [host.advance(timestep, index=index) for timestep, index in passes]
     assert moments == [DenoisingStep(*one) for one in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 0), (1, 0))]
 
 
 def test_a_step_is_counted_from_where_a_generation_begins():
     for first in (None, 6):  # with `strength` below 1, a scheduler begins at another index than 0
-        counter = StepCounter()
+        host = _Host()
         indices = [first, first, 7, 7, 8, 8, 9, 9, 7]
-        moments = [counter.advance(5.0, cfg_branch=number % 2, index=index) for number, index in enumerate(indices)]
+        moments = [host.advance(5.0, cfg_branch=number % 2, index=index) for number, index in enumerate(indices)]
         assert [moment.step for moment in moments] == [0, 0, 1, 1, 2, 2, 3, 3, 0]
 
 
@@ -90,9 +102,9 @@ def test_a_generation_that_failed_at_its_first_step_is_not_counted_on():
 
 
 def test_where_the_host_says_the_guidance_pass_a_timestep_may_repeat():
-    counter = StepCounter()
+    host = _Host()
     passes = [(999, 0), (999, 1), (800, 0), (800, 1), (800, 0), (800, 1), (5, 0), (5, 0), (5, 1), (999, 1), (800, 1)]
-    moments = [counter.advance(*now) for now in passes]
+    moments = [host.advance(*now) for now in passes]
     expected = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (0, 1), (1, 1)]
     assert moments == [DenoisingStep(*moment) for moment in expected]
 

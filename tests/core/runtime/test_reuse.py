@@ -12,11 +12,9 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config import DbspConfig
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_cache import KeptPlan, PlanCache
-from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.size_context import plan_cache_of
 from dbsp_core.sources import SpargeSource, WindowSource
@@ -154,36 +152,6 @@ class TestPlannedAsync:
             plan = planned_async.plan_for(0, mask, plan_u2).plan
         assert plan.fingerprint == plan_u2(FIRST).fingerprint
         assert planned_async.counters.replans == 1
-
-    def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, planned_async):
-        grid = FIRST.grid
-        layout = SequenceLayout.contiguous(grid.tokens, 2)
-        threads = []
-
-        def part_of(plan: Plan) -> RankPlan:
-            threads.append(threading.current_thread().name)
-            return RankPlan.of(plan, layout, 0)
-
-        masks = (FIRST, ABOVE, ABOVE, ABOVE)
-        planned = [planned_async.plan_for(0, mask, plan_u2, part_of=part_of) for mask in masks]
-        planned_async.flush()
-        old, new = plan_u2(FIRST).fingerprint, plan_u2(ABOVE).fingerprint
-        assert threads == ["dbsp-planning"]
-        assert [one.plan.fingerprint for one in planned] == [old, old, new, new]
-        assert [one.part is not None for one in planned] == [False, False, True, False], "handed over once"
-        assert planned[2].part.plan.fingerprint == new
-
-    def test_a_prepared_part_is_dropped_with_its_plan(self, planned_async):
-        """Guidance is switched off between two calls: the prepared part is of a plan for more heads."""
-        layout = SequenceLayout.contiguous(FIRST.grid.tokens, 2)
-
-        def part_of(plan: Plan) -> RankPlan:
-            return RankPlan.of(plan, layout, 0)
-
-        for mask in (FIRST, ABOVE):
-            planned_async.plan_for(0, mask, plan_u2, part_of=part_of)
-        planned = planned_async.plan_for(0, mask_of(6, 4), plan_u2)
-        assert (planned.plan.heads, planned.part) == (2, None)
 
     def test_attentions_do_not_mix(self, planned_async):
         for _ in range(2):

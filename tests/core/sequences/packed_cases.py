@@ -33,6 +33,7 @@ from dbsp_core.sources import (
     packed_mask,
 )
 from dbsp_core.sources.base import BlockSizes
+from tests.support.attention_cases import with_tables
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference, token_mask
 from tests.support.shared import shared
@@ -187,8 +188,8 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     executor = DualBalancedAttention.prepare(plan, mask, home, group, kernel=case.kernel, debug=True)
     if case.dense_parts:
         dense = dense_spans_of(mask, torch.device("cuda"))
-        executor = replace(executor, tables=build_tables(executor.part.table_layout, mask, dense))
-        has_some = torch.tensor([any(table.dense is not None for table in executor.tables)])
+        executor = with_tables(executor, build_tables(executor.prepared.table_layout, mask, dense))
+        has_some = torch.tensor([any(table.dense is not None for table in executor.prepared.tables)])
         assert any(group.all_gather(has_some)), "some rank must have dense rows"
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = rehoming.back(executor(q, k, v), dim=2)

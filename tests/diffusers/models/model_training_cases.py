@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dbsp_diffusers
-from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime import session as sessions
 from tests.diffusers.models.model_cases import MASKS
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.references import by_first_rank
@@ -163,14 +163,14 @@ def under_autocast(rank: int, world: int) -> tuple[set[torch.dtype], float]:
     transformer = make_tiny_transformer("wan").train()
     session = dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
     given: set[torch.dtype] = set()
-    executor = AttentionExecutor.run
+    attend = sessions.attend
 
-    def watched(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
+    def watched(prepared: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
         given.update(t.dtype for t in (q, k, v))
         assert not torch.is_autocast_enabled("cpu"), "nothing within attention is cast"
-        return executor(self, q, k, v, *options)
+        return attend(prepared, q, k, v, *options)
 
-    with patch.object(AttentionExecutor, "run", watched):
+    with patch.object(sessions, "attend", watched):
         gradients(transformer)
     assert session.statistics()["calls"] == session.layers
     dbsp_diffusers.sum_gradients(transformer)

@@ -56,8 +56,6 @@ class Draw:
     density: float
     orders: tuple[str, ...]
     planner: str
-    reward: float
-    equal_heads: bool
     layout: str
     streams: Streams
     padded: bool
@@ -121,8 +119,6 @@ def _draw(rng: random.Random, world: int) -> Draw:
         density=rng.choice([0.05, 0.2, 0.4, 0.8, 1.0]),
         orders=tuple(rng.choices(ORDERS, k=rng.choice([1, heads]))),
         planner=rng.choice([*PLANNERS, "dbsp", "dbsp", "random"]),
-        reward=rng.choice([0.0, 0.3, 1.0, 50.0]),
-        equal_heads=rng.random() < 0.3,
         layout=rng.choice([*LAYOUTS, "shuffled"]),
         streams="first" if rng.random() < 0.3 else None,
         padded=rng.random() < 0.5,

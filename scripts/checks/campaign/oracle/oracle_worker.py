@@ -20,7 +20,6 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.sources import LocalQK
 from scripts.checks.campaign.oracle.attention_case import Draw
 from scripts.checks.campaign.oracle.drawn_masks import mask_of, sources_of
@@ -133,8 +132,7 @@ def _attend(
 
 def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLayout) -> Plan:
     name = "contiguous" if case.planner == "random" else case.planner
-    config = PlannerConfig(name, paper=PaperConfig(case.reward, case.equal_heads))
-    plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys, precision=case.precision)
+    plan = make_plan(mask, strategy, name, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner != "random":
         return plan
     return random_owners(plan, mask, case.seed)

@@ -31,8 +31,6 @@ def variants(case: Draw) -> Iterator[Draw]:
         "debug": (False,),
         "padded": (False,),
         "streams": (None,),
-        "equal_heads": (False,),
-        "reward": (0.0,),
     }
     for name, values in plain.items():
         now = getattr(case, name)

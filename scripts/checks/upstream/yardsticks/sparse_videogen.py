@@ -66,7 +66,7 @@ def findings(folder: Path) -> Iterator[Finding]:
 def _as_a_function(grid: BlockGrid, reach: int, sink: int) -> np.ndarray:
     """bool[nq, nk]: its rule in the words of docs/masks.md, "Write your own"."""
     place = np.arange(grid.tokens)
-    q, k = line_segments(grid, place)
+    q, k = (line_segments(axis, line=np.zeros_like(place), at=place) for axis in (grid.q_axis, grid.k_axis))
     return reduce_to_blocks(grid, (distances(q, k) <= reach) | (k.first < sink), q, k)
 
 

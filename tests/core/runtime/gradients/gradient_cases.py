@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 
 from dbsp_core import Strategy
-from dbsp_core.comm import exchange_backward
+from dbsp_core.comm import exchange
+from dbsp_core.comm.exchange_backward import GradientsAtHome
 from dbsp_core.runtime import chunk_attention
 from tests.support.attention_cases import Case, Inputs, attend, whole
 from tests.support.interpreter import interpreted
@@ -116,24 +117,22 @@ def sabotaged(how: str) -> Iterator[None]:
     """Within it, backward is wrong in this way on all ranks, which are threads."""
     attend = chunk_attention._attend
 
-    def none_but_the_first(self, number, dkv, group):
+    def none_but_the_first(self, number, dkv):
         pass
 
     def another_lse(*args, **kwargs):
         out, lse = attend(*args, **kwargs)
         return out, lse + 0.1
 
-    exchange, home = exchange_backward._BackwardExchange, exchange_backward.GradientsAtHome
-    of = exchange.of.__func__
+    readers = exchange._readers
 
-    def one_reader(cls, one):
-        found = of(cls, one)
-        return replace(found, unpack=tuple(layers[:1] for layers in found.unpack))
+    def one_reader(segments):
+        return readers(segments)[:1]
 
     patches = {
-        "a chunk that does not return": lambda: patch.object(home, "add_chunk", none_but_the_first),
+        "a chunk that does not return": lambda: patch.object(GradientsAtHome, "add_chunk", none_but_the_first),
         "a wrong log-sum-exp": lambda: patch.object(chunk_attention, "_attend", another_lse),
-        "one reader of a split head": lambda: patch.object(exchange, "of", classmethod(one_reader)),
+        "one reader of a split head": lambda: patch.object(exchange, "_readers", one_reader),
     }
     with patches[how]():
         yield

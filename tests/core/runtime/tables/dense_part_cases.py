@@ -10,7 +10,8 @@ import torch
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, make_plan
 from dbsp_core.runtime import chunk_attention
 from dbsp_core.runtime.tables import build_tables
-from tests.support.attention_cases import Case, Inputs, random_mask
+from tests.support.attention_cases import Case, Inputs, random_mask, with_tables
+from tests.support.dense_rows import dense_rows_on_the_cpu
 from tests.support.oracle import dense_attention
 
 
@@ -30,14 +31,15 @@ def run_dense_parts(
     executor = DualBalancedAttention.prepare(
         plan, mask, given.layout, SequenceGroup.of(), n_local=given.local[0].shape[2], kernel=case.kernel
     )
-    tables = build_tables(executor.part.table_layout, mask, mask.bits.flatten(1).all(dim=1).numpy())
+    tables = build_tables(executor.prepared.table_layout, mask, mask.bits.flatten(1).all(dim=1).numpy())
     if sabotage:
         tables = tuple(replace(table, dense=_one_block_less(table.dense)) for table in tables)
     with (
+        dense_rows_on_the_cpu(),
         patch.object(chunk_attention, "attend_dense_part", side_effect=chunk_attention.attend_dense_part) as parts,
         patch.object(chunk_attention, "block_attention", side_effect=chunk_attention.block_attention) as blocks,
     ):
-        out = replace(executor, tables=tables)(*given.local)
+        out = with_tables(executor, tables)(*given.local)
     return float((out[:, :, given.places] - expected).abs().max()), parts.call_count, blocks.call_count
 
 
@@ -62,7 +64,9 @@ def gradients_too(rank: int, world: int, case: Case) -> float:
     plan = make_plan(mask, case.strategy, layout=given.layout)
     executor = DualBalancedAttention.prepare(plan, mask, given.layout, SequenceGroup.of(), n_local=local[0].shape[2])
     every = mask.bits.flatten(1).all(dim=1).numpy()
-    executor = replace(executor, tables=build_tables(executor.part.table_layout, mask, every))
-    executor(*local)[:, :, given.places].square().sum().backward()
+    executor = with_tables(executor, build_tables(executor.prepared.table_layout, mask, every))
+    with dense_rows_on_the_cpu():
+        out = executor(*local)
+    out[:, :, given.places].square().sum().backward()
     pairs = zip(local, leaves, strict=True)
     return max(float((a.grad[:, :, given.places] - b.grad[:, :, given.mine]).abs().max()) for a, b in pairs)

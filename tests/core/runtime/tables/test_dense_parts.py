@@ -42,7 +42,7 @@ def test_gradients_of_dense_heads(pool, world, strategy):
 
 
 def test_no_device_is_waited_for():
-    """Where bits are on a device, which heads are dense is not asked; on a CPU its kernel finds them by itself."""
+    """Where bits are on a device, which heads are dense is not asked; a CPU has no other kernel for them."""
     mask = BlockMask.dense(3, BlockGrid.uniform(64, 16))
     assert dense_spans_of(mask, torch.device("cpu")) is None
     assert dense_spans_of(mask, torch.device("cuda")).tolist() == [True] * 3

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
-from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core.comm.exchange_tables import build_route
+from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import Span, table_layout
 
 META = torch.device("meta")
@@ -54,18 +55,30 @@ def test_table_layout_on_another_device_keeps_its_spans(strategy):
 
 @pytest.mark.parametrize("keys", ["all", "needed"])
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R3", "U2R2"])
-def test_rank_plan_on_another_device_differs_in_its_tensors_alone(strategy, keys):
+def test_route_and_table_layout_on_another_device_differ_in_their_tensors_alone(strategy, keys):
     plan = plan_of(strategy, keys)
     layout = SequenceLayout.contiguous(256, plan.strategy.world)
     for rank in range(plan.strategy.world):
-        here = RankPlan.of(plan, layout, rank)
-        there = here.to(META)
-        assert (
-            assert_moved(here.table_layout, there.table_layout, "table_layout")
-            == 6 + 2 * here.table_layout.columns.shape[0]
-        )
-        assert assert_moved(here.route, there.route, "route")
-        for field in fields(here):
-            if field.name not in ("table_layout", "route"):
-                assert getattr(there, field.name) is getattr(here, field.name), field.name
-        assert here.to(torch.device("cpu")).table_layout is here.table_layout
+        route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
+        tables = table_layout(plan, rank)
+        moved = assert_moved(tables, tables.to(META), "table_layout")
+        assert moved == 6 + 2 * tables.columns.shape[0]
+        assert assert_moved(route, route.to(META), "route")
+        assert tables.to(torch.device("cpu")) is tables
+
+
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R3", "U2R2"])
+def test_another_mask_of_the_same_routes_takes_what_does_not_depend_on_it(strategy):
+    plan = plan_of(strategy)
+    layout, group = SequenceLayout.contiguous(256, plan.strategy.world), SequenceGroup(0, plan.strategy.world)
+    mask = BlockMask.dense(plan.heads, plan.grid)
+    first = PreparedAttention.of(plan, mask, layout, group, "auto", device=torch.device("cpu"))
+    transposed, backward = first.table_layout.transposed, first.route.combine_exchange.backward
+    second = first.for_mask(plan.counted(mask), mask)
+    assert second.route is first.route
+    assert second.table_layout.transposed is transposed, "made at the first use, for all masks"
+    assert second.route.combine_exchange.backward is backward
+    other = make_plan(mask, Strategy(plan.strategy.ulysses, plan.strategy.ring), "contiguous", layout=layout)
+    moved = replace(other, owner=(other.owner + 1) % plan.strategy.world)
+    with pytest.raises(ValueError, match="made for another plan"):
+        first.for_mask(moved, mask)

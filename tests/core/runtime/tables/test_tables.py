@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
-from dbsp_core.runtime.tables import build_tables, dense_head_layout, table_layout
+from dbsp_core.runtime.tables import build_tables, table_layout, whole_head_tokens
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 from tests.support.generators import SEEDS, examples, masks
 from tests.support.interpreter import interpreted
@@ -87,7 +87,7 @@ def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
     layout = table_layout(make_plan(mask, strategy), 0)
     bits = mask.row_bits
     of_mask = layout.rows, layout.spans_of, layout.turn, layout.columns, layout.present, layout.full
-    expected = pack_rows(bits, *of_mask, layout.as_masked)
+    expected = pack_rows(bits, *of_mask)
     whole, triton_rows.CHUNK = triton_rows.CHUNK, 16  # several chunks a row
     try:
         with interpreted():
@@ -152,9 +152,10 @@ def test_bits_take_an_eighth_of_a_byte_a_block():
 def test_whole_heads_are_recognised(strategy, tokens, text_tokens, heads):
     grid = BlockGrid.uniform(tokens, 16, text_tokens)
     plan = make_plan(BlockMask.dense(4, grid), strategy)
-    found = [dense_head_layout(plan, rank) for rank in range(plan.strategy.world)]
+    found = whole_head_tokens(plan)
     if heads is None:
         assert (plan.split_heads > 0) == (strategy == "U3R1")
-        assert found == [None] * plan.strategy.world
+        assert found is None
     else:
-        assert [(whole.heads, whole.tokens) for whole in found] == [(heads, tokens)] * 2
+        assert found == tokens
+        assert [len(plan.rows_of(rank)[0]) for rank in range(2)] == [heads * grid.nq] * 2

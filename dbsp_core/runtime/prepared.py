@@ -1,0 +1,130 @@
+"""All that one rank's attention needs besides q, k and v."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dbsp_core.comm.consistency import needs_gradients
+from dbsp_core.comm.exchange import KeysAtHome, Route, mean_of_tokens
+from dbsp_core.comm.exchange_tables import build_route
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.masks.block_mask import NO_GRADIENTS, BlockMask, CoarseBranch
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.tables import ChunkTable, TableLayout, build_tables, dense_spans_of, table_layout
+from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
+
+__all__ = ["KernelQuestion", "PreparedAttention"]
+
+KernelQuestion = tuple[KernelRequirements, torch.device, torch.dtype]
+"""What the choice of a kernel depends on."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PreparedAttention:
+    """One plan and one mask on one rank. Ranks must have agreed on them, and on what they attend with.
+
+    Attributes:
+        plan: The plan, with its numbers for the mask.
+        layout: Which rank holds which tokens outside attention.
+        group: The ranks that share the sequence.
+        n_local: Tokens that this rank holds outside attention.
+        route: The exchanges, which depend on the plan only, with tables on the device.
+        table_layout: What the kernel tables of all masks have in common.
+        tables: The kernel tables of the mask, one for each chunk of keys.
+        kernel: Name of the kernel that was asked for, or "auto".
+        coarse: Coarse branch that is added to the output, or None.
+        mask_mark: Fingerprint of the mask if ranks compare masks, else 0.
+    """
+
+    plan: Plan
+    layout: SequenceLayout
+    group: SequenceGroup
+    n_local: int
+    route: Route
+    table_layout: TableLayout
+    tables: tuple[ChunkTable, ...]
+    kernel: str
+    coarse: CoarseBranch | None
+    mask_mark: int = 0
+    _kernels: dict[KernelQuestion, Kernel] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        mask: BlockMask,
+        layout: SequenceLayout,
+        group: SequenceGroup,
+        kernel: str,
+        *,
+        device: torch.device,
+        n_local: int | None = None,
+        mark: bool = False,
+    ) -> PreparedAttention:
+        """Makes this rank's route and tables on the host, and copies them to the device. Not collective.
+
+        Args:
+            plan: Made for `layout`.
+            n_local: Default: with the padding at the end.
+            mark: Whether ranks will compare masks, whose bits are read back for it.
+
+        Raises:
+            UserError: If the mask does not fit the plan.
+        """
+        n_local = layout.shard if n_local is None else n_local
+        route = build_route(plan, layout, group.rank, n_local, torch.device("cpu")).to(device)
+        tables = table_layout(plan, group.rank).to(device)
+        prepared = cls(plan, layout, group, n_local, route, tables, (), kernel, None)
+        return prepared.for_mask(plan, mask, mark=mark)
+
+    def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool = False) -> PreparedAttention:
+        """Returns the same for another mask, under a plan with the same routes: only its tables are made; see `of`."""
+        if not plan.same_routes(self.plan):
+            raise ValueError("these routes were made for another plan")
+        plan.require_fit(mask)
+        tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
+        mask_mark = mask.fingerprint if mark else 0
+        return replace(self, plan=plan, tables=tables, coarse=mask.coarse, mask_mark=mask_mark)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tables."""
+        return self.table_layout.rows.device
+
+    @property
+    def no_gradients(self) -> str | None:
+        """Error message if there are no gradients, else None."""
+        return self.plan.wire.no_gradients or (NO_GRADIENTS if self.coarse else None)
+
+    def keys_at_home(self, k: torch.Tensor, v: torch.Tensor) -> KeysAtHome:
+        """Returns this rank's k and v [B, H, n_local, D] as they are sent. Collective if keys are centred."""
+        return KeysAtHome(k, v, mean_of_tokens(k, self.layout, self.group) if self.plan.wire.centred else None)
+
+    def kernel_question(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KernelQuestion:
+        """Returns everything that `kernel_for` decides by, equal on all ranks that attend together."""
+        grid, tokens, backward = self.plan.grid, self.table_layout.head_tokens, needs_gradients(q, k, v)
+        needs = KernelRequirements(
+            (grid.block_q, grid.block_k),
+            width=q.shape[-1],
+            lse=backward or self.plan.strategy.ring > 1,
+            backward=backward,
+            ragged_rows=tokens is None,
+            tokens=tokens,
+        )
+        return needs, q.device, q.dtype
+
+    def kernel_for(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
+        """Returns the kernel for q, k, v, chosen once for each question. Raises UserError if none supports them."""
+        question = self.kernel_question(q, k, v)
+        if question not in self._kernels:
+            needs, device, dtype = question
+            self._kernels[question] = choose_kernel(self.kernel, device, dtype, needs)
+        return self._kernels[question]
+
+    @property
+    def kernel_name(self) -> str:
+        """Name of the kernel that was chosen last, or what was asked for before the first call."""
+        return next(reversed(self._kernels.values())).name if self._kernels else self.kernel

@@ -1,0 +1,97 @@
+"""What plans for several sequences make each rank compute and send, counted; and KnapFormer's Eq. 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork, bag_layout, balanced_owners, sent_in_bag
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.planners import imbalance_ratio
+from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
+
+__all__ = ["SequencePlanMetrics", "dense_sequences", "evaluate", "gamma_corrected", "moved_tokens", "work_of"]
+
+
+def gamma_corrected(width: int, gamma: float, flops_per_s: float = 1e15, heads: int = 1) -> SequenceCost:
+    """KnapFormer's Eq. 2 for a model of width d and blocks of 1 × 1 tokens; `heads` share a pair's 4·d FLOP."""
+    return SequenceCost(24 * width**2 / flops_per_s, gamma * 4 * width / flops_per_s / heads)
+
+
+def work_of(masks: Sequence[BlockMask]) -> SequenceWork:
+    return SequenceWork(tuple(mask.grid for mask in masks), tuple(mask.counts.rows for mask in masks))
+
+
+def dense_sequences(grids: Sequence[BlockGrid], heads: int) -> SequenceWork:
+    """All blocks of every row."""
+    return SequenceWork(tuple(grids), tuple(np.full((heads, grid.nq), grid.nk, dtype=np.int64) for grid in grids))
+
+
+def moved_tokens(runs: TokenRuns, loader: np.ndarray, node_size: int) -> tuple[int, int]:
+    """Numbers of tokens that another rank has loaded, and of those from another node; `loader` is by sequence."""
+    source = loader[runs.sequence]
+    apart = source // node_size != runs.rank // node_size
+    return int(runs.length[source != runs.rank].sum()), int(runs.length[apart].sum())
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlanMetrics:
+    """The numbers of a plan, of one layer's forward pass.
+
+    Attributes:
+        tokens, blocks: int64[world], what each rank holds, and the active blocks that it computes.
+        picoseconds: int64[world], both together as `SequenceCost` has them.
+        rho: ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags.
+        moved: Tokens that go from the ranks that loaded them to others, once.
+        sent_bytes: float64[world], q, k, v and outputs that each rank sends in the bags' exchanges.
+    """
+
+    tokens: np.ndarray
+    blocks: np.ndarray
+    picoseconds: np.ndarray
+    rho: float
+    moved: int
+    sent_bytes: np.ndarray
+
+    @property
+    def wir(self) -> float:
+        """Workload imbalance ratio (KnapFormer §4.2): most over least of the ranks' costs; infinite with one idle."""
+        least = int(self.picoseconds.min())
+        return int(self.picoseconds.max()) / least if least else float("inf")
+
+
+def evaluate(
+    plan: SequencePlan,
+    work: SequenceWork,
+    loader: np.ndarray,
+    cost: SequenceCost,
+    layer: LayerSize,
+    owners: Callable[[np.ndarray, int], np.ndarray] = balanced_owners,
+) -> SequencePlanMetrics:
+    """Counts what a plan makes each rank do. Heads and rows are shared within each bag (Ulysses).
+
+    Args:
+        loader: int64[n], the rank that loads each sequence.
+        owners: Assigns a bag's rows to its ranks; see `balanced_owners`.
+    """
+    topology = plan.topology
+    tokens, blocks = plan.runs.by_rank(topology.world), np.zeros(topology.world, dtype=np.int64)
+    sent_bytes, rhos = np.zeros(topology.world), [1.0]
+    for bag, (first, ranks) in enumerate(zip(topology.first_rank.tolist(), topology.ranks.tolist(), strict=True)):
+        here, own = slice(first, first + ranks), np.flatnonzero(plan.bag == bag)
+        if not len(own):
+            continue
+        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
+        owner = owners(rows, ranks)
+        blocks[here] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
+        if ranks == 1:
+            continue
+        rhos.append(imbalance_ratio(blocks[here]))
+        layout = bag_layout(plan, work.tokens, bag)
+        both = sent_in_bag(owner, [work.grids[one] for one in own], layout, layer).sum(axis=0)
+        sent_bytes[here] = both.sum(axis=1) - both.diagonal()
+    moved = moved_tokens(plan.runs, loader, 1)[0]
+    return SequencePlanMetrics(tokens, blocks, cost.picoseconds(tokens, blocks), max(rhos), moved, sent_bytes)
