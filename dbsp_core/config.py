@@ -188,11 +188,6 @@ class DbspConfig:
         return "contiguous" if self.keys == NEEDED else require_planner(self.planner).layout
 
     @property
-    def effective_planning(self) -> str:
-        """ "sync" or "async": plans of masks that are computed from queries and keys lag by one call."""
-        return "async" if self.mask.changes == "per_call" else "sync"
-
-    @property
     def wire(self) -> WireFormat:
         """The format of queries, keys and values in exchanges."""
         return WIRE_FORMATS[self.precision]

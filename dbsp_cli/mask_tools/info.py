@@ -19,9 +19,9 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.steps import DenoisingStep
-from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.runtime.plan_cache import PlanCache
+from dbsp_core.runtime.plan_keeper import replay
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -158,16 +158,18 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
 def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
     """Compares all recorded steps of one layer, which is an attention as a run keeps plans for."""
 
-    def plan(mask: BlockMask, _current: Plan | None) -> Plan:
-        return make_plan(mask, strategy, planner, compare=False)
+    grid = series.first(layer).grid
 
-    cache = PlanCache(threshold, compare=False)
+    def plan(rows: np.ndarray, _current: Plan | None) -> Plan:
+        return plan_from_counts(rows, grid, strategy, planner, compare=False)
+
     steps: list[int] = []
+    counts: list[np.ndarray] = []
     iou, changed = [], []
     before: BlockMask | None = None
     for step in series.steps:
         mask = series.get(step, layer)
-        cache.plan_for(layer, mask, plan)
+        counts.append(mask.counts.rows)
         if before is not None and mask.bits.shape == before.bits.shape:
             steps.append(step)
             either = int((mask.bits | before.bits).sum())
@@ -175,7 +177,8 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, thresh
             iou.append((either - differ) / either if either else 1.0)
             changed.append(differ / mask.bits.numel())
         before = mask
-    return Drift(layer, tuple(steps), tuple(iou), tuple(changed), cache.counters.replans)
+    made = sum(use.new for use in replay(counts, threshold, plan, lag=False))
+    return Drift(layer, tuple(steps), tuple(iou), tuple(changed), made)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,9 @@ def check_consistent(
     problem: Exception | None,
     marks: Mapping[str, int],
     error: type[Exception] = UserError,
-) -> None:
+    *,
+    told: Sequence[int] = (),
+) -> list[tuple[int, ...]]:
     """Raises on all ranks when any of them has a problem, or a mark that most ranks don't have. Collective.
 
     Args:
@@ -74,9 +76,14 @@ def check_consistent(
         marks: Numbers below 2^63, by the complaint about ranks whose number differs, with {} for the ranks.
         error: Raised where marks differ. A problem is raised as UserError where it is one, else as ValueError; if
             `error` is no UserError, every problem is raised as `error`.
+        told: Further numbers, which may differ.
+
+    Returns:
+        What each rank has `told`, by rank.
     """
     with outside_transforms():
-        states = [(_kind(problem), *marks.values())]
+        kind = _FINE if problem is None else _USERS if isinstance(problem, UserError) else _OURS
+        states = [(kind, *marks.values(), *told)]
         if not group.alone:  # without a process group one rank of several may be examined
             states = [tuple(state) for state in group.gather_integers(states[0])]
         failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
@@ -88,8 +95,9 @@ def check_consistent(
             if not issubclass(error, UserError):
                 raised = error
             raise raised(where + texts[first]) from problem
-        for complaint, of_ranks in zip(marks, list(zip(*states, strict=True))[1:], strict=True):
-            require_equal(complaint, of_ranks, error)
+        for place, complaint in enumerate(marks, 1):
+            require_equal(complaint, [state[place] for state in states], error)
+        return [state[1 + len(marks) :] for state in states]
 
 
 def require_equal(complaint: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:
@@ -101,12 +109,6 @@ def require_equal(complaint: str, of_ranks: Sequence[int], error: type[Exception
 
 
 _FINE, _USERS, _OURS = range(3)
-
-
-def _kind(problem: Exception | None) -> int:
-    if problem is None:
-        return _FINE
-    return _USERS if isinstance(problem, UserError) else _OURS
 
 
 def _in_words(problem: Exception | None) -> str:

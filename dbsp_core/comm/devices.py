@@ -15,7 +15,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number, log
 
-__all__ = ["gather_nodes", "use_local_device", "use_model_device"]
+__all__ = ["node_marks", "number_nodes", "use_local_device", "use_model_device"]
 
 _SHARED = (
     "ranks {} run their model on one and the same GPU; on every rank, first call "
@@ -109,8 +109,13 @@ def _mark_of(device: torch.device) -> int:
     return fingerprint_of((socket.gethostname(), str(uuid), device.index))
 
 
-def gather_nodes(group: SequenceGroup) -> tuple[int, ...]:
-    """Returns the node of each rank, numbered by first appearance; the same on all ranks. Collective.
+def node_marks() -> list[int]:
+    """Returns three numbers from which `number_nodes` tells this rank's node."""
+    return [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
+
+
+def number_nodes(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Returns the node of each rank, numbered by first appearance, from the `node_marks` of all ranks.
 
     Nodes are known from torchrun's GROUP_RANK where every rank has one; else from LOCAL_WORLD_SIZE, where all ranks
     have the same: that many consecutive ranks share a node; else from the names of the hosts.
@@ -118,8 +123,7 @@ def gather_nodes(group: SequenceGroup) -> tuple[int, ...]:
     process_group = group.group
     if process_group is None:
         return (0,) * group.size
-    mine = [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
-    agents, sizes, hosts = zip(*group.control().gather_integers(mine), strict=True)
+    agents, sizes, hosts = zip(*marks, strict=True)
     names: Sequence[int] = hosts
     if min(agents) >= 0:
         names = agents

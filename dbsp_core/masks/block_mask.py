@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_counts import AT_ONCE, MaskCounts
+from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["NO_GRADIENTS", "BlockMask", "CoarseBranch", "require_mask", "row_places"]
@@ -54,6 +54,9 @@ class CoarseBranch:
 
 
 Value = TypeVar("Value")
+
+AT_ONCE = 2**20
+"""Bits that are fingerprinted together."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

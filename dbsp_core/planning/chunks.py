@@ -122,9 +122,9 @@ class Chunks:
 
 def columns_of_heads(owner: np.ndarray, ulysses: int) -> np.ndarray:
     """bool[H, x]: the Ulysses ranks in which each head has rows, hence needs its keys and values."""
-    columns = np.zeros((len(owner), ulysses), dtype=bool)
-    columns[np.arange(len(owner))[:, None], owner % ulysses] = True
-    return columns
+    place = owner % ulysses + np.arange(len(owner))[:, None] * ulysses
+    found: np.ndarray = np.bincount(place.ravel(), minlength=len(owner) * ulysses) > 0
+    return found.reshape(len(owner), ulysses)
 
 
 def _needed(owner: np.ndarray, world: int, mask: BlockMask) -> np.ndarray:

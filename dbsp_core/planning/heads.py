@@ -81,12 +81,13 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
         int64[H, nq], the Ulysses rank of each row.
     """
     work, cap = row_work.sum(axis=1), -(-len(row_work) // columns)
-    limit = load_limit(int(work.sum()), columns, target_rho)
+    limit = max(load_limit(int(work.sum()), columns, target_rho), int(row_work.max(initial=0)))
     # 1. Whole heads in equal numbers, so that no rank receives more keys than others.
     equal = exchange_rows(work, greedy_heads(work, columns, cap), columns, limit, cap)
     plan = _whole_heads(equal, row_work)
-    times = _column_times(row_work, plan, columns, limit, price)
-    if np.bincount(equal, work).max() <= limit or times.min() + price >= times.max():
+    load = np.bincount(equal, work, columns).astype(np.int64)
+    times = load + price * np.bincount(equal, minlength=columns)
+    if load.max() <= limit or times.min() + price >= times.max():
         return plan  # no rank can take part of a head without becoming the slowest
     # 2. Whole heads in any numbers; the fewest cuts; and cuts at the end of every rank, which spread pieces evenly.
     plans = [

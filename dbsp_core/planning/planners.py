@@ -26,6 +26,7 @@ __all__ = [
     "majority_rank",
     "paper",
     "plan_rows",
+    "rank_times",
     "require_planner",
     "rho_bound",
     "work_by_rank",
@@ -273,17 +274,19 @@ def plan_rows(
             ring_rank[rows] = level_rows(work[rows], ring_rank[rows], ring, good)
     owner = ring_rank * ulysses + column
     # 3. Where few rows leave ranks uneven: all of them over all ranks; or all where they are.
-    times = _rank_times(work, owner, ulysses, ring, price)
-    if work_by_rank(owner, work, world).max() <= limit or times.max() - int(times.sum()) // world <= price:
+    if work_by_rank(owner, work, world).max() <= limit:
+        return owner
+    times = rank_times(work, owner, ulysses, ring, price)
+    if times.max() - int(times.sum()) // world <= price:
         return owner
     levelled = level_rows(work.ravel(), owner.ravel(), world, limit).reshape(work.shape)
     stay = np.broadcast_to(home, work.shape) * ulysses + contiguous_heads(len(work), ulysses)[:, None]
     plans = owner, levelled, stay
-    slowest = [int(_rank_times(work, plan, ulysses, ring, price).max()) for plan in plans]
+    slowest = [int(rank_times(work, plan, ulysses, ring, price).max()) for plan in plans]
     return plans[slowest.index(min(slowest))]
 
 
-def _rank_times(work: np.ndarray, owner: np.ndarray, ulysses: int, ring: int, price: int) -> np.ndarray:
+def rank_times(work: np.ndarray, owner: np.ndarray, ulysses: int, ring: int, price: int) -> np.ndarray:
     """Returns int64[P], what each rank computes and receives before its first kernel, in dense blocks."""
     received = np.tile(columns_of_heads(owner, ulysses).sum(axis=0), ring)
     times: np.ndarray = work_by_rank(owner, work, ulysses * ring) + price * received

@@ -1,44 +1,41 @@
-"""How queries, keys and values are written while they travel: as the model has them, or rounded to int8."""
+"""Communication dtypes of queries, keys and values: the model's, or int8 with a scale."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
 
-__all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "ModelFormat", "WireFormat", "require_wire_format"]
+__all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "WireFormat", "require_wire_format"]
 
 
-class WireFormat(ABC):
-    """One way to write the tokens of a head in exchanges. The output travels as the model has it.
+class WireFormat:
+    """Writes the tokens of a head in exchanges as the model has them. The output is always sent so.
 
     Attributes:
         name: Its value of the setting `precision`.
-        centred: Whether keys are written less the mean of all tokens, which softmax does not see.
-        no_gradients: Why attention with it has no gradients, and what to do. None: it has.
+        centred: Whether the mean of all tokens, which softmax ignores, is subtracted from keys.
+        no_gradients: Error message if attention with it has no gradients, else None.
     """
 
-    name: ClassVar[str]
-    centred: ClassVar[bool] = False
-    no_gradients: ClassVar[str | None] = None
+    name = "model"
+    centred = False
+    no_gradients: str | None = None
 
     def __repr__(self) -> str:
         return f"<WireFormat {self.name}>"
 
-    @abstractmethod
     def token_bytes(self, head_dim: int, element_bytes: int) -> int:
-        """Bytes of a token of one head, of q, k or v, whose numbers have `element_bytes` in the model."""
+        """Returns the bytes of a token of one head of q, k or v whose numbers have `element_bytes` in the model."""
+        return head_dim * element_bytes
 
-    @abstractmethod
     def empty(self, like: torch.Tensor, *places: int) -> torch.Tensor:
-        """Room for written tokens, [*places, W], of q, k or v `like` [..., D]."""
+        """Makes room for written tokens, [*places, W], of q, k or v `like` [..., D]."""
+        return like.new_empty(*places, like.shape[-1])
 
-    @abstractmethod
     def write(
         self,
         tensors: Sequence[torch.Tensor],
@@ -52,40 +49,17 @@ class WireFormat(ABC):
             segments: Of each tensor.
             less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None.
         """
-
-    @abstractmethod
-    def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Tokens [..., D] from contiguous [..., W], in the dtype and with the D of `like`."""
-
-
-class ModelFormat(WireFormat):
-    """Tokens as the model has them."""
-
-    name = "model"
-
-    def token_bytes(self, head_dim: int, element_bytes: int) -> int:
-        return head_dim * element_bytes
-
-    def empty(self, like: torch.Tensor, *places: int) -> torch.Tensor:
-        return like.new_empty(*places, like.shape[-1])
-
-    def write(
-        self,
-        tensors: Sequence[torch.Tensor],
-        buffer: torch.Tensor,
-        segments: Sequence[CopySegments],
-        less: Sequence[torch.Tensor | None],
-    ) -> None:
         if any(mean is not None for mean in less):
-            raise ValueError("tokens in the model's precision travel as they are")
+            raise ValueError("tokens in the model's precision are sent as they are")
         copy_segments(tensors, buffer, segments)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Returns tokens [..., D] of contiguous [..., W], in the dtype and with the D of `like`."""
         return written
 
 
 class Int8Format(WireFormat):
-    """A token's numbers as int8, and behind them its scale as float32: see `dbsp_kernels.exchange`."""
+    """Writes a token's numbers as int8, followed by its scale as float32: see `dbsp_kernels.exchange`."""
 
     name = "int8"
     centred = True
@@ -114,13 +88,13 @@ class Int8Format(WireFormat):
         return restore_rows(written, like.shape[-1], like.dtype)
 
 
-MODEL = ModelFormat()
+MODEL = WireFormat()
 WIRE_FORMATS: dict[str, WireFormat] = {one.name: one for one in (MODEL, Int8Format())}
-"""The ways to write tokens, by the value of setting `precision`."""
+"""Formats by the value of setting `precision`."""
 
 
 def require_wire_format(precision: str) -> WireFormat:
-    """The format of that name. Raises UserError for what is not one of `WIRE_FORMATS`."""
+    """Returns the format of that name. Raises UserError for what is not one of `WIRE_FORMATS`."""
     if precision not in WIRE_FORMATS:
         known = f"use one of {', '.join(WIRE_FORMATS)}" + did_you_mean(precision, WIRE_FORMATS)
         raise UserError(f"the exchange's precision cannot be {precision!r}: {known}")

@@ -47,6 +47,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     if observer is None:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
     session.flush()
+    observer.read_counts()
     calls, group = list(observer.calls), session.group.auxiliary(REPORTS)
     group.barrier()
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenoisingStep, Progress, StepClock
-from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.mask_recorder import MaskRecorder
+from dbsp_core.runtime.plan_keeper import PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.runtime.session_state import AttentionEnded, SessionObserver
+from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_kernels import fused_kernel
 
 __all__ = ["MOST_CALLS", "BytesByStage", "ObservedCall", "RunObserver", "observed_session", "run_observer"]
@@ -36,23 +36,25 @@ def observed_session(
     steps: Callable[[], int | None] = lambda: None,
     clock: StepClock | None = None,
     before: AttentionSession | None = None,
+    problem: Exception | None = None,
 ) -> AttentionSession:
     """An `AttentionSession` with observers. Collective: if one rank wants a report, all take part in it.
 
-    `before` is the session of a transformer that takes turns with this one. Its report is about both, with this one's
-    layers after its own.
+    Args:
+        before: The session of a transformer that takes turns with this one. Its report is about both, with this one's
+            layers after its own.
+        problem: See `AttentionSession`.
     """
-    observers: list[SessionObserver] = [MaskRecorder.of(config.record, group, layers)]
-    folder, control = config.report, group.control()
-    if not control.alone:
-        folder = next(filter(None, gather_texts(control, folder or "")), None)
     first = None if before is None else run_observer(before)
+    observers: list[SessionObserver] = [MaskRecorder.of(config.record, group, layers)]
     if before is not None and first is not None:
         observers.append(_LayersAfter(first, before.layers))
-    elif folder is not None and before is None:
+    session = AttentionSession(config, group, strategy, heads, layers, steps, clock or StepClock(), observers, problem)
+    if session.report and before is None:
         group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
-        observers.append(RunObserver(folder))
-    return AttentionSession(config, group, strategy, heads, layers, steps, clock or StepClock(), observers)
+        folders = [config.report or ""] if group.alone else gather_texts(group.control(), config.report or "")
+        observers.append(RunObserver(next(filter(None, folders))))
+    return session
 
 
 @dataclass
@@ -74,13 +76,8 @@ class _LayersAfter(SessionObserver):
     def attention_begins(self, device: torch.device) -> None:
         self.inner.attention_begins(device)
 
-    def attention_ends(self, ended: AttentionEnded) -> None:
-        key, latest = (self.layers, ended.key), ended.latest
-        named: dict[Hashable, Plan] = {key: latest[ended.key]} if ended.key in latest else {}
-        self.inner.attention_ends(replace(ended, layer=ended.layer + self.layers, key=key, latest=named))
-
-    def flush(self, latest: Mapping[Hashable, Plan]) -> None:
-        self.inner.flush({(self.layers, key): plan for key, plan in latest.items()})
+    def attention_ends(self, layer: int, executor: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
+        self.inner.attention_ends(self.layers + layer, executor, q, use)
 
 
 REPORTS = "reports"
@@ -129,12 +126,13 @@ class BytesByStage:
 
 @dataclass(slots=True)
 class ObservedCall:
-    """One attention. Other numbers than the following are those of `Plan` for its own mask, once that is counted.
+    """One attention. Numbers without a description are those of `Plan`, for the call's own mask.
 
     Attributes:
         forward: Number of its forward pass since the observer's start.
         replanned: Whether it was the first to use its plan.
         plan_ms: Milliseconds of planning if it was the first, otherwise 0.
+        use: Its plan, until the call's own mask is counted.
         work: int64[P], dense blocks of each rank under the plan in use.
         work_before: int64[P], the same under the contiguous plan.
     """
@@ -147,6 +145,7 @@ class ObservedCall:
     sent: BytesByStage
     started: Mark
     ended: Mark
+    use: PlanUse | None
     density: float = 0.0
     rho_before: float = 1.0
     rho: float = 1.0
@@ -155,11 +154,15 @@ class ObservedCall:
     work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def evaluate(self, plan: Plan) -> None:
-        """Sets the numbers that a plan has."""
-        self.density, self.moved = plan.density, plan.moved
+    def read_counts(self) -> bool:
+        """Takes over the plan's numbers once the session has counted the mask. Returns False before that."""
+        plan = None if self.use is None else self.use.counted
+        if plan is None:
+            return False
+        self.density, self.moved, self.use = plan.density, plan.moved, None
         self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
         self.work, self.work_before = plan.compared
+        return True
 
     @property
     def seconds(self) -> float:
@@ -197,8 +200,8 @@ class RunObserver(SessionObserver):
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
     _passes: list[tuple[int | None, int | None]] = field(default_factory=list)
     """Guidance pass and index of the step of each forward pass, if the host knows them."""
-    _owners: dict[Hashable, np.ndarray] = field(default_factory=dict)
-    _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
+    _open: list[ObservedCall] = field(default_factory=list)
+    """Calls whose masks have not been counted yet."""
 
     @property
     def kernel(self) -> str:
@@ -225,33 +228,27 @@ class RunObserver(SessionObserver):
     def attention_begins(self, device: torch.device) -> None:
         self._started = _mark(device)
 
-    def attention_ends(self, ended: AttentionEnded) -> None:
-        key, executor, q = ended.key, ended.executor, ended.q
-        plan = executor.plan
-        self._evaluate(key, ended.latest)
-        replanned = self._owners.get(key) is not plan.owner
-        self._owners[key] = plan.owner
+    def attention_ends(self, layer: int, executor: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
+        self.read_counts()
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
         self._kernels |= dict.fromkeys(_kernels_of(executor, q))
         call = ObservedCall(
-            layer=ended.layer,
+            layer=layer,
             forward=max(len(self._timesteps) - 1, 0),
-            strategy=str(plan.strategy),
-            replanned=replanned,
-            plan_ms=plan.plan_ms if replanned else 0.0,
+            strategy=str(use.plan.strategy),
+            replanned=use.new,
+            plan_ms=use.plan.plan_ms if use.new else 0.0,
             sent=BytesByStage.of(executor, q),
             started=self._started,
             ended=_mark(q.device),
+            use=use,
         )
-        call.evaluate(plan)
-        if ended.asynchronous:
-            self._open[key] = call
         self.calls.append(call)
+        self._open.append(call)
 
-    def flush(self, latest: Mapping[Hashable, Plan]) -> None:
-        """Sets the numbers of calls whose masks have been counted since."""
-        for key in list(self._open):
-            self._evaluate(key, latest)
+    def read_counts(self) -> None:
+        """Takes over the numbers of calls whose masks have been counted since."""
+        self._open = [call for call in self._open if not call.read_counts()]
 
     def moments(self) -> list[DenoisingStep]:
         """The step and guidance pass of each forward pass. Waits for the device once."""
@@ -265,11 +262,6 @@ class RunObserver(SessionObserver):
                 value = next(read) if isinstance(timestep, torch.Tensor) else timestep
                 found.append(clock.advance(float(value), now[0]))
         return found
-
-    def _evaluate(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:
-        counted = latest.get(key)
-        if counted is not None and key in self._open:
-            self._open.pop(key).evaluate(counted)
 
 
 def _mark(device: torch.device) -> Mark:

@@ -147,7 +147,8 @@ class DualBalancedAttention:
         why = f"the plan has {heads} heads and rank {group.rank} holds {tokens} tokens"
         problem = problem_of_inputs(q, k, v, heads, tokens, why, prepared.no_gradients)
         if self.debug or self._agreed.is_new(q, k, v, problem):
-            agree_on_attention(group, q, k, v, scale, problem, executor=prepared, debug=self.debug)
+            found = None if problem is None else UserError(problem)
+            agree_on_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
         elif problem is not None:
             raise UserError(problem)
         check_gradient = partial(agree_on_gradient, group) if self.debug else None

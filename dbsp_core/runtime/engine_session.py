@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -95,16 +94,6 @@ def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
     return SequenceLayout(rank, local, world, shard + share)
 
 
-def _load(config: ConfigLike) -> DbspConfig:
-    loaded = DbspConfig.load(os.environ.get(CONFIG_VARIABLE) if config is None else config)
-    if loaded.layout not in (None, "contiguous"):
-        raise UserError(
-            f"layout: {loaded.layout} is not for engines, which shard the sequence by consecutive tokens themselves; "
-            "leave it out"
-        )
-    return loaded
-
-
 class EngineSession:
     """One transformer's attentions: `begin` before the first layer of every forward pass, then `attend` once a layer.
 
@@ -128,9 +117,13 @@ class EngineSession:
         config: ConfigLike = None,
         clock: StepClock | None = None,
     ) -> None:
-        loaded = run_consistently(group.control(), partial(_load, config))
-        clock = clock or StepClock()
-        self.session = AttentionSession(loaded, group, loaded.strategy_or(strategy), heads, layers, clock=clock)
+        loaded, problem = DbspConfig(), None
+        try:
+            loaded = DbspConfig.load(os.environ.get(CONFIG_VARIABLE) if config is None else config)
+        except Exception as error:  # raised on all ranks by the session
+            problem = error
+        of_session = loaded, group, loaded.strategy_or(strategy), heads, layers
+        self.session = AttentionSession(*of_session, clock=clock or StepClock(), problem=problem)
         self._layout = EngineLayout((0, 0, 0))
 
     def __repr__(self) -> str:

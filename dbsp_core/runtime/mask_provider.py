@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dbsp_core.comm.consistency import run_consistently
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import DenoisingStep, DenseSchedule, StepClock, first_value
@@ -40,7 +38,6 @@ class MaskProvider:
     schedule: DenseSchedule
     heads: int
     layers: int
-    group: SequenceGroup
     steps: Callable[[], int | None] = lambda: None
     count_steps: bool = False
     clock: StepClock = field(default_factory=StepClock)
@@ -55,16 +52,19 @@ class MaskProvider:
     """Numbers of cache keys, in the order in which they were first given for these videos."""
 
     @property
-    def _predicted(self) -> bool:
+    def predicts(self) -> bool:
+        """True if masks are predicted from q and k, at every call."""
         return self.source.changes == "per_call"
 
+    @property
+    def by_step(self) -> bool:
+        """True if masks depend on the denoising step."""
+        return self.schedule.by_step or any(part.changes == "per_step" for part in parts_of(self.source))
+
     def begin(
-        self,
-        videos: Sequence[Video],
-        timestep: torch.Tensor | float | None,
-        cfg_branch: int | None = None,
-    ) -> None:
-        """Starts a forward pass.
+        self, videos: Sequence[Video], timestep: torch.Tensor | float | None, cfg_branch: int | None = None
+    ) -> bool:
+        """Starts a forward pass. Returns True if it is known to be a generation's first.
 
         Args:
             videos: One, or several that are packed.
@@ -74,58 +74,78 @@ class MaskProvider:
         """
         self._videos, self._named = tuple(videos), {}
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
-        if timestep is not None and counts:
-            self.moment = self.clock.advance(lambda: first_value(timestep), cfg_branch)
+        if timestep is None or not counts:
+            return False
+        last, self.moment = self.moment, self.clock.advance(lambda: first_value(timestep), cfg_branch)
+        return (self.moment.step, self.moment.cfg_branch) <= (last.step, last.cfg_branch)
 
     def grid(self) -> BlockGrid:
-        """The source's grid for this pass. Collective: what the source refuses on one rank is refused on all."""
-        return run_consistently(
-            self._control, lambda: self._grid(self._requests(0)), fingerprint_of, "the video's block grid"
-        )
+        """The source's grid for this pass. Raises ValueError for a size that the source refuses."""
+        return self._grid(self._requests(0))
 
-    @property
-    def _control(self) -> SequenceGroup:
-        """The ranks in a group of the host's memory, in which they compare without waiting for a device."""
-        return self.group.control()
+    def use_names(self) -> bool:
+        """Takes the cache keys of this forward pass from an earlier one. Returns False if `ask_names` is needed."""
+        known = {} if self.predicts else self._keys.get(self._now)
+        self._named = known or {}
+        return known is not None
 
-    def name_masks(self) -> None:
-        """Asks the source for the cache keys of this forward pass, unless it was asked before.
+    def ask_names(self) -> dict[int, Hashable]:
+        """Asks the source for the cache keys of this forward pass, by layer that is not dense."""
+        return {layer: self._static_key(layer) for layer in range(self.layers) if not self._is_dense(layer)}
 
-        Collective then: what one rank raises, all raise, and also where masks that are new to one rank are known to
-        another. Such ranks would wait for one another in vain.
+    def mark_of(self, names: dict[int, Hashable]) -> int:
+        """Returns a number that is equal on ranks that have seen the same keys, of any kind, in the same order.
+
+        Ranks of which one has a mask and another has not would wait for one another in vain.
         """
-        if self._predicted:
-            return
-        now = self._now
-        if now not in self._keys:
-            self._keys[now] = self._compared_keys()
-            if len(self._keys) > _MOST_KEYED:
-                self._keys.popitem(last=False)
-        self._named = self._keys[now]
+        numbers = dict(self._numbers.get(self._videos, {}))
+        return fingerprint_of([numbers.setdefault(key, len(numbers)) for key in names.values()])
 
-    def _compared_keys(self) -> dict[int, Hashable]:
-        """Returns the cache keys of the layers that are not dense now. Collective."""
-
-        def ask() -> dict[int, Hashable]:
-            layers = (layer for layer in range(self.layers) if not self._is_dense(layer))
-            return {layer: self._static_key(layer) for layer in layers}
-
-        def in_numbers(keys: dict[int, Hashable]) -> int:
-            """Equal on ranks that have seen the same keys, of any kind, in the same order."""
-            known = self._numbers.setdefault(self._videos, {})
-            return fingerprint_of([known.setdefault(key, len(known)) for key in keys.values()])
-
-        return run_consistently(self._control, ask, in_numbers, "which masks are new")
+    def keep_names(self, names: dict[int, Hashable]) -> None:
+        """Keeps the cache keys of this forward pass, once all ranks have compared them."""
+        self._keys[self._now] = self._named = names
+        if len(self._keys) > _MOST_KEYED:
+            self._keys.popitem(last=False)
+        numbers = self._numbers.setdefault(self._videos, {})
+        for key in names.values():
+            numbers.setdefault(key, len(numbers))
 
     def forget(self, videos: tuple[Video, ...]) -> None:
-        """Drops what is known of a size, once no executor for its masks is kept."""
+        """Drops what is known of a size, once nothing that is prepared for its masks is kept."""
         self._numbers.pop(videos, None)
         for now in [now for now in self._keys if now[0] == videos]:
             del self._keys[now]
 
     def changes(self, layer: int) -> bool:
-        """Whether this layer will have other masks, in other denoising steps."""
+        """Returns True if this layer will have other masks, in other denoising steps."""
         return self.source.changes != "never" and not self._is_dense(layer)
+
+    def cache_key(self, layer: int) -> Hashable | None:
+        """Equal keys are equal masks of this layer now. None where the mask is predicted from q and k."""
+        if self._is_dense(layer):
+            return _DENSE
+        if self.predicts:
+            return None
+        return (self._named[layer] if layer in self._named else self._static_key(layer),)
+
+    def mask(self, layer: int, tokens: LocalQK | None = None) -> BlockMask:
+        """The mask of this layer now. Where it is predicted from `tokens`, collective: the same bits on every rank.
+
+        Raises:
+            ValueError: For a request that does not fit the source; where masks are predicted, on every rank.
+        """
+        requests = self._requests(layer)
+        if self._is_dense(layer):
+            return BlockMask.dense(self.heads, self._grid(requests))
+        given = (tokens,) if self.predicts else ()
+        if len(requests) == 1:
+            mask = self.source.mask(requests[0], *given)
+        else:
+            sources = [(self.source.grid(request), self.source) for request in requests]
+            mask = packed_mask(sources, requests[0], *given)
+        if mask.heads != self.heads and not self.predicts:
+            raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
+        return mask
 
     @property
     def _now(self) -> _Moment:
@@ -134,40 +154,6 @@ class MaskProvider:
         dense = tuple(filter(self._is_dense, range(self.layers))) if known else ()
         by_step = any(part.changes == "per_step" for part in parts_of(self.source))
         return self._videos, dense, self.moment if by_step else DenoisingStep()
-
-    @property
-    def by_step(self) -> bool:
-        """Whether masks depend on the denoising step."""
-        return self.schedule.by_step or any(part.changes == "per_step" for part in parts_of(self.source))
-
-    def cache_key(self, layer: int) -> Hashable | None:
-        """Equal keys are equal masks of this layer now. None where the mask is predicted from q and k."""
-        if self._is_dense(layer):
-            return _DENSE
-        if self._predicted:
-            return None
-        return (self._named[layer] if layer in self._named else self._static_key(layer),)
-
-    def mask(self, layer: int, tokens: LocalQK) -> BlockMask:
-        """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""
-        requests = self._requests(layer)
-        if self._is_dense(layer):
-            return BlockMask.dense(self.heads, self._grid(requests))
-        if not self._predicted:
-            return self._agreed(layer)
-        return self.source.mask(requests[0], tokens) if len(requests) == 1 else self._packed(requests, tokens)
-
-    def _agreed(self, layer: int) -> BlockMask:
-        """The mask of this layer from a static source. Collective."""
-
-        def make() -> BlockMask:
-            requests = self._requests(layer)
-            mask = self.source.mask(requests[0]) if len(requests) == 1 else self._packed(requests)
-            if mask.heads != self.heads:
-                raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
-            return mask
-
-        return run_consistently(self._control, make, lambda mask: mask.fingerprint, f"the mask of layer {layer}")
 
     def _is_dense(self, layer: int) -> bool:
         steps = self.steps() if self.schedule.last_steps else None
@@ -179,9 +165,6 @@ class MaskProvider:
 
     def _grid(self, requests: Sequence[MaskRequest]) -> BlockGrid:
         return BlockGrid.packed([self.source.grid(request) for request in requests])
-
-    def _packed(self, requests: Sequence[MaskRequest], tokens: LocalQK | None = None) -> BlockMask:
-        return packed_mask([(self.source.grid(request), self.source) for request in requests], requests[0], tokens)
 
     def _requests(self, layer: int) -> list[MaskRequest]:
         """One for each video."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.steps import DenoisingStep
-from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.plan_keeper import PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MOST_PENDING", "AttentionEnded", "OneThread", "Recomputation", "SessionObserver"]
+__all__ = ["MOST_PENDING", "OneThread", "Recomputation", "SessionObserver"]
 
 
 TWO_THREADS = (
@@ -46,26 +46,6 @@ class OneThread:
             yield
         finally:
             self._lock.release()
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionEnded:
-    """An attention that was computed, or queued on its device.
-
-    Attributes:
-        key: The key of its plan.
-        q: float[B, H, shard, D], this rank's queries.
-        latest: Plans by key, with the numbers of the masks that were counted last.
-        asynchronous: Whether its own mask is still being counted: then the executor's plan has the last mask's
-            numbers, and `latest` has this one's once the next attention of the same key has begun.
-    """
-
-    layer: int
-    key: Hashable
-    executor: PreparedAttention
-    q: torch.Tensor
-    latest: Mapping[Hashable, Plan]
-    asynchronous: bool
 
 
 class SessionObserver:
@@ -98,11 +78,12 @@ class SessionObserver:
     def attention_begins(self, device: torch.device) -> None:
         """An attention on this device will be planned and computed."""
 
-    def attention_ends(self, ended: AttentionEnded) -> None:
-        """An attention was computed, or queued on its device."""
+    def attention_ends(self, layer: int, prepared: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
+        """An attention of q [B, H, shard, D] was computed, or queued on its device.
 
-    def flush(self, latest: Mapping[Hashable, Plan]) -> None:
-        """All masks up to now have been counted."""
+        Args:
+            use: Its plan. `use.counted` is set by the time the session's `flush` returns.
+        """
 
 
 MOST_PENDING = 16
@@ -114,25 +95,25 @@ class _Kept:
     """What one layer of a forward pass was computed with.
 
     Attributes:
-        node: The attention's node in the autograd graph, which holds the executor; None inside a reentrant checkpoint,
+        node: The attention's node in the autograd graph, which holds the prepared; None inside a reentrant checkpoint,
             whose forward has no graph.
-        executor: The executor, where there is no node.
+        prepared: The prepared, where there is no node.
     """
 
     node: weakref.ref[Any] | None
-    executor: PreparedAttention | None
+    prepared: PreparedAttention | None
 
     def waiting(self) -> PreparedAttention | None:
-        """Returns the executor if backward may still come to this attention, else None."""
+        """Returns the prepared if backward may still come to this attention, else None."""
         if self.node is None:
-            return self.executor
+            return self.prepared
         node = self.node()
         return None if node is None or _freed(node) else node.prepared
 
 
 @dataclass
 class Recomputation:
-    """The executor of each layer in the forward passes whose backward is still to come.
+    """The prepared of each layer in the forward passes whose backward is still to come.
 
     A pass whose graph is gone, or has freed what it saved for backward, is forgotten. Reentrant checkpoints have no
     graph before backward, so the number of their passes is bounded.
@@ -142,11 +123,7 @@ class Recomputation:
     _current: dict[int, _Kept] | None = None
 
     def begin(self, gradients: bool) -> None:
-        """Starts a forward pass.
-
-        Args:
-            gradients: True if backward may follow.
-        """
+        """Starts a forward pass, which backward may follow if there are `gradients`."""
         self._passes = deque(one for one in self._passes if any(kept.waiting() for kept in one.values()))
         while len(self._passes) >= MOST_PENDING and all(kept.node is None for kept in self._passes[0].values()):
             self._passes.popleft()
@@ -154,41 +131,37 @@ class Recomputation:
         if self._current is not None:
             self._passes.append(self._current)
 
-    def keep(self, layer: int, executor: PreparedAttention, out: torch.Tensor) -> None:
-        """Remembers what a layer of the current pass was computed with.
-
-        Args:
-            out: The executor's output, as it returned it.
-        """
+    def keep(self, layer: int, prepared: PreparedAttention, out: torch.Tensor) -> None:
+        """Remembers what a layer of the current pass was computed with; `out` is the prepared's own output."""
         if self._current is None:
             return
         if out.grad_fn is not None:
             self._current[layer] = _Kept(weakref.ref(out.grad_fn), None)
         elif not torch.is_grad_enabled():  # a reentrant checkpoint's forward
-            self._current[layer] = _Kept(None, executor)
+            self._current[layer] = _Kept(None, prepared)
 
     def take(self, layer: int) -> PreparedAttention:
-        """Returns the executor that a layer was computed with, in the one pass that waits for backward.
+        """Returns the prepared that a layer was computed with, in the one pass that waits for backward.
 
         Raises:
             UserError: If no pass waits, or several that had different masks or plans.
         """
-        found = [(one, executor) for one in self._passes if layer in one and (executor := one[layer].waiting())]
+        found = [(one, prepared) for one in self._passes if layer in one and (prepared := one[layer].waiting())]
         if not found:
             raise UserError(
                 f"layer {layer} is being recomputed, but no forward pass is waiting for backward; call backward() "
                 "once per forward pass, or checkpoint with use_reentrant=False to call it again on a retained graph"
             )
-        if len({id(executor) for _, executor in found}) > 1:
+        if len({id(prepared) for _, prepared in found}) > 1:
             raise UserError(
                 f"{len(found)} forward passes with different masks wait for backward, or have retained graphs, and "
                 f"activation checkpointing recomputes layer {layer} without saying for which; call backward() after "
                 "each forward pass, drop retained graphs, and run passes without backward under torch.no_grad()"
             )
-        last, executor = found[-1]
+        last, prepared = found[-1]
         if last[layer].node is None:
             del last[layer]
-        return executor
+        return prepared
 
 
 def _freed(node: Any) -> bool:

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.reports.style import INK, PLANNERS, SOFT, STYLE, WIDTH, heading
-from dbsp_core.runtime.plan_cache import PlanCache
+from dbsp_core.runtime.plan_keeper import replay
 from scripts.reproduce.common import arguments
-from scripts.reproduce.fig11 import STRATEGY, masks_by_step
+from scripts.reproduce.fig11 import STRATEGY, masks_by_step, plans_on
 
 PICTURES = Path(__file__).resolve().parent
 THRESHOLD = 1.10
@@ -26,14 +26,10 @@ rcParams.update(STYLE)
 
 def kept(masks: list[BlockMask], threshold: float) -> tuple[list[float], list[int]]:
     """ρ_s of each step's mask under the plan in use, and the steps at which a plan was made."""
-    cache, maker = PlanCache(threshold), (lambda mask, _: make_plan(mask, STRATEGY, "dbsp"))
-    rho, made = [], []
-    for step, mask in enumerate(masks):
-        before = cache.counters.replans
-        rho.append(cache.plan_for(0, mask, maker).plan.rho)
-        if cache.counters.replans > before:
-            made.append(step)
-    return rho, made
+    make = plans_on(masks[0].grid, "dbsp")
+    uses = replay([mask.counts.rows for mask in masks], threshold, make, lag=False)
+    rho = [use.counted.rho for use in uses if use.counted is not None]
+    return rho, [step for step, use in enumerate(uses) if use.new]
 
 
 def reuse_picture(masks: list[BlockMask]) -> Figure:

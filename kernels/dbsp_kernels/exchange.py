@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from dbsp_kernels.rounding import LARGEST, TINY
+
 __all__ = [
     "CopySegments",
     "copy_segments",
@@ -29,11 +31,6 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-LARGEST = 127.0
-TINY = 2.0**-100
-"""A token whose largest magnitude is below it is all zeros: its scale could be subnormal, which GPUs may flush."""
 
 
 def row_words(width: int) -> int:
@@ -57,7 +54,7 @@ def quantise_segments(
     if source.is_cuda:
         from dbsp_kernels.triton.exchange import triton_quantise_segments  # here: triton need not be installed
 
-        triton_quantise_segments(source, destination, segments, less)
+        triton_quantise_segments(source, destination, segments.table, segments.mean, less)
         return
     from_head, from_token, to_head, to_token, *_ = segments.places
     values = source[:, from_head, from_token].to(torch.float32)
@@ -134,7 +131,9 @@ def copy_segments(
     if destination.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_segments(sources, destination, segments, add)
+        tables = [one.table for one in segments]
+        mean = sum(one.mean * len(one.table) for one in segments) / max(1, sum(map(len, tables)))
+        triton_copy_segments(sources, destination, tables, mean, add)
         return
     for source, of_source in zip(sources, segments, strict=True):
         from_head, from_token, to_head, to_token, zero_head, zero_token = of_source.places

@@ -1,8 +1,11 @@
 """What planner "dbsp" reaches, on one core and without a GPU: ρ_s, rows moved, split heads, planning time.
 
-worst_kv: heads whose keys the worst column is sent, over whole heads in equal numbers.
+kv: keys that the worst rank receives, over those of whole heads in equal numbers
+slower: modelled time of the plan without a price (ρ_s 1.002, splits for nothing) over this plan's, less one
 
 python -m scripts.bench.planner                  Wan2.1-14B's size, masks of many kinds, P = 8 and 6
+python -m scripts.bench.planner --extremes       one dense head, one block row, few heads, few blocks, no work
+python -m scripts.bench.planner --price          the same masks at the prices of shipped machines
 python -m scripts.bench.planner --scale          planning time up to P = 128 and a million tokens (counts drawn)
 python -m scripts.bench.planner --json > FILE    the same numbers for a program
 """
@@ -18,16 +21,26 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_core.cost.machine import load_hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.heads import contiguous_heads
-from dbsp_core.planning.planners import imbalance_ratio, majority_rank, plan_rows, rho_bound, work_by_rank
+from dbsp_core.planning.planners import (
+    KEY_PRICE,
+    head_price,
+    imbalance_ratio,
+    majority_rank,
+    plan_rows,
+    rank_times,
+    rho_bound,
+    work_by_rank,
+)
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 
-FIELDS = ("mask", "heads", "strategy", "before", "rho", "bound", "moved", "worst_kv", "split_heads", "plan_ms")
+FIELDS = ("mask", "heads", "strategy", "before", "rho", "bound", "moved", "kv", "split_heads", "slower", "plan_ms")
 Rows = Iterator[dict[str, object]]
 
 
@@ -99,12 +112,14 @@ def home_of(grid: BlockGrid, strategy: Strategy, layout: str) -> np.ndarray:
 def measure(rows: np.ndarray, strategy: Strategy, layout: str, repeat: int) -> dict[str, object]:
     """One plan of int64[H, nq] dense blocks, timed `repeat` times; the shortest time stands."""
     heads, blocks = rows.shape
-    grid, world = BlockGrid.uniform(blocks * 64), strategy.world
-    home, times = home_of(grid, strategy, layout), []
+    grid, world, parts = BlockGrid.uniform(blocks * 64), strategy.world, (strategy.ulysses, strategy.ring)
+    home, price, times = home_of(grid, strategy, layout), head_price(grid, strategy), []
     for _ in range(repeat):
         start = time.perf_counter()
-        owner = plan_rows(rows, home, strategy.ulysses, strategy.ring)
+        owner = plan_rows(rows, home, *parts, price)
         times.append((time.perf_counter() - start) * 1e3)
+    free = plan_rows(rows, home, *parts)
+    slowest, slowest_free = (int(rank_times(rows, one, *parts, price).max()) for one in (owner, free))
     plain = home_of(grid, strategy, "contiguous") * strategy.ulysses
     before = plain + contiguous_heads(heads, strategy.ulysses)[:, None]
     columns = columns_of_heads(owner, strategy.ulysses)
@@ -114,8 +129,9 @@ def measure(rows: np.ndarray, strategy: Strategy, layout: str, repeat: int) -> d
         "rho": imbalance_ratio(work_by_rank(owner, rows, world)),
         "bound": rho_bound(rows, world),
         "moved": float((owner // strategy.ulysses != home).mean()),
-        "worst_kv": float(columns.sum(axis=0).max() / -(-heads // strategy.ulysses)),
+        "kv": float(columns.sum(axis=0).max() / -(-heads // strategy.ulysses)),
         "split_heads": int((columns.sum(axis=1) > 1).sum()),
+        "slower": slowest_free / slowest - 1 if slowest else 0.0,
         "plan_ms": min(times),
     }
 
@@ -147,6 +163,57 @@ def scale(args: argparse.Namespace) -> Rows:
             yield {"mask": f"{blocks * 64:,} tokens", "heads": 40, "seed": args.first_seed, **found}
 
 
+def extremes(args: argparse.Namespace) -> Rows:
+    """Work that no mask of a model has, 600 blocks but where said otherwise."""
+    rng = np.random.default_rng(args.first_seed)
+    wave = np.interp(np.linspace(0, 4, 600), np.arange(5), rng.uniform(0.5, 1, 5))
+    one_dense, one_block_row, one_row = (np.zeros((40, 600), dtype=np.int64) for _ in range(3))
+    one_dense[:], one_dense[7] = 12, 600
+    one_block_row[:, 5] = rng.integers(100, 600, 40)
+    one_row[3, 5] = 500
+    works = {
+        "like the paper's": rng.binomial(600, 0.05 + 0.6 * rng.random((40, 1)) * wave),
+        "one dense head of 40": one_dense,
+        "all in one block row": one_block_row,
+        "all in one row": one_row,
+        "3 heads": rng.binomial(600, np.array([[0.2], [0.5], [0.9]]) * wave),
+        "56 heads": rng.binomial(600, rng.random((56, 1)) * wave),
+        "5 blocks": rng.integers(1, 6, (40, 5)),
+        "2 heads of 3 blocks": rng.integers(1, 6, (2, 3)),
+        "no work": np.zeros((40, 600), dtype=np.int64),
+    }
+    for name, rows in works.items():
+        for strategy in (s for world in (8, 16) for s in Strategy.all_for(world)):
+            found = measure(rows, strategy, args.layout, args.repeat)
+            yield {"mask": name, "heads": len(rows), "seed": args.first_seed, **found}
+
+
+def prices(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Modelled time of plans at `KEY_PRICE`, over plans at the machine's own price: mean and worst, by machine."""
+    found: dict[str, dict[str, float]] = {}
+    works = [(rows, strategy) for rows in _rows_of_masks(args) for strategy in Strategy.all_for(8)]
+    for name in ("a800", "h100", "h200", "h800"):
+        known = load_hardware(name).constants
+        scores = known.flops_per_s * (1 / known.exchange_bytes_per_s + 1 / known.pack_bytes_per_s)
+        ratios = []
+        for rows, strategy in works:
+            grid, parts = BlockGrid.uniform(rows.shape[1] * 64), (strategy.ulysses, strategy.ring)
+            home, price = home_of(grid, strategy, args.layout), head_price(grid, strategy)
+            own = round(price * scores / KEY_PRICE)
+            ours, best = (
+                rank_times(rows, plan_rows(rows, home, *parts, one), *parts, own).max() for one in (price, own)
+            )
+            ratios.append(float(ours / best))
+        found[name] = {"scores": scores, "mean": float(np.mean(ratios)), "worst": max(ratios)}
+    return found
+
+
+def _rows_of_masks(args: argparse.Namespace) -> Iterator[np.ndarray]:
+    for make in MASKS.values():
+        for heads in args.heads:
+            yield make(heads, args.blocks, args.first_seed).sum(axis=2)
+
+
 def summary(found: list[dict[str, object]]) -> dict[str, dict[str, float]]:
     """The worst of each kind of strategy."""
     kinds = {"Ulysses": "R1", "ring and hybrids": ""}
@@ -154,7 +221,7 @@ def summary(found: list[dict[str, object]]) -> dict[str, dict[str, float]]:
     for kind, ending in kinds.items():
         some = [f for f in found if str(f["strategy"]).endswith("R1") == bool(ending)]
         if some:
-            worst[kind] = {key: max(float(str(f[key])) for f in some) for key in ("rho", "moved", "plan_ms")}
+            worst[kind] = {key: max(float(str(f[key])) for f in some) for key in ("rho", "moved", "kv", "plan_ms")}
     return worst
 
 
@@ -170,13 +237,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=5, help="plans timed; the shortest time stands")
+    parser.add_argument("--extremes", action="store_true", help="work that no mask of a model has")
+    parser.add_argument("--price", action="store_true", help="plans at the prices of shipped machines")
     parser.add_argument("--scale", action="store_true", help="planning time up to P = 128 and a million tokens")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
 
     log = Console(stderr=True)
+    if args.price:
+        print(json.dumps(prices(args), indent=1))
+        return
     found = []
-    for one in scale(args) if args.scale else masks(args):
+    for one in scale(args) if args.scale else extremes(args) if args.extremes else masks(args):
         found.append(one)
         log.print(f"{one['mask']}, {one['heads']} heads, {one['strategy']}: ρ_s {one['rho']:.5f}", highlight=False)
     if args.json:
@@ -184,8 +256,8 @@ def main() -> None:
         return
     table = Table(*FIELDS, title=f"planner dbsp, {args.layout} layout")
     for one in found:
-        shares = {"moved": f"{one['moved']:.2%}"}
-        ratios = {key: f"{one[key]:.4f}" for key in ("before", "rho", "bound", "worst_kv")}
+        shares = {key: f"{one[key]:.2%}" for key in ("moved", "slower")}
+        ratios = {key: f"{one[key]:.4f}" for key in ("before", "rho", "bound", "kv")}
         shown = {**one, **shares, **ratios, "plan_ms": f"{one['plan_ms']:.2f}"}
         table.add_row(*(str(shown[field]) for field in FIELDS))
     console = Console(width=max(110, Console().width))

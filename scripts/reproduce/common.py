@@ -114,7 +114,7 @@ def contiguous_rho(
         for strategy, values in rho.items():
             if strategy not in plans:
                 plans[strategy] = plan_ring(mask, strategy)
-            values.append(plans[strategy].counted(mask).rho)
+            values.append(plans[strategy].evaluate(mask).rho)
     return list(rho.values())
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_core import BlockMask, Plan, make_plan
+from dbsp_core import BlockGrid, BlockMask
+from dbsp_core.planning.plan import plan_from_counts
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.runtime.plan_cache import PlanCache
+from dbsp_core.runtime.plan_keeper import MakePlan, PlanUse, replay
 from dbsp_core.sources import MaskRequest
 from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_model, preset_source
 from scripts.results.colours import PLANNERS as COLOURS
@@ -53,27 +54,28 @@ def replans_and_rho(
     options: argparse.Namespace, planner: str, thresholds: tuple[float, ...], **style: Any
 ) -> list[Row]:
     """One row per threshold."""
-    caches = [PlanCache(threshold) for threshold in thresholds]
-
-    def make(mask: BlockMask, _current: Plan | None) -> Plan:
-        return make_plan(mask, STRATEGY, planner)
-
-    rho: list[list[float]] = [[] for _ in thresholds]
+    uses: dict[float, list[PlanUse]] = {threshold: [] for threshold in thresholds}
     layers = layer_count(PRESET, options)
     for layer in range(layers):
-        for mask in masks_by_step(layer, options, **style):
-            for cache, values in zip(caches, rho, strict=True):
-                values.append(cache.plan_for(layer, mask, make).plan.rho)
-    return [_row(planner, cache, values, layers) for cache, values in zip(caches, rho, strict=True)]
+        masks = masks_by_step(layer, options, **style)
+        make, counts = plans_on(masks[0].grid, planner), [mask.counts.rows for mask in masks]
+        for threshold, of_threshold in uses.items():
+            of_threshold += replay(counts, threshold, make, lag=False)
+    return [_row(planner, threshold, of_threshold, layers) for threshold, of_threshold in uses.items()]
 
 
-def _row(planner: str, cache: PlanCache, rho: list[float], layers: int) -> Row:
-    published = f"{FIG_11['replans']} (fitted)" if cache.threshold == FIG_11["threshold"] else "–"
+def plans_on(grid: BlockGrid, planner: str) -> MakePlan:
+    """Makes a plan for row counts of masks on a grid."""
+    return lambda rows, _current: plan_from_counts(rows, grid, STRATEGY, planner, compare=False)
+
+
+def _row(planner: str, threshold: float, uses: list[PlanUse], layers: int) -> Row:
+    rho = [use.counted.rho for use in uses if use.counted is not None]
     return Row(
         planner,
-        cache.threshold,
-        cache.counters.replans / layers,
-        published,
+        threshold,
+        sum(use.new for use in uses) / layers,
+        f"{FIG_11['replans']} (fitted)" if threshold == FIG_11["threshold"] else "–",
         float(np.mean(rho)),
         max(rho),
         LABEL,

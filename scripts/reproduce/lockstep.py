@@ -139,7 +139,7 @@ def plan_ring(
     if planner == "paper":
         column = greedy_heads(counts.rows.sum(axis=1), x, -(-heads // x) if equal_heads else None)
         q_home = biased_greedy(counts.rows.sum(axis=0), y, q_home, reward)
-        k_home = biased_greedy(counts.columns.sum(axis=0), y, k_home, reward)
+        k_home = biased_greedy(mask.square().sum(dim=(0, 1)).numpy(), y, k_home, reward)
     owner = q_home * x + column[:, None]
     slot = np.array(np.broadcast_to(k_home, (heads, mask.grid.nk)))
     work = _work(mask, owner, slot, strategy)

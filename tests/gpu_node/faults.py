@@ -26,6 +26,8 @@ class Record:
     Attributes:
         host_waits: Waits of the host for a device, by "what at file:line"; those of threads that are no rank's own,
             whom nobody waits for, by "what in thread NAME at file:line".
+        past_waits: Waits of the host, by place, for events from before the last `begin_step`: for work of an earlier
+            step, which a device that keeps up has done.
         launches: Triton launches by kernel, and NCCL's collectives.
         operators: Operators of torch that compute on a device, by name; of ranks' own threads, as launches.
         variants: Of each kernel, the specialisations that its launches asked for.
@@ -33,13 +35,20 @@ class Record:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.steps = 0
         self.clear()
 
     def clear(self) -> None:
+        self.begin_step()
+        self.variants: dict[str, set[object]] = {}
+
+    def begin_step(self) -> None:
+        """Counts waits, launches and operators from 0."""
+        self.steps += 1
         self.host_waits: Counter[str] = Counter()
+        self.past_waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.operators: Counter[str] = Counter()
-        self.variants: dict[str, set[object]] = {}
 
     def waits_of_product(self) -> dict[str, int]:
         """Returns the host waits of ranks' own threads in the product's files, by place."""
@@ -50,11 +59,11 @@ class Record:
             if at.partition(" at ")[2].startswith(_PRODUCT) and " in thread " not in at
         }
 
-    def host_wait(self, what: str) -> None:
+    def host_wait(self, what: str, *, past: bool = False) -> None:
         place, thread = place_of_caller(), _worker_thread()
         what += f" in thread {thread}" if thread else ""
         with self._lock:
-            self.host_waits[f"{what} at {place}"] += 1
+            (self.past_waits if past else self.host_waits)[f"{what} at {place}"] += 1
 
     def launch(self, kernel: str, variant: object) -> None:
         with self._lock:

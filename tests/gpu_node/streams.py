@@ -146,15 +146,17 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
         self.time = 0.0
+        self.step = 0
 
     def record(self, stream: Stream | None = None) -> None:
         self.clock, self.time = _clock_of((stream or current_stream()).key), time.perf_counter()
+        self.step = recorded.steps
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        recorded.host_wait("Event.synchronize")
+        recorded.host_wait("Event.synchronize", past=self.step < recorded.steps)
         host_waits_for(self.clock)
 
     def query(self) -> bool:

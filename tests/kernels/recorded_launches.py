@@ -21,7 +21,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from dbsp_kernels.exchange import CopySegments, row_words
+from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
@@ -127,15 +127,14 @@ def exchange(rows: int, blocks: int, offset: int) -> None:
     local = table(1 + rows % 2, 64 * blocks, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2)
     sent = table(1 + rows % 2, 1, 64 * rows, WIDTH, dtype=torch.bfloat16)
     words = table(64 * rows, 1 + rows % 2, row_words(WIDTH)).transpose(0, 1)[:, None]
-    tables, less = table(rows, 6, offset=offset), table(1 + rows % 2, HEADS, WIDTH, dtype=torch.float32)
-    others = [tables, table(blocks, 6, offset=offset), table(0 if rows == 7 else 48, 6)]
+    segments, less = table(rows, 6, offset=offset), table(1 + rows % 2, HEADS, WIDTH, dtype=torch.float32)
+    others = [segments, table(blocks, 6, offset=offset), table(0 if rows == 7 else 48, 6)]
     for mean in MEANS:
-        segments, *_ = all_segments = [CopySegments(one, mean) for one in others]
-        triton_copy_segments([local], sent, [segments])
-        triton_copy_segments([local], sent, [segments], add=True)
-        triton_copy_segments([local] * 3, sent, all_segments)
-        triton_quantise_segments(local, words, segments, less)
-        triton_quantise_segments(local, words, segments, None)
+        triton_copy_segments([local], sent, [segments], mean)
+        triton_copy_segments([local], sent, [segments], mean, add=True)
+        triton_copy_segments([local] * 3, sent, others, mean)
+        triton_quantise_segments(local, words, segments, mean, less)
+        triton_quantise_segments(local, words, segments, mean, None)
 
 
 def main() -> None:

@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_kernels.exchange import (
-    LARGEST,
-    TINY,
     CopySegments,
     quantise_segments,
     restore_rows,
     row_words,
     rows_of_tokens,
 )
+from dbsp_kernels.rounding import LARGEST, TINY
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 from tests.support.oracle import int8_of
@@ -120,7 +119,7 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, by_triton):
     segments = CopySegments.of(columns, torch.device("cpu"))
     if by_triton:
         with interpreted():
-            triton_quantise_segments(tokens, buffer, segments, less)
+            triton_quantise_segments(tokens, buffer, segments.table, segments.mean, less)
     else:
         quantise_segments(tokens, buffer, segments, less)
     assert buffer.equal(expected)

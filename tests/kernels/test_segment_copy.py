@@ -91,7 +91,7 @@ def test_the_triton_kernel_equals_its_twin(case):
     expected = one_by_one(source, destination, table)
     with interpreted():
         segments = CopySegments.of(table, torch.device("cpu"))
-        triton_copy_segments([source], destination, [segments])
+        triton_copy_segments([source], destination, [segments.table], segments.mean)
     assert torch.equal(destination, expected)
 
 
@@ -121,7 +121,7 @@ def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
         segments.append(CopySegments.of(table, torch.device("cpu")))
     if on_a_gpu:
         with interpreted():
-            triton_copy_segments(sources, destination, segments)
+            triton_copy_segments(sources, destination, [one.table for one in segments], segments[0].mean)
     else:
         copy_segments(sources, destination, segments)
     assert torch.equal(destination, expected)
@@ -150,10 +150,10 @@ def test_offsets_within_a_segment_pass_32_bits(tmp_path, axis):
     destination[:] = 99
     with interpreted():
         segments = CopySegments.of(np.array([[0, 0, 0, 0, 3, 0]]), torch.device("cpu"))
-        triton_copy_segments([source], destination, [segments])
+        triton_copy_segments([source], destination, [segments.table], segments.mean)
         assert torch.equal(destination, source)
         segments = CopySegments.of(np.array([[0, 0, 0, 0, 0, 3]]), torch.device("cpu"))
-        triton_copy_segments([source], destination, [segments])
+        triton_copy_segments([source], destination, [segments.table], segments.mean)
     assert not destination.any()
 
 

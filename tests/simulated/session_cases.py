@@ -47,6 +47,7 @@ class Step:
 
     Attributes:
         waits: Host waits of the ranks' own threads in the product's files, by place.
+        past_waits: Those for work of the step before, a rank.
         launches: Triton launches and NCCL calls a rank.
         operators: Torch's operators a rank.
         variants: Compiled variants by kernel, since the session began.
@@ -54,6 +55,7 @@ class Step:
     """
 
     waits: dict[str, int]
+    past_waits: float
     launches: float
     operators: float
     variants: dict[str, int] = field(default_factory=dict)
@@ -83,14 +85,11 @@ def steady_step(
             shard = session.begin(Video(THW), timestep=900.0 - step, device=device).shard
         q, k, v = (torch.randn(1, heads, shard, WIDTH, generator=generator).to(device) for _ in range(3))
         if step == warm:
-            session.flush()
             group.control().barrier()
             before = {kernel: len(variants) for kernel, variants in recorded.variants.items()}
             group.control().barrier()
             if rank == 0:
-                recorded.host_waits.clear()
-                recorded.launches.clear()
-                recorded.operators.clear()
+                recorded.begin_step()
             group.control().barrier()
             session.begin(Video(THW), timestep=900.0 - step, device=device)
         for layer in range(layers):
@@ -98,6 +97,7 @@ def steady_step(
     group.control().barrier()
     found = Step(
         recorded.waits_of_product(),
+        sum(recorded.past_waits.values()) / world,
         sum(recorded.launches.values()) / world,
         sum(recorded.operators.values()) / world,
         {kernel: len(variants) for kernel, variants in recorded.variants.items()},

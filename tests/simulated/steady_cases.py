@@ -35,10 +35,9 @@ def waits_of_a_pass(rank: int, world: int, settings: dict[str, Any], strategy: s
             q, k, v = (torch.randn(1, HEADS, shard, WIDTH, generator=draws).to(device) for _ in range(3))
             if training:
                 q, k, v = (t.requires_grad_() for t in (q, k, v))
-            session.flush()
             group.control().barrier()
             if rank == 0:
-                recorded.host_waits.clear()
+                recorded.begin_step()
             group.control().barrier()
             with torch.set_grad_enabled(training):
                 session.begin(Video(THW), timestep=timesteps[step].expand(2), device=device)

@@ -80,7 +80,7 @@ def peak_of_attention(
             return partial[0], partial[1]
         return torch.empty_like(q, dtype=out_dtype), torch.empty(q.shape[:2])
 
-    def copy_segments(*_: Any) -> None:
+    def copy_segments(*_: Any, add: bool = False) -> None:
         pass
 
     def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -49,7 +49,7 @@ def attach_single_process(
     attentions = architecture.attentions_of(transformer)
     heads, own = heads_of(attentions[0]), architecture.own_mask
     provider = MaskProvider(
-        config.mask, config.dense_schedule, heads, len(attentions), _ALONE, steps, clock=clock or StepClock()
+        config.mask, config.dense_schedule, heads, len(attentions), steps, clock=clock or StepClock()
     )
     gates, patches = gates_in_checkpoint(transformer, config.mask, _ALONE), PatchSet()
     branch = guidance_branch(transformer, patches)

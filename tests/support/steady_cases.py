@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -166,6 +169,25 @@ def waits_of_a_steady_pass(
                         session.attend(0, *torch.randn(3, batch, 4, layout.shard, 16, generator=given))
     session.reuse  # noqa: B018  waits for what is being planned
     return dict(watch.seen)
+
+
+def frames_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> int:
+    """Returns the most Python frames within the third step of one layer, those of torch and of the kernel included."""
+    config, deepest = DbspConfig.load(settings), 0
+    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal deepest
+        if event == "call":
+            deepest = max(deepest, sum(1 for _ in traceback.walk_stack(frame)))
+
+    for step in range(3):
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
+        q, k, v = torch.randn(3, 1, 4, layout.shard, 16)
+        sys.setprofile(called if step == 2 else None)
+        session.attend(0, q, k, v)
+        sys.setprofile(None)
+    return deepest - sum(1 for _ in traceback.walk_stack(sys._getframe()))
 
 
 def _no_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -36,17 +37,17 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
     def refused(*_: Any, **__: Any) -> Any:
         raise AssertionError("a collective before the error")
 
-    def compared(_: Any, problem: Exception | None, *__: Any) -> None:
+    def compared(_: Any, problem: Exception | None, *__: Any, told: Sequence[int] = ()) -> list[Sequence[int]]:
         if problem is not None:
             raise problem
+        return [told]
 
     pipe = PIPES[kind]()
     with (
         mock.patch("dbsp_core.comm.consistency.check_consistent", compared),
         mock.patch("dbsp_core.runtime.agreement.check_consistent", compared),
         mock.patch("dbsp_diffusers.attach.use_model_device"),
-        mock.patch("dbsp_core.runtime.session.gather_nodes", lambda group: [0] * group.size),
-        mock.patch("dbsp_core.reports.observer.gather_texts", lambda group, text: [text]),
+        mock.patch("dbsp_core.runtime.agreement.number_nodes", lambda group, marks: [0] * group.size),
         mock.patch("dbsp_diffusers.attach.resolve_config", lambda given, *_, **__: DbspConfig.load(given)),
         mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused),
     ):

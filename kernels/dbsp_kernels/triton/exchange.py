@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels import exchange
-from dbsp_kernels.exchange import CopySegments
+from dbsp_kernels import rounding
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
@@ -87,18 +86,25 @@ def _tokens_per_segment(mean: float, rows: int) -> int:
 
 
 def triton_copy_segments(
-    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], add: bool = False
+    sources: Sequence[torch.Tensor],
+    destination: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    mean: float,
+    add: bool = False,
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides."""
-    given = [(source, one) for source, one in zip(sources, segments, strict=True) if len(one.table)]
+    """The contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides.
+
+    Args:
+        tables, mean: Of the sources' `CopySegments`; the mean over all segments.
+    """
+    given = [(source, table) for source, table in zip(sources, tables, strict=True) if len(table)]
     if len({source.stride() for source, _ in given}) > 1:
-        for source, one in given:
-            triton_copy_segments([source], destination, [one], add)
+        for source, table in given:
+            triton_copy_segments([source], destination, [table], mean, add)
         return
     if not given or destination.shape[0] == 0:
         return
-    counts = [len(one.table) for _, one in given]
-    mean = sum(one.mean * len(one.table) for _, one in given) / sum(counts)
+    counts = [len(table) for _, table in given]
     (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
     width = first.shape[-1]
     rows = max(1, ELEMENTS // padded(width))
@@ -106,7 +112,7 @@ def triton_copy_segments(
     programs = sum(-(-count // (rows // tokens)) for count in counts)
     launch(
         copy_kernel, (programs, destination.shape[0]),
-        first, second, third, destination, *(one.table for one in copied), *[*counts, 0, 0][:3],
+        first, second, third, destination, *copied, *[*counts, 0, 0][:3],
         *first.stride(), *destination.stride(),
         SEVERAL=len(given) > 1, WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
     )  # fmt: skip
@@ -114,7 +120,7 @@ def triton_copy_segments(
 
 INT8_ELEMENTS = 4096  # per program and step, as numbers of 32 bits
 ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
-TINY = tl.constexpr(exchange.TINY)
+TINY = tl.constexpr(rounding.TINY)
 
 
 @triton.jit(do_not_specialize=("table_ptr", "segments", "to_batch", "to_head_stride", "to_token_stride"))
@@ -163,18 +169,18 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_quantise_segments(
-    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, less: torch.Tensor | None
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.quantise_segments`."""
-    count, width, words = len(segments.table), source.shape[-1], destination.shape[-1]
+    """The contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
+    count, width, words = len(table), source.shape[-1], destination.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, INT8_ELEMENTS // padded(width))
-    tokens = _tokens_per_segment(segments.mean, rows)
+    tokens = _tokens_per_segment(mean, rows)
     less_strides = (0, 0) if less is None else less.stride()[:2]
     launch(
         quantise_kernel, (-(-count // (rows // tokens)), source.shape[0]),
-        source, destination.view(torch.int8), destination.view(torch.float32), less, segments.table, count,
+        source, destination.view(torch.int8), destination.view(torch.float32), less, table, count,
         *source.stride(), *destination.stride()[:3], *less_strides,
         WIDTH=width, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, width)),
         LESS=less is not None, num_warps=4, enable_fp_fusion=False,

@@ -169,7 +169,8 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         quantise_segments(source, expected, CopySegments.of(table, CPU), less)
         restored = restore_rows(expected, head_dim, dtype)
         there = CopySegments.of(table, torch.device(setting.device))
-        triton_quantise_segments(source.to(setting.device), found, there, less.to(setting.device))
+        given = (source.to(setting.device), found, there.table, there.mean, less.to(setting.device))
+        triton_quantise_segments(*given)
         scales = [one.view(torch.float32)[..., -1].cpu().nan_to_num(-1.0) for one in (found, expected)]
         yield Row(f"scales that differ, segments of {mean}", float((scales[0] != scales[1]).sum()), "", 0.0)
         words = float((found[..., :-1].cpu() != expected[..., :-1]).sum())
@@ -190,7 +191,7 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
             found = expected.to(setting.device)
             copy_segments([source], expected, [CopySegments.of(table, CPU)], add=add)
             there = CopySegments.of(table, torch.device(setting.device))
-            triton_copy_segments([source.to(setting.device)], found, [there], add)
+            triton_copy_segments([source.to(setting.device)], found, [there.table], there.mean, add)
             name = f"numbers {'added' if add else 'copied'} otherwise, segments of {mean}"
             yield Row(name, float((found.cpu() != expected).sum()), "", 0.0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.exchange import CopySegments, row_words
+from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
@@ -148,8 +148,7 @@ def _merge(of: Variant) -> None:
 def _copy(of: Variant) -> None:
     hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
     mean, sources = 1.0 if of.case == "tokens" else 64.0, 3 if of.case == "q, k, v" else 1
-    segments = [CopySegments(_tensor(5000, 6), mean)] * sources
-    triton_copy_segments([hosts] * sources, hosts.contiguous(), segments, of.case == "added")
+    triton_copy_segments([hosts] * sources, hosts.contiguous(), [_tensor(5000, 6)] * sources, mean, of.case == "added")
 
 
 def _quantise(of: Variant) -> None:
@@ -157,7 +156,7 @@ def _quantise(of: Variant) -> None:
     hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
     buffer = _tensor(TOKENS * HEADS, 1, row_words(of.width)).transpose(0, 1)[:, None]
     less = _tensor(1, HEADS, of.width, dtype=torch.float32) if of.case == "less a mean" else None
-    triton_quantise_segments(hosts, buffer, CopySegments(_tensor(5000, 6), mean), less)
+    triton_quantise_segments(hosts, buffer, _tensor(5000, 6), mean, less)
 
 
 def _expand(of: Variant) -> None:

@@ -37,7 +37,6 @@ OWNER = {grid: np.arange(2 * grid.nq).reshape(2, -1) % 2 for grid in (PLAIN, PAC
 DERIVED: dict[str, Callable[[BlockMask], object]] = {
     "fingerprint": lambda mask: mask.fingerprint,
     "rows": lambda mask: mask.counts.rows.tolist(),
-    "columns": lambda mask: mask.counts.columns.tolist(),
     "columns by rank": lambda mask: mask.counts.columns_by_rank(OWNER[mask.grid], 2).tolist(),
     "parts": lambda mask: [part.counts.rows.tolist() for part in mask.parts],
     "fingerprints of parts": lambda mask: [part.fingerprint for part in mask.parts],

@@ -1,39 +1,37 @@
-"""Counting a mask's blocks, also by several threads at once: a plan in use is evaluated while another thread plans."""
+"""Counting a mask's blocks, on the host and where the bits are."""
 
 from __future__ import annotations
-
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
-from dbsp_core.masks.block_mask import MaskCounts
+from dbsp_core.masks.mask_counts import MaskCounts, _columns_on_device
 
 
 def test_columns_by_rank_are_counted_alike_by_numpy_and_on_a_device():
     draws = np.random.default_rng(0)
     parts = [torch.from_numpy(draws.random((3, rows, columns)) < 0.1) for rows, columns in ((40, 30), (300, 7))]
     owner, counts = draws.integers(0, 5, (3, 340)), MaskCounts(*parts)
-    by_rank = counts.columns_by_rank_on_device(torch.from_numpy(owner), 5)
+    owners = torch.from_numpy(owner).split([40, 300], dim=1)
+    by_rank = torch.cat([_columns_on_device(*one, 5) for one in zip(parts, owners, strict=True)], dim=2)
     assert np.array_equal(by_rank.numpy(), counts.columns_by_rank(owner, 5))
     assert by_rank.sum() == sum(int(part.sum()) for part in parts)
 
 
-def test_columns_remembered_for_other_owners_meanwhile_are_not_returned():
-    """Another thread counts for other owners between the comparison of what is remembered and its use."""
+def test_columns_are_remembered_for_the_last_owners_only():
     draws = np.random.default_rng(0)
     bits = torch.from_numpy(draws.random((3, 40, 30)) < 0.4)
     owner, others = (draws.integers(0, 3, (3, 40)) for _ in range(2))
-    expected, counts = MaskCounts(bits).columns_by_rank(owner, 3), MaskCounts(bits)
-    counts.columns_by_rank(owner, 3)
+    counts = MaskCounts(bits)
+    expected = counts.columns_by_rank(owner, 3)
+    assert counts.columns_by_rank(owner, 3) is expected
+    counts.columns_by_rank(others, 3)
+    assert np.array_equal(counts.columns_by_rank(owner, 3), expected)
 
-    def compared(one: np.ndarray, other: np.ndarray, equal: Any = np.array_equal) -> bool:
-        answer = equal(one, other)
-        with mock.patch.object(np, "array_equal", equal):
-            counts.columns_by_rank(others, 3)
-        return answer
 
-    with mock.patch.object(np, "array_equal", compared):
-        found = counts.columns_by_rank(owner, 3)
-    assert np.array_equal(found, expected)
+def test_rows_are_counted_over_all_parts():
+    draws = np.random.default_rng(0)
+    parts = [torch.from_numpy(draws.random((3, rows, columns)) < 0.5) for rows, columns in ((4, 300), (2, 7))]
+    rows = MaskCounts(*parts).rows
+    assert rows.dtype == np.int64
+    assert np.array_equal(rows, np.concatenate([part.sum(dim=2).numpy() for part in parts], axis=1))

@@ -123,7 +123,7 @@ def test_a_split_heads_keys_go_only_where_its_rows_need_them():
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ("auto", "auto was removed; leave it out"),
+        ("auto", "auto was removed; write needed for masks that never change"),
         ("neded", "did you mean 'needed'"),
         ("every", "one of all, needed$"),
     ],

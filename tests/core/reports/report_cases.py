@@ -58,7 +58,7 @@ def recounted_session(
     take_mask, run = MaskProvider.mask, sessions.attend
     now: tuple[int, int, int] = (0, 0, 0)
 
-    def kept_mask(feed: MaskProvider, layer: int, tokens: Any) -> BlockMask:
+    def kept_mask(feed: MaskProvider, layer: int, tokens: Any = None) -> BlockMask:
         mask = take_mask(feed, layer, tokens)
         masks[layer] = masks["last"] = mask
         return mask

@@ -70,8 +70,8 @@ def test_a_layout_and_an_executor(mask):
 def test_a_session_before_and_after_its_calls(session):
     start = "<db-SP session: 4 layers of 3 heads, strategy U2R1 on 2 ranks, sparge:"
     assert repr(session) == f"{start}block_q=16,block_k=16,cdf=0.92; 0 calls, 0 plans>"
-    session._counters.calls, session._counters.replans = 96, 1
-    session._counters.evaluated, session._counters.rho_used = 2, 2.048
+    session._statistics.calls, session._statistics.plans = 96, 1
+    session._statistics.counted, session._statistics.rho_sum = 2, 2.048
     with mock.patch.object(AttentionSession, "flush", side_effect=AssertionError("it waits")):
         assert repr(session) == f"{start}block_q=16,block_k=16,cdf=0.92; 96 calls, 1 plan, ρ_s 1.024>"
 

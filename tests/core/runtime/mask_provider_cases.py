@@ -87,7 +87,7 @@ def attend_in_two_steps(rank: int, world: int, odd: int) -> None:
 
 def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], steps: int) -> list[list[int]]:
     """By forward pass, the layers that are dense."""
-    feed = MaskProvider(BlockSizes(), schedule, 2, layers, SequenceGroup(0, 1), lambda: steps)
+    feed = MaskProvider(BlockSizes(), schedule, 2, layers, lambda: steps)
     dense = []
     for timestep in timesteps:
         feed.begin([Video((2, 2, 2))], torch.tensor([timestep, timestep]))

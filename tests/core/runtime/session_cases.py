@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,7 +24,6 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.reports.observer import observed_session, run_observer
-from dbsp_core.runtime.async_plan_cache import PlanningThread
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest, WindowSource
@@ -76,8 +77,8 @@ class Session:
 
     def _feed_alone(self) -> MaskProvider:
         """The masks of one process, from a source of its own."""
-        config, alone = DbspConfig(**self.settings), SequenceGroup(0, 1)
-        return MaskProvider(config.mask, config.dense_schedule, HEADS, self.layers, alone, lambda: self.steps)
+        config = DbspConfig(**self.settings)
+        return MaskProvider(config.mask, config.dense_schedule, HEADS, self.layers, lambda: self.steps)
 
     def attend(
         self,
@@ -120,7 +121,7 @@ def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) ->
     settings = PREDICTED | {"reuse": 1.0}
     session = Session(settings, strategy)
     errors = [session.attend(900.0 - step, batch, settle=True) for step, batch in enumerate(batches)]
-    assert session.inner.reuse.replans > len(set(batches)), "plans must have been waiting"
+    assert session.inner.reuse.plans > len(set(batches)), "plans must have been waiting"
     return errors
 
 
@@ -132,7 +133,7 @@ def changing_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
         for _ in range(2):
             worst = max(worst, session.attend(900.0 - step))
     counters, (context,) = session.inner.reuse, session.inner._sizes.values()
-    return worst, counters.calls, counters.replans, len(context.plans.latest), len(context._executors)
+    return worst, counters.calls, counters.plans, len(context.keeper._last), len(context._prepared)
 
 
 def videos(rank: int, world: int, settings: dict[str, Any], steps: int, texts: list[int]) -> tuple[float, list[int]]:
@@ -142,7 +143,7 @@ def videos(rank: int, world: int, settings: dict[str, Any], steps: int, texts: l
     for text in texts:
         for step in range(steps):
             worst = max(worst, session.attend(900.0 - step, text_tokens=text, settle=True))
-        made.append(session.inner.reuse.replans)
+        made.append(session.inner.reuse.plans)
     return worst, [after - before for before, after in pairwise(made)]
 
 
@@ -151,7 +152,7 @@ def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
     session = Session(settings, f"U{world}R1", layers=2, steps=steps)
     for step in range(steps):
         session.attend(900.0 - step)
-    return session.inner.reuse.replans
+    return session.inner.reuse.plans
 
 
 def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int, int]:
@@ -161,7 +162,7 @@ def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int
         assert session.attend(900.0) <= 1e-5
     session.inner.flush()
     (context,) = session.inner._sizes.values()
-    return session.inner.reuse.replans, len(context.plans.latest), len(context._executors)
+    return session.inner.reuse.plans, len(context.keeper._last), len(context._prepared)
 
 
 def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[int], steps: int) -> tuple[float, int]:
@@ -171,7 +172,7 @@ def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[
     for step in range(steps):
         for text in texts:
             worst = max(worst, session.attend(900.0 - step, text_tokens=text))
-    return worst, session.inner.reuse.replans
+    return worst, session.inner.reuse.plans
 
 
 def keys_known(rank: int, world: int, settings: dict[str, Any], texts: list[int]) -> int:
@@ -252,7 +253,7 @@ def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None
     try:
         session.attend(0, q, q, q)
         session.begin(Video(THW), timestep=890.0)
-        ((executor,),) = (context._executors.values() for context in session._sizes.values())
+        ((executor,),) = (context._prepared.values() for context in session._sizes.values())
         if (rank, when) == (odd, "mask"):
             vars(executor)["mask_mark"] ^= 1
         if (rank, when) == (odd, "kernel"):
@@ -302,24 +303,24 @@ def computed_again_after_another_size(rank: int, world: int, debug: bool) -> lis
     return [float((one - found[0]).abs().max()) for one in found]
 
 
-def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[int, float]:
-    """In its exchange of outputs. Returns jobs it has left for the planning thread, and the next attention's error."""
-    session, jobs, submit = Session(PREDICTED, f"U{world}R1"), [], PlanningThread.submit
-    session.attend(900.0)
+def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, list[float]]:
+    """Its exchange of outputs fails on all ranks, and on one before the mask is predicted.
 
-    def counted(thread: PlanningThread, job: Any) -> Any:
-        jobs.append(job)
-        return submit(thread, job)
-
-    with mock.patch.object(PlanningThread, "submit", counted):
-        if breaks:
-            broken = mock.patch.object(Route, "combine", side_effect=CommunicationError("a rank has gone"))
-            with broken, pytest.raises(CommunicationError):
-                session.attend(890.0)
-        else:
-            session.attend(890.0)
-        left = len(jobs)
-    return left, session.attend(880.0)
+    Returns plans in use afterwards, and the errors of the next generation.
+    """
+    session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
+    for step in range(3):
+        session.attend(900.0 - step)
+    gone, group = CommunicationError("a rank has gone"), session.inner.group
+    place = (MaskProvider, "mask") if rank == odd else (SequenceGroup, "all_gather_along")
+    left = session.inner._now.keeper.calls
+    with mock.patch.object(*place, side_effect=gone), pytest.raises(CommunicationError):
+        session.attend(890.0)
+    if rank != odd:  # as if these had gone on to the exchange of outputs
+        session.inner._now.keeper.calls += 1
+    dist.barrier(group.group)
+    errors = [session.attend(900.0 - step) for step in range(3)]
+    return session.inner._now.keeper.calls - left, errors
 
 
 def from_two_threads(rank: int, world: int) -> str:
@@ -375,7 +376,7 @@ def all_keys_of_growing_masks(rank: int, world: int, strategy: str) -> tuple[flo
     session = Session({"mask": Growing(8, 8), "reuse": 9.0}, strategy, layers=2)
     worst = max(session.attend(900.0 - step) for step in range(8))
     plans = session.inner.records.values()
-    return worst, session.inner.reuse.replans, {plan.chunks.keys for plan in plans}
+    return worst, session.inner.reuse.plans, {plan.chunks.keys for plan in plans}
 
 
 def predicted_masks_with_keys(rank: int, world: int, strategy: str) -> tuple[float, set[str]]:
@@ -397,3 +398,32 @@ def training_with_keys_in_chunks(rank: int, world: int, strategy: str, mask: Any
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
     session.attend(0, q, q, q).sum().backward()
     return q.grad is not None
+
+
+def exchanges_before_the_first_attention(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
+    """A session in a new group, and its first attention. Returns in what ranks agreed before q was sent."""
+    made = SequenceGroup.of(dist.new_group(list(range(world)), timeout=timedelta(seconds=77)))
+    seen: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return function(*args, **options)
+
+        return call
+
+    def sent(*_: Any) -> Any:
+        seen.append("q")
+        raise CommunicationError("far enough")
+
+    names = ("barrier", "all_reduce", "monitored_barrier", "broadcast", "all_gather")
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(dist, name, noted(name, getattr(dist, name))))
+        patches.enter_context(mock.patch.object(Route, "dispatch", sent))
+        config, chosen = DbspConfig.load(settings), None if strategy == "auto" else Strategy.parse(strategy)
+        session = observed_session(config, made, chosen, HEADS, 1)
+        q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
+        with pytest.raises(CommunicationError, match="far enough"):
+            session.attend(0, q, q, q)
+    return seen

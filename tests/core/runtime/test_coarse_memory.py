@@ -14,7 +14,6 @@ from dbsp_core import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.async_plan_cache import PlanningThread
 from dbsp_core.runtime.session import AttentionSession
 from tests.support.settings import with_debug
 
@@ -23,10 +22,7 @@ LAYERS = 3
 
 
 def branches_alive(rank: int, world: int, debug: bool) -> tuple[int, int]:
-    """Returns how many gates and coarse branches were made in a pass, and how many are alive after it.
-
-    The planning thread does nothing meanwhile, as if it were behind.
-    """
+    """Returns how many gates and coarse branches were made in a pass, and how many are alive after it."""
     config = with_debug({"mask": VSA}, debug)
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), 4, LAYERS)
     made: list[weakref.ref[torch.Tensor]] = []
@@ -35,7 +31,7 @@ def branches_alive(rank: int, world: int, debug: bool) -> tuple[int, int]:
         made.extend((weakref.ref(branch.gate), weakref.ref(branch.coarse)))
         add(branch, out)
 
-    with mock.patch.object(CoarseBranch, "add_to", note), mock.patch.object(PlanningThread, "submit"), torch.no_grad():
+    with mock.patch.object(CoarseBranch, "add_to", note), torch.no_grad():
         layout = session.begin(Video((4, 8, 8)), timestep=900.0)
         for layer in range(LAYERS):
             q, k, v = torch.randn(3, 1, 4, layout.shard, 16)

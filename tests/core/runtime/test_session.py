@@ -21,6 +21,7 @@ from tests.core.runtime.session_cases import (
     changing_masks,
     changing_sizes,
     computed_again_after_another_size,
+    exchanges_before_the_first_attention,
     from_two_threads,
     gradients,
     keys_known,
@@ -51,7 +52,7 @@ def test_a_mask_that_does_not_change_is_planned_once_however_uneven(threads):
         assert (worst <= 1e-5, calls, plans) == (True, 3 * PASSES * LAYERS, 1)
     growing = {"mask": Growing(16, 16, most=1), "planner": "contiguous"}
     for plans in threads(2).run(recorded_masks, growing, 9):
-        assert plans == LAYERS * 2, "one for each of a layer's two masks"
+        assert plans == 2, "one for each of the masks, which layers share"
 
 
 class TestMasksThatChangeByStep:
@@ -181,12 +182,12 @@ class TestInputs:
         assert_all_raise(pool, 3, message, an_executor_that_differs, 1, when)
 
     def test_how_often_ranks_compare_numbers(self, pool):
-        """At first inputs, the mask and kernels; under debug once an attention, and again for a new executor."""
+        """Once at the first attention; under debug once an attention, and again for a mask that was predicted."""
         static = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
         predicted = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
         workers = pool(2)
-        assert workers.run(agreements, static, False) == [[3, 0, 0]] * 2
-        assert workers.run(agreements, static, True) == [[3, 1, 1]] * 2
+        assert workers.run(agreements, static, False) == [[1, 0, 0]] * 2
+        assert workers.run(agreements, static, True) == [[1, 1, 1]] * 2
         assert workers.run(agreements, predicted, True) == [[2, 2, 2]] * 2
 
     @pytest.mark.parametrize(
@@ -209,9 +210,26 @@ class TestInputs:
         assert all("UserError: two threads use db-SP" in told for told in pool(2).run(from_two_threads))
 
 
-@pytest.mark.parametrize(("breaks", "jobs"), [(True, 0), (False, 1)])
-def test_an_attention_that_breaks_off_leaves_nothing_to_plan(pool, breaks, jobs):
-    """Or the program's end would wait for a thread that waits for the rank that has gone."""
-    for left, error in pool(2).run(an_attention_that_breaks_off, breaks):
-        assert left == jobs
-        assert error <= 1e-5
+@pytest.mark.parametrize("odd", [0, 2])
+def test_plans_are_made_anew_after_a_pass_that_ranks_have_left_at_different_calls(pool, odd):
+    """Or they would decide by the counts of different calls."""
+    for calls, errors in pool(3).run(an_attention_that_breaks_off, odd):
+        assert calls == 0, "as many calls as before the failure, since all plans were dropped"
+        assert max(errors) <= 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("settings", "strategy"),
+    [
+        ({"mask": {"source": "window", "block_q": 16, "block_k": 16}}, "U{}R1"),
+        (PREDICTED, "U1R{}"),
+        (PREDICTED, "auto"),
+        (PREDICTED | {"machine": "a800"}, "auto"),
+    ],
+    ids=["static", "predicted", "auto", "auto, measured"],
+)
+def test_ranks_agree_three_times_before_the_first_attention(pool, world, settings, strategy):
+    """When the session is made, when the size begins, and at the attention; making a group to agree in is no more."""
+    for seen in pool(world).run(exchanges_before_the_first_attention, settings, strategy.format(world)):
+        assert seen == ["all_gather"] * 3 + ["q"]

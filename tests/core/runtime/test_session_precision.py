@@ -77,7 +77,7 @@ def alone(
     generator = torch.Generator().manual_seed(int(timestep))
     full = [torch.randn(1, HEADS, tokens, WIDTH, generator=generator) for _ in range(3)]
     full[1] += 3 * torch.randn(1, HEADS, 1, WIDTH, generator=generator)
-    provider = MaskProvider(config.mask, config.dense_schedule, HEADS, 1, SequenceGroup(0, 1), lambda: None)
+    provider = MaskProvider(config.mask, config.dense_schedule, HEADS, 1, lambda: None)
     provider.begin(videos, timestep)
     mask = provider.mask(0, LocalQK.alone(full[0], full[1]))
     sent = rounded_to_int8(*full) if config.precision == "int8" else full

@@ -80,7 +80,6 @@ def test_text_is_dense_with_its_own_video_only():
 def test_counts_are_those_of_the_block_diagonal(mask, seed):
     square = mask.square().numpy()
     assert np.array_equal(mask.counts.rows, square.sum(axis=2))
-    assert np.array_equal(mask.counts.columns, square.sum(axis=1))
     assert mask.density == square.sum() / (mask.heads * mask.grid.pairs)
     assert mask.bits.numel() == mask.heads * sum(grid.nq * grid.nk for grid in mask.grid.sequences)
     head, block = (np.random.default_rng(seed).integers(0, n, 5) for n in (mask.heads, mask.grid.nq))

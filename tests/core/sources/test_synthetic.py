@@ -151,7 +151,7 @@ def test_presets_give_table_1(name):
     layers = [source.mask(request_of(name, layer)) for layer in range(0, preset_model(name).layers, 2)]
     for strategy, paper in PAPER[name].items():
         plan = plan_ring(layers[0], strategy)  # asks for nothing in a mask: serves all layers
-        rho = np.mean([plan.counted(mask).rho for mask in layers])
+        rho = np.mean([plan.evaluate(mask).rho for mask in layers])
         tolerance = 0.05 if strategy in FITTED else 0.10
         assert rho == pytest.approx(paper, rel=tolerance), strategy
 

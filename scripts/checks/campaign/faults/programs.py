@@ -115,7 +115,7 @@ def session(values: Values) -> float:
         _flip_predicted_masks()
     config = configured(settings)
     inner = observed_session(config, group, Strategy.parse(values.strategy), heads=values.heads, layers=2)
-    alone = MaskProvider(config.mask, config.dense_schedule, values.heads, 2, SequenceGroup(0, 1))
+    alone = MaskProvider(config.mask, config.dense_schedule, values.heads, 2)
     worst, seed = 0.0, torch.Generator().manual_seed(5)
     for step in range(CALLS):
         timestep = values.timestep - step

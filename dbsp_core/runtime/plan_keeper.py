@@ -1,0 +1,204 @@
+"""The plan of each attention, kept while it is balanced enough (paper, §4.2.1). Plans lag predicted masks by one call.
+
+The row counts of a predicted mask are copied to the host while the call computes, and are read at the attention's next
+call. Then ρ_s in use is known, and the plan is kept while ρ_s ≤ P_s, else a new one is made from these counts. All
+ranks have equal counts and read them at the same call, so all decide the same, whenever the copies arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.mask_counts import RowCounts
+from dbsp_core.planning.plan import Plan
+
+__all__ = ["MakePlan", "PlanKeeper", "PlanUse", "ReuseStatistics", "kept_or_new", "replay"]
+
+MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
+"""Returns a new plan for row counts int64[H, nq], given the plan in use, or None if there is none."""
+
+
+@dataclass
+class ReuseStatistics:
+    """Sums over the calls of a session.
+
+    Attributes:
+        calls: Attentions computed.
+        plans: Plans made.
+        counted: Calls whose ρ_s in use is known.
+        rho_sum: Sum of ρ_s in use over these calls; `worst_rho`, its maximum.
+        dense: Number of these calls whose masks leave nothing out.
+    """
+
+    calls: int = 0
+    plans: int = 0
+    counted: int = 0
+    rho_sum: float = 0.0
+    worst_rho: float = 1.0
+    dense: int = 0
+
+    @property
+    def mean_rho(self) -> float:
+        """Mean ρ_s in use; 1.0 before any is known."""
+        return self.rho_sum / self.counted if self.counted else 1.0
+
+    def add(self, plan: Plan) -> None:
+        """Adds a call whose plan has the numbers of the call's own mask."""
+        self.counted += 1
+        self.rho_sum += plan.rho
+        self.worst_rho = max(self.worst_rho, plan.rho)
+        self.dense += plan.density == 1
+
+
+@dataclass(eq=False)
+class PlanUse:
+    """One call of an attention, with the plan that it uses.
+
+    Attributes:
+        plan: The plan. Its numbers are those of the mask that it was made for or counted for last.
+        new: True if the plan was made for this call.
+        counted: The plan with the numbers of the call's own mask, or None until they are known.
+    """
+
+    plan: Plan
+    new: bool
+    counted: Plan | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _LastCall:
+    """The last call of an attention, and its row counts if its mask was predicted."""
+
+    use: PlanUse
+    counts: RowCounts | None = None
+
+
+def kept_or_new(counted: Plan, rows: np.ndarray, threshold: float, make: MakePlan) -> Plan:
+    """Returns the plan for the next call: `counted` itself while its ρ_s is at most P_s, else a new one.
+
+    Args:
+        counted: The plan in use, with the numbers of `rows`.
+        rows: int64[H, nq], dense blocks of each row.
+        threshold: P_s, the largest ρ_s up to which a plan is kept.
+    """
+    return counted if counted.rho <= threshold else make(rows, counted)
+
+
+def replay(counts: Iterable[np.ndarray], threshold: float, make: MakePlan, *, lag: bool = True) -> list[PlanUse]:
+    """Returns what `PlanKeeper` does in successive calls of one attention: `use.counted.rho` is ρ_s in use.
+
+    Args:
+        counts: int64[H, nq] by call, dense blocks of each row.
+        threshold: P_s.
+        lag: Whether plans lag by one call, as for predicted masks. Otherwise each call waits for its own counts, as in
+            the paper and for masks that are known beforehand.
+    """
+    uses: list[PlanUse] = []
+    last: np.ndarray | None = None
+    for rows in counts:
+        if last is None or last.shape != rows.shape:
+            use = PlanUse(make(rows, None), True)
+        else:
+            seen = last if lag else rows
+            before = uses[-1].plan.counted(seen, compare=False)
+            plan = kept_or_new(before, seen, threshold, make)
+            use = PlanUse(plan, plan is not before)
+        use.counted = use.plan.counted(rows, compare=False)
+        uses.append(use)
+        last = rows
+    return uses
+
+
+@dataclass(eq=False)
+class PlanKeeper:
+    """The plan in use of each attention of one video size, and the counts under way.
+
+    Attributes:
+        threshold: P_s.
+        compare: Whether plans are compared with the contiguous plan; see `make_plan`.
+        statistics: Sums that all sizes of a session share.
+        calls: Number of calls with predicted masks, by which ranks notice that one of them has left a pass.
+    """
+
+    threshold: float
+    compare: bool
+    statistics: ReuseStatistics = field(default_factory=ReuseStatistics)
+    calls: int = 0
+    _last: dict[Hashable, _LastCall] = field(default_factory=dict)
+
+    def plan_known(self, key: Hashable, mask: BlockMask, make: MakePlan) -> PlanUse:
+        """Returns the plan for a mask that is known beforehand: the attention's own if it fits, else a new one.
+
+        Waits for the mask's counts. Nothing is kept before `use`.
+        """
+        last = self._last.get(key)
+        rows = mask.counts.rows
+        if last is None or not last.use.plan.fits(mask):
+            plan = make(rows, None if last is None else last.use.plan)
+            return PlanUse(plan, True, plan)
+        before = last.use.plan.counted(rows, compare=self.compare)
+        plan = kept_or_new(before, rows, self.threshold, make)
+        return PlanUse(plan, plan is not before, plan)
+
+    def use(self, key: Hashable, use: PlanUse) -> None:
+        """Counts one more call of an attention, with a plan that has the numbers of the call's own mask."""
+        self._begin(key, _LastCall(use))
+        self.statistics.add(use.plan)
+
+    def plan_predicted(self, key: Hashable, mask: BlockMask, make: MakePlan) -> PlanUse:
+        """Returns the plan for one more call of an attention, with a mask that was predicted for this call alone.
+
+        Waits for the counts of the attention's last call. Only if there is none, or its plan does not fit the mask,
+        the call plans at once and waits for its own counts.
+        """
+        last, plan, new = self._last.get(key), None, True
+        if last is not None:
+            before = self._count(last)
+            if last.counts is not None and before.fits(mask):
+                plan = kept_or_new(before, last.counts.rows, self.threshold, make)
+                new = plan is not before
+        counts = mask.counts.copy_rows()
+        if plan is None:
+            plan = make(counts.rows, None if last is None else last.use.plan)
+        use = PlanUse(plan, new)
+        self._begin(key, _LastCall(use, counts))
+        self.calls += 1
+        return use
+
+    def settle(self) -> None:
+        """Reads the counts under way, so that `statistics` and `counted` cover every call."""
+        for last in self._last.values():
+            self._count(last)
+
+    def last_used(self, key: Hashable) -> Plan:
+        """Returns the plan of an attention's last call with the numbers of its mask. Waits for its counts."""
+        return self._count(self._last[key])
+
+    def forget(self, key: Hashable) -> None:
+        """Drops the plan of an attention."""
+        last = self._last.pop(key, None)
+        if last is not None:
+            self._count(last)
+
+    def restart(self) -> None:
+        """Drops all plans: each attention's next call plans at once."""
+        self.settle()
+        self._last.clear()
+        self.calls = 0
+
+    def _begin(self, key: Hashable, call: _LastCall) -> None:
+        self._last[key] = call
+        self.statistics.calls += 1
+        self.statistics.plans += call.use.new
+
+    def _count(self, last: _LastCall) -> Plan:
+        """Returns the plan of a call with the numbers of its mask. Waits for its counts."""
+        use = last.use
+        if use.counted is None and last.counts is not None:
+            use.counted = use.plan.counted(last.counts.rows, compare=self.compare)
+            self.statistics.add(use.counted)
+        return use.counted or use.plan
