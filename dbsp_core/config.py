@@ -117,7 +117,7 @@ class DbspConfig:
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     planner: str = "dbsp"
     precision: str = MODEL.name
-    reuse: float = 1.10
+    reuse: float = 1.02
     kernel: str = "auto"
     machine: str | None = field(default=None, metadata={"read": read_path})
     bags: BagConfig | None = field(default=None, metadata={"read": _read_bags})

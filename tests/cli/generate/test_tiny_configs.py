@@ -58,6 +58,6 @@ def test_it_makes_a_video(tmp_path, checkpoints, name):
     assert resolve(request).tiny == settings.values["model"].removeprefix("tiny-")
     settings = settings.changed(("model",), checkpoint(checkpoints, settings.values["model"]), "here")
     for key, value in {"prompt": "a red ball", "steps": 1}.items():
-        settings = settings.changed(("video", key), value, "here")
+        settings = settings.changed(("generate", key), value, "here")
     generate(DbspConfig.load(settings), tmp_path / "ball.mp4")
     assert (tmp_path / "ball.mp4").stat().st_size > 1000
