@@ -3,11 +3,14 @@
 The row counts of a predicted mask are copied to the host while the call computes, and are read at the attention's next
 call. Then ρ_s in use is known, and the plan is kept while ρ_s ≤ P_s, else a new one is made from these counts. All
 ranks have equal counts and read them at the same call, so all decide the same, whenever the copies arrive.
+
+The last mask of a generation says little about the first one of the next. So a generation begins with the plan that
+the last generation's first mask led to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +19,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["MakePlan", "PlanKeeper", "PlanUse", "ReuseStatistics", "kept_or_new", "replay"]
+__all__ = ["MakePlan", "PlanKeeper", "PlanUse", "ReuseStatistics", "kept_or_new", "next_plan", "replay"]
 
 MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
 """Returns a new plan for row counts int64[H, nq], given the plan in use, or None if there is none."""
@@ -71,10 +74,20 @@ class PlanUse:
 
 @dataclass(frozen=True, eq=False)
 class _LastCall:
-    """The last call of an attention, and its row counts if its mask was predicted."""
+    """The last call of an attention.
+
+    Attributes:
+        use: The plan that it used.
+        counts: Row counts of its mask if that was predicted.
+        step: Its denoising step.
+        first: The plan with which the next generation begins, or None if this call began a generation: then its own
+            counts decide.
+    """
 
     use: PlanUse
     counts: RowCounts | None = None
+    step: int = 0
+    first: Plan | None = None
 
 
 def kept_or_new(counted: Plan, rows: np.ndarray, threshold: float, make: MakePlan) -> Plan:
@@ -88,28 +101,52 @@ def kept_or_new(counted: Plan, rows: np.ndarray, threshold: float, make: MakePla
     return counted if counted.rho <= threshold else make(rows, counted)
 
 
-def replay(counts: Iterable[np.ndarray], threshold: float, make: MakePlan, *, lag: bool = True) -> list[PlanUse]:
+def next_plan(
+    counted: Plan, rows: np.ndarray, first: Plan | None, begins: bool, threshold: float, make: MakePlan
+) -> tuple[Plan, Plan]:
+    """Returns the plan for an attention's next call, and the plan with which the next generation begins.
+
+    Args:
+        counted: The plan of the last call, with the numbers of `rows`.
+        rows: int64[H, nq], dense blocks of each row in the last call.
+        first: The plan with which the next generation begins, or None if the last call began a generation.
+        begins: Whether the next call begins a generation.
+        threshold: P_s.
+    """
+    if begins and first is not None:
+        return first, first
+    plan = kept_or_new(counted, rows, threshold, make)
+    return plan, plan if first is None else first
+
+
+def replay(
+    counts: Sequence[np.ndarray], threshold: float, make: MakePlan, *, steps: int | None = None, lag: bool = True
+) -> list[PlanUse]:
     """Returns what `PlanKeeper` does in successive calls of one attention: `use.counted.rho` is ρ_s in use.
 
     Args:
         counts: int64[H, nq] by call, dense blocks of each row.
         threshold: P_s.
+        steps: Calls of a generation; None: all are of one.
         lag: Whether plans lag by one call, as for predicted masks. Otherwise each call waits for its own counts, as in
             the paper and for masks that are known beforehand.
     """
     uses: list[PlanUse] = []
-    last: np.ndarray | None = None
-    for rows in counts:
-        if last is None or last.shape != rows.shape:
-            use = PlanUse(make(rows, None), True)
+    first: Plan | None = None
+    for call, rows in enumerate(counts):
+        before = (uses[-1].counted or uses[-1].plan) if uses else None
+        if before is None or before.owner.shape != rows.shape:
+            plan, before = make(rows, None), None
+        elif not lag:
+            before = before.counted(rows, compare=False)
+            plan = kept_or_new(before, rows, threshold, make)
         else:
-            seen = last if lag else rows
-            before = uses[-1].plan.counted(seen, compare=False)
-            plan = kept_or_new(before, seen, threshold, make)
-            use = PlanUse(plan, plan is not before)
-        use.counted = use.plan.counted(rows, compare=False)
-        uses.append(use)
-        last = rows
+            begins = steps is not None and call % steps == 0
+            plan, following = next_plan(before, counts[call - 1], first, begins, threshold, make)
+            if plan is first:
+                before = plan
+            first = None if begins else following
+        uses.append(PlanUse(plan, plan is not before, plan.counted(rows, compare=False)))
     return uses
 
 
@@ -149,23 +186,26 @@ class PlanKeeper:
         self._begin(key, _LastCall(use))
         self.statistics.add(use.plan)
 
-    def plan_predicted(self, key: Hashable, mask: BlockMask, make: MakePlan) -> PlanUse:
+    def plan_predicted(self, key: Hashable, mask: BlockMask, make: MakePlan, step: int = 0) -> PlanUse:
         """Returns the plan for one more call of an attention, with a mask that was predicted for this call alone.
 
         Waits for the counts of the attention's last call. Only if there is none, or its plan does not fit the mask,
         the call plans at once and waits for its own counts.
+
+        Args:
+            step: Denoising step of the call. If it is not above that of the last call, a generation begins.
         """
-        last, plan, new = self._last.get(key), None, True
+        last, plan, first, new = self._last.get(key), None, None, True
         if last is not None:
-            before = self._count(last)
+            before, begins = self._count(last), step <= last.step
             if last.counts is not None and before.fits(mask):
-                plan = kept_or_new(before, last.counts.rows, self.threshold, make)
-                new = plan is not before
+                plan, following = next_plan(before, last.counts.rows, last.first, begins, self.threshold, make)
+                new, first = plan is not before and plan is not last.first, None if begins else following
         counts = mask.counts.copy_rows()
         if plan is None:
             plan = make(counts.rows, None if last is None else last.use.plan)
         use = PlanUse(plan, new)
-        self._begin(key, _LastCall(use, counts))
+        self._begin(key, _LastCall(use, counts, step, first))
         self.calls += 1
         return use
 

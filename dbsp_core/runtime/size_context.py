@@ -121,7 +121,7 @@ class SizeContext:
             new = partial(self._new_plan, partial(plan_from_counts, rows, grid), shape, current)
             return run_consistently(self.group.control(), new, _fingerprint, "the plan") if compare else new()
 
-        use = self.keeper.plan_predicted(key, mask, make)
+        use = self.keeper.plan_predicted(key, mask, make, self.masks.moment.step)
         prepared = self._prepare(layer, use.plan, mask, tokens.q.device, mark=self.config.debug)
         self._keep(layer, key, key, prepared)
         return prepared, use

@@ -103,7 +103,8 @@ def _faulty(fault: str) -> Callable[..., Plan]:
 def two_generations(rank: int, world: int, steps: int, threshold: float) -> list[tuple[bool, float, bool]]:
     """Two generations of few steps.
 
-    Returns by step whether a plan was made for it, ρ_s in use, and whether the plan is the last step's.
+    Returns by step whether a plan was made for it, ρ_s in use, and whether the plan is that of the step before; at the
+    second generation's first step, that of the first generation's second step.
     """
     session = Session(PREDICTED | {"reuse": threshold}, f"U{world}R1", steps=steps)
     uses: list[PlanUse] = []
@@ -114,6 +115,7 @@ def two_generations(rank: int, world: int, steps: int, threshold: float) -> list
     session.inner.flush()
     rho = [use.counted.rho for use in uses if use.counted is not None]
     same = [False, *(use.plan.same_routes(before.plan) for before, use in pairwise(uses))]
+    same[steps] = uses[steps].plan.same_routes(uses[1].plan)
     return list(zip((use.new for use in uses), rho, same, strict=True))
 
 

@@ -137,11 +137,33 @@ class TestPredictedMasks:
         assert sum(use.counted.rho for use in uses) == keeper.statistics.rho_sum
         assert sum(use.new for use in uses) == keeper.statistics.plans
 
+    def test_a_generation_begins_with_the_plan_that_the_last_ones_first_mask_led_to(self, keeper):
+        """Generations of FIRST, ABOVE: after ABOVE, the plan for FIRST is taken up again, and is no new plan."""
+        steps = [(FIRST, 0), (ABOVE, 1), (ABOVE, 2)] * 2
+        uses = [keeper.plan_predicted(0, mask, plans_on(GRID, "U2R1"), step) for mask, step in steps]
+        assert [use.plan.fingerprint for use in uses] == [OLD, OLD, NEW, OLD, OLD, NEW]
+        assert [use.new for use in uses] == [True, False, True, False, False, True]
+        counts = [mask.counts.rows for mask, _ in steps]
+        replayed = replay(counts, 1.25, plans_on(GRID, "U2R1"), steps=3)
+        assert [use.plan.fingerprint for use in replayed] == [use.plan.fingerprint for use in uses]
+        assert [use.new for use in replayed] == [use.new for use in uses]
+
+    def test_if_first_masks_change_the_next_generation_but_one_begins_with_a_new_plan(self, keeper):
+        steps = [(FIRST, 0), (ABOVE, 1), (ABOVE, 0), (ABOVE, 1), (ABOVE, 0)]
+        uses = [keeper.plan_predicted(0, mask, plans_on(GRID, "U2R1"), step) for mask, step in steps]
+        assert [use.plan.fingerprint for use in uses] == [OLD, OLD, OLD, NEW, NEW]
+
     def test_without_lag_each_call_waits_for_its_own_counts(self):
         masks = [FIRST, ABOVE, AT_THRESHOLD]
         uses = replay([mask.counts.rows for mask in masks], 1.25, plans_on(GRID, "U2R1"), lag=False)
         assert [use.plan.fingerprint for use in uses] == [OLD, NEW, NEW]
         assert [use.new for use in uses] == [True, True, False]
+
+    @pytest.mark.parametrize("lag", [True, False])
+    def test_counts_of_other_heads_are_planned_at_once(self, lag):
+        counts = [mask.counts.rows for mask in (FIRST, mask_of(6, 4), mask_of(6, 4))]
+        uses = replay(counts, 1.25, plans_on(GRID, "U2R1"), lag=lag)
+        assert [(use.plan.heads, use.new) for use in uses] == [(4, True), (2, True), (2, False)]
 
 
 class TestLateCounts:
@@ -168,7 +190,9 @@ def test_a_planner_that_goes_wrong_on_one_rank_is_raised_on_all_at_the_same_call
 def test_a_generation_begins_with_the_plans_of_the_last_one(pool, steps):
     for threshold in (1.02, 9.0):
         for seen in pool(2).run(two_generations, steps, threshold):
-            assert [new for new, *_ in seen] == [True, *(rho > threshold for _, rho, _ in seen[:-1])]
+            above = [True, *(rho > threshold for _, rho, _ in seen[:-1])]
+            above[steps] = False
+            assert [new for new, *_ in seen] == above
             assert all(same or new for new, _, same in seen)
 
 
