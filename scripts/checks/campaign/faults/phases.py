@@ -13,7 +13,7 @@ RUNTIME, COMM, REPORTS = "dbsp_core.runtime", "dbsp_core.comm", "dbsp_core.repor
 
 @dataclass(frozen=True)
 class Phase:
-    """program: of `faults.programs`;  target, nth, thread: see `Injection`
+    """program: of `faults.programs`;  target, nth: see `Injection`
 
     settings: that the program needs for it
     harmless: whether what goes wrong there must not end a run that has succeeded: one line says what is lacking
@@ -22,13 +22,12 @@ class Phase:
     program: str
     target: str
     nth: int = 1
-    thread: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     harmless: bool = False
 
 
-def _session(target: str, nth: int = 1, thread: str = "", **settings: Any) -> Phase:
-    return Phase("session", target, nth, thread, {"mask": SPARGE, **settings})
+def _session(target: str, nth: int = 1, **settings: Any) -> Phase:
+    return Phase("session", target, nth, {"mask": SPARGE, **settings})
 
 
 def _report(target: str, **more: Any) -> Phase:
@@ -68,7 +67,7 @@ PHASES: dict[str, Phase] = {
     "fetch": Phase("attention", f"{COMM}.groups.SequenceGroup.start_all_to_all", 2, settings=NEEDED),
     "fetch: arrival": Phase("attention", f"{COMM}.exchange.Route._arrived", settings=NEEDED),
     "backward: dispatch": Phase("attention", "dbsp_core.runtime.backward.gradient_to_owners", settings=BACKWARD),
-    "backward: kernel": Phase("attention", f"{RUNTIME}.backward.block_attention_backward", 2, "", BACKWARD),
+    "backward: kernel": Phase("attention", f"{RUNTIME}.backward.block_attention_backward", 2, BACKWARD),
     "backward: chunk": Phase("attention", f"{COMM}.exchange_backward.GradientsAtHome.add_chunk", settings=BACKWARD),
     "backward: home": Phase("attention", f"{COMM}.exchange_backward.GradientsAtHome.finish", settings=BACKWARD),
     "re-homing": Phase("re-homing", f"{COMM}.rehoming.Rehoming._check", 2),
