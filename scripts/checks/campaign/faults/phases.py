@@ -80,7 +80,7 @@ PHASES: dict[str, Phase] = {
     "report: gathering": _report(f"{REPORTS}.collect.gather_texts"),
     "report: writing": _report(f"{REPORTS}.collect.report_page"),
     "recording": Phase(
-        "session", f"{REPORTS}.mask_recorder.write_atomically", 1, "", {"mask": SPARGE, "record": "masks"}, True
+        "session", f"{REPORTS}.mask_recorder.write_atomically", 1, {"mask": SPARGE, "record": "masks"}, True
     ),
 }
 WRITERS = ("report: writing", "recording")
