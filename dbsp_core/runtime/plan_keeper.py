@@ -135,8 +135,8 @@ def replay(
     first: Plan | None = None
     for call, rows in enumerate(counts):
         before = (uses[-1].counted or uses[-1].plan) if uses else None
-        if before is None:
-            plan = make(rows, None)
+        if before is None or before.owner.shape != rows.shape:
+            plan, before = make(rows, None), None
         elif not lag:
             before = before.counted(rows, compare=False)
             plan = kept_or_new(before, rows, threshold, make)

@@ -159,6 +159,12 @@ class TestPredictedMasks:
         assert [use.plan.fingerprint for use in uses] == [OLD, NEW, NEW]
         assert [use.new for use in uses] == [True, True, False]
 
+    @pytest.mark.parametrize("lag", [True, False])
+    def test_counts_of_other_heads_are_planned_at_once(self, lag):
+        counts = [mask.counts.rows for mask in (FIRST, mask_of(6, 4), mask_of(6, 4))]
+        uses = replay(counts, 1.25, plans_on(GRID, "U2R1"), lag=lag)
+        assert [(use.plan.heads, use.new) for use in uses] == [(4, True), (2, True), (2, False)]
+
 
 class TestLateCounts:
     def test_all_ranks_change_plans_at_the_same_call(self, pool):

@@ -6,7 +6,6 @@ import functools
 import os
 import pkgutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,20 +15,18 @@ from typing import Any
 
 SLOW_S = 1.5
 """Stands for 10 s: so much longer than a phase takes, and so much shorter than the group's timeout, are both."""
-THREAD = "dbsp-planning"
 RESULTS, CHECKPOINT, FILLER = "DBSP_FAULT_RESULTS", "DBSP_FAULT_CHECKPOINT", ".filler"
 """Environment variables of `dbsp generate`: folders of results and of a checkpoint; and what a disk is filled with."""
 
 
 @dataclass(frozen=True)
 class Injection:
-    """An act in the nth call of a function, in one thread of one rank. thread: "" for the main one"""
+    """An act in the nth call of a function, in one rank."""
 
     act: str
     rank: int
     target: str
     nth: int = 1
-    thread: str = ""
 
     def arm(self, rank: int, folder: Path) -> None:
         """In each rank, before the phase. folder: gets the file "fired", with the time, when it happens"""
@@ -43,10 +40,9 @@ class Injection:
         @functools.wraps(function)
         def wrapped(*args: Any, **options: Any) -> Any:
             nonlocal calls
-            if (threading.current_thread().name == THREAD) == bool(self.thread):
-                calls += 1
-                if calls == self.nth:
-                    fire(self.act, folder)
+            calls += 1
+            if calls == self.nth:
+                fire(self.act, folder)
             return function(*args, **options)
 
         setattr(place, name, staticmethod(wrapped) if isinstance(raw, (staticmethod, classmethod)) else wrapped)

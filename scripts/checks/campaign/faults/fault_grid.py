@@ -26,8 +26,8 @@ SOMEWHERE = {
         "backward: kernel",
     ),
     "terminate": ("mask exchange: bits", "kernel: 2nd chunk", "combine", "report: gathering"),
-    "out of host memory": ("planning", "planning thread: a new plan", "report: gathering", "attaching: session"),
-    "stand still": ("planning thread", "planning thread: the last"),
+    "out of host memory": ("planning", "planning: a new plan", "report: gathering", "attaching: session"),
+    "stand still": ("planning", "counts of the last call"),
     "disk full": WRITERS,
     "read-only": WRITERS,
 }
@@ -76,7 +76,7 @@ def fault(
     ring = phase.program == "attention" or draw is None
     strategy = f"U1R{world}" if ring or draw is None else draw.choice(strategies)
     values = Values(strategy, phase.settings)
-    injection = Injection(act, odd, phase.target, nth or phase.nth, phase.thread)
+    injection = Injection(act, odd, phase.target, nth or phase.nth)
     task = _task(Ranks(phase.program, world, values, injection, odd), odd if act == "stop" else None)
     how = "failure"
     if act == "slow":

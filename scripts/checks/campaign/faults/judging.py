@@ -13,7 +13,6 @@ CLEAR = (
     "communication between the ranks of the sequence broke off",
     "injected",
     "rank(s) [",
-    "the planning thread of rank",
     "not all ranks came",
 )
 """What the last line of a rank that lives on must say one of."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.checks.campaign.faults.acts import THREAD
-
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
 ALWAYS_ANEW = {"reuse": 1.0}
@@ -15,7 +13,7 @@ RUNTIME, COMM, REPORTS = "dbsp_core.runtime", "dbsp_core.comm", "dbsp_core.repor
 
 @dataclass(frozen=True)
 class Phase:
-    """program: of `faults.programs`;  target, nth, thread: see `Injection`
+    """program: of `faults.programs`;  target, nth: see `Injection`
 
     settings: that the program needs for it
     harmless: whether what goes wrong there must not end a run that has succeeded: one line says what is lacking
@@ -24,13 +22,12 @@ class Phase:
     program: str
     target: str
     nth: int = 1
-    thread: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     harmless: bool = False
 
 
-def _session(target: str, nth: int = 1, thread: str = "", **settings: Any) -> Phase:
-    return Phase("session", target, nth, thread, {"mask": SPARGE, **settings})
+def _session(target: str, nth: int = 1, **settings: Any) -> Phase:
+    return Phase("session", target, nth, {"mask": SPARGE, **settings})
 
 
 def _report(target: str, **more: Any) -> Phase:
@@ -42,22 +39,20 @@ def _transformer(target: str, nth: int = 1) -> Phase:
 
 
 DEBUG, NEEDED, BACKWARD = {"debug": True}, {"keys": "needed"}, {"backward": True}
-_THREAD = {"thread": THREAD, **ALWAYS_ANEW}
 PHASES: dict[str, Phase] = {
-    "settings": _session(f"{RUNTIME}.session.session.agree_on_settings"),
-    "new size": _session(f"{RUNTIME}.session.session.new_size"),
-    "agreement on static masks": _session(f"{RUNTIME}.session.mask_provider.MaskProvider._agreed", mask=WINDOW),
-    "agreement on shapes": _session(f"{RUNTIME}.session.session.agree_on_attention"),
+    "settings": _session(f"{RUNTIME}.session.agree_on_settings"),
+    "new size": _session(f"{RUNTIME}.session.AttentionSession._new_size"),
+    "agreement on a size": _session(f"{RUNTIME}.session.check_consistent"),
+    "static mask": _session(f"{RUNTIME}.mask_provider.MaskProvider.mask", mask=WINDOW),
+    "agreement on shapes": _session(f"{RUNTIME}.session.agree_on_attention"),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),
     "mask exchange: travel": _session("dbsp_core.comm.block_pooling.exchange_heads", 4),
     "mask exchange: bits": _session("dbsp_core.sources.sparge.gather_bits", 2),
-    "planning": _session(f"{RUNTIME}.session.size_context.SizeContext._new_plan"),
-    "planning thread": _session(f"{RUNTIME}.session.async_plan_cache.AsyncPlanCache._found_out", **_THREAD),
-    "planning thread: a new plan": _session(f"{RUNTIME}.session.size_context.make_plan", **_THREAD),
-    "planning thread: agreement": _session(f"{RUNTIME}.session.async_plan_cache.check_consistent", **_THREAD),
-    "planning thread: the last": _session(f"{RUNTIME}.session.async_plan_cache.AsyncPlanCache._run", 3, **_THREAD),
-    "recomputed plan adopted": _session(f"{RUNTIME}.session.async_plan_cache.AsyncPlanCache._adopt", 3),
-    "agreement under debug": _session(f"{RUNTIME}.session.session.agree_on_executor", 2, **DEBUG),
+    "planning": _session(f"{RUNTIME}.size_context.SizeContext._new_plan"),
+    "planning: a new plan": _session(f"{RUNTIME}.size_context.plan_from_counts", 3, **ALWAYS_ANEW),
+    "planning: agreement": _session(f"{RUNTIME}.size_context.run_consistently", **ALWAYS_ANEW),
+    "counts of the last call": _session(f"{RUNTIME}.plan_keeper.PlanKeeper._count"),
+    "agreement under debug": _session(f"{RUNTIME}.session.agree_on_prepared", 2, **DEBUG),
     "prepare": Phase("attention", f"{RUNTIME}.attention.check_consistent"),
     "first call's agreement": Phase("attention", f"{RUNTIME}.attention.agree_on_attention"),
     "dispatch": Phase("attention", f"{COMM}.exchange.Route.dispatch", 2),
@@ -72,7 +67,7 @@ PHASES: dict[str, Phase] = {
     "fetch": Phase("attention", f"{COMM}.groups.SequenceGroup.start_all_to_all", 2, settings=NEEDED),
     "fetch: arrival": Phase("attention", f"{COMM}.exchange.Route._arrived", settings=NEEDED),
     "backward: dispatch": Phase("attention", "dbsp_core.runtime.backward.gradient_to_owners", settings=BACKWARD),
-    "backward: kernel": Phase("attention", f"{RUNTIME}.backward.block_attention_backward", 2, "", BACKWARD),
+    "backward: kernel": Phase("attention", f"{RUNTIME}.backward.block_attention_backward", 2, BACKWARD),
     "backward: chunk": Phase("attention", f"{COMM}.exchange_backward.GradientsAtHome.add_chunk", settings=BACKWARD),
     "backward: home": Phase("attention", f"{COMM}.exchange_backward.GradientsAtHome.finish", settings=BACKWARD),
     "re-homing": Phase("re-homing", f"{COMM}.rehoming.Rehoming._check", 2),
@@ -85,7 +80,7 @@ PHASES: dict[str, Phase] = {
     "report: gathering": _report(f"{REPORTS}.collect.gather_texts"),
     "report: writing": _report(f"{REPORTS}.collect.report_page"),
     "recording": Phase(
-        "session", f"{REPORTS}.mask_recorder.write_atomically", 1, "", {"mask": SPARGE, "record": "masks"}, True
+        "session", f"{REPORTS}.mask_recorder.write_atomically", 1, {"mask": SPARGE, "record": "masks"}, True
     ),
 }
 WRITERS = ("report: writing", "recording")

@@ -18,11 +18,11 @@ def check(*_: object) -> None:
 
 
 def variables(host: str, folder: Path, injection: Injection) -> dict[str, str]:
-    parts = (host, folder, injection.act, injection.rank, injection.target, injection.nth, injection.thread)
+    parts = (host, folder, injection.act, injection.rank, injection.target, injection.nth)
     return {FAULT: "|".join(map(str, parts))}
 
 
 if __name__ == "__main__":
-    host, folder, act, rank, target, nth, thread = os.environ[FAULT].split("|")
-    Injection(act, int(rank), target, int(nth), thread).arm(int(os.environ["RANK"]), Path(folder))
+    host, folder, act, rank, target, nth = os.environ[FAULT].split("|")
+    Injection(act, int(rank), target, int(nth)).arm(int(os.environ["RANK"]), Path(folder))
     importlib.import_module(host).main(sys.argv[1:])
