@@ -1,5 +1,6 @@
-"""What planner "dbsp" reaches, on one core and without a GPU: ρ_s, rows moved, split heads, processor time of planning.
+"""What planner "dbsp" reaches, on one core and without a GPU: ρ_s, rows moved, split heads and planning time.
 
+plan_ms: processor time, which other programs on the machine lengthen less than the clock's
 kv: keys that the worst rank receives, over those of whole heads in equal numbers
 slower: modelled time of the plan without a price (ρ_s 1.002, splits for nothing) over this plan's, less one
 
