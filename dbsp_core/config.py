@@ -31,16 +31,10 @@ from dbsp_core.utils.schema import (
     plain_value,
     read_path,
     require_choice,
+    require_known,
     setting_names,
 )
-from dbsp_core.utils.yaml_file import (
-    Settings,
-    find_config,
-    read_settings,
-    require_known,
-    shipped_configs,
-    shown_config,
-)
+from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, shipped_configs, shown_config
 from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.kernel import require_kernel_name
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.failures import FailureBoard, PostedFailure, board_of, wait_for_work
-from dbsp_core.comm.process_groups import over_nccl, subgroup, timeout_of
+from dbsp_core.comm.process_groups import CONTROL, over_nccl, subgroup, timeout_of
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import environment_number
 
@@ -151,7 +151,7 @@ class SequenceGroup:
 
     def control(self) -> SequenceGroup:
         """The `auxiliary` group in which the calling thread agrees on things, with CPU tensors."""
-        return self.auxiliary("control")
+        return self.auxiliary(CONTROL)
 
     def for_host_tensors(self) -> SequenceGroup:
         """Returns a group of the same ranks that exchanges CPU tensors: this one, or `control` beside NCCL.

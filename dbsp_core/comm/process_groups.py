@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["meet", "over_nccl", "parent_of", "subgroup", "timeout_of"]
+__all__ = ["CONTROL", "meet", "over_nccl", "parent_of", "subgroup", "timeout_of"]
 
+CONTROL = "control"
+"""Purpose of the group in which ranks agree on things."""
 _Groups = dict[str, weakref.ref[dist.ProcessGroup]]
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
 """The groups made from each group, by purpose."""
@@ -78,7 +80,8 @@ def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) ->
             timeout=timeout_of(group) or default_pg_timeout,
         )
     distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: place for place, rank in enumerate(ranks)}
-    meet(made)  # a rank that destroyed it at once would cut off others that are still connecting
+    if purpose != CONTROL:  # whose first use is a gather of all ranks at once
+        meet(made)  # a rank that destroyed it at once would cut off others that are still connecting
     return made
 
 

@@ -14,8 +14,8 @@ import torch
 
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of, in_short, require_value
 from dbsp_core.utils.files import require_file, user_path
-from dbsp_core.utils.schema import build, convert
-from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
+from dbsp_core.utils.schema import build, convert, require_known
+from dbsp_core.utils.yaml_file import read_settings, shipped_configs
 
 __all__ = [
     "RULE",

@@ -203,6 +203,12 @@ def first_value(values: torch.Tensor | float) -> float:
 class DenseSchedule:
     """The denoising steps and layers, at either end, whose attention stays dense.
 
+    Attributes:
+        first_steps: Number of denoising steps at the beginning.
+        last_steps: Number of denoising steps at the end; needs a pipeline, which knows how many steps there are.
+        first_layers: Number of layers at the beginning.
+        last_layers: Number of layers at the end.
+
     Raises:
         SettingError: For negative numbers.
     """

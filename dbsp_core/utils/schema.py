@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting, in_short, why_removed
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, why_removed
 from dbsp_core.utils.files import expand_path
-from dbsp_core.utils.yaml_file import require_known
 
-__all__ = ["build", "checked", "convert", "keys_within", "plain_value", "read_path", "require_choice", "setting_names"]
+__all__ = [
+    "build",
+    "checked",
+    "convert",
+    "keys_within",
+    "plain_value",
+    "read_path",
+    "require_choice",
+    "require_known",
+    "setting_names",
+]
 
 
 _EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")
@@ -101,7 +110,7 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
                 return build(option, value, repr(key))
         if origin is Mapping and isinstance(value, Mapping):
             return dict(value)
-        if origin is tuple and _is_list_of(get_args(option)[0], value):
+        if origin is tuple and isinstance(value, (list, tuple)) and {*map(type, value)} <= {get_args(option)[0]}:
             return tuple(value)
     for inner in value if isinstance(value, Mapping) else ():
         advice = why_removed(f"{key}.{inner}")
@@ -132,10 +141,6 @@ def plain_value(value: Any) -> Any:
     return type(value).__name__ if type(value).__str__ is object.__str__ else str(value)  # no address in memory
 
 
-def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(type(element) is kind for element in value)
-
-
 def _in_words(option: Any) -> str:
     """Name of a type for users."""
     origin = get_origin(option)
@@ -155,3 +160,17 @@ def require_choice(key: str, value: object, choices: tuple[str, ...], section: s
     if value not in choices:
         unknown = f"unknown {section}{key} {in_short(value)}; use one of {', '.join(choices)}"
         raise SettingError(why_removed(key, value) or unknown, (key,))
+
+
+def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
+    """Raises SettingError for a key that is not known, naming the nearest one that is.
+
+    `where` is the keys' place for the message, or "". `elsewhere` maps keys to the one that they belong under.
+    """
+    if key in known:
+        return
+    hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
+    if str(key) in (elsewhere or {}):
+        hint = f"; it belongs under {(elsewhere or {})[str(key)]!r}"
+    unknown = f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}"
+    raise SettingError(why_removed(key) or unknown, (str(key),))

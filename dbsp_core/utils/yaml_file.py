@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,6 @@ __all__ = [
     "find_config",
     "parse_value",
     "read_settings",
-    "require_known",
     "shipped_configs",
     "shown_config",
 ]
@@ -48,18 +47,16 @@ class Settings:
     origin: str = ""
 
     def place_of(self, path: KeyPath) -> str:
-        """Returns the place of a setting, else of a key within it, else of the innermost setting around it."""
-        within = next((place for known, place in self.places.items() if known[: len(path)] == path), None)
+        """Returns the place where a setting was given, or else the innermost setting around it."""
         around = (path[:length] for length in range(len(path), 0, -1))
-        exact = self.places.get(path, within)
-        return exact or next((self.places[outer] for outer in around if outer in self.places), self.origin)
+        return next((self.places[outer] for outer in around if outer in self.places), self.origin)
 
     def changed(self, path: Sequence[str], value: Any, place: str) -> Settings:
         """A copy with one setting replaced or added. Raises UserError if a key on the path has no mapping."""
-        values = _put(self.values, path, value, place)
-        inside = tuple(path)
-        places = {known: where for known, where in self.places.items() if known[: len(inside)] != inside}
-        return replace(self, values=values, places={**places, inside: place})
+        values, inside = _put(self.values, path, value, place), tuple(path)
+        around = {inside[:length]: place for length in range(1, len(inside))}
+        kept = {known: where for known, where in self.places.items() if known[: len(inside)] != inside}
+        return replace(self, values=values, places=around | kept | {inside: place})
 
     @contextmanager
     def located(self) -> Iterator[None]:
@@ -131,11 +128,7 @@ def _parsed(text: str, places: _Places) -> Any:
     places.note(node, (), [])
     try:
         return loader.construct_document(node)
-    except (
-        LookupError,
-        AttributeError,
-        OverflowError,
-    ) as error:  # of PyYAML, for "!!bool maybe", "!!int ''"
+    except (LookupError, AttributeError, OverflowError) as error:  # of PyYAML, for "!!bool maybe", "!!int ''"
         raise ValueError("a value is not what its tag says, or too large a number") from error
 
 
@@ -181,20 +174,6 @@ class _Places:
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self.origin}:{node.start_mark.line + 1}" if self.lines else self.origin
-
-
-def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
-    """Raises SettingError for a key that is not known, naming the nearest one that is.
-
-    `where` is the keys' place for the message, or "". `elsewhere` maps keys to the one that they belong under.
-    """
-    if key in known:
-        return
-    hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
-    if str(key) in (elsewhere or {}):
-        hint = f"; it belongs under {(elsewhere or {})[str(key)]!r}"
-    unknown = f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}"
-    raise SettingError(why_removed(key) or unknown, (str(key),))
 
 
 def shipped_configs() -> Path:

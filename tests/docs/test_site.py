@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from scripts.docs_site import api_page
+from scripts.docs_site import api_page, settings_tables
 from tests.support.programs import run
 from tests.support.repository import ROOT
 
@@ -22,6 +22,17 @@ def test_every_page_is_in_the_index():
     listed = {f"{name}.md" for name in re.findall(r"\]\(([\w/-]+)\.md\)", index)}
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert listed == pages - {"README.md"}
+
+
+def test_tables_of_settings_say_what_their_classes_say():
+    text = settings_tables.PAGE.read_text(encoding="utf-8")
+    assert text == settings_tables.with_tables(text), "run scripts/docs api"
+    assert text.count("<!-- table ") == text.count("<!-- end -->") == len(settings_tables.SECTIONS) + 1
+
+
+def test_a_table_that_is_stale_is_found():
+    text = settings_tables.PAGE.read_text(encoding="utf-8").replace("| `reuse` | `1.1`", "| `reuse` | `1.2`")
+    assert text != settings_tables.with_tables(text)
 
 
 def test_the_api_page_says_what_docstrings_say():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class DeviceRanks:
 
 
 def _device_group(member: Member) -> DeviceGroup:
-    return DeviceGroup(member.rank, member.meeting.size, member)  # type: ignore[arg-type]
+    return DeviceGroup(member.rank, member.meeting.size, weakref.ref(member))  # type: ignore[arg-type]
 
 
 class DeviceGroup(ThreadGroup):

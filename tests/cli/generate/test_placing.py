@@ -264,7 +264,7 @@ class TestWords:
 
         monkeypatch.setattr(running, "run_watched", ranks)
         run_job(asked, LogFollower(1, on_notice=told.append))
-        origin = f"from {mine}, but for video.height, video.width, video.num_frames"
+        origin = f"from {mine}, but for generate.height, generate.width, generate.num_frames"
         assert told == [
             f"dbsp: mask synthetic; {origin}",
             f"dbsp: no report in {tmp_path / 'report'}: full",

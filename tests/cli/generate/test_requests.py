@@ -23,7 +23,7 @@ class TestPrompts:
     def test_an_empty_prompt_is_a_prompt(self, tmp_path):
         assert resolve(request(tmp_path, prompt="")).config.generate.prompt == ""
         by_setting = resolve(request(tmp_path, prompt=None, changes=(*SIZE, "generate.prompt=''")))
-        assert by_setting.settings["video"]["prompt"] == ""
+        assert by_setting.settings["generate"]["prompt"] == ""
 
     def test_none_is_refused(self, tmp_path):
         with pytest.raises(UserError, match="there is no prompt; give one with --prompt"):

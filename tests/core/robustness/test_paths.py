@@ -122,7 +122,7 @@ class TestUnreadable:
             folder, locked = Path(made), Path(made, "locked")
             locked.mkdir()
             for file in (locked / "c.yaml", folder / "c.yaml"):
-                file.write_text("debug: true", encoding="utf-8")
+                file.write_text("vae: true", encoding="utf-8")
             folder.chmod(0o755)
             for closed in (folder / "c.yaml", locked):
                 closed.chmod(0)

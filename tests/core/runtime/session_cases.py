@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
+from dbsp_core.comm.exchange import Route
 from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -395,3 +398,32 @@ def training_with_keys_in_chunks(rank: int, world: int, strategy: str, mask: Any
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
     session.attend(0, q, q, q).sum().backward()
     return q.grad is not None
+
+
+def exchanges_before_the_first_attention(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
+    """A session in a new group, and its first attention. Returns in what ranks agreed before q was sent."""
+    made = SequenceGroup.of(dist.new_group(list(range(world)), timeout=timedelta(seconds=77)))
+    seen: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return function(*args, **options)
+
+        return call
+
+    def sent(*_: Any) -> Any:
+        seen.append("q")
+        raise CommunicationError("far enough")
+
+    names = ("barrier", "all_reduce", "monitored_barrier", "broadcast", "all_gather")
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(dist, name, noted(name, getattr(dist, name))))
+        patches.enter_context(mock.patch.object(Route, "dispatch", sent))
+        config, chosen = DbspConfig.load(settings), None if strategy == "auto" else Strategy.parse(strategy)
+        session = observed_session(config, made, chosen, HEADS, 1)
+        q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
+        with pytest.raises(CommunicationError, match="far enough"):
+            session.attend(0, q, q, q)
+    return seen

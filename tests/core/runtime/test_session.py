@@ -21,6 +21,7 @@ from tests.core.runtime.session_cases import (
     changing_masks,
     changing_sizes,
     computed_again_after_another_size,
+    exchanges_before_the_first_attention,
     from_two_threads,
     gradients,
     keys_known,
@@ -215,3 +216,20 @@ def test_plans_are_made_anew_after_a_pass_that_ranks_have_left_at_different_call
     for calls, errors in pool(3).run(an_attention_that_breaks_off, odd):
         assert calls == 0, "as many calls as before the failure, since all plans were dropped"
         assert max(errors) <= 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("settings", "strategy"),
+    [
+        ({"mask": {"source": "window", "block_q": 16, "block_k": 16}}, "U{}R1"),
+        (PREDICTED, "U1R{}"),
+        (PREDICTED, "auto"),
+        (PREDICTED | {"machine": "a800"}, "auto"),
+    ],
+    ids=["static", "predicted", "auto", "auto, measured"],
+)
+def test_ranks_agree_three_times_before_the_first_attention(pool, world, settings, strategy):
+    """When the session is made, when the size begins, and at the attention; making a group to agree in is no more."""
+    for seen in pool(world).run(exchanges_before_the_first_attention, settings, strategy.format(world)):
+        assert seen == ["all_gather"] * 3 + ["q"]

@@ -1,0 +1,84 @@
+"""Writes the tables of settings in docs/configuration.md from the settings' classes: names, defaults and docstrings.
+
+tests/docs/test_site.py asks whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.steps import DenseSchedule
+from dbsp_core.models.settings import GenerateSettings
+from dbsp_core.planning.bags import BagConfig
+from dbsp_core.sources import SOURCES
+from dbsp_core.utils.schema import setting_names
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+SECTIONS: dict[str, type] = {
+    "settings": DbspConfig,
+    "generate": GenerateSettings,
+    "dense_schedule": DenseSchedule,
+    "bags": BagConfig,
+}
+"""The settings class of each table, by the table's name in the page."""
+
+
+def main() -> None:
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_tables(text: str) -> str:
+    """Returns the page with the tables as they are now, each between `<!-- table NAME -->` and `<!-- end -->`."""
+
+    def renewed(found: re.Match[str]) -> str:
+        table = _sources() if found[1] == "mask" else _table(SECTIONS[found[1]])
+        return f"<!-- table {found[1]} -->\n{table}<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", renewed, text, flags=re.DOTALL)
+
+
+def _table(cls: type) -> str:
+    described = _descriptions(cls)
+    rows = [f"| `{one.name}` | {_default(one)} | {described[one.name]} |\n" for one in _settings(cls)]
+    return "| key | default | what it does |\n|---|---|---|\n" + "".join(rows)
+
+
+def _sources() -> str:
+    rows = []
+    for name, cls in SOURCES.items():
+        keys = ", ".join(f"`{one.name}`" for one in _settings(cls))
+        summary = (cls.__doc__ or "").split("\n\n")[0]
+        rows.append(f"| `{name}` | {keys} | {_linked(summary)} |\n")
+    return "| source | keys | masks |\n|---|---|---|\n" + "".join(rows)
+
+
+def _settings(cls: Any) -> list[Field[Any]]:
+    return [one for one in fields(cls) if one.name in setting_names(cls)]
+
+
+def _descriptions(cls: type) -> dict[str, str]:
+    """The text of each attribute in a class's docstring."""
+    sections = griffe.Docstring(cls.__doc__ or "").parse("google")
+    kind = griffe.DocstringSectionKind.attributes
+    return {one.name: _linked(one.description) for part in sections if part.kind is kind for one in part.value}
+
+
+def _default(one: Field[Any]) -> str:
+    if one.default is MISSING or one.default is None:
+        return "none"
+    return f"`{str(one.default).lower() if isinstance(one.default, bool) else one.default}`"
+
+
+def _linked(text: str) -> str:
+    """One line, in which the names of pages are links."""
+    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", " ".join(text.replace("|", "\\|").split()))
+
+
+if __name__ == "__main__":
+    main()
