@@ -43,13 +43,11 @@ def level_rows(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int) -> np
     falling = work.max() - work[rows]
     rows = rows[np.argsort(falling.astype(np.uint16) if work.max() < 1 << 16 else falling, kind="stable")]
     sizes, place = work[rows], rank[rows]
-    # 2. Few rows are exchanged in every way, before the fullest rank trades rows with others, and after.
-    if len(rows) <= EVERY_PAIR:
-        place = exchange_rows(sizes, place, ranks, limit)
-        load = np.bincount(place, sizes, ranks).astype(np.int64)
+    # 2. The fullest rank trades rows with others.
     for _ in range(8 * ranks):
         if load.max() <= limit or not _relieve(sizes, place, load, limit):
             break
+    # 3. Few rows are exchanged in every way.
     if load.max() > limit and len(rows) <= FEW_ROWS:
         place = exchange_rows(sizes, place, ranks, limit)
     rank = rank.copy()
