@@ -145,9 +145,8 @@ def _fitting(sizes: np.ndarray, rows: np.ndarray, room: int) -> np.ndarray:
 def exchange_rows(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int, cap: int | None = None) -> np.ndarray:
     """Exchanges single rows until no rank is above `limit`, or the fullest one cannot be helped.
 
-    A step moves one row of the fullest rank, or swaps it, so that loads come closest (by the sum of their squares);
-    where that does not help, one of any rank; and else shares the fullest rank's rows and another's in the best of all
-    ways.
+    A step moves one row, or swaps two, so that loads come closest (by the sum of their squares). Where that does not
+    help the fullest rank, its rows and another's are shared in the best of all ways.
 
     Args:
         work: int64[n], of each row; or of each head.
@@ -159,18 +158,14 @@ def exchange_rows(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int, ca
     """
     rank, load = rank.astype(np.int64), np.bincount(rank, work, ranks).astype(np.int64)
     for _ in range(4 * (ranks + len(work))):
-        full = np.flatnonzero(rank == load.argmax())
-        if load.max() <= limit or not (
-            _swap(work, rank, load, full, cap)
-            or (len(work) <= EVERY_PAIR and _swap(work, rank, load, np.arange(len(work)), cap))
-            or _share(work, rank, load, cap)
-        ):
+        if load.max() <= limit or not (_swap(work, rank, load, cap) or _share(work, rank, load, cap)):
             break
     return rank
 
 
-def _swap(work: np.ndarray, rank: np.ndarray, load: np.ndarray, mine: np.ndarray, cap: int | None) -> bool:
-    """Makes the best move or swap of one of the rows `mine` in place; False when none brings loads closer."""
+def _swap(work: np.ndarray, rank: np.ndarray, load: np.ndarray, cap: int | None) -> bool:
+    """Makes the best move or swap in place; False when none brings loads closer."""
+    mine = np.arange(len(work)) if len(work) <= EVERY_PAIR else np.flatnonzero(rank == load.argmax())
     # A row goes; another comes back from the rank that it goes to, or nothing does.
     back = np.append(work, np.zeros(len(load), dtype=np.int64))
     target = np.append(rank, np.arange(len(load)))
