@@ -93,7 +93,8 @@ class DbspConfig:
             heads).
         precision: Communication dtype of queries, keys and values. `model`: the model's. `int8`: 8 bits, with a scale
             per token and head; without gradients. The output is always sent in the model's dtype.
-        reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number.
+        reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
+            1.10; see docs/results/even.md for what each value costs and gives.
         kernel: Attention kernel; see docs/kernels.md. `auto`: `triton` on CUDA, `cpu` on the CPU.
         machine: Hardware profile that predicts times: a shipped one (`a800`, `h100`, `h200`, `h800`: modelled) or a
             file of `python -m scripts.calibrate`. None: what was measured on this machine, else rules without

@@ -196,7 +196,7 @@ class InfoOptions:
 
     gpus: int = 8
     planners: tuple[str, ...] = ("dbsp",)
-    threshold: float = 1.10
+    threshold: float = 1.02
     sample: int = 4
     quality: bool = False
     limit: float = 0.1

@@ -34,7 +34,7 @@ from dbsp_kernels import KERNELS
 def test_nothing_gives_the_defaults():
     config = DbspConfig.load(None)
     assert config == DbspConfig() == DbspConfig.load({})
-    assert (config.strategy, config.planner, config.reuse, config.mask) == (None, "dbsp", 1.1, DenseSource())
+    assert (config.strategy, config.planner, config.reuse, config.mask) == (None, "dbsp", 1.02, DenseSource())
 
 
 def test_yaml_and_dict_say_the_same(tmp_path):

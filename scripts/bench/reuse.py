@@ -1,0 +1,156 @@
+"""ρ_s in use when plans lag predicted masks by one call, over P_s: on the small trained model, and on slow drift.
+
+    python -m scripts.bench.reuse
+
+Row counts of each series are replayed by the rule that sessions use (`dbsp_core.runtime.plan_keeper.replay`): a call
+has the plan that was settled by the counts of the calls before it. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dbsp_core import BlockMask, Plan, Strategy
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.planning.plan import plan_from_counts
+from dbsp_core.runtime.plan_keeper import replay
+from scripts.reproduce.common import arguments
+from scripts.reproduce.fig11 import masks_by_step
+from scripts.results.figures import imbalance_axis, legend_below, panels
+from scripts.results.result import Result
+from scripts.training.trained_model.demo import PREDICTED
+from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
+
+STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
+THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.10)
+SETTLED = 2
+"""Calls of a series after which its worst ρ_s is looked for: the first has no counts before it."""
+VIDEOS = 3  # of few steps, one after another
+DRIFT, TRAINED = "slow drift, 50 steps", "trained model, 50 steps"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One series of masks under one strategy and threshold; means over layers.
+
+    Attributes:
+        plans: Made by one attention in the whole series, the first included.
+        rho: Mean ρ_s in use; rho_worst: the largest of any layer after the first `SETTLED` calls.
+        rho_fresh: Mean ρ_s if each call had a plan made from its own counts.
+    """
+
+    series: str
+    strategy: str
+    threshold: float
+    plans: float
+    rho: float
+    rho_worst: float
+    rho_fresh: float
+    label: str = "counted"
+
+
+@dataclass(frozen=True)
+class Series:
+    """The masks of one attention after another.
+
+    Attributes:
+        steps: Denoising steps of a video; the series may have several videos.
+    """
+
+    name: str
+    masks: list[BlockMask]
+    steps: int
+
+
+def drifting(options: argparse.Namespace) -> Iterator[Series]:
+    """Synthetic masks of Wan2.1 under SpargeAttn, whose drift is fitted to the paper's Fig. 11."""
+    for layer in range(options.layers):
+        masks = masks_by_step(layer, options)
+        yield Series(DRIFT, masks, len(masks))
+
+
+def trained(steps: int, videos: int, name: str) -> Iterator[Series]:
+    """Masks that SpargeAttn's predictor finds in videos of the small trained model, without guidance."""
+    pipeline = load_pipeline()
+    found: dict[int, list[BlockMask]] = {}
+    for seed, prompt in enumerate(PROMPTS[:videos]):
+        _, watched = generate(pipeline, prompt, seed, steps, PREDICTED, keep=True, guidance=1.0)
+        for at in sorted(watched.masks, key=lambda at: at.step):
+            found.setdefault(at.layer, []).append(watched.masks[at])
+    yield from (Series(name, masks, steps) for masks in found.values())
+
+
+def measure(series: Series, strategy: str) -> list[Row]:
+    """Returns one row per threshold, with the layout that sessions have for predicted masks."""
+    grid, parsed = series.masks[0].grid, Strategy.parse(strategy)
+    layout = SequenceLayout.striped(grid, parsed)
+
+    def make(rows: np.ndarray, _current: Plan | None = None) -> Plan:
+        return plan_from_counts(rows, grid, parsed, layout=layout, compare=False)
+
+    counts = [mask.counts.rows for mask in series.masks]
+    fresh = float(np.mean([make(rows).rho for rows in counts]))
+    found = []
+    for threshold in THRESHOLDS:
+        uses = replay(counts, threshold, make, steps=series.steps)
+        rho = [use.counted.rho for use in uses if use.counted is not None]
+        plans = sum(use.new for use in uses)
+        found.append(Row(series.name, strategy, threshold, plans, float(np.mean(rho)), max(rho[SETTLED:]), fresh))
+    return found
+
+
+def over_layers(rows: list[Row]) -> Row:
+    """Returns the mean of rows that differ by layer alone, and the worst of their worst."""
+    plans, rho, fresh = np.mean([(row.plans, row.rho, row.rho_fresh) for row in rows], axis=0).tolist()
+    return replace(rows[0], plans=plans, rho=rho, rho_fresh=fresh, rho_worst=max(row.rho_worst for row in rows))
+
+
+def all_rows(options: argparse.Namespace) -> list[Row]:
+    """Returns a row for each kind of series, strategy and threshold."""
+    found: dict[tuple[str, str, float], list[Row]] = {}
+    kinds = [drifting(options), trained(50, 1, TRAINED)]
+    kinds += [trained(steps, VIDEOS, f"trained model, {VIDEOS} videos of {steps} steps") for steps in (8, 4)]
+    for series in chain.from_iterable(kinds):
+        for strategy in STRATEGIES:
+            for row in measure(series, strategy):
+                found.setdefault((row.series, strategy, row.threshold), []).append(row)
+    return [over_layers(rows) for rows in found.values()]
+
+
+def draw(rows: list[Row]) -> Figure:
+    """Draws ρ_s in use over P_s, one panel per kind of series."""
+    names = list(dict.fromkeys(row.series for row in rows))
+    figure, axes = panels(
+        "How balanced are plans in use, which lag by one call?",
+        f"Mean ρ_s over calls and layers on 8 GPUs, counted; P_s is {DbspConfig().reuse:g} by default",
+        columns=2,
+        rows=2,
+        height=7.2,
+    )
+    for name, axis in zip(names, [axis for line in axes for axis in line], strict=True):
+        for strategy in STRATEGIES:
+            here = [row for row in rows if (row.series, row.strategy) == (name, strategy)]
+            axis.plot([row.threshold for row in here], [row.rho for row in here], "o-", label=strategy)
+        axis.set(title=name, xlabel="threshold P_s: a plan is kept while ρ_s is at most")
+        imbalance_axis(axis)
+    legend_below(figure, axes[0][0])
+    return figure
+
+
+REUSE = Result("reuse", "ρ_s in use over P_s, plans one call behind", Row, draw)
+
+
+def main() -> None:
+    options = arguments(__doc__, layers=10).parse_args()
+    REUSE.publish(all_rows(options), options.out)
+
+
+if __name__ == "__main__":
+    main()
