@@ -8,7 +8,6 @@ kind of inputs. Under debug they compare at every pass and attention, whatever c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -28,7 +27,6 @@ __all__ = [
     "MASKS_DIFFER",
     "PASS_MARKS",
     "PLANS_DIFFER",
-    "Agreed",
     "agree_on_attention",
     "agree_on_gradient",
     "agree_on_prepared",
@@ -59,19 +57,6 @@ PASS_MARKS = SIZES_DIFFER, STEPS_DIFFER, GRIDS_DIFFER, HARDWARE_DIFFERS, NEW_MAS
 """Complaints about what ranks compare when a forward pass begins."""
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What ranks have told each other when a session was made.
-
-    Attributes:
-        nodes: The node of each rank, numbered by first appearance.
-        report: True if any rank asks for a report.
-    """
-
-    nodes: tuple[int, ...]
-    report: bool
-
-
 def agree_on_settings(
     group: SequenceGroup,
     strategy: Strategy | None,
@@ -81,7 +66,7 @@ def agree_on_settings(
     *,
     report: bool,
     debug: bool,
-) -> Agreed:
+) -> tuple[tuple[int, ...], bool]:
     """Raises UserError, on all ranks, for a session's settings that don't fit the ranks or differ. Collective.
 
     Args:
@@ -92,6 +77,9 @@ def agree_on_settings(
         problem: Why this rank has no settings, or None.
         report: Whether this rank asks for a report.
         debug: Whether versions of packages are compared too.
+
+    Returns:
+        The node of each rank, numbered by first appearance, and whether any rank asks for a report.
     """
     lse = 0
     try:
@@ -103,7 +91,7 @@ def agree_on_settings(
         problem = problem or error
     marks = {SETTINGS_DIFFER: fingerprint_of(settings), KERNELS_DIFFER: lse, **version_marks(debug)}
     told = check_consistent(group.control(), problem, marks, told=[int(report), *node_marks()])
-    return Agreed(number_nodes(group, [nodes for _, *nodes in told]), any(wanted for wanted, *_ in told))
+    return number_nodes(group, [nodes for _, *nodes in told]), any(wanted for wanted, *_ in told)
 
 
 def agree_on_attention(

@@ -12,6 +12,8 @@ import torch
 from dbsp_core.comm.consistency import check_consistent, needs_gradients, problem_of_inputs
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
+from dbsp_core.cost.machine import cost_basis, hardware_for
+from dbsp_core.cost.prediction import StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -32,12 +34,13 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import OneThread, Recomputation, SessionObserver
-from dbsp_core.runtime.size_context import SizeContext, selector_for
+from dbsp_core.runtime.size_context import SizeContext
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.process import not_compiled, outside_inference
+from dbsp_core.utils.process import log, not_compiled, outside_inference
 from dbsp_kernels import KernelRequirements, choose_kernel
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
@@ -89,10 +92,9 @@ class AttentionSession:
         config, debug = self.config, self.config.debug
         settings = replace(config, strategy=self.strategy).fingerprint, self.heads, self.layers
         wanted = config.report is not None
-        told = agree_on_settings(
+        self.nodes, self.report = agree_on_settings(
             self.group, self.strategy, config.kernel, settings, problem, report=wanted, debug=debug
         )
-        self.nodes, self.report = told.nodes, told.report
         self._one_thread = OneThread(self.group)
         count_steps = debug or any(observer.counts_steps for observer in self.observers)
         self._mask_provider = MaskProvider(
@@ -285,7 +287,11 @@ class AttentionSession:
             longest = self.strategy or Strategy(1, self.group.size)
             layout = SequenceLayout.named(config.layout, grid, longest, streams=layout)
         if self.strategy is None:
-            selector = selector_for(config, self.group, self.nodes, layout, grid, device)
+            hardware = hardware_for(config.machine, device.type, config.kernel)
+            if self.group.rank == 0:
+                log.info("costs are estimated by %s", cost_basis(hardware))
+            strategies = candidates(self.group.size, grid, returns_lse(config.kernel))
+            selector = StrategySelector(strategies, hardware, self.nodes, layout)
         compare = any(observer.compares for observer in self.observers)
         keeper = PlanKeeper(config.reuse, compare, self._statistics)
         parts = config, self.group, self.strategy, self._mask_provider, self.observers

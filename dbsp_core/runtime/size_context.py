@@ -13,8 +13,7 @@ import torch
 from dbsp_core.comm.consistency import InputsAgreed, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import cost_basis, hardware_for
-from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
+from dbsp_core.cost.prediction import AttentionShape, StrategySelector
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -26,10 +25,8 @@ from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.process import log
-from dbsp_kernels.kernel import returns_lse
 
-__all__ = ["SizeContext", "selector_for"]
+__all__ = ["SizeContext"]
 
 
 @dataclass(eq=False)
@@ -119,7 +116,9 @@ class SizeContext:
 
         def make(rows: np.ndarray, current: Plan | None) -> Plan:
             new = partial(self._new_plan, partial(plan_from_counts, rows, grid), shape, current)
-            return run_consistently(self.group.control(), new, _fingerprint, "the plan") if compare else new()
+            if not compare:
+                return new()
+            return run_consistently(self.group.control(), new, lambda plan: plan.fingerprint, "the plan")
 
         use = self.keeper.plan_predicted(key, mask, make, self.masks.moment.step)
         prepared = self._prepare(layer, use.plan, mask, tokens.q.device, mark=self.config.debug)
@@ -173,22 +172,3 @@ class SizeContext:
             self._prepared.pop(one, None)
         for observer in self.observers:
             observer.mask_used(layer, key)
-
-
-def selector_for(
-    config: DbspConfig,
-    group: SequenceGroup,
-    nodes: tuple[int, ...],
-    layout: SequenceLayout,
-    grid: BlockGrid,
-    device: torch.device,
-) -> StrategySelector:
-    """Returns the selector for masks on `grid`, used on `device`. Rank 0 logs the constants that it chooses by."""
-    hardware = hardware_for(config.machine, device.type, config.kernel)
-    if group.rank == 0:
-        log.info("costs are estimated by %s", cost_basis(hardware))
-    return StrategySelector(candidates(group.size, grid, returns_lse(config.kernel)), hardware, nodes, layout)
-
-
-def _fingerprint(plan: Plan) -> int:
-    return plan.fingerprint
