@@ -47,16 +47,16 @@ class Settings:
     origin: str = ""
 
     def place_of(self, path: KeyPath) -> str:
-        """Returns the place where a setting was given, or else the innermost setting around it."""
-        around = (path[:length] for length in range(len(path), 0, -1))
-        return next((self.places[outer] for outer in around if outer in self.places), self.origin)
+        """Returns the place of a setting, else of a key within it, else of the innermost setting around it."""
+        within = (place for known, place in self.places.items() if known[: len(path)] == path)
+        around = (self.places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in self.places)
+        return self.places.get(path) or next(within, None) or next(around, self.origin)
 
     def changed(self, path: Sequence[str], value: Any, place: str) -> Settings:
         """A copy with one setting replaced or added. Raises UserError if a key on the path has no mapping."""
         values, inside = _put(self.values, path, value, place), tuple(path)
-        around = {inside[:length]: place for length in range(1, len(inside))}
-        kept = {known: where for known, where in self.places.items() if known[: len(inside)] != inside}
-        return replace(self, values=values, places=around | kept | {inside: place})
+        places = {known: where for known, where in self.places.items() if known[: len(inside)] != inside}
+        return replace(self, values=values, places={**places, inside: place})
 
     @contextmanager
     def located(self) -> Iterator[None]:

@@ -269,7 +269,7 @@ class TestWords:
             f"dbsp: mask synthetic; {origin}",
             f"dbsp: no report in {tmp_path / 'report'}: full",
             f"dbsp: error: {mine}:4: too much",
-            "dbsp: error: --set video.height: too much",
+            "dbsp: error: --set generate.height: too much",
             f"dbsp: error: {mine}: too much",
             f"OSError: {mine} is gone",
         ]
