@@ -28,5 +28,5 @@ def step(every: bool | None) -> SimpleNamespace:
 )
 def test_kernels_of_an_attention_are_those_that_ran_its_rows(monkeypatch, fused, steps, names):
     monkeypatch.setattr(observer, "fused_kernel", lambda q: fused)
-    executor = SimpleNamespace(tables=[step(every) for every in steps], kernels=SimpleNamespace(name="triton"))
+    executor = SimpleNamespace(tables=[step(every) for every in steps], kernel_name="triton")
     assert set(_kernels_of(executor, torch.empty(1, 2, 3, 4))) == names

@@ -23,7 +23,7 @@ def test_ranks_that_live_on_end_with_a_clear_error(mask, strategy):
     workers = WorkerPool(3)
     try:
         for pipe in workers._pipes:
-            pipe.send((die_in_the_middle, ({"mask": MASKS[mask]}, strategy, 1)))
+            pipe.send((die_in_the_middle, ({"mask": MASKS[mask]}, strategy, 1), ""))
         for rank in (0, 2):
             assert workers._pipes[rank].poll(SAFETY_NET_S), "it hangs"
             fine, kind, message, _ = workers._pipes[rank].recv()

@@ -96,5 +96,5 @@ def executors_alive(rank: int, world: int) -> tuple[int, int]:
     for seed in range(10):
         training.gradient(seed)
     gc.collect()
-    own = [one for size in training.session._sizes.values() for one in size._executors.values()]
+    own = [one for size in training.session._sizes.values() for one in size._prepared.values()]
     return sum(isinstance(one, PreparedAttention) for one in gc.get_objects()), len(own)
