@@ -142,7 +142,7 @@ def test_ranks_are_even_with_sparse_masks_inside_where_whole_heads_are_not():
     picoseconds = cost.picoseconds(work.tokens, work.blocks)
     plan = plan_sequences(picoseconds, work.tokens, drawn.loader, BagTopology.parse("g8n2", 16))
     found = evaluate(plan, work, drawn.loader, cost, FLUX)
-    assert found.rho <= 1.01
+    assert found.rho <= 1.02
     assert found.wir <= 1.005
     by_heads = evaluate(plan, work, drawn.loader, cost, FLUX, whole_heads)
     assert by_heads.rho > 1.1
