@@ -19,7 +19,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.chunks import Chunks
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.planners import plan_rows
+from dbsp_core.planning.planners import head_price, plan_rows
 from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
@@ -185,14 +185,14 @@ def slowest_bag_s(
         own = np.flatnonzero(plan.bag == bag)
         if not len(own):
             continue
-        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
-        owner = balanced_owners(rows, ranks)
+        rows, grids = np.concatenate([work.row_work[one] for one in own], axis=1), [work.grids[one] for one in own]
+        owner = balanced_owners(rows, grids, ranks)
         blocks = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
         seconds = int(cost.picoseconds(tokens[first : first + ranks], blocks).max()) / PICO
         if ranks > 1:
             nodes = (np.arange(first, first + ranks) // node_size).tolist()
             require_network(hardware, nodes)
-            sent = sent_in_bag(owner, [work.grids[one] for one in own], bag_layout(plan, work.tokens, bag), layer)
+            sent = sent_in_bag(owner, grids, bag_layout(plan, work.tokens, bag), layer)
             seconds += sum(exchange_s(matrix, hardware.constants, nodes) for matrix in sent)
         slowest_s = max(slowest_s, seconds)
     return slowest_s
@@ -222,11 +222,17 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
     return SequenceLayout(rank, local, int(plan.topology.ranks[bag]), int(local.max()) + 1)
 
 
-def balanced_owners(rows: np.ndarray, ranks: int) -> np.ndarray:
-    """Returns int64[H, nq], the rank of a bag that computes each row, from rows int64[H, nq], active blocks."""
+def balanced_owners(rows: np.ndarray, grids: list[BlockGrid], ranks: int) -> np.ndarray:
+    """Returns int64[H, nq], the rank of a bag that computes each row.
+
+    Args:
+        rows: int64[H, nq], active blocks of each row.
+        grids: Grids of the bag's sequences.
+    """
     if ranks == 1:
         return np.zeros(rows.shape, dtype=np.int64)
-    return plan_rows(rows, np.zeros(rows.shape[1], dtype=np.int64), ranks, 1)
+    price = head_price(BlockGrid.packed(grids), Strategy(ranks, 1))
+    return plan_rows(rows, np.zeros(rows.shape[1], dtype=np.int64), ranks, 1, price)
 
 
 def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout, layer: LayerSize) -> np.ndarray:

