@@ -112,7 +112,8 @@ def _check_shared_bytes(name: str, kwargs: dict[str, Any], itemsize: int) -> Non
 def _variant(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
     """Returns what Triton would compile a variant for, as far as the values of arguments decide it."""
     kernel = executor.fn.__globals__.get(executor.fn.__name__)
-    free = getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
+    told = getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()  # names or places
+    free = {executor.arg_names[one] if isinstance(one, int) else one for one in told}
     given = [*zip(executor.arg_names, args, strict=False), *sorted(kwargs.items())]
     return tuple((name, _type_of(value) if name in free else _specialised(value)) for name, value in given)
 
