@@ -12,8 +12,8 @@ pytest.importorskip("skimage")
 pytest.importorskip("matplotlib")
 
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.reports import style
 from dbsp_core.utils.errors import UserError
+from scripts.results import colours
 from scripts.results.__main__ import results
 from scripts.results.figures import grouped_bars, panels
 from scripts.results.result import FOLDER, Result
@@ -64,8 +64,8 @@ def test_rows_come_back_from_a_csv_as_they_were(tmp_path):
 
 
 def test_each_planner_has_one_colour_on_the_report_s_page_too():
-    assert set(PLANNERS) <= set(style.PLANNERS)
-    assert len({*style.PLANNERS.values()}) == len(style.PLANNERS)
+    assert set(PLANNERS) <= set(colours.PLANNERS)
+    assert len({*colours.PLANNERS.values()}) == len(colours.PLANNERS)
     page = (ROOT / "dbsp_core" / "reports" / "pages" / "style.css").read_text()
     light = dict(re.findall(r"--(before|after): (#\w+);", page.split("@media")[0]))
-    assert light == {"before": style.PLANNERS["contiguous"], "after": style.PLANNERS["dbsp"]}
+    assert light == {"before": colours.PLANNERS["contiguous"], "after": colours.PLANNERS["dbsp"]}

@@ -111,7 +111,7 @@ def test_from_yaml_to_mp4(tmp_path, expected, host, model, ranks):
     lines = done.stderr.splitlines()
     in_force = [line for line in lines if line.startswith(f"dbsp: tiny-{model} on {ranks} rank")]
     assert len(in_force) == 1, done.stderr
-    assert f"strategy U{ranks}R1, planner dbsp, layout striped, kernel cpu" in in_force[0]
+    assert f"strategy U{ranks}R1, planner dbsp, layout contiguous, kernel cpu" in in_force[0]
     source = next(line for line in lines if line.startswith("dbsp: mask synthetic (block_q"))
     assert f"; from tiny-{model}, but for generate.height" in source
     bars = [line for line in lines if f"{ranks} × {host}" in line]
