@@ -75,7 +75,7 @@ class TestMasksThatChangeByStep:
             assert kept == executors == LAYERS * PASSES
 
     def test_the_command_tells_of_reuse_what_the_runtime_did(self, threads, tmp_path):
-        settings = {"mask": Drifting(16, 16, slope=0.02), "record": str(tmp_path)}
+        settings = {"mask": Drifting(16, 16, slope=0.02), "record": str(tmp_path), "reuse": 1.10}
         made, same = threads(2).run(recorded_masks, settings, 12)
         series = MaskSeries.read(tmp_path)
         told = [drift_of(series, layer, "U2R1", "dbsp", 1.10).replans for layer in range(LAYERS)]
@@ -97,7 +97,9 @@ def test_passes_that_cannot_be_told_apart_do_not_pile_up(threads):
 
 
 class TestSizes:
-    @pytest.mark.parametrize("settings", [PREDICTED, {"mask": {"source": "window", "block_q": 16, "block_k": 16}}])
+    @pytest.mark.parametrize(
+        "settings", [PREDICTED | {"reuse": 1.10}, {"mask": {"source": "window", "block_q": 16, "block_k": 16}}]
+    )
     def test_sizes_that_take_turns_keep_their_plans(self, threads, settings):
         for worst, plans in threads(2).run(changing_sizes, settings, [7, 20], 4):
             assert (worst <= 1e-5, plans) == (True, 2)
