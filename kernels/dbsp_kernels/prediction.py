@@ -35,7 +35,7 @@ def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -
         return sum_tokens_triton(tokens, place, first)
     (batch, heads, _, width), blocks = tokens.shape, len(first) - 1
     sums = tokens.new_zeros(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
-    block = torch.repeat_interleave(torch.arange(blocks), first.diff())
+    block = torch.repeat_interleave(torch.arange(blocks, device=first.device), first.diff())
     together = list(zip(place.split(TOKENS_AT_A_TIME), block.split(TOKENS_AT_A_TIME), strict=True))
     # Units are powers of 2, so that counting in them is exact in float32.
     for item, head, (places, into) in itertools.product(range(batch), range(heads), together):
