@@ -71,11 +71,16 @@ def test_uniform_has_one_block_size_unless_told_otherwise():
         ({"tokens": 8, "text_tokens": 9}, "text_tokens=9"),
         ({"tokens": 8, "text_tokens": -1}, "text_tokens=-1"),
         ({"tokens": 8, "block": 0}, "block_q=0"),
-        ({"tokens": 8, "block_q": 0}, "block_q=0"),
-        ({"tokens": 8, "block_k": 0}, "block_k=0"),
-        ({"tokens": 8, "block_k": -4}, "block_k=-4"),
     ],
 )
 def test_sizes_that_make_no_grid_raise(sizes, named):
     with pytest.raises(ValueError, match=named):
         BlockGrid.uniform(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("block_q", "block_k", "named"), [(0, 4, "block_q=0"), (4, 0, "block_k=0"), (4, -4, "block_k=-4")]
+)
+def test_block_sizes_that_make_no_grid_raise(block_q, block_k, named):
+    with pytest.raises(ValueError, match=named):
+        BlockGrid(8, 0, block_q, block_k)
