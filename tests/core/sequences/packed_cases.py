@@ -208,7 +208,7 @@ class Counting(SequenceGroup):
 
     def __init__(self):
         everyone = SequenceGroup.of()
-        super().__init__(everyone.rank, everyone.size, everyone.group)
+        super().__init__(everyone.rank, everyone.size, everyone._held_by_torch)
         object.__setattr__(self, "bytes", [])
 
     def all_to_all(self, sent, receive_splits, send_splits):
