@@ -19,7 +19,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["MakePlan", "PlanKeeper", "PlanUse", "ReuseStatistics", "kept_or_new", "next_plan", "replay"]
+__all__ = ["MakePlan", "PlanKeeper", "PlanUse", "ReuseStatistics", "replay"]
 
 MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
 """Returns a new plan for row counts int64[H, nq], given the plan in use, or None if there is none."""
@@ -101,22 +101,23 @@ def kept_or_new(counted: Plan, rows: np.ndarray, threshold: float, make: MakePla
     return counted if counted.rho <= threshold else make(rows, counted)
 
 
-def next_plan(
+def next_use(
     counted: Plan, rows: np.ndarray, first: Plan | None, begins: bool, threshold: float, make: MakePlan
-) -> tuple[Plan, Plan]:
-    """Returns the plan for an attention's next call, and the plan with which the next generation begins.
+) -> tuple[PlanUse, Plan | None]:
+    """Returns an attention's next call, and the plan with which the generation after that call's begins.
 
     Args:
         counted: The plan of the last call, with the numbers of `rows`.
         rows: int64[H, nq], dense blocks of each row in the last call.
         first: The plan with which the next generation begins, or None if the last call began a generation.
-        begins: Whether the next call begins a generation.
+        begins: Whether the next call begins a generation; then its own counts decide, and the plan returned is None.
         threshold: P_s.
     """
     if begins and first is not None:
-        return first, first
+        return PlanUse(first, False), None
     plan = kept_or_new(counted, rows, threshold, make)
-    return plan, plan if first is None else first
+    following = plan if first is None else first
+    return PlanUse(plan, plan is not counted), None if begins else following
 
 
 def replay(
@@ -136,17 +137,16 @@ def replay(
     for call, rows in enumerate(counts):
         before = (uses[-1].counted or uses[-1].plan) if uses else None
         if before is None or before.owner.shape != rows.shape:
-            plan, before = make(rows, None), None
-        elif not lag:
+            use, first = PlanUse(make(rows, None), True), None
+        elif lag:
+            begins = steps is not None and call % steps == 0
+            use, first = next_use(before, counts[call - 1], first, begins, threshold, make)
+        else:
             before = before.counted(rows, compare=False)
             plan = kept_or_new(before, rows, threshold, make)
-        else:
-            begins = steps is not None and call % steps == 0
-            plan, following = next_plan(before, counts[call - 1], first, begins, threshold, make)
-            if plan is first:
-                before = plan
-            first = None if begins else following
-        uses.append(PlanUse(plan, plan is not before, plan.counted(rows, compare=False)))
+            use = PlanUse(plan, plan is not before)
+        use.counted = use.plan.counted(rows, compare=False)
+        uses.append(use)
     return uses
 
 
@@ -195,16 +195,15 @@ class PlanKeeper:
         Args:
             step: Denoising step of the call. If it is not above that of the last call, a generation begins.
         """
-        last, plan, first, new = self._last.get(key), None, None, True
+        last, use, first = self._last.get(key), None, None
         if last is not None:
-            before, begins = self._count(last), step <= last.step
+            before = self._count(last)
             if last.counts is not None and before.fits(mask):
-                plan, following = next_plan(before, last.counts.rows, last.first, begins, self.threshold, make)
-                new, first = plan is not before and plan is not last.first, None if begins else following
+                begins = step <= last.step
+                use, first = next_use(before, last.counts.rows, last.first, begins, self.threshold, make)
         counts = mask.counts.copy_rows()
-        if plan is None:
-            plan = make(counts.rows, None if last is None else last.use.plan)
-        use = PlanUse(plan, new)
+        if use is None:
+            use = PlanUse(make(counts.rows, None if last is None else last.use.plan), True)
         self._begin(key, _LastCall(use, counts, step, first))
         self.calls += 1
         return use
