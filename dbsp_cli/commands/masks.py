@@ -31,6 +31,7 @@ from dbsp_cli.output import (
     require_file_place,
     require_pictures,
 )
+from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers
@@ -155,7 +156,7 @@ def info(
     file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.", **PATH)],
     gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs for ρ_s.")] = 8,
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
-    threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made again.")] = 1.02,
+    threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made again.")] = DbspConfig.reuse,
     sample: Annotated[int, typer.Option(min=0, help="How many layers to plan and compare; 0: all.")] = 4,
     quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,
     limit: Annotated[float, typer.Option(help="Relative L1 error above which to warn.")] = DEFAULT_LIMIT,

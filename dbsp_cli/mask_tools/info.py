@@ -12,6 +12,7 @@ import numpy as np
 from dbsp_cli.mask_tools.plots import heads_to_draw, mask_picture
 from dbsp_cli.mask_tools.quality import HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.recording import Recording
+from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -196,7 +197,7 @@ class InfoOptions:
 
     gpus: int = 8
     planners: tuple[str, ...] = ("dbsp",)
-    threshold: float = 1.02
+    threshold: float = DbspConfig.reuse
     sample: int = 4
     quality: bool = False
     limit: float = 0.1
