@@ -117,7 +117,7 @@ def agree_on_attention(
         prepared: What will compute the attention, or None if it is not made yet.
         debug: Whether values must be finite, and kernels equal.
         more: Further numbers to compare, by the complaint where they differ.
-        choose: Chooses the kernel where there is no prepared; only its error is compared.
+        choose: Chooses the kernel where nothing is prepared yet; only its error is compared.
 
     Raises:
         UserError: On all ranks, where one has a problem, or something differs.
@@ -140,7 +140,7 @@ def agree_on_attention(
 
 
 def agree_on_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """All ranks compare masks, plans and kernels of an prepared that was made after they had compared inputs.
+    """All ranks compare masks, plans and kernels of a prepared attention that was made after they had compared inputs.
 
     Collective. Raises UserError, on all ranks, where they differ, or no kernel serves on one.
     """
@@ -163,7 +163,7 @@ def _kernel_from(choose: Callable[[], Kernel]) -> tuple[str, Exception | None]:
 
 
 def _marks_of(prepared: PreparedAttention | None, kernel: str) -> dict[str, int]:
-    """What ranks compare of an prepared by its complaint; zeros where it is still to be made."""
+    """What ranks compare of a prepared attention, by complaint; zeros where it is still to be made."""
     if prepared is None:
         return {MASKS_DIFFER: 0, PLANS_DIFFER: 0, KERNELS_DIFFER: 0}
     return {

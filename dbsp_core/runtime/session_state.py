@@ -95,16 +95,16 @@ class _Kept:
     """What one layer of a forward pass was computed with.
 
     Attributes:
-        node: The attention's node in the autograd graph, which holds the prepared; None inside a reentrant checkpoint,
+        node: The attention's node in the autograd graph, which holds `prepared`; None inside a reentrant checkpoint,
             whose forward has no graph.
-        prepared: The prepared, where there is no node.
+        prepared: The prepared attention, where there is no node.
     """
 
     node: weakref.ref[Any] | None
     prepared: PreparedAttention | None
 
     def waiting(self) -> PreparedAttention | None:
-        """Returns the prepared if backward may still come to this attention, else None."""
+        """Returns the prepared attention if backward may still come to this attention, else None."""
         if self.node is None:
             return self.prepared
         node = self.node()
@@ -113,7 +113,7 @@ class _Kept:
 
 @dataclass
 class Recomputation:
-    """The prepared of each layer in the forward passes whose backward is still to come.
+    """The prepared attention of each layer in the forward passes whose backward is still to come.
 
     A pass whose graph is gone, or has freed what it saved for backward, is forgotten. Reentrant checkpoints have no
     graph before backward, so the number of their passes is bounded.
@@ -132,7 +132,7 @@ class Recomputation:
             self._passes.append(self._current)
 
     def keep(self, layer: int, prepared: PreparedAttention, out: torch.Tensor) -> None:
-        """Remembers what a layer of the current pass was computed with; `out` is the prepared's own output."""
+        """Remembers what a layer of the current pass was computed with; `out` is its output as it was computed."""
         if self._current is None:
             return
         if out.grad_fn is not None:
@@ -141,7 +141,7 @@ class Recomputation:
             self._current[layer] = _Kept(None, prepared)
 
     def take(self, layer: int) -> PreparedAttention:
-        """Returns the prepared that a layer was computed with, in the one pass that waits for backward.
+        """Returns the prepared attention that a layer was computed with, in the one pass that waits for backward.
 
         Raises:
             UserError: If no pass waits, or several that had different masks or plans.
