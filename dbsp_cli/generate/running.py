@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +114,8 @@ def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
         if not job.launch.leads:
             return GenerateResult()
         raise RunFailed(f"the ranks ended well but left no video; their output is in {job.log}")
+    if not _whole(video):
+        raise RunFailed(f"the video could not be written whole; ffmpeg says why in {job.log} (is the disk full?)")
     try:
         put_file(video, job.out)
     except OSError as error:
@@ -133,6 +135,18 @@ def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
         lacking = f"the report cannot be put in its place ({error}); it is kept: {work.keep(report.name)}"
         return GenerateResult(job.out, lacking=lacking, attention=attention)
     return GenerateResult(job.out, job.report, attention=attention)
+
+
+def _whole(video: Path) -> bool:
+    """Returns whether ffmpeg came to the file's end, where it writes the index. diffusers does not ask it."""
+    import imageio_ffmpeg
+
+    try:
+        with closing(imageio_ffmpeg.read_frames(str(video))) as frames:
+            next(frames)
+    except (OSError, RuntimeError):
+        return False
+    return True
 
 
 def _report_in(folder: Path) -> RunReport | None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.cli.generate.tiny_mp4 import tiny_mp4
 from tests.support.repository import child_environment
 
 MODULE = "tests.cli.generate.cheap_ranks"
@@ -91,7 +92,7 @@ def _be_a_rank(video: Path) -> None:
     sign.with_suffix(".new").replace(sign)
     wait_until((folder / "go").exists)
     if os.environ["RANK"] == "0":
-        video.write_bytes(b"a video")
+        video.write_bytes(tiny_mp4())
 
 
 def _generate() -> None:

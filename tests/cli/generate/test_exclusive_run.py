@@ -14,6 +14,7 @@ from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_cli.generate.running import run_job
 from dbsp_cli.generate.supervisor import run_watched
 from dbsp_core.utils.errors import UserError
+from tests.cli.generate.tiny_mp4 import tiny_mp4
 
 PRECIOUS = "years of work"
 
@@ -28,7 +29,7 @@ def no_ranks(monkeypatch):
     instead: list = []
 
     def ranks(command: list[str], log: Path, ranks_folder: Path, *_: object) -> None:
-        (ranks_folder.parent / "video.mp4").write_bytes(b"a video")
+        (ranks_folder.parent / "video.mp4").write_bytes(tiny_mp4())
         for act in instead:
             act(ranks_folder.parent)
 
@@ -119,4 +120,4 @@ def test_a_video_goes_where_a_link_leads(tmp_path, no_ranks):
     (tmp_path / "clip.mp4").symlink_to(tmp_path / "real.mp4")
     run_job(resolve(request(tmp_path)), LogFollower(1))
     assert (tmp_path / "clip.mp4").is_symlink()
-    assert (tmp_path / "real.mp4").read_bytes() == b"a video"
+    assert (tmp_path / "real.mp4").read_bytes() == tiny_mp4()

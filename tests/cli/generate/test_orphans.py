@@ -21,6 +21,7 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.autoload import autoload
 from dbsp_xdit.patches import _patch_cli
 from tests.cli.generate.cheap_ranks import LIMIT_S, Ranks, generating, runs, wait_until
+from tests.cli.generate.tiny_mp4 import tiny_mp4
 from tests.support.repository import child_environment
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
@@ -84,7 +85,7 @@ def test_a_killed_command_takes_torchrun_and_ranks_along_and_the_next_one_cleans
     assert len([name for name in names(folder) if name.startswith(".ball.dbsp-")]) == 1
 
     def finished(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower, *_: object) -> None:
-        (ranks_folder.parent / "video.mp4").write_bytes(b"a video")
+        (ranks_folder.parent / "video.mp4").write_bytes(tiny_mp4())
 
     monkeypatch.setattr("dbsp_cli.generate.running.run_watched", finished)
     monkeypatch.setattr("dbsp_cli.generate.running.make_tiny", lambda *_: None)

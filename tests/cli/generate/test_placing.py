@@ -19,6 +19,7 @@ from dbsp_cli.generate.work_folder import put_folder, work_folder
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.utils.errors import UserError
 from dbsp_xdit.models import preflight
+from tests.cli.generate.tiny_mp4 import tiny_mp4
 
 REPORT = {"balance.png": b"a picture", "latents.safetensors": b"the latents", "report.json": b"{}"}
 
@@ -33,7 +34,7 @@ def made(monkeypatch):
 
     def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower, *_: object) -> None:
         work = ranks_folder.parent
-        (work / "video.mp4").write_bytes(b"a video")
+        (work / "video.mp4").write_bytes(tiny_mp4())
         if "report" in what:
             (work / "report").mkdir()
             for name, content in REPORT.items():
@@ -124,7 +125,7 @@ class TestBefore:
 def test_all_is_well(tmp_path, made):
     made.append("report")
     assert run_job(job(tmp_path), LogFollower(1)) == GenerateResult(tmp_path / "ball.mp4", tmp_path / "report")
-    assert (tmp_path / "ball.mp4").read_bytes() == b"a video"
+    assert (tmp_path / "ball.mp4").read_bytes() == tiny_mp4()
     assert {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()} == REPORT
     assert names(tmp_path) == {"ball.mp4", "report"}
 
@@ -138,7 +139,7 @@ def test_a_report_without_a_place_is_kept_and_named_and_the_video_is_there(tmp_p
     asked = job(tmp_path)
     done = run_job(asked, LogFollower(1))
     assert (done.video, done.report) == (asked.out, None)
-    assert asked.out.read_bytes() == b"a video"
+    assert asked.out.read_bytes() == tiny_mp4()
     (kept,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert done.lacking.startswith("the report cannot be put in its place (")
     assert done.lacking.endswith(f"); it is kept: {kept}/report")
@@ -152,8 +153,18 @@ def test_a_video_without_a_place_is_kept_with_its_report_and_named(tmp_path, mad
         run_job(job(tmp_path), LogFollower(1))
     (kept,) = [path for path in tmp_path.iterdir() if path.name.startswith(".ball.dbsp-")]
     assert str(raised.value).endswith(f"it is kept: {kept}/video.mp4 and {kept}/report")
-    assert (kept / "video.mp4").read_bytes() == b"a video"
+    assert (kept / "video.mp4").read_bytes() == tiny_mp4()
     assert names(kept) == {"video.mp4", "report"}
+
+
+@pytest.mark.parametrize("left", [b"", tiny_mp4()[:-100]], ids=["nothing", "without its end"])
+def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(tmp_path, made, left):
+    (tmp_path / "ball.mp4").write_bytes(b"an older video")
+    made.append(lambda work: (work / "video.mp4").write_bytes(left))
+    with pytest.raises(RunFailed, match=r"could not be written whole; ffmpeg says why in .*ball\.log"):
+        run_job(job(tmp_path), LogFollower(1))
+    assert (tmp_path / "ball.mp4").read_bytes() == b"an older video"
+    assert names(tmp_path) == {"ball.mp4"}
 
 
 def test_what_is_kept_is_named_again_by_the_next_run_and_never_removed(tmp_path, made):
@@ -205,7 +216,7 @@ def test_the_command_says_what_is_lacking_and_exits_with_3(tmp_path, made, dbsp,
         assert (values["video"], values["report"], values["lacking"]) == (str(out), None, lacking)
     else:
         assert said.startswith(f"wrote {out} in ")
-    assert out.read_bytes() == b"a video"
+    assert out.read_bytes() == tiny_mp4()
 
 
 class TestWords:
@@ -260,7 +271,7 @@ class TestWords:
                 watcher.line(f"(rank 1) dbsp: error: {file}:{place}: too much")
             watcher.line(f"(rank 1) OSError: {file} is gone")
             told.extend(watcher.last_lines["1"])
-            (ranks_folder.parent / "video.mp4").touch()
+            (ranks_folder.parent / "video.mp4").write_bytes(tiny_mp4())
 
         monkeypatch.setattr(running, "run_watched", ranks)
         run_job(asked, LogFollower(1, on_notice=told.append))
