@@ -106,7 +106,7 @@ def attach_host(
         for attention, gate in gates.items():
             changes.add_module(attention, GATE, gate)
         for transformer, session in sessions:
-            generations.hook(transformer, changes, always=debug)
+            generations.hook(transformer, session, changes, always=debug)
             ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)
             if packing is not None:
                 packing.attach(transformer, changes)

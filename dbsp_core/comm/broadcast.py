@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -18,12 +19,14 @@ from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-__all__ = ["GenerationAgreement"]
+__all__ = ["GenerationAgreement", "Meeting"]
 
 _CALL, _PASS, _DECODING = range(3)
 """Why a rank takes part in an exchange."""
 _MARKS = 4
-"""Number of fingerprints in every exchange, so that ranks at different exchanges receive each other's."""
+"""Number of fingerprints that the first rank sends at every exchange, whatever it is."""
+_MOST_BITS = 61
+"""Tensors that are told apart in one number; those after them share the last bit."""
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in the buffer that is broadcast; a multiple of every dtype's size."""
 _NORM_TOLERANCE = 1e-2
@@ -55,6 +58,56 @@ TILES_DIFFER = (
     "same latents, with one setting of the autoencoder's tiling and slicing"
 )
 DECODED_DIFFER = "the latents that are decoded differ on rank(s) {}; decode the same video on all ranks together"
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """What ranks compare of an exchange at which the first rank has said where it is, and has sent its tensors.
+
+    Attributes:
+        told: Kind of exchange, number of calls and of the board's passes, a bit for each tensor that is not the first
+            rank's.
+        marks: Fingerprints of what must be equal, by complaint.
+        complaints: By tensor.
+    """
+
+    agreement: GenerationAgreement
+    told: tuple[int, int, int, int]
+    marks: Mapping[str, int]
+    complaints: Sequence[str] = ()
+
+    def check(
+        self, problem: Exception | None = None, more: Mapping[str, int] | None = None, free: int = 0
+    ) -> list[tuple[int, ...]]:
+        """Raises UserError on all ranks unless all are at the same exchange with the same inputs. Collective.
+
+        Args:
+            problem: This rank's, if any.
+            more: Further fingerprints to compare, by complaint.
+            free: A number that may differ.
+
+        Returns:
+            What each rank has told, that number last.
+        """
+        control, marks = self.agreement.group.control(), {**self.marks, **(more or {})}
+        told = check_consistent(control, problem, marks, told=[*self.told, free], meet=self._meet)
+        for place, complaint in enumerate(self.complaints):
+            ranks = [rank for rank, numbers in enumerate(told) if numbers[3] >> min(place, _MOST_BITS) & 1]
+            if ranks:
+                raise UserError(complaint.format(ranks))
+        return told
+
+    def _meet(self, told: Sequence[Sequence[int]]) -> None:
+        """Takes what all ranks have told. Raises UserError unless they are at the same exchange of the same call."""
+        kinds, calls, passes, *_ = zip(*told, strict=True)
+        board = self.agreement.board
+        self.agreement.calls = max(calls)
+        if board is not None:
+            board.passes = max(passes)
+        require_equal(CALLS_DIFFER, calls)
+        if board is not None:
+            board.met()
+        require_equal(GENERATORS_DIFFER, kinds)
 
 
 @dataclass
@@ -92,19 +145,11 @@ class GenerationAgreement:
             if problem is not None:
                 raise problem
             return
-        self._exchange(_CALL, {GENERATORS_DIFFER: int(generator)})
-        check_consistent(self.group.control(), problem, {})
-        if device is None:
-            return
-        self._share_state(torch.get_rng_state, torch.set_rng_state)
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            self._share_state(lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device))
-
-    def _share_state(self, read: Callable[[], torch.Tensor], write: Callable[[torch.Tensor], None]) -> None:
-        state = read()
-        self.group.control().broadcast(state)
-        write(state)
+        generators = [] if device is None else _generators(device)
+        states, meeting = self._meet(_CALL, {GENERATORS_DIFFER: int(generator)}, [read() for read, _ in generators])
+        meeting.check(problem)
+        for (_, write), state in zip(generators, states, strict=True):
+            write(state.clone())
 
     def compare(
         self,
@@ -112,8 +157,8 @@ class GenerationAgreement:
         plain: Mapping[str, object],
         latents: Mapping[str, torch.Tensor],
         conditions: Mapping[str, torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Returns the first rank's latents and conditions, once all ranks have found theirs the same. Collective.
+    ) -> tuple[list[torch.Tensor], Meeting]:
+        """Returns the first rank's latents and conditions, and what ranks still have to compare. Collective.
 
         Waits for the tensors' device.
 
@@ -124,25 +169,28 @@ class GenerationAgreement:
             conditions: All other tensors, by name, compared like latents.
 
         Raises:
-            UserError: On all ranks, unless they are at the same call with the same inputs.
+            UserError: On a rank that is at another call, or has other arguments or tensors of other shapes; on the
+                others, when they compare.
         """
         names = ", ".join(plain) or "that are not tensors"
-        values = {
-            SIZES_DIFFER: [(tuple(one.shape), one.dtype) for one in latents.values()],
+        marks = {
+            SIZES_DIFFER: [(tuple(one.shape), one.dtype, one.device.type) for one in latents.values()],
             STEPS_DIFFER: steps,
-            LENGTHS_DIFFER: [(name, tuple(one.shape), one.dtype) for name, one in conditions.items()],
+            LENGTHS_DIFFER: [(name, tuple(one.shape), one.dtype, one.device.type) for name, one in conditions.items()],
             ARGUMENTS_DIFFER.format(names=names): sorted(plain.items()),
         }
-        tensors = [(LATENTS_DIFFER, one) for one in latents.values()]
-        tensors += [(CONDITION_DIFFERS.format(name=name), one) for name, one in conditions.items()]
-        return self._compare(_PASS, values, tensors)
+        complaints = [LATENTS_DIFFER] * len(latents) + [CONDITION_DIFFERS.format(name=name) for name in conditions]
+        tensors = [*latents.values(), *conditions.values()]
+        return self._meet(_PASS, {name: fingerprint_of(one) for name, one in marks.items()}, tensors, complaints)
 
     def compare_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
         """Raises UserError on all ranks unless they decode the same latents, in `tiles` of one `repr`. Collective.
 
         Waits for the tensors' device, like `compare`. `tiles` include the shapes of latents.
         """
-        self._compare(_DECODING, {TILES_DIFFER: tiles}, [(DECODED_DIFFER, one) for one in latents])
+        marks = {TILES_DIFFER: fingerprint_of((tiles, [one.device.type for one in latents]))}
+        _, meeting = self._meet(_DECODING, marks, latents, [DECODED_DIFFER] * len(latents))
+        meeting.check()
 
     @torch.no_grad()
     def first_rank_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,36 +208,47 @@ class GenerationAgreement:
                     found[place] = values
         return found
 
-    def _compare(
-        self, kind: int, values: Mapping[str, object], tensors: Sequence[tuple[str, torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """Returns the first rank's tensors. Raises one of the errors on all ranks where inputs differ. Collective."""
-        self._exchange(kind, {complaint: fingerprint_of(value) for complaint, value in values.items()})
-        own = [one for _, one in tensors]
-        first = self.first_rank_values(own)
-        differ = [int(not _are_close(*pair)) for pair in zip(own, first, strict=True)]
-        for (complaint, _), of_ranks in zip(
-            tensors, zip(*self.group.control().gather_integers(differ), strict=True), strict=True
-        ):
-            ranks = [rank for rank, differs in enumerate(of_ranks) if differs]
-            if ranks:
-                raise UserError(complaint.format(ranks))
-        return first
+    def _meet(
+        self, kind: int, marks: Mapping[str, int], tensors: Sequence[torch.Tensor], complaints: Sequence[str] = ()
+    ) -> tuple[list[torch.Tensor], Meeting]:
+        """Returns the first rank's tensors, and what is to be compared. Collective: the first rank says where it is.
 
-    def _exchange(self, kind: int, marks: Mapping[str, int]) -> None:
-        """Raises one of the errors on all ranks unless all are at the same call with the same marks. Collective."""
+        A rank that is elsewhere receives what the first rank sends all the same, and compares at once.
+        """
         passes = 0 if self.board is None else self.board.passes
-        row = [kind, self.calls, passes, *marks.values(), *[0] * (_MARKS - len(marks))]
-        kinds, calls, passed, *columns = zip(*self.group.control().gather_integers(row), strict=True)
-        self.calls = max(calls)
-        if self.board is not None:
-            self.board.passes = max(passed)
-        require_equal(CALLS_DIFFER, calls)
-        if self.board is not None:
-            self.board.met()
-        require_equal(GENERATORS_DIFFER, kinds)
-        for complaint, column in zip(marks, columns, strict=False):
-            require_equal(complaint, column)
+        sizes = [sum(map(_room, (one for one in tensors if (one.device.type == "cpu") == cpu))) for cpu in (True, False)]
+        mine = [kind, self.calls, *marks.values(), *[0] * (_MARKS - len(marks)), *sizes]
+        header = torch.tensor(mine, dtype=torch.int64, device="cpu")
+        self.group.control().broadcast(header)
+        if header.tolist() != mine:
+            self._discard(*header[-2:].tolist())
+            Meeting(self, (kind, self.calls, passes, 0), marks).check()
+            raise RuntimeError("the first rank is at another exchange, and no rank has said so")
+        first = self.first_rank_values(tensors)
+        differ = [not bool(_are_close(*pair)) for pair in zip(tensors, first, strict=True)] if complaints else []
+        bits = sum({1 << min(place, _MOST_BITS) for place, differs in enumerate(differ) if differs})
+        return first, Meeting(self, (kind, self.calls, passes, bits), marks, complaints)
+
+    def _discard(self, on_host: int, on_device: int) -> None:
+        """Receives as many bytes as the first rank broadcasts."""
+        if on_host:
+            self.group.control().broadcast(torch.empty(on_host, dtype=torch.uint8, device="cpu"))
+        if on_device:
+            device = torch.device("cuda", torch.cuda.current_device())
+            self.group.broadcast(torch.empty(on_device, dtype=torch.uint8, device=device))
+
+
+_Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
+"""Reads and writes the state of a random number generator."""
+
+
+def _generators(device: torch.device) -> list[_Generator]:
+    """Returns torch's global generators that a pipeline on a device draws from."""
+    found: list[_Generator] = [(torch.get_rng_state, torch.set_rng_state)]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        found.append((partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)))
+    return found
 
 
 def _are_close(own: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -208,7 +267,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[to
     first, ends = [], 0
     for one in tensors:
         first.append(ends)
-        ends += -(-one.numel() * one.element_size() // _ALIGNMENT) * _ALIGNMENT
+        ends += _room(one)
     buffer = torch.empty(ends, dtype=torch.uint8, device=tensors[0].device)
     parts = [
         buffer[begin : begin + one.numel() * one.element_size()].view(one.dtype).view(one.shape)
@@ -219,3 +278,8 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[to
             part.copy_(one)
     group.broadcast(buffer)
     return list(tensors) if group.rank == 0 else parts
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Returns the bytes of a tensor in the buffer that is broadcast."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT

@@ -30,6 +30,9 @@ __all__ = [
 
 Result = TypeVar("Result")
 
+_ROW = 32
+"""Least number of numbers in a comparison: ranks that are at different ones receive each other's, and say so."""
+
 DEBUG_DIFFERS = "debug differs on rank(s) {}; set it on all ranks or on none"
 """A complaint for `check_consistent`: ranks with debug compare more often, and would wait for the others."""
 
@@ -67,6 +70,7 @@ def check_consistent(
     error: type[Exception] = UserError,
     *,
     told: Sequence[int] = (),
+    meet: Callable[[list[tuple[int, ...]]], None] = lambda _: None,
 ) -> list[tuple[int, ...]]:
     """Raises on all ranks when any of them has a problem, or a mark that most ranks don't have. Collective.
 
@@ -76,16 +80,19 @@ def check_consistent(
         marks: Numbers below 2^63, by the complaint about ranks whose number differs, with {} for the ranks.
         error: Raised where marks differ. A problem is raised as UserError where it is one, else as ValueError; if
             `error` is no UserError, every problem is raised as `error`.
-        told: Further numbers, which may differ.
+        told: Further numbers, which may differ; equally many on all ranks.
+        meet: Takes what each rank has `told`, by rank, before anything is raised.
 
     Returns:
         What each rank has `told`, by rank.
     """
     with outside_transforms():
         kind = _FINE if problem is None else _USERS if isinstance(problem, UserError) else _OURS
-        states = [(kind, *marks.values(), *told)]
+        states = [[kind, *told, *marks.values()]]
         if not group.alone:  # without a process group one rank of several may be examined
-            states = [tuple(state) for state in group.gather_integers(states[0])]
+            states = group.gather_integers(states[0] + [0] * (_ROW - len(states[0])))
+        told_by_rank = [tuple(state[1 : 1 + len(told)]) for state in states]
+        meet(told_by_rank)
         failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
         if failed:
             first = failed[0]
@@ -95,9 +102,9 @@ def check_consistent(
             if not issubclass(error, UserError):
                 raised = error
             raise raised(where + texts[first]) from problem
-        for place, complaint in enumerate(marks, 1):
+        for place, complaint in enumerate(marks, 1 + len(told)):
             require_equal(complaint, [state[place] for state in states], error)
-        return [state[1 + len(marks) :] for state in states]
+        return told_by_rank
 
 
 def require_equal(complaint: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:

@@ -1,16 +1,19 @@
 """Cross-rank checks that run before ranks exchange q, k and v, and their error messages.
 
 Ranks that attend with different inputs, masks or plans would wait for one another for ever, or mix what they exchange.
-They compare three times: when a session is made, when a size of video begins, and at the first attention of a size or
-kind of inputs. Under debug they compare at every pass and attention, whatever could make the result wrong.
+They compare twice: when a session is made, and at the first attention of a size or kind of inputs, together with what
+the pass began with. Under debug they compare at every attention, whatever could make the result wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
+from dbsp_core.comm.broadcast import Meeting
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.devices import node_marks, number_nodes
 from dbsp_core.comm.groups import SequenceGroup
@@ -21,12 +24,16 @@ from dbsp_core.utils.process import version_marks
 from dbsp_kernels import Kernel, KernelRequirements, require_supported
 from dbsp_kernels.kernel import returns_lse
 
+if TYPE_CHECKING:
+    from dbsp_core.runtime.size_context import SizeContext
+
 __all__ = [
     "LAYERS_DIFFER",
     "LAYOUTS_DIFFER",
     "MASKS_DIFFER",
     "PASS_MARKS",
     "PLANS_DIFFER",
+    "PassAgreement",
     "agree_on_attention",
     "agree_on_gradient",
     "agree_on_prepared",
@@ -55,6 +62,35 @@ GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are n
 
 PASS_MARKS = SIZES_DIFFER, STEPS_DIFFER, GRIDS_DIFFER, HARDWARE_DIFFERS, NEW_MASKS_DIFFER
 """Complaints about what ranks compare when a forward pass begins."""
+
+
+@dataclass(eq=False)
+class PassAgreement:
+    """What ranks have to compare of a forward pass, together with its first attention.
+
+    Attributes:
+        size: The size of its videos, by which the session keeps what it knows of it; None until that is known.
+        meeting: What they have to compare of the inputs of the transformer, if anything.
+        names: Cache keys of its masks, if they are new.
+        marks: Fingerprints, by complaint.
+    """
+
+    group: SequenceGroup
+    meeting: Meeting | None = None
+    size: SizeContext | None = None
+    names: dict[int, Hashable] | None = None
+    marks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PASS_MARKS, 0))
+
+    def check(self, problem: Exception | None, more: Mapping[str, int]) -> None:
+        """Raises UserError on all ranks where one has a problem, or something differs, `more` included. Collective."""
+        calls = 0 if self.size is None else self.size.keeper.calls
+        control, marks = self.group.control(), {**self.marks, **more}
+        if self.meeting is None:
+            told = check_consistent(control, problem, marks, told=[0, 0, 0, 0, calls])  # as a meeting's are
+        else:
+            told = self.meeting.check(problem, marks, free=calls)
+        if self.size is not None and len({numbers[-1] for numbers in told}) > 1:
+            self.size.keeper.restart()  # a rank has left a pass that others went on with
 
 
 def agree_on_settings(
@@ -106,6 +142,7 @@ def agree_on_attention(
     debug: bool,
     more: Mapping[str, int] | None = None,
     choose: Callable[[], Kernel] | None = None,
+    of_pass: PassAgreement | None = None,
 ) -> None:
     """All ranks compare what they are about to attend with. Collective.
 
@@ -118,6 +155,7 @@ def agree_on_attention(
         debug: Whether values must be finite, and kernels equal.
         more: Further numbers to compare, by the complaint where they differ.
         choose: Chooses the kernel where nothing is prepared yet; only its error is compared.
+        of_pass: What they have to compare of the forward pass, if it has just begun.
 
     Raises:
         UserError: On all ranks, where one has a problem, or something differs.
@@ -136,7 +174,10 @@ def agree_on_attention(
         SCALES_DIFFER: fingerprint_of(scale),
         **_marks_of(prepared, kernel if debug else ""),
     }
-    check_consistent(group, problem, marks)
+    if of_pass is None:
+        check_consistent(group, problem, marks)
+    else:
+        of_pass.check(problem, marks)
 
 
 def agree_on_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from dbsp_core.comm.consistency import check_consistent, needs_gradients, problem_of_inputs
+from dbsp_core.comm.broadcast import Meeting
+from dbsp_core.comm.consistency import needs_gradients, problem_of_inputs
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import cost_basis, hardware_for
@@ -24,6 +25,7 @@ from dbsp_core.runtime.agreement import (
     LAYOUTS_DIFFER,
     NEW_MASK_DIFFERS,
     PASS_MARKS,
+    PassAgreement,
     agree_on_attention,
     agree_on_gradient,
     agree_on_prepared,
@@ -34,7 +36,7 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import OneThread, Recomputation, SessionObserver
-from dbsp_core.runtime.size_context import SizeContext
+from dbsp_core.runtime.size_context import SizeContext, SizeKey
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import UserError, fingerprint_of
@@ -50,9 +52,6 @@ MOST_SIZES = 4
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, [B, H, shard, D] each."""
 
-SizeKey = tuple[tuple[Video, ...], int]
-"""Videos of a forward pass, and the fingerprint of the layout if one was given, else 0."""
-
 
 @dataclass(repr=False)
 class AttentionSession:
@@ -67,6 +66,7 @@ class AttentionSession:
         problem: Why this rank has no settings, which is raised on all ranks; the other arguments are then not used.
         nodes: The node of each rank of the group.
         report: Whether any rank's settings ask for a report.
+        meeting: What ranks have to compare of the next pass's inputs: at its first attention.
     """
 
     config: DbspConfig
@@ -78,13 +78,17 @@ class AttentionSession:
     clock: StepClock = field(default_factory=StepClock)
     observers: list[SessionObserver] = field(default_factory=list)
     problem: InitVar[Exception | None] = None
+    meeting: Meeting | None = None
     nodes: tuple[int, ...] = field(init=False)
     report: bool = field(init=False)
     _mask_provider: MaskProvider = field(init=False)
     _statistics: ReuseStatistics = field(default_factory=ReuseStatistics)
+    _raises_alone: bool = False
     _sizes: OrderedDict[SizeKey, SizeContext] = field(default_factory=OrderedDict)
     """What is known for each size of video; the one used last at the end."""
     _reached: set[int] = field(default_factory=set)
+    _begun: PassAgreement | None = None
+    """What ranks have to compare of the pass that has begun, at its first attention."""
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _one_thread: OneThread = field(init=False)
 
@@ -122,6 +126,8 @@ class AttentionSession:
     ) -> SequenceLayout:
         """Starts a forward pass over a video, or over several that are packed: then none attends to another.
 
+        What is new in it is compared by all ranks at its first attention, or in `end` if there is none.
+
         Args:
             videos: The token grid of each, with its text.
             timestep: Of the denoising, for masks that depend on the step.
@@ -134,7 +140,7 @@ class AttentionSession:
             The layout in which the sequence must be sharded. What was made for the last `MOST_SIZES` sizes is kept.
 
         Raises:
-            UserError: On all ranks, for a size that the mask source refuses.
+            UserError: On all ranks, for a size that the mask source refuses, unless they raise it together elsewhere.
         """
         with self._one_thread.inside():
             self._reached.clear()
@@ -143,26 +149,30 @@ class AttentionSession:
             for observer in self.observers:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
             size_key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
-            named = self._mask_provider.use_names()
+            named, meeting = self._mask_provider.use_names(), self.meeting
+            self._begun = self.meeting = None
             new = size_key not in self._sizes or not named or (first and self._mask_provider.predicts)
-            if new or self.config.debug:
-                size = self._agree_on_pass(size_key, torch.device(device), cfg_branch, streams, named)
-                self._sizes[size_key] = size
-            self._sizes.move_to_end(size_key)
-            if len(self._sizes) > MOST_SIZES:
-                self._drop_oldest_size()
+            if new or meeting or self.config.debug:
+                begun = PassAgreement(self.group, meeting)
+                self._take_up(begun, size_key, torch.device(device), cfg_branch, streams, named)
+                self._begun = begun
+            else:
+                self._sizes.move_to_end(size_key)
             return self.layout
 
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
         """A session of other ranks, which counts its calls and denoising steps with this one's. Collective for them.
 
-        It is observed by none.
+        It is observed by none, and its `begin` raises on one rank alone.
         """
         parts = self.config, group, strategy, self.heads, self.layers, self.steps, self.clock
-        return AttentionSession(*parts, _statistics=self._statistics)
+        return AttentionSession(*parts, _statistics=self._statistics, _raises_alone=True)
 
     def end(self) -> frozenset[int]:
-        """Returns the layers whose attention the forward pass has reached."""
+        """Returns the layers whose attention the forward pass has reached. Collective if there are none."""
+        if self._begun is not None:
+            self._begun.check(None, {})
+            self._keep_begun(self._begun)
         return frozenset(self._reached)
 
     @property
@@ -239,46 +249,52 @@ class AttentionSession:
     @property
     def _now(self) -> SizeContext:
         """What was made for the size of the current forward pass."""
+        if self._begun is not None and self._begun.size is not None:
+            return self._begun.size
         if not self._sizes:
             raise RuntimeError("attention was reached before the forward pass began; attach db-SP to the transformer")
         return next(reversed(self._sizes.values()))
 
-    def _agree_on_pass(
+    def _take_up(
         self,
+        begun: PassAgreement,
         size_key: SizeKey,
         device: torch.device,
         cfg_branch: int | None,
         streams: Streams | SequenceLayout,
         named: bool,
-    ) -> SizeContext:
-        """Returns what is known for the size of a pass, once all ranks have compared it. Collective.
+    ) -> None:
+        """Finds out what ranks compare of a pass that begins. Collective only if that fails.
 
         Args:
             named: Whether the cache keys of the pass's masks are known.
         """
-        size, names, problem, marks = self._sizes.get(size_key), {}, None, dict.fromkeys(PASS_MARKS, 0)
+        provider = self._mask_provider
         try:
-            size = size or self._new_size(size_key[0], device, streams)
-            names = {} if named else self._mask_provider.ask_names()
+            begun.size = size = self._sizes.get(size_key) or self._new_size(size_key, device, streams)
+            begun.names = None if named else provider.ask_names()
             of_size = size_key[0], streams if isinstance(streams, (str, type(None))) else None
-            of_debug = of_size, (self._mask_provider.moment, cfg_branch)
+            of_debug = of_size, (provider.moment, cfg_branch)
             compared = [fingerprint_of(one) if self.config.debug else 0 for one in of_debug]
-            compared += [fingerprint_of(size.grid), size.hardware_mark, self._mask_provider.mark_of(names)]
-            marks = dict(zip(PASS_MARKS, compared, strict=True))
+            compared += [fingerprint_of(size.grid), size.hardware_mark, provider.mark_of(begun.names or {})]
+            begun.marks = dict(zip(PASS_MARKS, compared, strict=True))
         except Exception as error:  # any error: this rank must not stop alone
-            problem = error
-        calls = check_consistent(self.group.control(), problem, marks, told=[size.keeper.calls if size else 0])
-        if size is None:
-            raise RuntimeError("a size without a layout, and no rank has said why")
-        if len({number for (number,) in calls}) > 1:  # a rank has left a pass that others went on with
-            size.keeper.restart()
-        if not named:
-            self._mask_provider.keep_names(names)
-        return size
+            if not self._raises_alone:
+                begun.check(error, {})
+            raise
 
-    def _new_size(
-        self, videos: tuple[Video, ...], device: torch.device, streams: Streams | SequenceLayout
-    ) -> SizeContext:
+    def _keep_begun(self, begun: PassAgreement) -> None:
+        """Keeps what is known of the pass that has begun, once all ranks have compared it."""
+        self._begun = None
+        if begun.size is not None:
+            self._sizes[begun.size.key] = begun.size
+            self._sizes.move_to_end(begun.size.key)
+        if begun.names is not None:
+            self._mask_provider.keep_names(begun.names)
+        if len(self._sizes) > MOST_SIZES:
+            self._drop_oldest_size()
+
+    def _new_size(self, key: SizeKey, device: torch.device, streams: Streams | SequenceLayout) -> SizeContext:
         """Returns the context of a new size. Raises ValueError for one that the mask source refuses."""
         config, grid = self.config, self._mask_provider.grid()
         layout, selector = streams, None
@@ -295,7 +311,7 @@ class AttentionSession:
         compare = any(observer.compares for observer in self.observers)
         keeper = PlanKeeper(config.reuse, compare, self._statistics)
         parts = config, self.group, self.strategy, self._mask_provider, self.observers
-        return SizeContext(*parts, videos, grid, layout, selector, keeper)
+        return SizeContext(*parts, key, grid, layout, selector, keeper)
 
     def _prepare(
         self, layer: int, qkv: QKV, scale: float, gate: torch.Tensor | None
@@ -341,7 +357,8 @@ class AttentionSession:
             True if they have compared them.
         """
         problem = self._problem_of(qkv, tokens)
-        if self.config.debug or self._now.inputs_agreed.is_new(*qkv, None if problem is None else str(problem)):
+        new = self._now.inputs_agreed.is_new(*qkv, None if problem is None else str(problem))
+        if new or self._begun is not None or self.config.debug:
             self._agree(layer, qkv, scale, problem, prepared if problem is None else None, {})
             return True
         if problem is not None:
@@ -364,7 +381,7 @@ class AttentionSession:
         mask: dict[str, int],
     ) -> None:
         """Lets ranks compare what they are about to attend with. Collective."""
-        now, q, gradients = self._now, qkv[0], needs_gradients(*qkv)
+        now, q, gradients, begun = self._now, qkv[0], needs_gradients(*qkv), self._begun
         merged = self.strategy is not None and self.strategy.ring > 1
         blocks = now.grid.block_q, now.grid.block_k
         needs = KernelRequirements(blocks, q.shape[-1], lse=merged or gradients, backward=gradients)
@@ -377,7 +394,10 @@ class AttentionSession:
             choose=partial(choose_kernel, self.config.kernel, q.device, q.dtype, needs),
             debug=self.config.debug,
             more={LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
+            of_pass=begun,
         )
+        if begun is not None:
+            self._keep_begun(begun)
 
     def _run(self, prepared: PreparedAttention, qkv: QKV, scale: float) -> torch.Tensor:
         """Runs the attention of a layer on q, k, v [B, H, shard, D].

@@ -26,7 +26,10 @@ from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.sources import LocalQK
 
-__all__ = ["SizeContext"]
+__all__ = ["SizeContext", "SizeKey"]
+
+SizeKey = tuple[tuple[Video, ...], int]
+"""Videos of a forward pass, and the fingerprint of the layout if one was given, else 0."""
 
 
 @dataclass(eq=False)
@@ -40,7 +43,6 @@ class SizeContext:
     Attributes:
         strategy: How the ranks are used, or None if `selector` chooses a strategy for each plan.
         masks: The session's masks, begun for this size.
-        videos: The videos of the forward pass.
         inputs_agreed: Kinds of q, k and v that all ranks have compared.
     """
 
@@ -49,7 +51,7 @@ class SizeContext:
     strategy: Strategy | None
     masks: MaskProvider
     observers: Sequence[SessionObserver]
-    videos: tuple[Video, ...]
+    key: SizeKey
     grid: BlockGrid
     layout: SequenceLayout
     selector: StrategySelector | None
@@ -124,6 +126,11 @@ class SizeContext:
         prepared = self._prepare(layer, use.plan, mask, tokens.q.device, mark=self.config.debug)
         self._keep(layer, key, key, prepared)
         return prepared, use
+
+    @property
+    def videos(self) -> tuple[Video, ...]:
+        """The videos of the forward pass."""
+        return self.key[0]
 
     def _keys(self, layer: int, device: torch.device) -> tuple[Hashable, Hashable]:
         """What is kept for a layer's mask now: the keys of its prepared attention, and of its plan."""

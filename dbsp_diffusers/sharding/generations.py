@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement
+from dbsp_core.comm.broadcast import GenerationAgreement, Meeting
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
@@ -141,15 +142,17 @@ class Generations:
         begin = getattr(scheduler, "begin_index", None) or 0
         return None if timesteps is None else len(timesteps) - begin - left_out
 
-    def hook(self, transformer: nn.Module, patches: PatchSet, *, always: bool) -> None:
-        """Gives the transformer the first rank's inputs on all ranks, once they have compared what each was given.
+    def hook(self, transformer: nn.Module, session: AttentionSession, patches: PatchSet, *, always: bool) -> None:
+        """Gives the transformer the first rank's inputs on all ranks, which compare what each was given.
 
-        Ranks compare at the beginning of each generation, and where inputs are of new shapes. Where gradients flow
-        through the inputs, and in training, they compare at every pass, and each computes with its own.
+        Ranks compare at the beginning of each generation, and where inputs are of new shapes: at the pass's first
+        attention. Where gradients flow through the inputs, and in training, they compare at every pass, and each
+        computes with its own.
 
         Call it before anything that cuts the inputs is hooked.
 
         Args:
+            session: The transformer's.
             always: Whether to compare at every pass.
         """
         if self.agreement.group.size == 1:
@@ -170,7 +173,7 @@ class Generations:
             kinds = tuple((name, one.shape, one.dtype) for name, one in tensors.items())
             place = min(self._passes, _COMPARED - 1), kinds
             if always or own or place not in self._compared:
-                values = self._compare(inputs)
+                values, session.meeting = self._compare(inputs)
                 self._compared.add(place)
             else:
                 values = self.agreement.first_rank_values([*tensors.values()])
@@ -204,8 +207,8 @@ class Generations:
             self.agreement.begin_call()
         return first
 
-    def _compare(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Returns the first rank's tensors of a pass. Raises UserError on all ranks where they differ. Collective."""
+    def _compare(self, inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Meeting]:
+        """Returns the first rank's tensors of a pass, and what ranks have to compare of their own. Collective."""
         guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
         steps = self.steps(), self._passes, guidance
         sample = next(iter(inputs))

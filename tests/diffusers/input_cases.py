@@ -26,8 +26,8 @@ def _inputs(timestep: int = 900) -> dict[str, Any]:
 def differing_inputs(rank: int, world: int) -> dict[str, list[str]]:
     """What a transformer says whose last rank is given something else: at the first pass, and at the second."""
     odd, found = rank == world - 1, {}
-    wan, flux = make_transformer("wan"), make_tiny_transformer("flux")
-    of_flux = tiny_inputs("flux", batch=1)
+    wan, flux = make_transformer("wan"), make_tiny_transformer("flux", guidance_embeds=True)
+    of_flux = tiny_inputs("flux", batch=1) | {"guidance": torch.tensor([3.5])}
 
     def scaled(name: str, by: float) -> dict[str, Any]:
         own = _inputs()
