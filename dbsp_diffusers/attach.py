@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from dbsp_core.comm.broadcast import GenerationAgreement
-from dbsp_core.comm.consistency import check_consistent, run_consistently
-from dbsp_core.comm.devices import use_model_device
+from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.devices import require_own_gpus, use_model_device
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import StepClock
-from dbsp_core.reports.observer import observed_session
+from dbsp_core.reports.observer import observe_run, observed_session
+from dbsp_core.runtime.agreement import agree_on_settings
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_core.utils.process import log
 from dbsp_diffusers.attached import STATE, Attached, transformers_in, transformers_of
 from dbsp_diffusers.models import heads_of
-from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
+from dbsp_diffusers.models.gates import GATE, GATES_DIFFER, gated_layers, gates_in_checkpoint
 from dbsp_diffusers.packed.packing import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
@@ -34,6 +38,7 @@ from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
 __all__ = ["Host", "attach_host"]
 
+_DIFFER = ("the configuration differs on rank(s) {}; it must be the same on every rank", GATES_DIFFER)
 VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
 
 
@@ -60,6 +65,31 @@ class Host:
     decoders: SequenceGroup | None = None
 
 
+@dataclass(frozen=True)
+class _Attaching:
+    """What one rank has attached to a model, before ranks have compared anything of it.
+
+    Attributes:
+        device: What `use_model_device` has returned.
+        sessions: Each transformer with its session.
+        gates: Gates that a checkpoint brings, by attention module.
+        like: A tensor of each transformer's attentions, of their device and dtype.
+    """
+
+    pipe: Any
+    device: tuple[int, int]
+    generations: Generations
+    sessions: list[tuple[nn.Module, AttentionSession]]
+    gates: dict[nn.Module, nn.Linear]
+    like: list[torch.Tensor]
+
+    def marks(self) -> dict[str, int]:
+        """Returns fingerprints of what must be the same on all ranks, by complaint."""
+        configs = [session.config.fingerprint for _, session in self.sessions]
+        gated = [gated_layers(one, session.config.mask, self.gates) for one, session in self.sessions]
+        return dict(zip(_DIFFER, (fingerprint_of(configs), fingerprint_of(gated)), strict=True))
+
+
 def attach_host(
     model: Any,
     config: ConfigLike,
@@ -69,79 +99,92 @@ def attach_host(
 ) -> AttentionSession:
     """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective.
 
+    Each rank attaches all, and then they compare once: if one cannot, or does so otherwise, all undo it.
+
     `patches` are changes made already, which are undone with the others.
     """
-    transformers = run_consistently(host.sequence.control(), lambda: _require_attachable(model, host))
-    use_model_device(transformers.values(), host.sequence)
+    ranks, changes = host.sequence, patches or PatchSet()
+    with changes:
+        # 1. Alone.
+        made, problem, marks = None, None, dict.fromkeys(_DIFFER, 0)
+        try:
+            made = _attached(model, config, host, steps, changes)
+            marks = made.marks()
+        except Exception as error:  # any error: this rank must not stop alone
+            problem = error
+        # 2. Together.
+        sessions = [] if made is None else [session for _, session in made.sessions]
+        told = [*(made.device if made else (-1, 0)), secrets.randbits(62)]
+        told_by_rank = agree_on_settings(ranks, sessions, problem, marks, told)
+        if made is None:
+            raise RuntimeError("nothing is attached, and no rank has said why")
+        require_own_gpus(ranks, [device for *device, _ in told_by_rank])
+        made.generations.agreement.board = ranks.failure_board(told_by_rank[0][-1])
+        if host.decoders is not None:  # more ranks than those that have compared their settings
+            check_consistent(host.decoders.control(), None, {VAE_DIFFERS: int(sessions[0].config.vae)})
+        # 3. What depends on other ranks' wishes.
+        observe_run(sessions)
+        if made.pipe is not None:
+            report_calls(made.pipe, sessions, changes, host.name)
+    _log(made, host)
+    return sessions[0]
+
+
+def _attached(
+    model: Any, config: ConfigLike, host: Host, steps: Callable[[], int | None] | None, changes: PatchSet
+) -> _Attaching:
+    """Attaches db-SP on this rank alone. Raises UserError for what it cannot be attached to."""
+    # 1. Settings and sessions.
+    transformers = _require_attachable(model, host)
     pipe = None if model in transformers.values() else model
     generations = Generations(pipe, host.sequence)
     clock = StepClock(generations.progress, shared=len(transformers) > 1)
-    sessions: list[tuple[nn.Module, AttentionSession]] = []
-    gates: dict[nn.Module, nn.Linear] = {}
+    made = _Attaching(pipe, use_model_device(transformers.values(), host.sequence), generations, [], {}, [])
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
-        gates |= gates_in_checkpoint(transformer, own.mask, host.sequence.control(), None if pipe is None else name)
-        choose = functools.partial(_choose_strategy, host, own)
-        strategy = run_consistently(host.sequence.control(), choose)
+        made.gates.update(gates_in_checkpoint(transformer, own.mask, None if pipe is None else name))
         attentions = host.attentions(transformer)
-        session = observed_session(
-            own,
-            host.sequence,
-            strategy,
-            heads_of(attentions[0]),
-            len(attentions),
-            steps or generations.steps,
-            clock,
-            before=sessions[0][1] if sessions else None,
-        )
+        parts = own, host.sequence, _choose_strategy(host, own), heads_of(attentions[0]), len(attentions)
+        session = observed_session(*parts, steps or generations.steps, clock, agree=False)
+        made.sessions.append((transformer, session))
         # of the attention's weights: a model may keep others, such as embeddings, in float32
-        like = next((p for p in attentions[0].parameters() if p.is_floating_point()), next(transformer.parameters()))
-        log_config(own, identify(transformer, pipe), host.sequence, strategy, like)
-        sessions.append((transformer, session))
-    debug = any(session.config.debug for _, session in sessions)
-    changes = patches or PatchSet()
-
-    def change() -> None:
-        together: list[ForwardRanks] = []
-        for attention, gate in gates.items():
-            changes.add_module(attention, GATE, gate)
-        for transformer, session in sessions:
-            generations.hook(transformer, session, changes, always=debug)
-            ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)
-            if packing is not None:
-                packing.attach(transformer, changes)
-            changes.set_attribute(transformer, "_is_parallelized", ranks)
-            together.append(ranks)
-        generations.attach(
-            changes,
-            functools.partial(_exchanged, pipe, list(transformers.values())),
-            shares_state=host.decoders is None,
-        )
-        for (transformer, _), ranks in zip(sessions, together, strict=True):
-            on_host = next(transformer.parameters()).device.type == "cpu"
-            patience = host.sequence.timeout if on_host else None
-            Coverage(transformer, host.attentions, ranks.sharding.reached, generations.board, patience).attach(changes)
-        _share_decoding(model, host, sessions[0][1].config.vae, generations.agreement, changes)
-        if pipe is not None:
-            report_calls(pipe, [session for _, session in sessions], changes, host.name)
-        for transformer, _ in sessions:
-            state = Attached(changes, sessions, host.name, generations)
-            changes.set_attribute(transformer, STATE, state)
-            changes.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
-
-    with changes:
-        run_consistently(host.sequence.control(), change)
-    return sessions[0][1]
+        floats = (p for p in attentions[0].parameters() if p.is_floating_point())
+        made.like.append(next(floats, next(transformer.parameters())))
+    # 2. Hooks.
+    for attention, gate in made.gates.items():
+        changes.add_module(attention, GATE, gate)
+    debug = any(session.config.debug for _, session in made.sessions)
+    together: list[ForwardRanks] = []
+    for transformer, session in made.sessions:
+        generations.hook(transformer, session, changes, always=debug)
+        ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)
+        if packing is not None:
+            packing.attach(transformer, changes)
+        changes.set_attribute(transformer, "_is_parallelized", ranks)
+        together.append(ranks)
+    exchanged = functools.partial(_exchanged, pipe, list(transformers.values()))
+    generations.attach(changes, exchanged, shares_state=host.decoders is None)
+    for (transformer, _), ranks in zip(made.sessions, together, strict=True):
+        on_host = next(transformer.parameters()).device.type == "cpu"
+        patience = host.sequence.timeout if on_host else None
+        reached = ranks.sharding.reached
+        Coverage(transformer, host.attentions, reached, generations.agreement, patience).attach(changes)
+    # 3. Decoding, and where to find all this again.
+    if made.sessions[0][1].config.vae:
+        decoders = generations.agreement if host.decoders is None else GenerationAgreement(host.decoders)
+        share_decoding(model, decoders, changes)
+    for transformer, _ in made.sessions:
+        changes.set_attribute(transformer, STATE, Attached(changes, made.sessions, host.name, generations))
+        changes.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
+    return made
 
 
-def _share_decoding(model: Any, host: Host, shared: bool, agreement: GenerationAgreement, patches: PatchSet) -> None:
-    """Lets a host's ranks decode together where that is `shared`. Raises UserError where they cannot."""
-    if host.decoders is not None:  # more ranks than those that have compared their settings
-        agreement = GenerationAgreement(host.decoders)
-        check_consistent(host.decoders.control(), None, {VAE_DIFFERS: int(shared)})
-    if not shared:
-        return
-    share_decoding(model, agreement, patches)
+def _log(made: _Attaching, host: Host) -> None:
+    """Logs the settings in effect, and gates that were found."""
+    for (transformer, session), like in zip(made.sessions, made.like, strict=True):
+        log_config(session.config, identify(transformer, made.pipe), host.sequence, session.strategy, like)
+    if made.gates and host.sequence.rank == 0:
+        log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, len(made.gates))
 
 
 def _exchanged(pipe: Any, transformers: Sequence[nn.Module]) -> UserError | None:
@@ -196,6 +239,6 @@ def _refuse_copy(protocol: int) -> NoReturn:
 def _own_config(
     config: ConfigLike, name: str, transformer: nn.Module, host: Host, pipe: Any, several: bool
 ) -> DbspConfig:
-    """One transformer's settings; each of several records its masks in a folder of its own. Collective."""
-    own = resolve_config(config, transformer, host.sequence, pipe=pipe, name=name, vae=host.vae)
+    """One transformer's settings; each of several records its masks in a folder of its own."""
+    own = resolve_config(config, transformer, pipe, name, vae=host.vae)
     return replace(own, record=os.path.join(own.record, name)) if own.record and several else own

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
@@ -40,34 +39,23 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
 
 
 def resolve_config(
-    config: ConfigLike,
-    transformer: Any,
-    group: SequenceGroup,
-    pipe: Any = None,
-    name: str = "transformer",
-    *,
-    vae: bool = False,
+    config: ConfigLike, transformer: Any, pipe: Any = None, name: str = "transformer", *, vae: bool = False
 ) -> DbspConfig:
-    """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
+    """The settings for a transformer: those given, or else those shipped for its checkpoint.
 
     Where they name no mask, and the checkpoint brings one of its own, they are given this one. `name` is that of the
-    transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError on all ranks together:
-    for an error in the settings on any rank, for a configuration of another model, for settings that differ between
-    ranks.
+    transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError for an error in the
+    settings, and for a configuration of another model.
     """
-
-    def load() -> DbspConfig:
-        if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
-            raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got {kind_of(config)}")
-        if config is None:
-            loaded = default_config(identify(transformer, pipe))
-        else:
-            loaded = DbspConfig.load(config)
-            require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
-        loaded = replace(loaded, vae=True) if vae else loaded
-        return _with_own_mask(loaded.for_transformer(name), transformer)
-
-    return run_consistently(group.control(), load, lambda loaded: loaded.fingerprint, "the configuration")
+    if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
+        raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got {kind_of(config)}")
+    if config is None:
+        loaded = default_config(identify(transformer, pipe))
+    else:
+        loaded = DbspConfig.load(config)
+        require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
+    loaded = replace(loaded, vae=True) if vae else loaded
+    return _with_own_mask(loaded.for_transformer(name), transformer)
 
 
 def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:

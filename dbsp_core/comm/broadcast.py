@@ -216,7 +216,9 @@ class GenerationAgreement:
         A rank that is elsewhere receives what the first rank sends all the same, and compares at once.
         """
         passes = 0 if self.board is None else self.board.passes
-        sizes = [sum(map(_room, (one for one in tensors if (one.device.type == "cpu") == cpu))) for cpu in (True, False)]
+        sizes = [
+            sum(map(_room, (one for one in tensors if (one.device.type == "cpu") == cpu))) for cpu in (True, False)
+        ]
         mine = [kind, self.calls, *marks.values(), *[0] * (_MARKS - len(marks)), *sizes]
         header = torch.tensor(mine, dtype=torch.int64, device="cpu")
         self.group.control().broadcast(header)

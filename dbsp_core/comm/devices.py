@@ -15,7 +15,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number, log
 
-__all__ = ["node_marks", "number_nodes", "use_local_device", "use_model_device"]
+__all__ = ["node_marks", "number_nodes", "require_own_gpus", "use_local_device", "use_model_device"]
 
 _SHARED = (
     "ranks {} run their model on one and the same GPU; on every rank, first call "
@@ -49,8 +49,8 @@ def use_local_device(local_rank: int | None = None) -> torch.device:
     return device
 
 
-def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> None:
-    """Makes the GPU current on which a rank's models run. Collective.
+def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> tuple[int, int]:
+    """Makes the GPU current on which a rank's models run, and returns what `require_own_gpus` reads of each rank.
 
     Kernels are launched, and communicators made, on the current device. That is GPU 0 in every process that has not
     called `torch.cuda.set_device`. Models that are on the CPU, and whose GPU is not known yet, get LOCAL_RANK's.
@@ -58,24 +58,26 @@ def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> None:
     Args:
         models: A pipeline's transformers; accelerate's offloading hooks are followed to their GPU.
         group: The ranks that run the pipeline together.
-
-    Raises:
-        UserError: On all ranks, if several ranks run their model on one GPU, and NCCL connects them: it needs one GPU
-            per rank. Over gloo that is allowed, with a warning.
     """
     device = next(filter(None, map(_gpu_of, models)), None)
     current = _launchers_gpu() if device is None else device
     if current is not None:
         torch.cuda.set_device(current)
-    marks = [-1 if device is None else _mark_of(device), int(group.over_nccl)]
-    rows = group.gather_integers(marks)
-    places = [place for place, _ in rows]
+    return -1 if device is None else _mark_of(device), int(group.over_nccl)
+
+
+def require_own_gpus(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> None:
+    """Raises UserError if several ranks run their model on one GPU, and NCCL connects them: it needs one GPU per rank.
+
+    Over gloo that is allowed, with a warning. `marks` are what `use_model_device` has returned on each rank.
+    """
+    places = [place for place, _ in marks]
     shared = [place for place in places if place >= 0 and places.count(place) > 1]
     if not shared:
         return
     ranks = [rank for rank, place in enumerate(places) if place == shared[0]]
     message = _SHARED.format(ranks)
-    if any(nccl for _, nccl in rows):
+    if any(nccl for _, nccl in marks):
         raise UserError(message)
     if group.rank == ranks[0]:
         log.warning(message)

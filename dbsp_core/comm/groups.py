@@ -7,7 +7,6 @@ peers within the same group. So there is nothing to build when the strategy chan
 from __future__ import annotations
 
 import os
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -239,16 +238,15 @@ class SequenceGroup:
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         return [rank_values.tolist() for rank_values in self.for_host_tensors().all_gather(mine)]
 
-    def failure_board(self) -> FailureBoard | None:
-        """The board where these ranks post failures, which waits in the group look at. Collective at first."""
-        group, control = self.group, self.control()
+    def failure_board(self, number: int) -> FailureBoard | None:
+        """The board where these ranks post failures, which waits in the group look at.
+
+        `number` names it where there is none yet: the same on all ranks, and of no other board.
+        """
+        group = self.group
         if group is None or self.size == 1:
             return None
-        board = board_of(group)
-        if board is None:
-            number = control.gather_integers([secrets.randbits(62)])[0][0]
-            board = FailureBoard.of(group, number)
-        return board
+        return board_of(group) or FailureBoard.of(group, number)
 
     def _board(self, sent: torch.Tensor) -> FailureBoard | None:
         """The failures that end a wait for these values; None on a device, whose waits are not the host's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,15 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_kernels import fused_kernel
 
-__all__ = ["MOST_CALLS", "BytesByStage", "ObservedCall", "RunObserver", "observed_session", "run_observer"]
+__all__ = [
+    "MOST_CALLS",
+    "BytesByStage",
+    "ObservedCall",
+    "RunObserver",
+    "observe_run",
+    "observed_session",
+    "run_observer",
+]
 
 
 def observed_session(
@@ -35,49 +43,36 @@ def observed_session(
     layers: int,
     steps: Callable[[], int | None] = lambda: None,
     clock: StepClock | None = None,
-    before: AttentionSession | None = None,
-    problem: Exception | None = None,
+    agree: bool = True,
 ) -> AttentionSession:
     """An `AttentionSession` with observers. Collective: if one rank wants a report, all take part in it.
 
     Args:
-        before: The session of a transformer that takes turns with this one. Its report is about both, with this one's
-            layers after its own.
-        problem: See `AttentionSession`.
+        agree: False if the caller calls `agree_on_settings` and `observe_run` later; it is not collective then.
     """
-    first = None if before is None else run_observer(before)
-    observers: list[SessionObserver] = [MaskRecorder.of(config.record, group, layers)]
-    if before is not None and first is not None:
-        observers.append(_LayersAfter(first, before.layers))
-    session = AttentionSession(config, group, strategy, heads, layers, steps, clock or StepClock(), observers, problem)
-    if session.report and before is None:
-        group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
-        folders = [config.report or ""] if group.alone else gather_texts(group.control(), config.report or "")
-        observers.append(RunObserver(next(filter(None, folders))))
+    recorder = MaskRecorder.of(config.record, group, layers)
+    parts = config, group, strategy, heads, layers, steps, clock or StepClock(), [recorder]
+    session = AttentionSession(*parts, agree=agree)
+    if agree:
+        observe_run([session])
     return session
 
 
-@dataclass
-class _LayersAfter(SessionObserver):
-    """Passes a second session's events to an observer, with its layers numbered after those of the first."""
+def observe_run(sessions: Sequence[AttentionSession]) -> None:
+    """Adds one observer of the run to sessions that take turns, if any rank wants a report. Collective then.
 
-    inner: SessionObserver
-    layers: int
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return self.inner.compares
-
-    def begin(
-        self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
-    ) -> None:
-        self.inner.begin(step, timestep, cfg_branch, index)
-
-    def attention_begins(self, device: torch.device) -> None:
-        self.inner.attention_begins(device)
-
-    def attention_ends(self, layer: int, executor: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
-        self.inner.attention_ends(self.layers + layer, executor, q, use)
+    Layers are numbered on from one session to the next.
+    """
+    if not sessions[0].report:
+        return
+    group, own = sessions[0].group, sessions[0].config.report or ""
+    group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
+    folders = [own] if group.alone else gather_texts(group.control(), own)
+    observer, layers = RunObserver(next(filter(None, folders))), 0
+    for session in sessions:
+        session.observers.append(observer)
+        session.first_layer = layers
+        layers += session.layers
 
 
 REPORTS = "reports"

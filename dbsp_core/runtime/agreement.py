@@ -7,8 +7,8 @@ the pass began with. Under debug they compare at every attention, whatever could
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,6 @@ from dbsp_core.comm.broadcast import Meeting
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.devices import node_marks, number_nodes
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import version_marks
@@ -25,6 +24,7 @@ from dbsp_kernels import Kernel, KernelRequirements, require_supported
 from dbsp_kernels.kernel import returns_lse
 
 if TYPE_CHECKING:
+    from dbsp_core.runtime.session import AttentionSession
     from dbsp_core.runtime.size_context import SizeContext
 
 __all__ = [
@@ -95,39 +95,45 @@ class PassAgreement:
 
 def agree_on_settings(
     group: SequenceGroup,
-    strategy: Strategy | None,
-    kernel: str,
-    settings: object,
-    problem: Exception | None,
-    *,
-    report: bool,
-    debug: bool,
-) -> tuple[tuple[int, ...], bool]:
-    """Raises UserError, on all ranks, for a session's settings that don't fit the ranks or differ. Collective.
+    sessions: Sequence[AttentionSession],
+    problem: Exception | None = None,
+    more: Mapping[str, int] | None = None,
+    told: Sequence[int] = (),
+) -> list[tuple[int, ...]]:
+    """Lets ranks compare the settings of their sessions, which are told the ranks' nodes and wishes. Collective.
 
     Args:
-        group: The ranks of the session.
-        strategy: How the ranks are used, or None if that is chosen at each attention.
-        kernel: Name of a kernel, or "auto", for which each rank reads $DBSP_KERNEL.
-        settings: All settings, compared by how they are written.
-        problem: Why this rank has no settings, or None.
-        report: Whether this rank asks for a report.
-        debug: Whether versions of packages are compared too.
+        sessions: All that the ranks make now; none where there is a problem.
+        problem: What this rank found wrong already.
+        more: Further numbers to compare, by complaint.
+        told: Further numbers, which may differ.
 
     Returns:
-        The node of each rank, numbered by first appearance, and whether any rank asks for a report.
+        What each rank has `told`.
+
+    Raises:
+        UserError: On all ranks, for settings that don't fit the ranks or differ.
     """
-    lse = 0
+    merged, debug = [], any(session.config.debug for session in sessions)
     try:
-        if strategy is not None:
-            strategy.require_world(group.size)
-        require_supported(kernel, KernelRequirements(lse=strategy is not None and strategy.ring > 1))
-        lse = int(returns_lse(kernel))  # the strategies to choose from depend on whether results can be merged
+        for session in sessions:
+            strategy, kernel = session.strategy, session.config.kernel
+            if strategy is not None:
+                strategy.require_world(group.size)
+            require_supported(kernel, KernelRequirements(lse=strategy is not None and strategy.ring > 1))
+            merged.append(returns_lse(kernel))  # the strategies to choose from depend on it
     except Exception as error:  # any error: this rank must not stop alone
         problem = problem or error
-    marks = {SETTINGS_DIFFER: fingerprint_of(settings), KERNELS_DIFFER: lse, **version_marks(debug)}
-    told = check_consistent(group.control(), problem, marks, told=[int(report), *node_marks()])
-    return number_nodes(group, [nodes for _, *nodes in told]), any(wanted for wanted, *_ in told)
+    settings = [(replace(one.config, strategy=one.strategy).fingerprint, one.heads, one.layers) for one in sessions]
+    marks = {SETTINGS_DIFFER: fingerprint_of(settings), KERNELS_DIFFER: fingerprint_of(merged), **version_marks(debug)}
+    report = any(session.config.report is not None for session in sessions)
+    rows = check_consistent(
+        group.control(), problem, {**(more or {}), **marks}, told=[int(report), *node_marks(), *told]
+    )
+    nodes = number_nodes(group, [row[1:4] for row in rows])
+    for session in sessions:
+        session.nodes, session.report = nodes, any(row[0] for row in rows)
+    return [row[4:] for row in rows]
 
 
 def agree_on_attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 
 import torch
@@ -64,9 +64,11 @@ class AttentionSession:
         heads: Attention heads of every layer.
         steps: Tells how many denoising steps there will be, where the host knows.
         problem: Why this rank has no settings, which is raised on all ranks; the other arguments are then not used.
+        agree: False if whoever makes the session calls `agree_on_settings`, before the first pass.
         nodes: The node of each rank of the group.
         report: Whether any rank's settings ask for a report.
         meeting: What ranks have to compare of the next pass's inputs: at its first attention.
+        first_layer: Number of the first layer to observers of the run, who may watch several transformers.
     """
 
     config: DbspConfig
@@ -78,7 +80,9 @@ class AttentionSession:
     clock: StepClock = field(default_factory=StepClock)
     observers: list[SessionObserver] = field(default_factory=list)
     problem: InitVar[Exception | None] = None
+    agree: InitVar[bool] = True
     meeting: Meeting | None = None
+    first_layer: int = 0
     nodes: tuple[int, ...] = field(init=False)
     report: bool = field(init=False)
     _mask_provider: MaskProvider = field(init=False)
@@ -92,17 +96,19 @@ class AttentionSession:
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _one_thread: OneThread = field(init=False)
 
-    def __post_init__(self, problem: Exception | None) -> None:
-        config, debug = self.config, self.config.debug
-        settings = replace(config, strategy=self.strategy).fingerprint, self.heads, self.layers
-        wanted = config.report is not None
-        self.nodes, self.report = agree_on_settings(
-            self.group, self.strategy, config.kernel, settings, problem, report=wanted, debug=debug
-        )
+    def __post_init__(self, problem: Exception | None, agree: bool) -> None:
+        if agree:
+            agree_on_settings(self.group, [self], problem)
         self._one_thread = OneThread(self.group)
-        count_steps = debug or any(observer.counts_steps for observer in self.observers)
+        count_steps = self.config.debug or any(observer.counts_steps for observer in self.observers)
         self._mask_provider = MaskProvider(
-            config.mask, config.dense_schedule, self.heads, self.layers, self.steps, count_steps, self.clock
+            self.config.mask,
+            self.config.dense_schedule,
+            self.heads,
+            self.layers,
+            self.steps,
+            count_steps,
+            self.clock,
         )
 
     def __repr__(self) -> str:
@@ -211,7 +217,7 @@ class AttentionSession:
             out = self._run(prepared, qkv, scale)
             self._recomputation.keep(layer, prepared, out)
             for observer in self.observers:
-                observer.attention_ends(layer, prepared, q, use)
+                observer.attention_ends(self.first_layer + layer, prepared, q, use)
             return out.view(q.shape)
 
     def flush(self) -> None:

@@ -12,20 +12,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from dbsp_core.comm.consistency import check_consistent, run_consistently
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.sources import MaskSource, parts_of
-from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.process import log
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.table import known_architecture
 from dbsp_diffusers.preflight import cached_checkpoint
 
-__all__ = ["GATE", "gate_by_head", "gate_of", "gates_in_checkpoint"]
+__all__ = ["GATE", "GATES_DIFFER", "gate_by_head", "gate_of", "gated_layers", "gates_in_checkpoint"]
 
 GATE = "to_gate_compress"
 """The layer's name in a self-attention module."""
 _DO_WITHOUT = "or set coarse: false of mask source vsa, for the mask alone"
-_DIFFERS = (
+GATES_DIFFER = (
     f"gates ({GATE}) that the transformer or its checkpoint has differ on rank(s) {{}}; load the same on every rank, "
     f"{_DO_WITHOUT}"
 )
@@ -51,16 +48,14 @@ def gate_by_head(gate: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def gates_in_checkpoint(
-    transformer: nn.Module, source: MaskSource, group: SequenceGroup, name: str | None = None
+    transformer: nn.Module, source: MaskSource, name: str | None = None
 ) -> dict[nn.Module, nn.Linear]:
-    """The gates that a transformer lacks and its checkpoint has. Collective where the mask source reads a gate.
+    """The gates that a transformer lacks and its checkpoint has, where the mask source reads a gate.
 
     diffusers' Wan has no layer for them, and drops their weights when it reads a checkpoint that has them, as FastWan
     does. They are read from safetensors in a local folder or in Hugging Face's cache; nothing is downloaded.
 
     Args:
-        source: Equal on all ranks.
-        group: The ranks that make one video together.
         name: The transformer's name in its pipeline; None: it is given alone.
 
     Returns:
@@ -68,19 +63,17 @@ def gates_in_checkpoint(
         none, or is not to be found.
 
     Raises:
-        UserError: On all ranks, for weights of some layers only, or that don't fit or can't be read, and where some
-            ranks find them and others don't.
+        UserError: For weights of some layers only, or that don't fit or can't be read.
     """
-    if not _reads_gate(source):
-        return {}
-    gates = run_consistently(group, lambda: _read(transformer, name))
-    known = known_architecture(transformer)
+    return _read(transformer, name) if _reads_gate(source) else {}
+
+
+def gated_layers(transformer: nn.Module, source: MaskSource, gates: Mapping[nn.Module, nn.Linear]) -> list[bool]:
+    """Whether each layer has a gate that the mask source reads, with `gates` from the checkpoint. Equal on all ranks,
+    or `GATES_DIFFER`."""
+    known = known_architecture(transformer) if _reads_gate(source) else None
     attentions = [] if known is None else known.attentions_of(transformer)
-    gated = [attention in gates or hasattr(attention, GATE) for attention in attentions]
-    check_consistent(group, None, {_DIFFERS: fingerprint_of(gated)})
-    if gates and group.rank == 0:
-        log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, len(gates))
-    return gates
+    return [attention in gates or hasattr(attention, GATE) for attention in attentions]
 
 
 def _reads_gate(source: MaskSource) -> bool:

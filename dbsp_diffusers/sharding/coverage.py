@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import explain_broken_connection
 from dbsp_core.utils.errors import UserError
@@ -37,7 +38,7 @@ class Coverage:
     Args:
         attentions: Returns a transformer's self-attention modules, one per layer, which db-SP has intercepted.
         reached: Returns the layers whose attention db-SP has computed in the current pass.
-        board: Where the ranks that wait for this one read why it has left a forward pass.
+        agreement: Whose board the ranks that wait for this one read: why it has left a forward pass.
         patience: How long this rank waits, after a failed pass, for the others to read it; None: they don't.
     """
 
@@ -46,13 +47,13 @@ class Coverage:
         transformer: nn.Module,
         attentions: Callable[[Any], Sequence[nn.Module]],
         reached: Callable[[], Collection[int]],
-        board: FailureBoard | None,
+        agreement: GenerationAgreement,
         patience: timedelta | None,
     ) -> None:
         self._transformer = transformer
         self._attentions = attentions
         self._reached = reached
-        self._board = board
+        self._agreement = agreement
         self._patience = patience
         self._layers = {attention: layer for layer, attention in enumerate(attentions(transformer))}
         self._replaced = {attention for attention in self._layers if not has_class_forward(attention)}
@@ -73,6 +74,10 @@ class Coverage:
                 for module in modules_at(transformer, path):
                     patches.hook(module.register_forward_hook, self._require_all, prepend=True)
         patches.hook(transformer.register_forward_hook, self._end, always_call=True)
+
+    @property
+    def _board(self) -> FailureBoard | None:
+        return self._agreement.board
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

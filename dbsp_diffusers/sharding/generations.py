@@ -63,13 +63,12 @@ class Generations:
     def attach(
         self, patches: PatchSet, problem: Callable[[], Exception | None] = lambda: None, *, shares_state: bool
     ) -> None:
-        """Follows the pipeline's calls. Collective.
+        """Follows the pipeline's calls.
 
         Args:
             problem: Returns why a call cannot be made, if so.
             shares_state: Whether all ranks take the state of the first rank's random number generators at each call.
         """
-        self.agreement.board = self.agreement.group.failure_board()
         if self._pipe is not None and callable(self._pipe):
             around_calls(self._pipe, lambda call: self._around(call, problem, shares_state), patches)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import dbsp_diffusers
 import dbsp_para
+from dbsp_core.comm import groups
+from dbsp_core.comm.exchange import Route
 from tests.core.comm.device_cases import gpus
 from tests.support.models.tiny_pipelines import alone, difference, fingerprint, latents, load, state_of
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
@@ -164,6 +170,43 @@ def enabled_in_a_second_life(rank: int, world: int) -> tuple[str, float]:
         out = transformer(**inputs)[0]
         dbsp_diffusers.disable(transformer)
     return said, difference(out, expected)
+
+
+def exchanges_before_the_first_attention(
+    rank: int, world: int, folder: str, settings: dict[str, Any]
+) -> list[list[str]]:
+    """In what ranks compare anything from `enable` to the first q that is sent, and from the next call to that.
+
+    Broadcasts, by which the first rank hands on its inputs and the state of its random numbers, are noted apart.
+    """
+    group, pipe, found = dist.new_group(list(range(world)), timeout=timedelta(seconds=77)), load("wan", folder), []
+    dispatch = Route.dispatch
+
+    def sent(*arguments: Any) -> Any:
+        if found and found[-1][-1] != "q":
+            found[-1].append("q")
+        return dispatch(*arguments)
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if found and found[-1][-1] != "q":
+                found[-1].append(name)
+            return function(*args, **options)
+
+        return call
+
+    with ExitStack() as patches:
+        for name in ("barrier", "all_reduce", "monitored_barrier", "broadcast", "all_gather", "all_gather_object"):
+            patches.enter_context(mock.patch.object(dist, name, noted(name, getattr(dist, name))))
+        patches.enter_context(mock.patch.object(groups, "_all_gather_single", noted("gather", None)))
+        patches.enter_context(mock.patch.object(Route, "dispatch", sent))
+        found.append(["enable"])
+        dbsp_diffusers.enable(pipe, settings, group=group)
+        latents(pipe, seed=None, **BRIEF)
+        found.append(["call"])
+        latents(pipe, seed=None, **BRIEF)
+    dbsp_diffusers.disable(pipe)
+    return found
 
 
 def current_gpu(rank: int, world: int) -> int:

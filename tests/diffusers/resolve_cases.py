@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbsp_core.comm.groups import SequenceGroup
+import dbsp_diffusers
 from dbsp_core.config import DbspConfig
-from dbsp_diffusers.resolve import resolve_config
 from tests.support.models.transformers_for_tests import make_transformer
 
 
 def settings_by_rank(rank: int, world: int, configs: list[Any]) -> DbspConfig:
-    """Each rank is given a configuration of its own."""
-    return resolve_config(configs[rank], make_transformer("wan"), SequenceGroup.of())
+    """Each rank is given a configuration of its own, by `enable`."""
+    return dbsp_diffusers.enable(make_transformer("wan"), configs[rank]).config
 
 
 def attach_to_another_model(rank: int, world: int, config: str) -> str:

@@ -15,6 +15,7 @@ from tests.diffusers.enable_cases import (
     current_gpu,
     enabled_in_a_second_life,
     enabled_pipeline,
+    exchanges_before_the_first_attention,
     refused,
     run_hunyuan_15,
     run_pipeline,
@@ -62,6 +63,24 @@ def test_a_repeated_timestep_is_another_step_and_no_guidance_pass(pool, folder):
 
 def test_each_rank_has_its_own_gpu_as_the_current_one(pool):
     assert pool(2).run(current_gpu) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "mask", [{"source": "window"}, {"source": "synthetic", "density": 0.3}], ids=["static", "step"]
+)
+def test_ranks_compare_three_times_from_enable_to_the_first_attention(pool, folder, mask):
+    """When db-SP is enabled, when the pipeline is called, and at the attention; then twice a call."""
+    settings = {"mask": mask | {"block_q": 16, "block_k": 16}}
+    for first, second in pool(2).run(exchanges_before_the_first_attention, folder, settings):
+        assert [name for name in first if name != "broadcast"] == [
+            "enable",
+            "all_gather",
+            "all_gather",
+            "all_gather",
+            "q",
+        ]
+        assert [name for name in second if name != "broadcast"] == ["call", "all_gather", "all_gather", "q"]
+        assert first.count("broadcast") == second.count("broadcast") == 4, "two headers, random numbers, inputs"
 
 
 def test_a_transformer_compiled_since_has_its_session():
@@ -123,7 +142,7 @@ def test_an_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, fold
     """Nobody has to disable it first: a group that is left when Python ends may abort it."""
     mask = mask | {"block_q": 16, "block_k": 16}
     for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, host, folder, mask):
-        assert (there, left) == (3 if mask["source"] == "sparge" else 2, [])
+        assert (there, left) == (2, []), "one to attend in and one to agree in"
 
 
 def test_a_caught_refusal_keeps_no_destroyed_group_alive(pool, tmp_path):

@@ -14,7 +14,6 @@ import tests.support.single_process
 from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_core import Strategy
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, published_model
 from dbsp_diffusers.resolve import resolve_config
@@ -25,8 +24,6 @@ from tests.support.models.transformers_for_tests import make_transformer
 from tests.support.repository import ROOT
 from tests.support.single_process import attach_single_process
 from tests.support.workers import WorkerError
-
-ALONE = SequenceGroup(0, 1)
 
 
 def published(name: str):
@@ -45,7 +42,7 @@ def published(name: str):
 @pytest.mark.parametrize("name", MODEL_SPECS)
 def test_without_a_configuration_a_known_model_has_its_own(name):
     pipe, transformer = published(name)
-    config = resolve_config(None, transformer, ALONE, pipe=pipe)
+    config = resolve_config(None, transformer, pipe=pipe)
     if name == "cogvideox-5b":
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
     else:
@@ -64,8 +61,8 @@ def test_the_single_process_reference_has_the_same(name):
         pipe, sizes = published(name)
         with torch.device("meta"):
             transformer = WanTransformer3DModel(**sizes.config)
-        assert resolve_config(None, transformer, ALONE, pipe=pipe) == expected
-    assert resolve_config(None, transformer, ALONE) == expected
+        assert resolve_config(None, transformer, pipe=pipe) == expected
+    assert resolve_config(None, transformer) == expected
     with mock.patch.object(tests.support.single_process, "MaskProvider") as feed:
         attach_single_process(transformer, None).detach()
     assert feed.call_args.args[:2] == (expected.mask, expected.dense_schedule)
@@ -74,8 +71,8 @@ def test_the_single_process_reference_has_the_same(name):
 def test_a_configuration_of_another_model_is_refused():
     pipe, transformer = published("wan2.1-t2v-1.3b")
     with pytest.raises(ValueError, match=r"sparge\) is for wan2\.1-t2v-14b, the model is wan2\.1-t2v-1\.3b"):
-        resolve_config("wan2.1-t2v-14b-sparge", transformer, ALONE, pipe=pipe)
-    resolve_config({"mask": {"source": "radial"}}, transformer, ALONE, pipe=pipe)
+        resolve_config("wan2.1-t2v-14b-sparge", transformer, pipe=pipe)
+    resolve_config({"mask": {"source": "radial"}}, transformer, pipe=pipe)
 
 
 def test_all_ranks_refuse_together(pool):

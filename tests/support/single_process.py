@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.steps import StepClock
@@ -24,8 +23,6 @@ from dbsp_diffusers.resolve import resolve_config
 from dbsp_diffusers.sharding.intercept import intercept_attention
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
-
-_ALONE = SequenceGroup(0, 1)
 
 
 def attach_single_process(
@@ -45,13 +42,13 @@ def attach_single_process(
         clock: The counter of steps, which transformers that take turns share.
     """
     architecture = architecture_of(transformer)
-    config = resolve_config(config, transformer, _ALONE)
+    config = resolve_config(config, transformer)
     attentions = architecture.attentions_of(transformer)
     heads, own = heads_of(attentions[0]), architecture.own_mask
     provider = MaskProvider(
         config.mask, config.dense_schedule, heads, len(attentions), steps, clock=clock or StepClock()
     )
-    gates, patches = gates_in_checkpoint(transformer, config.mask, _ALONE), PatchSet()
+    gates, patches = gates_in_checkpoint(transformer, config.mask), PatchSet()
     branch = guidance_branch(transformer, patches)
     cache: dict[Hashable, BlockMask] = {}
     sequence = TokenSequence((0, 0, 0))

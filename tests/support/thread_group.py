@@ -246,7 +246,7 @@ class ThreadGroup(SequenceGroup):
         if self.size > 1:
             values.copy_(self._gather(f"broadcast of {tuple(values.shape)}", values)[0])
 
-    def failure_board(self) -> None:
+    def failure_board(self, number: int) -> None:
         """None: a rank that fails releases those that wait for it."""
 
     def barrier(self) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.devices import use_local_device, use_model_device
+from dbsp_core.comm.devices import require_own_gpus, use_local_device, use_model_device
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 
@@ -66,7 +66,8 @@ def model_device(
         mock.patch.object(log, "warning", said.append),
     ):
         try:
-            use_model_device([PlacedModel("cpu"), PlacedModel(*devices[rank])], group)
+            marks = use_model_device([PlacedModel("cpu"), PlacedModel(*devices[rank])], group)
+            require_own_gpus(group, group.gather_integers(marks))
         except UserError as error:
             return seen[-1], str(error), said
         return seen[-1], "", said

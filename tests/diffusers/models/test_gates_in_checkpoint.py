@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import dbsp_diffusers
-from dbsp_core import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import vsa
 from dbsp_core.utils.errors import UserError
@@ -39,7 +38,6 @@ _WITHOUT = {"vsa": {"coarse": False}, "union": {"of": [VSA | {"coarse": False}, 
 THW = {"vsa": (3, 5, 7), "union": (4, 4, 8)}
 """A window's blocks are whole tiles where tiles divide the video."""
 REPOSITORY = "some-lab/tiny-fastwan"
-ALONE = SequenceGroup(0, 1)
 
 
 def load(source: str | Path, **options: Any) -> Any:
@@ -114,7 +112,7 @@ def test_layers_are_like_those_beside_them(checkpoint, wan):
     source = DbspConfig.load({"mask": VSA}).mask
     for dtype in (torch.float32, torch.bfloat16):
         transformer = load(checkpoint, torch_dtype=dtype)
-        gates = gates_in_checkpoint(transformer, source, ALONE)
+        gates = gates_in_checkpoint(transformer, source)
         for block, weights in zip(transformer.blocks, gate_weights(wan), strict=True):
             gate = gates[block.attn1]
             assert torch.equal(gate.weight, weights["weight"].to(dtype))
@@ -125,15 +123,15 @@ def test_layers_are_like_those_beside_them(checkpoint, wan):
 def test_without_a_bias(wan, tmp_path):
     wan.save_pretrained(tmp_path)
     add_to_checkpoint(tmp_path, {name: one for name, one in named_gates(wan).items() if name.endswith("weight")})
-    gates = gates_in_checkpoint(load(tmp_path), DbspConfig.load({"mask": VSA}).mask, ALONE)
+    gates = gates_in_checkpoint(load(tmp_path), DbspConfig.load({"mask": VSA}).mask)
     assert [gate.bias for gate in gates.values()] == [None] * len(wan.blocks)
 
 
 def test_only_where_the_mask_reads_gates_and_the_layer_is_lacking(checkpoint):
     mask = DbspConfig.load({"mask": VSA}).mask
-    assert gates_in_checkpoint(load(checkpoint), DbspConfig.load({"mask": VSA | {"coarse": False}}).mask, ALONE) == {}
-    assert gates_in_checkpoint(put_gates(load(checkpoint)), mask, ALONE) == {}
-    assert gates_in_checkpoint(make_tiny_transformer("flux"), mask, ALONE) == {}
+    assert gates_in_checkpoint(load(checkpoint), DbspConfig.load({"mask": VSA | {"coarse": False}}).mask) == {}
+    assert gates_in_checkpoint(put_gates(load(checkpoint)), mask) == {}
+    assert gates_in_checkpoint(make_tiny_transformer("flux"), mask) == {}
 
 
 def spoil(kind: str, folder: Path, wan: Any) -> str:
@@ -198,8 +196,8 @@ def test_of_two_transformers_each_has_its_own(wan, tmp_path):
         assert torch.equal(transformer.blocks[0].attn1.to_gate_compress.weight, first)
     dbsp_diffusers.disable(pipe)
     with pytest.raises(UserError, match="has two transformers, and nothing says which one this is"):
-        gates_in_checkpoint(pipe.transformer_2, mask, ALONE)
-    assert gates_in_checkpoint(load(tmp_path / "transformer_2"), mask, ALONE)
+        gates_in_checkpoint(pipe.transformer_2, mask)
+    assert gates_in_checkpoint(load(tmp_path / "transformer_2"), mask)
 
 
 def test_a_checkpoint_without_gates_is_as_before(threads, wan, tmp_path, monkeypatch):

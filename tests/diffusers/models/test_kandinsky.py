@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.grid import video_order
 from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, WindowSource
@@ -55,7 +54,7 @@ def test_its_pipeline_equals_one_process(pool):
 
 
 def settled(config):
-    return resolve_config(config, make_tiny_transformer(MODEL), SequenceGroup(0, 1))
+    return resolve_config(config, make_tiny_transformer(MODEL))
 
 
 def test_numbers_that_are_not_given_are_the_checkpoint_s():
@@ -68,8 +67,8 @@ def test_numbers_that_are_not_given_are_the_checkpoint_s():
 
 def test_a_checkpoint_without_it_stays_dense():
     dense = make_tiny_transformer("kandinsky5")
-    assert resolve_config({}, dense, SequenceGroup(0, 1)).mask == DbspConfig().mask
-    assert resolve_config("nabla", dense, SequenceGroup(0, 1)).mask == NablaSource()
+    assert resolve_config({}, dense).mask == DbspConfig().mask
+    assert resolve_config("nabla", dense).mask == NablaSource()
 
 
 def test_bits_are_the_models_own():

@@ -42,7 +42,7 @@ DEBUG, NEEDED, BACKWARD = {"debug": True}, {"keys": "needed"}, {"backward": True
 PHASES: dict[str, Phase] = {
     "settings": _session(f"{RUNTIME}.session.agree_on_settings"),
     "new size": _session(f"{RUNTIME}.session.AttentionSession._new_size"),
-    "agreement on a size": _session(f"{RUNTIME}.session.check_consistent"),
+    "agreement on a pass": _session(f"{RUNTIME}.agreement.PassAgreement.check"),
     "static mask": _session(f"{RUNTIME}.mask_provider.MaskProvider.mask", mask=WINDOW),
     "agreement on shapes": _session(f"{RUNTIME}.session.agree_on_attention"),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),
@@ -72,8 +72,9 @@ PHASES: dict[str, Phase] = {
     "backward: home": Phase("attention", f"{COMM}.exchange_backward.GradientsAtHome.finish", settings=BACKWARD),
     "re-homing": Phase("re-homing", f"{COMM}.rehoming.Rehoming._check", 2),
     "re-homing: travel": Phase("re-homing", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
-    "attaching: configuration": _transformer("dbsp_diffusers.resolve.run_consistently"),
     "attaching: session": _transformer("dbsp_diffusers.attach.observed_session"),
+    "attaching: agreement": _transformer("dbsp_diffusers.attach.agree_on_settings"),
+    "inputs of the first rank": _transformer("dbsp_core.comm.broadcast.GenerationAgreement.first_rank_values"),
     "sharding": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.take", 2),
     "gathering the output": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.gather"),
     "report: meeting": _report(f"{COMM}.groups.SequenceGroup.barrier"),
@@ -85,5 +86,5 @@ PHASES: dict[str, Phase] = {
 }
 WRITERS = ("report: writing", "recording")
 """Phases of rank 0 alone."""
-MAKES_A_GROUP = ("attaching: configuration",)
+MAKES_A_GROUP = ("attaching: agreement",)
 """Phases that begin with making a process group."""
