@@ -129,6 +129,6 @@ def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
         ranks = SequenceGroup.of(group)
         for _ in range(2):
             ranks.part(rank // 2 * 2, 2)
-            ranks.control()
+            ranks.auxiliary("reports")
     dist.destroy_process_group(group)
     return uses
