@@ -16,9 +16,11 @@ from dbsp_core.utils.errors import UserError
 __all__ = [
     "DEBUG_DIFFERS",
     "DIMENSIONS",
+    "InputKind",
     "InputsAgreed",
     "check_consistent",
     "gather_texts",
+    "kind_of",
     "needs_gradients",
     "outside_transforms",
     "problem_of_inputs",
@@ -182,18 +184,26 @@ def problem_of_inputs(
     return None
 
 
+InputKind = tuple[torch.device, torch.dtype, int, bool]
+"""Device, dtype and head size of q, k and v, and whether gradients are needed: what the choice of a kernel depends on."""
+
+
+def kind_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> InputKind:
+    """Returns the kind of an attention's inputs."""
+    return q.device, q.dtype, q.shape[-1], needs_gradients(q, k, v)
+
+
 @dataclass
 class InputsAgreed:
-    """Kinds of q, k and v that all ranks have compared: device, dtype, head size, and whether gradients are needed."""
+    """Kinds of q, k and v that all ranks have compared."""
 
-    _known: set[tuple[torch.device, torch.dtype, torch.Size, bool]] = field(default_factory=set)
+    _known: set[InputKind] = field(default_factory=set)
 
-    def is_new(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: str | None) -> bool:
+    def is_new(self, kind: InputKind, problem: str | None) -> bool:
         """Returns whether ranks must compare these inputs, and remembers them as compared.
 
         A `problem` of one rank alone can be shared only where the others compare too: at the first call.
         """
-        kind = q.device, q.dtype, q.shape[-1:], needs_gradients(q, k, v)
         if kind in self._known or (problem is not None and self._known):
             return False
         self._known.add(kind)

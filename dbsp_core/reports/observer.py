@@ -51,7 +51,8 @@ def observed_session(
         agree: False if the caller calls `agree_on_settings` and `observe_run` later; it is not collective then.
     """
     recorder = MaskRecorder.of(config.record, group, layers)
-    parts = config, group, strategy, heads, layers, steps, clock or StepClock(), [recorder]
+    observers: list[SessionObserver] = [recorder] if recorder.counts_steps else []
+    parts = config, group, strategy, heads, layers, steps, clock or StepClock(), observers
     session = AttentionSession(*parts, agree=agree)
     if agree:
         observe_run([session])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dbsp_core.comm.broadcast import Meeting
-from dbsp_core.comm.consistency import check_consistent, needs_gradients
+from dbsp_core.comm.consistency import check_consistent, kind_of, needs_gradients
 from dbsp_core.comm.devices import node_marks, number_nodes
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.prepared import PreparedAttention
@@ -170,7 +170,7 @@ def agree_on_attention(
         problem = UserError(INPUTS_NOT_FINITE)
     kernel = ""
     if problem is None and prepared is not None:
-        kernel, problem = _kernel_from(lambda: prepared.kernel_for(q, k, v))
+        kernel, problem = _kernel_from(lambda: prepared.kernel_for(kind_of(q, k, v)))
     elif problem is None and choose is not None:
         _, problem = _kernel_from(choose)
     scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
@@ -191,7 +191,7 @@ def agree_on_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Ten
 
     Collective. Raises UserError, on all ranks, where they differ, or no kernel serves on one.
     """
-    kernel, problem = _kernel_from(lambda: prepared.kernel_for(q, k, v))
+    kernel, problem = _kernel_from(lambda: prepared.kernel_for(kind_of(q, k, v)))
     check_consistent(prepared.group, problem, _marks_of(prepared, kernel))
 
 

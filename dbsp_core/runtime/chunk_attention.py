@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import needs_gradients
+from dbsp_core.comm.consistency import kind_of
+from dbsp_core.comm.exchange import KeysAtHome, mean_of_tokens
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import ChunkTable
@@ -53,11 +54,13 @@ def attend(
     Raises:
         UserError: If gradients are needed and not supported, or no kernel supports the inputs.
     """
-    if not needs_gradients(q, k, v):
-        return _forward(prepared, q, k, v, scale, prepared.kernel_for(q, k, v))
+    kind = kind_of(q, k, v)
+    kernel = prepared.kernels.get(kind) or prepared.kernel_for(kind)
+    if not kind[-1]:
+        return _forward(prepared, q, k, v, scale, kernel)
     if prepared.no_gradients is not None:
         raise UserError(prepared.no_gradients)
-    out: torch.Tensor = _Attention.apply(q, k, v, prepared, scale, prepared.kernel_for(q, k, v), check_gradient)
+    out: torch.Tensor = _Attention.apply(q, k, v, prepared, scale, kernel, check_gradient)
     return out
 
 
@@ -120,7 +123,7 @@ def _at_owners(
     """[B, Rq·Bq, D], the output of this rank's rows. What they were computed from is released with it."""
     route, group, wire, block_q = prepared.route, prepared.group, prepared.plan.wire, prepared.plan.grid.block_q
     batch, _, _, width = q.shape
-    keys = prepared.keys_at_home(k, v)
+    keys = KeysAtHome(k, v, mean_of_tokens(k, prepared.layout, group) if wire.centred else None)
     # 1. Queries go to the owners of rows, and with them the keys and values of the rank's own ring row.
     packed_q, chunk = route.dispatch(q, keys, group)
     first = [chunk]
@@ -166,7 +169,9 @@ def _attend(
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)
-    dense = table.dense if kernel.returns_lse and fused_kernel(rows) else None
+    dense = table.dense
+    if dense is not None and not (kernel.returns_lse and fused_kernel(rows)):
+        dense = None
     if dense is not None:
         table = replace(table, kv_count=dense.kv_count, kv_full=dense.kv_full)
         lse, out_dtype = True, torch.promote_types(rows.dtype, torch.float32)

@@ -15,9 +15,10 @@ from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, parts_of
 from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-__all__ = ["MaskProvider"]
+__all__ = ["DENSE", "MaskProvider"]
 
-_DENSE = "dense by schedule"
+DENSE = "dense by schedule"
+"""Cache key of the mask of a layer that the schedule makes dense."""
 _MOST_KEYED = 1024
 """Sizes, steps and guidance passes whose masks' cache keys are kept. Ranks compare those that are new."""
 
@@ -32,6 +33,9 @@ class MaskProvider:
     Attributes:
         steps: Tells how many denoising steps there will be, where a host knows.
         count_steps: Whether to keep `moment` also where no mask depends on it.
+        names: The cache key of each layer's mask in the current forward pass; None where it is predicted.
+        predicts: True if masks are predicted from q and k, at every call.
+        changing: True if a layer has other masks in other denoising steps, apart from dense ones.
     """
 
     source: MaskSource
@@ -44,17 +48,17 @@ class MaskProvider:
     moment: DenoisingStep = field(default_factory=DenoisingStep)
     _videos: tuple[Video, ...] = ()
     """Videos of the current forward pass: several are packed, in this order, and none attends to another."""
-    _keys: OrderedDict[_Moment, dict[int, Hashable]] = field(default_factory=OrderedDict)
-    """Cache keys by layer, for the videos and moments that they were asked for last."""
-    _named: dict[int, Hashable] = field(default_factory=dict)
-    """Those of the current forward pass."""
+    names: dict[int, Hashable] = field(default_factory=dict)
+    predicts: bool = field(init=False)
+    changing: bool = field(init=False)
+    _known: OrderedDict[_Moment, dict[int, Hashable]] = field(default_factory=OrderedDict)
+    """Names for the videos and moments that they were asked for last."""
     _numbers: dict[tuple[Video, ...], dict[Hashable, int]] = field(default_factory=dict)
     """Numbers of cache keys, in the order in which they were first given for these videos."""
 
-    @property
-    def predicts(self) -> bool:
-        """True if masks are predicted from q and k, at every call."""
-        return self.source.changes == "per_call"
+    def __post_init__(self) -> None:
+        self.predicts = self.source.changes == "per_call"
+        self.changing = self.source.changes != "never"
 
     @property
     def by_step(self) -> bool:
@@ -72,7 +76,7 @@ class MaskProvider:
                 does not say the step: once for all views of one schedule, see `first_value`.
             cfg_branch: Number of this pass within its step, where the host says it.
         """
-        self._videos, self._named = tuple(videos), {}
+        self._videos, self.names = tuple(videos), {}
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
         if timestep is None or not counts:
             return False
@@ -84,14 +88,18 @@ class MaskProvider:
         return self._grid(self._requests(0))
 
     def use_names(self) -> bool:
-        """Takes the cache keys of this forward pass from an earlier one. Returns False if `ask_names` is needed."""
-        known = {} if self.predicts else self._keys.get(self._now)
-        self._named = known or {}
-        return known is not None
+        """Takes the names of this forward pass from an earlier one. Returns False if `ask_names` is needed."""
+        now = self._now
+        if self.predicts and self._schedule_is_known:
+            self.names = {layer: DENSE if layer in now[1] else None for layer in range(self.layers)}
+        else:
+            self.names = self._known.get(now, {})
+        return self.predicts or bool(self.names)
 
     def ask_names(self) -> dict[int, Hashable]:
-        """Asks the source for the cache keys of this forward pass, by layer that is not dense."""
-        return {layer: self._static_key(layer) for layer in range(self.layers) if not self._is_dense(layer)}
+        """Asks the source for the names of this forward pass."""
+        self.names = {layer: self.cache_key(layer) for layer in range(self.layers)}
+        return self.names
 
     def mark_of(self, names: dict[int, Hashable]) -> int:
         """Returns a number that is equal on ranks that have seen the same keys, of any kind, in the same order.
@@ -102,10 +110,10 @@ class MaskProvider:
         return fingerprint_of([numbers.setdefault(key, len(numbers)) for key in names.values()])
 
     def keep_names(self, names: dict[int, Hashable]) -> None:
-        """Keeps the cache keys of this forward pass, once all ranks have compared them."""
-        self._keys[self._now] = self._named = names
-        if len(self._keys) > _MOST_KEYED:
-            self._keys.popitem(last=False)
+        """Keeps the names of this forward pass, once all ranks have compared them."""
+        self._known[self._now] = names
+        if len(self._known) > _MOST_KEYED:
+            self._known.popitem(last=False)
         numbers = self._numbers.setdefault(self._videos, {})
         for key in names.values():
             numbers.setdefault(key, len(numbers))
@@ -113,20 +121,14 @@ class MaskProvider:
     def forget(self, videos: tuple[Video, ...]) -> None:
         """Drops what is known of a size, once nothing that is prepared for its masks is kept."""
         self._numbers.pop(videos, None)
-        for now in [now for now in self._keys if now[0] == videos]:
-            del self._keys[now]
-
-    def changes(self, layer: int) -> bool:
-        """Returns True if this layer will have other masks, in other denoising steps."""
-        return self.source.changes != "never" and not self._is_dense(layer)
+        for now in [now for now in self._known if now[0] == videos]:
+            del self._known[now]
 
     def cache_key(self, layer: int) -> Hashable | None:
         """Equal keys are equal masks of this layer now. None where the mask is predicted from q and k."""
         if self._is_dense(layer):
-            return _DENSE
-        if self.predicts:
-            return None
-        return (self._named[layer] if layer in self._named else self._static_key(layer),)
+            return DENSE
+        return None if self.predicts else tuple(self.source.cache_key(request) for request in self._requests(layer))
 
     def mask(self, layer: int, tokens: LocalQK | None = None) -> BlockMask:
         """The mask of this layer now. Where it is predicted from `tokens`, collective: the same bits on every rank.
@@ -148,20 +150,20 @@ class MaskProvider:
         return mask
 
     @property
+    def _schedule_is_known(self) -> bool:
+        """False if asking which layers are dense raises, on all ranks."""
+        return self.schedule.last_steps == 0 or self.steps() is not None
+
+    @property
     def _now(self) -> _Moment:
-        """Everything that cache keys depend on: the videos, the dense layers, and the step if masks change by it."""
-        known = self.schedule.last_steps == 0 or self.steps() is not None  # if not, asking raises it on all ranks
-        dense = tuple(filter(self._is_dense, range(self.layers))) if known else ()
+        """Everything that names depend on: the videos, the dense layers, and the step if masks change by it."""
+        dense = tuple(filter(self._is_dense, range(self.layers))) if self._schedule_is_known else ()
         by_step = any(part.changes == "per_step" for part in parts_of(self.source))
         return self._videos, dense, self.moment if by_step else DenoisingStep()
 
     def _is_dense(self, layer: int) -> bool:
         steps = self.steps() if self.schedule.last_steps else None
         return self.schedule.is_dense(layer, self.layers, self.moment.step, steps)
-
-    def _static_key(self, layer: int) -> Hashable:
-        keys = tuple(self.source.cache_key(request) for request in self._requests(layer))
-        return keys if len(keys) > 1 else keys[0]
 
     def _grid(self, requests: Sequence[MaskRequest]) -> BlockGrid:
         return BlockGrid.packed([self.source.grid(request) for request in requests])

@@ -49,12 +49,12 @@ class ReuseStatistics:
         """Mean ρ_s in use; 1.0 before any is known."""
         return self.rho_sum / self.counted if self.counted else 1.0
 
-    def add(self, plan: Plan) -> None:
-        """Adds a call whose plan has the numbers of the call's own mask."""
-        self.counted += 1
-        self.rho_sum += plan.rho
+    def add(self, plan: Plan, calls: int = 1) -> None:
+        """Adds calls whose plan has the numbers of the calls' own mask."""
+        self.counted += calls
+        self.rho_sum += calls * plan.rho
         self.worst_rho = max(self.worst_rho, plan.rho)
-        self.dense += plan.density == 1
+        self.dense += calls * (plan.density == 1)
 
 
 @dataclass(eq=False)
@@ -224,9 +224,9 @@ class PlanKeeper:
             self._count(last)
 
     def restart(self) -> None:
-        """Drops all plans: each attention's next call plans at once."""
+        """Drops the plans of predicted masks: each attention's next call plans at once."""
         self.settle()
-        self._last.clear()
+        self._last = {key: last for key, last in self._last.items() if last.counts is None}
         self.calls = 0
 
     def _begin(self, key: Hashable, call: _LastCall) -> None:

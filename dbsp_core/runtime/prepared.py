@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dbsp_core.comm.consistency import needs_gradients
-from dbsp_core.comm.exchange import KeysAtHome, Route, mean_of_tokens
+from dbsp_core.comm.consistency import InputKind
+from dbsp_core.comm.exchange import Route
 from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -16,10 +16,7 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.tables import ChunkTable, TableLayout, build_tables, dense_spans_of, table_layout
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 
-__all__ = ["KernelQuestion", "PreparedAttention"]
-
-KernelQuestion = tuple[KernelRequirements, torch.device, torch.dtype]
-"""What the choice of a kernel depends on."""
+__all__ = ["PreparedAttention"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,6 +34,7 @@ class PreparedAttention:
         kernel: Name of the kernel that was asked for, or "auto".
         coarse: Coarse branch that is added to the output, or None.
         mask_mark: Fingerprint of the mask if ranks compare masks, else 0.
+        kernels: The kernel that was chosen for each kind of inputs, in the order of choice.
     """
 
     plan: Plan
@@ -49,7 +47,7 @@ class PreparedAttention:
     kernel: str
     coarse: CoarseBranch | None
     mask_mark: int = 0
-    _kernels: dict[KernelQuestion, Kernel] = field(default_factory=dict)
+    kernels: dict[InputKind, Kernel] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -99,32 +97,23 @@ class PreparedAttention:
         """Error message if there are no gradients, else None."""
         return self.plan.wire.no_gradients or (NO_GRADIENTS if self.coarse else None)
 
-    def keys_at_home(self, k: torch.Tensor, v: torch.Tensor) -> KeysAtHome:
-        """Returns this rank's k and v [B, H, n_local, D] as they are sent. Collective if keys are centred."""
-        return KeysAtHome(k, v, mean_of_tokens(k, self.layout, self.group) if self.plan.wire.centred else None)
-
-    def kernel_question(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KernelQuestion:
-        """Returns everything that `kernel_for` decides by, equal on all ranks that attend together."""
-        grid, tokens, backward = self.plan.grid, self.table_layout.head_tokens, needs_gradients(q, k, v)
-        needs = KernelRequirements(
-            (grid.block_q, grid.block_k),
-            width=q.shape[-1],
-            lse=backward or self.plan.strategy.ring > 1,
-            backward=backward,
-            ragged_rows=tokens is None,
-            tokens=tokens,
-        )
-        return needs, q.device, q.dtype
-
-    def kernel_for(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
-        """Returns the kernel for q, k, v, chosen once for each question. Raises UserError if none supports them."""
-        question = self.kernel_question(q, k, v)
-        if question not in self._kernels:
-            needs, device, dtype = question
-            self._kernels[question] = choose_kernel(self.kernel, device, dtype, needs)
-        return self._kernels[question]
+    def kernel_for(self, kind: InputKind) -> Kernel:
+        """Returns the kernel for inputs of a kind, chosen once. Raises UserError if none supports them."""
+        if kind not in self.kernels:
+            device, dtype, head_dim, backward = kind
+            grid, tokens = self.plan.grid, self.table_layout.head_tokens
+            needs = KernelRequirements(
+                (grid.block_q, grid.block_k),
+                width=head_dim,
+                lse=backward or self.plan.strategy.ring > 1,
+                backward=backward,
+                ragged_rows=tokens is None,
+                tokens=tokens,
+            )
+            self.kernels[kind] = choose_kernel(self.kernel, device, dtype, needs)
+        return self.kernels[kind]
 
     @property
     def kernel_name(self) -> str:
         """Name of the kernel that was chosen last, or what was asked for before the first call."""
-        return next(reversed(self._kernels.values())).name if self._kernels else self.kernel
+        return next(reversed(self.kernels.values())).name if self.kernels else self.kernel

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from dbsp_core.comm.broadcast import Meeting
-from dbsp_core.comm.consistency import needs_gradients, problem_of_inputs
+from dbsp_core.comm.consistency import kind_of, needs_gradients, problem_of_inputs
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import cost_basis, hardware_for
@@ -95,10 +95,12 @@ class AttentionSession:
     """What ranks have to compare of the pass that has begun, at its first attention."""
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _one_thread: OneThread = field(init=False)
+    _no_gradients: str | None = field(init=False)
 
     def __post_init__(self, problem: Exception | None, agree: bool) -> None:
         if agree:
             agree_on_settings(self.group, [self], problem)
+        self._no_gradients = self.config.wire.no_gradients
         self._one_thread = OneThread(self.group)
         count_steps = self.config.debug or any(observer.counts_steps for observer in self.observers)
         self._mask_provider = MaskProvider(
@@ -223,7 +225,7 @@ class AttentionSession:
     def flush(self) -> None:
         """Waits for counts under way, so that whatever is read covers every call."""
         for size in self._sizes.values():
-            size.keeper.settle()
+            size.settle()
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -324,7 +326,7 @@ class AttentionSession:
     ) -> tuple[PreparedAttention, PlanUse]:
         """Returns what computes a layer's attention now, once ranks have compared what is new. Collective then."""
         now, (q, k, v) = self._now, qkv
-        prepared, predicted = now.known(layer, q.device), self._mask_provider.cache_key(layer) is None
+        prepared, predicted = now.known(layer, q.device), now.name_of(layer) is None
         if prepared is None and not predicted:
             return self._new_known(layer, qkv, scale)
         compared = self._compare(layer, qkv, scale, now.layout.shard, prepared)
@@ -347,7 +349,7 @@ class AttentionSession:
                 problem = error
         mask = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_mark}
         self._agree(layer, qkv, scale, problem, prepared, mask)
-        now.inputs_agreed.is_new(*qkv, None)
+        now.inputs_agreed.is_new(kind_of(*qkv), None)
         if prepared is None:
             raise RuntimeError("nothing is prepared for an attention, and no rank has said why")
         return prepared, now.use_known(layer, prepared, use)
@@ -363,7 +365,7 @@ class AttentionSession:
             True if they have compared them.
         """
         problem = self._problem_of(qkv, tokens)
-        new = self._now.inputs_agreed.is_new(*qkv, None if problem is None else str(problem))
+        new = self._now.inputs_agreed.is_new(kind_of(*qkv), None if problem is None else str(problem))
         if new or self._begun is not None or self.config.debug:
             self._agree(layer, qkv, scale, problem, prepared if problem is None else None, {})
             return True
@@ -374,7 +376,7 @@ class AttentionSession:
     def _problem_of(self, qkv: QKV, tokens: int) -> UserError | None:
         """Returns what is wrong with this rank's q, k and v, or None."""
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
-        problem = problem_of_inputs(*qkv, self.heads, tokens, why, self.config.wire.no_gradients)
+        problem = problem_of_inputs(*qkv, self.heads, tokens, why, self._no_gradients)
         return None if problem is None else UserError(problem)
 
     def _agree(
@@ -412,14 +414,14 @@ class AttentionSession:
         """
         check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
         q, k, v = qkv
-        if prepared.plan.heads != q.shape[1]:  # B·H of them
+        if len(prepared.plan.owner) != q.shape[1]:  # B·H of them
             q, k, v = (one.flatten(0, 1).unsqueeze(0) for one in qkv)
         return attend(prepared, q, k, v, scale, check_gradient)
 
     def _drop_oldest_size(self) -> None:
         """Drops a size, on all ranks alike."""
         (videos, _), oldest = self._sizes.popitem(last=False)
-        oldest.keeper.settle()
+        oldest.settle()
         if all(videos != others for others, _ in self._sizes):
             self._mask_provider.forget(videos)
 

@@ -20,7 +20,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import MOST_PASSES
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
-from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.mask_provider import DENSE, MaskProvider
 from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import SessionObserver
@@ -60,6 +60,8 @@ class SizeContext:
     _plan_keys: dict[int, Hashable] = field(default_factory=dict)
     """What the plan of each layer's last attention is kept by."""
     _prepared: dict[Hashable, PreparedAttention] = field(default_factory=dict)
+    _again: dict[Plan, int] = field(default_factory=dict)
+    """Calls of plans that are kept by mask, since they were last counted."""
     _used: OrderedDict[Hashable, Hashable] = field(default_factory=OrderedDict)
     """The key of each attention's prepared attention, the one used last at the end."""
 
@@ -76,8 +78,13 @@ class SizeContext:
 
     def known(self, layer: int, device: torch.device) -> PreparedAttention | None:
         """Returns what was prepared for a layer's mask now, or None if nothing was or the mask is predicted."""
-        predicted = self.masks.cache_key(layer) is None
-        return None if predicted else self._prepared.get(self._keys(layer, device)[0])
+        name = self.name_of(layer)
+        return None if name is None else self._prepared.get((self.key[0], name, device))
+
+    def name_of(self, layer: int) -> Hashable | None:
+        """The cache key of a layer's mask now; None where it is predicted."""
+        names = self.masks.names
+        return names[layer] if layer in names else self.masks.cache_key(layer)
 
     def prepare_known(self, layer: int, q: torch.Tensor) -> tuple[PreparedAttention, PlanUse]:
         """Prepares a layer's attention for a mask that is known beforehand.
@@ -97,12 +104,28 @@ class SizeContext:
         return self._prepare(layer, use.plan, mask, q.device, mark=True), use
 
     def use_known(self, layer: int, prepared: PreparedAttention, use: PlanUse | None = None) -> PlanUse:
-        """Counts one more call with a mask that is known beforehand, and keeps what was prepared for it."""
-        key, plan_key = self._keys(layer, prepared.device)
-        use = use or PlanUse(prepared.plan, False, prepared.plan)
-        self.keeper.use(plan_key, use)
+        """Counts one more call with a mask that is known beforehand, and keeps what was prepared for it.
+
+        Args:
+            use: The plan's first use, or None if it is used again.
+        """
+        key, plan_key = self._keys(layer, prepared.table_layout.rows.device)
+        if use is None and plan_key == key:
+            use = PlanUse(prepared.plan, False, prepared.plan)
+            self._again[prepared.plan] = self._again.get(prepared.plan, 0) + 1
+        else:
+            use = use or PlanUse(prepared.plan, False, prepared.plan)
+            self.keeper.use(plan_key, use)
         self._keep(layer, key, plan_key, prepared)
         return use
+
+    def settle(self) -> None:
+        """Waits for counts under way, so that statistics cover every call."""
+        for plan, calls in self._again.items():
+            self.keeper.statistics.calls += calls
+            self.keeper.statistics.add(plan, calls)
+        self._again.clear()
+        self.keeper.settle()
 
     def prepare_predicted(self, layer: int, tokens: LocalQK, *, compare: bool) -> tuple[PreparedAttention, PlanUse]:
         """Predicts the mask of a layer's call, and prepares its attention under the plan in use. Collective.
@@ -127,20 +150,15 @@ class SizeContext:
         self._keep(layer, key, key, prepared)
         return prepared, use
 
-    @property
-    def videos(self) -> tuple[Video, ...]:
-        """The videos of the forward pass."""
-        return self.key[0]
-
     def _keys(self, layer: int, device: torch.device) -> tuple[Hashable, Hashable]:
         """What is kept for a layer's mask now: the keys of its prepared attention, and of its plan."""
-        attention, name = self._attention(layer), self.masks.cache_key(layer)
-        key = attention if name is None else (self.videos, name, device)
-        return key, attention if self.masks.changes(layer) else key
+        attention, name = self._attention(layer), self.name_of(layer)
+        key = attention if name is None else (self.key[0], name, device)
+        return key, attention if self.masks.changing and name != DENSE else key
 
     def _attention(self, layer: int) -> Hashable:
         """The key of a layer's attention now."""
-        return self.videos, layer, self.masks.moment.cfg_branch
+        return self.key[0], layer, self.masks.moment.cfg_branch
 
     def _new_plan(self, make: partial[Plan], shape: AttentionShape, current: Plan | None) -> Plan:
         """Makes a plan, of the strategy that is predicted to be fastest if none is set."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
 import threading
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbsp_core.runtime.chunk_attention
+import dbsp_kernels
 from dbsp_core import SequenceGroup
 from dbsp_core.comm import groups
 from dbsp_core.config import DbspConfig
@@ -26,6 +28,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.reports.observer import observed_session
 
+ROOTS = tuple(os.path.dirname(package.__file__ or "") for package in (dbsp_core, dbsp_kernels))
 _SCALARS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose")
 _SIZES = ("nonzero", "masked_select", "unique")
 WAITS = frozenset(("cpu", "numpy", *_SCALARS, *_SIZES))
@@ -188,6 +191,26 @@ def frames_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], str
         session.attend(0, q, k, v)
         sys.setprofile(None)
     return deepest - sum(1 for _ in traceback.walk_stack(sys._getframe()))
+
+
+def files_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
+    """Returns db-SP's files whose functions run in the third step of one layer, over a group as on GPUs."""
+    config, seen = DbspConfig.load(settings), set()
+    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(ROOTS):
+            seen.add(path)
+
+    with mock.patch.object(SequenceGroup, "_board", return_value=None), torch.no_grad():
+        for step in range(3):
+            layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
+            q, k, v = torch.randn(3, 1, 4, layout.shard, 16)
+            sys.setprofile(called if step == 2 else None)
+            session.attend(0, q, k, v)
+            sys.setprofile(None)
+    return sorted(seen)
 
 
 def _no_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

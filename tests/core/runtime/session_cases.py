@@ -257,7 +257,7 @@ def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None
         if (rank, when) == (odd, "mask"):
             vars(executor)["mask_mark"] ^= 1
         if (rank, when) == (odd, "kernel"):
-            executor._kernels.clear()
+            executor.kernels.clear()
             vars(executor)["kernel"] = "reference"
         session.attend(0, q, q * (torch.nan if (rank, when) == (odd, "value") else 1.0), q)
     finally:

@@ -7,6 +7,7 @@ import pytest
 from dbsp_core import Strategy
 from tests.support.steady_cases import (
     collectives_of_a_steady_step,
+    files_of_a_steady_step,
     frames_of_a_steady_step,
     launches_of_a_steady_step,
     waits_of_a_steady_pass,
@@ -95,3 +96,11 @@ def test_launches_are_few_for_any_heads_and_strategy(pool, heads, thw):
 def test_a_call_is_few_frames_deep(pool, mask):
     for strategy in ("U2R1", "U1R2"):
         assert max(pool(2).run(frames_of_a_steady_step, {"mask": mask}, strategy)) <= 20
+
+
+@pytest.mark.parametrize("strategy", ["U1R1", "U2R1", "U1R2"])
+def test_few_files_carry_a_call_with_a_static_mask(pool, strategy):
+    world = Strategy.parse(strategy).world
+    for files in pool(world).run(files_of_a_steady_step, {"mask": WINDOW}, strategy):
+        core = [path for path in files if "dbsp_core" in path]
+        assert (len(core) <= 10, len(files) - len(core) <= 6) == (True, True), files
