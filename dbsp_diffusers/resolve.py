@@ -18,7 +18,7 @@ from dbsp_core.models.signature import ModelSignature, model_signature, variant_
 from dbsp_core.models.table import model_title
 from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
-from dbsp_core.utils.errors import UserError, kind_of
+from dbsp_core.utils.errors import UserError, in_number, kind_of
 from dbsp_core.utils.process import log
 from dbsp_core.utils.yaml_file import Settings, shown_config
 from dbsp_diffusers.models import ARCHITECTURES, architecture_of, known_architecture
@@ -87,11 +87,10 @@ def log_config(
         kernel = choose_kernel(config.kernel, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
-    ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
     layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
     if config.wire is not MODEL:
         layout += f", precision {config.precision}"
-    _log_once(f"{model_title(identity)} on {ranks}, strategy {strategy or 'auto'}, {layout}")
+    _log_once(f"{model_title(identity)} on {in_number(group.size, 'rank')}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {shown_config(config.origin)}"
     _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))
 

@@ -16,11 +16,12 @@ from dbsp_core.utils.errors import UserError
 __all__ = [
     "DEBUG_DIFFERS",
     "DIMENSIONS",
+    "QKV",
     "InputKind",
     "InputsAgreed",
     "check_consistent",
     "gather_texts",
-    "kind_of",
+    "input_kind",
     "needs_gradients",
     "outside_transforms",
     "problem_of_inputs",
@@ -184,13 +185,15 @@ def problem_of_inputs(
     return None
 
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values of one attention."""
 InputKind = tuple[torch.device, torch.dtype, int, bool]
-"""Device, dtype and head size of q, k and v, and whether gradients are needed: what the choice of a kernel depends on."""
+"""Device, dtype and head size of q, k and v, and whether gradients are needed: what a kernel is chosen by."""
 
 
-def kind_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> InputKind:
+def input_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> InputKind:
     """Returns the kind of an attention's inputs."""
-    return q.device, q.dtype, q.shape[-1], needs_gradients(q, k, v)
+    return q.device, q.dtype, q.shape[-1] if q.ndim else 0, needs_gradients(q, k, v)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
-from dbsp_core.utils.errors import UserError, in_short, why_removed
+from dbsp_core.utils.errors import UserError, in_number, in_short, why_removed
 
 __all__ = ["LAYOUTS", "SequenceLayout", "ShardSegments", "Streams"]
 
@@ -66,8 +66,7 @@ class SequenceLayout:
     )
 
     def __repr__(self) -> str:
-        ranks = f"{self.world} rank{'' if self.world == 1 else 's'}"
-        return f"<SequenceLayout of {self.tokens} tokens on {ranks} of {self.shard} places>"
+        return f"<SequenceLayout of {self.tokens} tokens on {in_number(self.world, 'rank')} of {self.shard} places>"
 
     def __post_init__(self) -> None:
         inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dbsp_core.comm.broadcast import Meeting
-from dbsp_core.comm.consistency import check_consistent, kind_of, needs_gradients
+from dbsp_core.comm.consistency import check_consistent, input_kind, needs_gradients
 from dbsp_core.comm.devices import node_marks, number_nodes
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.prepared import PreparedAttention
@@ -71,15 +71,23 @@ class PassAgreement:
     Attributes:
         size: The size of its videos, by which the session keeps what it knows of it; None until that is known.
         meeting: What they have to compare of the inputs of the transformer, if anything.
-        names: Cache keys of its masks, if they are new.
+        names: Cache keys of its masks.
         marks: Fingerprints, by complaint.
     """
 
     group: SequenceGroup
     meeting: Meeting | None = None
     size: SizeContext | None = None
-    names: dict[int, Hashable] | None = None
+    names: dict[int, Hashable] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PASS_MARKS, 0))
+
+    def take(self, size: SizeContext, compared_under_debug: tuple[object, object] | None) -> None:
+        """Takes what is known of the pass on this rank: its size, and under debug the arguments that it began with."""
+        self.size, masks = size, size.masks
+        self.names = masks.names or masks.ask_names()
+        given = [0, 0] if compared_under_debug is None else map(fingerprint_of, compared_under_debug)
+        compared = *given, fingerprint_of(size.grid), size.hardware_mark, masks.mark_of(self.names)
+        self.marks = dict(zip(PASS_MARKS, compared, strict=True))
 
     def check(self, problem: Exception | None, more: Mapping[str, int]) -> None:
         """Raises UserError on all ranks where one has a problem, or something differs, `more` included. Collective."""
@@ -170,7 +178,7 @@ def agree_on_attention(
         problem = UserError(INPUTS_NOT_FINITE)
     kernel = ""
     if problem is None and prepared is not None:
-        kernel, problem = _kernel_from(lambda: prepared.kernel_for(kind_of(q, k, v)))
+        kernel, problem = _kernel_from(lambda: prepared.kernel_for(input_kind(q, k, v)))
     elif problem is None and choose is not None:
         _, problem = _kernel_from(choose)
     scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
@@ -191,7 +199,7 @@ def agree_on_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Ten
 
     Collective. Raises UserError, on all ranks, where they differ, or no kernel serves on one.
     """
-    kernel, problem = _kernel_from(lambda: prepared.kernel_for(kind_of(q, k, v)))
+    kernel, problem = _kernel_from(lambda: prepared.kernel_for(input_kind(q, k, v)))
     check_consistent(prepared.group, problem, _marks_of(prepared, kernel))
 
 

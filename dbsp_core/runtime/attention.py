@@ -16,7 +16,7 @@ from dbsp_core.comm.consistency import (
     DIMENSIONS,
     InputsAgreed,
     check_consistent,
-    kind_of,
+    input_kind,
     outside_transforms,
     problem_of_inputs,
     run_consistently,
@@ -147,7 +147,7 @@ class DualBalancedAttention:
         heads, tokens = prepared.plan.heads, prepared.n_local
         why = f"the plan has {heads} heads and rank {group.rank} holds {tokens} tokens"
         problem = problem_of_inputs(q, k, v, heads, tokens, why, prepared.no_gradients)
-        if self.debug or self._agreed.is_new(kind_of(q, k, v), problem):
+        if self.debug or self._agreed.is_new(input_kind(q, k, v), problem):
             found = None if problem is None else UserError(problem)
             agree_on_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
         elif problem is not None:

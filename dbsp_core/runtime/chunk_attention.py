@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import kind_of
+from dbsp_core.comm.consistency import input_kind
 from dbsp_core.comm.exchange import KeysAtHome, mean_of_tokens
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
@@ -49,12 +49,15 @@ def attend(
         check_gradient: Called in backward, or None.
 
     Returns:
-        [B, H, n_local, D].
+        [B, H, n_local, D]; if each item of the batch has a mask of its own, its items are folded into heads:
+        [1, B · H, n_local, D].
 
     Raises:
         UserError: If gradients are needed and not supported, or no kernel supports the inputs.
     """
-    kind = kind_of(q, k, v)
+    if len(prepared.plan.owner) != q.shape[1]:
+        q, k, v = (one.flatten(0, 1).unsqueeze(0) for one in (q, k, v))
+    kind = input_kind(q, k, v)
     kernel = prepared.kernels.get(kind) or prepared.kernel_for(kind)
     if not kind[-1]:
         return _forward(prepared, q, k, v, scale, kernel)

@@ -18,6 +18,7 @@ import numpy as np
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.planning.plan import Plan
+from dbsp_core.utils.errors import in_number
 
 __all__ = ["MakePlan", "PlanKeeper", "PlanUse", "ReuseStatistics", "replay"]
 
@@ -48,6 +49,10 @@ class ReuseStatistics:
     def mean_rho(self) -> float:
         """Mean ρ_s in use; 1.0 before any is known."""
         return self.rho_sum / self.counted if self.counted else 1.0
+
+    def __str__(self) -> str:
+        rho = f", ρ_s {self.mean_rho:.3f}" if self.counted else ""
+        return f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}"
 
     def add(self, plan: Plan, calls: int = 1) -> None:
         """Adds calls whose plan has the numbers of the calls' own mask."""
@@ -101,6 +106,13 @@ def kept_or_new(counted: Plan, rows: np.ndarray, threshold: float, make: MakePla
     return counted if counted.rho <= threshold else make(rows, counted)
 
 
+def known_use(last: Plan, rows: np.ndarray, threshold: float, make: MakePlan, *, compare: bool = False) -> PlanUse:
+    """Returns an attention's next call where its own row counts are known before it: the last plan's, or a new one."""
+    before = last.counted(rows, compare=compare)
+    plan = kept_or_new(before, rows, threshold, make)
+    return PlanUse(plan, plan is not before, plan)
+
+
 def next_use(
     counted: Plan, rows: np.ndarray, first: Plan | None, begins: bool, threshold: float, make: MakePlan
 ) -> tuple[PlanUse, Plan | None]:
@@ -142,10 +154,8 @@ def replay(
             begins = steps is not None and call % steps == 0
             use, first = next_use(before, counts[call - 1], first, begins, threshold, make)
         else:
-            before = before.counted(rows, compare=False)
-            plan = kept_or_new(before, rows, threshold, make)
-            use = PlanUse(plan, plan is not before)
-        use.counted = use.plan.counted(rows, compare=False)
+            use = known_use(before, rows, threshold, make)
+        use.counted = use.counted or use.plan.counted(rows, compare=False)
         uses.append(use)
     return uses
 
@@ -177,9 +187,7 @@ class PlanKeeper:
         if last is None or not last.use.plan.fits(mask):
             plan = make(rows, None if last is None else last.use.plan)
             return PlanUse(plan, True, plan)
-        before = last.use.plan.counted(rows, compare=self.compare)
-        plan = kept_or_new(before, rows, self.threshold, make)
-        return PlanUse(plan, plan is not before, plan)
+        return known_use(last.use.plan, rows, self.threshold, make, compare=self.compare)
 
     def use(self, key: Hashable, use: PlanUse) -> None:
         """Counts one more call of an attention, with a plan that has the numbers of the call's own mask."""

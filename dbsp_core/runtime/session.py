@@ -10,11 +10,9 @@ from functools import partial
 import torch
 
 from dbsp_core.comm.broadcast import Meeting
-from dbsp_core.comm.consistency import kind_of, needs_gradients, problem_of_inputs
+from dbsp_core.comm.consistency import QKV, input_kind
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import cost_basis, hardware_for
-from dbsp_core.cost.prediction import StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -24,33 +22,27 @@ from dbsp_core.runtime.agreement import (
     LAYERS_DIFFER,
     LAYOUTS_DIFFER,
     NEW_MASK_DIFFERS,
-    PASS_MARKS,
     PassAgreement,
     agree_on_attention,
     agree_on_gradient,
     agree_on_prepared,
     agree_on_settings,
 )
-from dbsp_core.runtime.chunk_attention import attend
+from dbsp_core.runtime.chunk_attention import CheckGradient, attend
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse, ReuseStatistics
+from dbsp_core.runtime.plan_keeper import PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import OneThread, Recomputation, SessionObserver
 from dbsp_core.runtime.size_context import SizeContext, SizeKey
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
-from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.process import log, not_compiled, outside_inference
-from dbsp_kernels import KernelRequirements, choose_kernel
-from dbsp_kernels.kernel import returns_lse
+from dbsp_core.utils.errors import in_number
+from dbsp_core.utils.process import not_compiled, outside_inference
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
 MOST_SIZES = 4
 """Sizes of video (with text) whose plans are kept: the passes of guidance may have texts of two lengths."""
-
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries, keys and values, [B, H, shard, D] each."""
 
 
 @dataclass(repr=False)
@@ -95,32 +87,24 @@ class AttentionSession:
     """What ranks have to compare of the pass that has begun, at its first attention."""
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _one_thread: OneThread = field(init=False)
-    _no_gradients: str | None = field(init=False)
+    _check_gradient: CheckGradient | None = field(init=False)
 
     def __post_init__(self, problem: Exception | None, agree: bool) -> None:
         if agree:
             agree_on_settings(self.group, [self], problem)
-        self._no_gradients = self.config.wire.no_gradients
+        self._check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
         self._one_thread = OneThread(self.group)
         count_steps = self.config.debug or any(observer.counts_steps for observer in self.observers)
-        self._mask_provider = MaskProvider(
-            self.config.mask,
-            self.config.dense_schedule,
-            self.heads,
-            self.layers,
-            self.steps,
-            count_steps,
-            self.clock,
-        )
+        parts = self.config.mask, self.config.dense_schedule, self.heads, self.layers
+        self._mask_provider = MaskProvider(*parts, self.steps, count_steps, self.clock)
 
     def __repr__(self) -> str:
         """Says what is known: counts under way are not waited for."""
-        done = self._statistics
-        rho = f", ρ_s {done.mean_rho:.3f}" if done.counted else ""
-        ranks = _counted(self.group.size, "rank")
+        for size in self._sizes.values():
+            size.sum_up()
+        layers, ranks = in_number(self.layers, "layer"), in_number(self.group.size, "rank")
         use = f"strategy {self.strategy or 'auto'} on {ranks}, {mask_in_words(self.config.mask)}"
-        calls = f"{_counted(done.calls, 'call')}, {_counted(done.plans, 'plan')}{rho}"
-        return f"<db-SP session: {_counted(self.layers, 'layer')} of {self.heads} heads, {use}; {calls}>"
+        return f"<db-SP session: {layers} of {self.heads} heads, {use}; {self._statistics}>"
 
     @not_compiled
     @outside_inference
@@ -156,16 +140,15 @@ class AttentionSession:
             first = self._mask_provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
-            size_key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
+            key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
             named, meeting = self._mask_provider.use_names(), self.meeting
             self._begun = self.meeting = None
-            new = size_key not in self._sizes or not named or (first and self._mask_provider.predicts)
+            new = key not in self._sizes or not named or (first and self._mask_provider.predicts)
             if new or meeting or self.config.debug:
-                begun = PassAgreement(self.group, meeting)
-                self._take_up(begun, size_key, torch.device(device), cfg_branch, streams, named)
-                self._begun = begun
+                self._begun = PassAgreement(self.group, meeting)
+                self._take_up(self._begun, key, torch.device(device), streams, cfg_branch)
             else:
-                self._sizes.move_to_end(size_key)
+                self._sizes.move_to_end(key)
             return self.layout
 
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
@@ -209,14 +192,15 @@ class AttentionSession:
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
                 prepared = self._recomputation.take(layer)
                 with torch.no_grad():  # as in the pass: what is saved for backward must be the same
-                    self._compare(layer, qkv, scale, prepared.n_local, prepared)
-                return self._run(prepared, qkv, scale).view(q.shape)
+                    problem = self._now.problem_of(qkv, prepared.n_local)
+                    self._compare(layer, qkv, scale, problem, prepared, {})
+                return attend(prepared, q, k, v, scale, self._check_gradient).view(q.shape)
             for observer in self.observers:
                 observer.attention_begins(q.device)
             with torch.no_grad():  # to backward, predicted masks are constants
                 prepared, use = self._prepare(layer, qkv, scale, gate)
             self._reached.add(layer)
-            out = self._run(prepared, qkv, scale)
+            out = attend(prepared, q, k, v, scale, self._check_gradient)
             self._recomputation.keep(layer, prepared, out)
             for observer in self.observers:
                 observer.attention_ends(self.first_layer + layer, prepared, q, use)
@@ -246,8 +230,7 @@ class AttentionSession:
             (largest work of a rank over the mean) of their masks under the plans in use, 1.0 before any call.
         """
         found = self.reuse
-        worst = found.worst_rho
-        return {"calls": found.calls, "plans": found.plans, "mean_rho": found.mean_rho, "worst_rho": worst}
+        return {name: getattr(found, name) for name in ("calls", "plans", "mean_rho", "worst_rho")}
 
     @property
     def by_step(self) -> bool:
@@ -266,26 +249,18 @@ class AttentionSession:
     def _take_up(
         self,
         begun: PassAgreement,
-        size_key: SizeKey,
+        key: SizeKey,
         device: torch.device,
-        cfg_branch: int | None,
         streams: Streams | SequenceLayout,
-        named: bool,
+        cfg_branch: int | None,
     ) -> None:
-        """Finds out what ranks compare of a pass that begins. Collective only if that fails.
-
-        Args:
-            named: Whether the cache keys of the pass's masks are known.
-        """
-        provider = self._mask_provider
+        """Finds out what ranks have to compare of a pass that begins. Collective only if that fails."""
+        of_size = key[0], streams if isinstance(streams, (str, type(None))) else None
+        of_debug = (of_size, (self._mask_provider.moment, cfg_branch)) if self.config.debug else None
+        parts = self.config, self.group, self.strategy, self._mask_provider, self.observers, key
         try:
-            begun.size = size = self._sizes.get(size_key) or self._new_size(size_key, device, streams)
-            begun.names = None if named else provider.ask_names()
-            of_size = size_key[0], streams if isinstance(streams, (str, type(None))) else None
-            of_debug = of_size, (provider.moment, cfg_branch)
-            compared = [fingerprint_of(one) if self.config.debug else 0 for one in of_debug]
-            compared += [fingerprint_of(size.grid), size.hardware_mark, provider.mark_of(begun.names or {})]
-            begun.marks = dict(zip(PASS_MARKS, compared, strict=True))
+            size = self._sizes.get(key) or SizeContext.of(*parts, device, streams, self.nodes, self._statistics)
+            begun.take(size, of_debug)
         except Exception as error:  # any error: this rank must not stop alone
             if not self._raises_alone:
                 begun.check(error, {})
@@ -294,92 +269,43 @@ class AttentionSession:
     def _keep_begun(self, begun: PassAgreement) -> None:
         """Keeps what is known of the pass that has begun, once all ranks have compared it."""
         self._begun = None
-        if begun.size is not None:
-            self._sizes[begun.size.key] = begun.size
-            self._sizes.move_to_end(begun.size.key)
-        if begun.names is not None:
-            self._mask_provider.keep_names(begun.names)
+        if begun.size is None:
+            return
+        self._sizes[begun.size.key] = begun.size
+        self._sizes.move_to_end(begun.size.key)
+        self._mask_provider.keep_names(begun.names)
         if len(self._sizes) > MOST_SIZES:
-            self._drop_oldest_size()
-
-    def _new_size(self, key: SizeKey, device: torch.device, streams: Streams | SequenceLayout) -> SizeContext:
-        """Returns the context of a new size. Raises ValueError for one that the mask source refuses."""
-        config, grid = self.config, self._mask_provider.grid()
-        layout, selector = streams, None
-        if not isinstance(layout, SequenceLayout):
-            # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-            longest = self.strategy or Strategy(1, self.group.size)
-            layout = SequenceLayout.named(config.layout, grid, longest, streams=layout)
-        if self.strategy is None:
-            hardware = hardware_for(config.machine, device.type, config.kernel)
-            if self.group.rank == 0:
-                log.info("costs are estimated by %s", cost_basis(hardware))
-            strategies = candidates(self.group.size, grid, returns_lse(config.kernel))
-            selector = StrategySelector(strategies, hardware, self.nodes, layout)
-        compare = any(observer.compares for observer in self.observers)
-        keeper = PlanKeeper(config.reuse, compare, self._statistics)
-        parts = config, self.group, self.strategy, self._mask_provider, self.observers
-        return SizeContext(*parts, key, grid, layout, selector, keeper)
+            (videos, _), oldest = self._sizes.popitem(last=False)
+            oldest.settle()
+            if all(videos != others for others, _ in self._sizes):
+                self._mask_provider.forget(videos)
 
     def _prepare(
         self, layer: int, qkv: QKV, scale: float, gate: torch.Tensor | None
     ) -> tuple[PreparedAttention, PlanUse]:
         """Returns what computes a layer's attention now, once ranks have compared what is new. Collective then."""
-        now, (q, k, v) = self._now, qkv
+        now, (q, k, v), use, mask = self._now, qkv, None, {}
+        problem: Exception | None = now.problem_of(qkv, now.layout.shard)
         prepared, predicted = now.known(layer, q.device), now.name_of(layer) is None
+        # 1. What does not depend on q and k, if it is new.
         if prepared is None and not predicted:
-            return self._new_known(layer, qkv, scale)
-        compared = self._compare(layer, qkv, scale, now.layout.shard, prepared)
+            try:
+                prepared, use = now.prepare_known(layer, q) if problem is None else (None, None)
+            except Exception as error:  # any error: this rank must not stop alone
+                problem = error
+            mask = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_mark}
+        # 2. Together.
+        compared = self._compare(layer, qkv, scale, problem, prepared, mask)
         if prepared is not None:
-            return prepared, now.use_known(layer, prepared)
+            return prepared, now.use_known(layer, prepared, use)
+        # 3. What depends on them.
         tokens = LocalQK(q, k, now.layout, self.group, scale, v, gate)
         prepared, use = now.prepare_predicted(layer, tokens, compare=not compared)
         if self.config.debug:
             agree_on_prepared(prepared, q, k, v)
         return prepared, use
 
-    def _new_known(self, layer: int, qkv: QKV, scale: float) -> tuple[PreparedAttention, PlanUse]:
-        """Prepares an attention for a mask that is known beforehand and new: on all ranks. Collective."""
-        now, prepared, use = self._now, None, None
-        problem: Exception | None = self._problem_of(qkv, now.layout.shard)
-        if problem is None:
-            try:
-                prepared, use = now.prepare_known(layer, qkv[0])
-            except Exception as error:  # any error: this rank must not stop alone
-                problem = error
-        mask = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_mark}
-        self._agree(layer, qkv, scale, problem, prepared, mask)
-        now.inputs_agreed.is_new(kind_of(*qkv), None)
-        if prepared is None:
-            raise RuntimeError("nothing is prepared for an attention, and no rank has said why")
-        return prepared, now.use_known(layer, prepared, use)
-
-    def _compare(self, layer: int, qkv: QKV, scale: float, tokens: int, prepared: PreparedAttention | None) -> bool:
-        """Lets ranks compare q, k and v before a call: the first of a size and kind, under debug every one.
-
-        Args:
-            tokens: Tokens that each rank must have.
-            prepared: What computes the attention, or None if it is still to be made.
-
-        Returns:
-            True if they have compared them.
-        """
-        problem = self._problem_of(qkv, tokens)
-        new = self._now.inputs_agreed.is_new(kind_of(*qkv), None if problem is None else str(problem))
-        if new or self._begun is not None or self.config.debug:
-            self._agree(layer, qkv, scale, problem, prepared if problem is None else None, {})
-            return True
-        if problem is not None:
-            raise problem
-        return False
-
-    def _problem_of(self, qkv: QKV, tokens: int) -> UserError | None:
-        """Returns what is wrong with this rank's q, k and v, or None."""
-        why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
-        problem = problem_of_inputs(*qkv, self.heads, tokens, why, self._no_gradients)
-        return None if problem is None else UserError(problem)
-
-    def _agree(
+    def _compare(
         self,
         layer: int,
         qkv: QKV,
@@ -387,44 +313,35 @@ class AttentionSession:
         problem: Exception | None,
         prepared: PreparedAttention | None,
         mask: dict[str, int],
-    ) -> None:
-        """Lets ranks compare what they are about to attend with. Collective."""
-        now, q, gradients, begun = self._now, qkv[0], needs_gradients(*qkv), self._begun
-        merged = self.strategy is not None and self.strategy.ring > 1
-        blocks = now.grid.block_q, now.grid.block_k
-        needs = KernelRequirements(blocks, q.shape[-1], lse=merged or gradients, backward=gradients)
+    ) -> bool:
+        """Lets ranks compare q, k and v before a call: the first of a size and kind, under debug every one.
+
+        Args:
+            problem: What is wrong on this rank, if anything.
+            prepared: What computes the attention, or None if it is still to be made.
+            mask: Fingerprint of a new mask, by complaint, which ranks then compare too.
+
+        Returns:
+            True if they have compared them.
+        """
+        now, kind, begun = self._now, input_kind(*qkv), self._begun
+        new = not mask and now.inputs_agreed.is_new(kind, None if problem is None else str(problem))
+        if not (new or mask or begun or self.config.debug):
+            if problem is not None:
+                raise problem
+            return False
         agree_on_attention(
             self.group,
             *qkv,
             scale,
             problem,
-            prepared=prepared,
-            choose=partial(choose_kernel, self.config.kernel, q.device, q.dtype, needs),
+            prepared=prepared if problem is None else None,
+            choose=partial(now.choose_kernel, kind),
             debug=self.config.debug,
             more={LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
             of_pass=begun,
         )
+        now.inputs_agreed.is_new(kind, None)
         if begun is not None:
             self._keep_begun(begun)
-
-    def _run(self, prepared: PreparedAttention, qkv: QKV, scale: float) -> torch.Tensor:
-        """Runs the attention of a layer on q, k, v [B, H, shard, D].
-
-        Folds the batch into heads if each item has its own mask: the result is then [1, B · H, shard, D].
-        """
-        check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
-        q, k, v = qkv
-        if len(prepared.plan.owner) != q.shape[1]:  # B·H of them
-            q, k, v = (one.flatten(0, 1).unsqueeze(0) for one in qkv)
-        return attend(prepared, q, k, v, scale, check_gradient)
-
-    def _drop_oldest_size(self) -> None:
-        """Drops a size, on all ranks alike."""
-        (videos, _), oldest = self._sizes.popitem(last=False)
-        oldest.settle()
-        if all(videos != others for others, _ in self._sizes):
-            self._mask_provider.forget(videos)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+        return True

@@ -10,21 +10,26 @@ from functools import partial
 import numpy as np
 import torch
 
-from dbsp_core.comm.consistency import InputsAgreed, run_consistently
+from dbsp_core.comm.consistency import QKV, InputKind, InputsAgreed, problem_of_inputs, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.prediction import AttentionShape, StrategySelector
-from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.cost.machine import cost_basis, hardware_for
+from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
+from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import MOST_PASSES
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
 from dbsp_core.runtime.mask_provider import DENSE, MaskProvider
-from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse
+from dbsp_core.runtime.plan_keeper import PlanKeeper, PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.sources import LocalQK
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import log
+from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
+from dbsp_kernels.kernel import returns_lse
 
 __all__ = ["SizeContext", "SizeKey"]
 
@@ -57,6 +62,7 @@ class SizeContext:
     selector: StrategySelector | None
     keeper: PlanKeeper
     inputs_agreed: InputsAgreed = field(default_factory=InputsAgreed)
+    _no_gradients: str | None = field(init=False)
     _plan_keys: dict[int, Hashable] = field(default_factory=dict)
     """What the plan of each layer's last attention is kept by."""
     _prepared: dict[Hashable, PreparedAttention] = field(default_factory=dict)
@@ -64,6 +70,58 @@ class SizeContext:
     """Calls of plans that are kept by mask, since they were last counted."""
     _used: OrderedDict[Hashable, Hashable] = field(default_factory=OrderedDict)
     """The key of each attention's prepared attention, the one used last at the end."""
+
+    @classmethod
+    def of(
+        cls,
+        config: DbspConfig,
+        group: SequenceGroup,
+        strategy: Strategy | None,
+        masks: MaskProvider,
+        observers: Sequence[SessionObserver],
+        key: SizeKey,
+        device: torch.device,
+        streams: Streams | SequenceLayout,
+        nodes: Sequence[int],
+        statistics: ReuseStatistics,
+    ) -> SizeContext:
+        """Makes the context of a new size. Raises ValueError for one that the mask source refuses.
+
+        Args:
+            streams: See `AttentionSession.begin`.
+            nodes: The node of each rank.
+            statistics: Sums over the calls of all sizes.
+        """
+        grid, layout, selector = masks.grid(), streams, None
+        if not isinstance(layout, SequenceLayout):
+            # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+            layout = SequenceLayout.named(config.layout, grid, strategy or Strategy(1, group.size), streams=layout)
+        if strategy is None:
+            hardware = hardware_for(config.machine, device.type, config.kernel)
+            if group.rank == 0:
+                log.info("costs are estimated by %s", cost_basis(hardware))
+            strategies = candidates(group.size, grid, returns_lse(config.kernel))
+            selector = StrategySelector(strategies, hardware, nodes, layout)
+        keeper = PlanKeeper(config.reuse, any(observer.compares for observer in observers), statistics)
+        return cls(config, group, strategy, masks, observers, key, grid, layout, selector, keeper)
+
+    def __post_init__(self) -> None:
+        self._no_gradients = self.config.wire.no_gradients
+
+    def problem_of(self, qkv: QKV, tokens: int) -> UserError | None:
+        """Returns what is wrong with this rank's q, k and v, of which each rank must have `tokens`; or None."""
+        heads = self.masks.heads
+        why = f"the model has {heads} heads, and the layout gives every rank {tokens} tokens"
+        problem = problem_of_inputs(*qkv, heads, tokens, why, self._no_gradients)
+        return None if problem is None else UserError(problem)
+
+    def choose_kernel(self, kind: InputKind) -> Kernel:
+        """Chooses a kernel for inputs of a kind before an attention is prepared. Raises UserError without one."""
+        device, dtype, head_dim, gradients = kind
+        merged = self.strategy is not None and self.strategy.ring > 1
+        blocks = self.grid.block_q, self.grid.block_k
+        needs = KernelRequirements(blocks, head_dim, lse=merged or gradients, backward=gradients)
+        return choose_kernel(self.config.kernel, device, dtype, needs)
 
     @property
     def hardware_mark(self) -> int:
@@ -121,11 +179,15 @@ class SizeContext:
 
     def settle(self) -> None:
         """Waits for counts under way, so that statistics cover every call."""
+        self.sum_up()
+        self.keeper.settle()
+
+    def sum_up(self) -> None:
+        """Adds calls with plans that are kept by mask to the statistics."""
         for plan, calls in self._again.items():
             self.keeper.statistics.calls += calls
             self.keeper.statistics.add(plan, calls)
         self._again.clear()
-        self.keeper.settle()
 
     def prepare_predicted(self, layer: int, tokens: LocalQK, *, compare: bool) -> tuple[PreparedAttention, PlanUse]:
         """Predicts the mask of a layer's call, and prepares its attention under the plan in use. Collective.

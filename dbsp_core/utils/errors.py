@@ -19,6 +19,7 @@ __all__ = [
     "cut_short",
     "did_you_mean",
     "fingerprint_of",
+    "in_number",
     "in_short",
     "kind_of",
     "require_value",
@@ -38,6 +39,11 @@ _LONGEST = 200
 def in_short(value: object) -> str:
     """A value's `repr` for a message; of a long one the beginning and the length."""
     return cut_short(repr(value))
+
+
+def in_number(number: int, noun: str) -> str:
+    """Returns "1 rank" or "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def cut_short(text: str) -> str:
