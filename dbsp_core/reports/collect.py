@@ -19,7 +19,7 @@ from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import REPORTS, ObservedCall, RunObserver, run_observer
 from dbsp_core.reports.page import balance_picture, report_page
-from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
+from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.files import user_path, write_atomically
 from dbsp_core.utils.process import installed_version, package_versions
@@ -66,7 +66,6 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
         strategy=_in_words(session.strategy, columns),
         planner=session.config.planner,
         max_abs_diff=None,
-        layers=_last_of_each_layer(calls),
         seconds=_seconds(observer, calls),
         environment=_environment(session, observer, hardware, model),
         calls=columns,
@@ -135,13 +134,6 @@ def _by_rank(calls: list[ObservedCall], by_rank: np.ndarray) -> RankTotals:
         bytes_sent=by_rank[:, :, 1:].sum(axis=(1, 2)).astype(np.int64).tolist(),
         work={layer: total.tolist() for layer, total in sorted(work.items(), key=lambda item: int(item[0]))},
         work_before={layer: total.tolist() for layer, total in sorted(before.items(), key=lambda item: int(item[0]))},
-    )
-
-
-def _last_of_each_layer(calls: list[ObservedCall]) -> tuple[LayerReport, ...]:
-    last = {call.layer: call for call in calls}
-    return tuple(
-        LayerReport(layer, c.density, c.rho_before, c.rho, c.rho_bound, c.moved) for layer, c in sorted(last.items())
     )
 
 

@@ -146,7 +146,6 @@ class ObservedCall:
     rho_before: float = 1.0
     rho: float = 1.0
     rho_bound: float = 1.0
-    moved: float = 0.0
     work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -155,7 +154,7 @@ class ObservedCall:
         plan = None if self.use is None else self.use.counted
         if plan is None:
             return False
-        self.density, self.moved, self.use = plan.density, plan.moved, None
+        self.density, self.use = plan.density, None
         self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
         self.work, self.work_before = plan.compared
         return True

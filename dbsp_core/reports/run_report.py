@@ -17,21 +17,9 @@ import numpy as np
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file, user_path, write_atomically
 
-__all__ = ["FORMAT", "CallColumns", "Environment", "LayerReport", "RankTotals", "RunReport", "Totals"]
+__all__ = ["FORMAT", "CallColumns", "Environment", "RankTotals", "RunReport", "Totals"]
 
 FORMAT = "db-SP report 2"
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One layer's numbers at its last attention; see `dbsp_core.Plan`."""
-
-    layer: int
-    density: float
-    rho_before: float
-    rho: float
-    rho_bound: float
-    moved: float
 
 
 @dataclass(frozen=True)
@@ -204,7 +192,6 @@ class RunReport:
     strategy: str
     planner: str
     max_abs_diff: float | None
-    layers: Sequence[LayerReport]
     seconds: float
     environment: Environment
     calls: CallColumns
@@ -226,9 +213,9 @@ class RunReport:
             values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT!r}")
-            values.pop("totals", None)  # they follow from the columns
+            for name in ("totals", "layers"):  # they follow from the columns; layers were in older reports
+                values.pop(name, None)
             inside = {
-                "layers": tuple(_built(LayerReport, layer) for layer in values["layers"]),
                 "environment": _built(Environment, values["environment"]),
                 "calls": _built(CallColumns, values["calls"]),
                 "ranks": _built(RankTotals, values["ranks"]),

@@ -19,7 +19,7 @@ from scripts.training.trained_model.side_by_side import SHOWN, save_side_by_side
 from tests.support.programs import children_forked
 
 REPORT_KEYS = {
-    *("format", "model", "host", "world_size", "strategy", "planner", "max_abs_diff", "layers", "seconds"),
+    *("format", "model", "host", "world_size", "strategy", "planner", "max_abs_diff", "seconds"),
     *("environment", "calls", "ranks", "totals"),
 }
 COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}

@@ -93,7 +93,7 @@ def _recount(
     work = plan.counted(mask).work
     before = make_plan(mask, strategy, "contiguous").work
     traffic = traffic_of(plan, session.layout)
-    items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
+    items = q.shape[0] * q.shape[1] // plan.heads  # 1 where items of the batch have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)
     further: np.ndarray = 2 * traffic.keys[1:].sum(axis=0)

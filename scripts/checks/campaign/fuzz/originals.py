@@ -15,7 +15,7 @@ from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_core import BlockGrid, BlockMask, save_mask
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
-from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
+from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
 from dbsp_core.sources import MaskRequest, SyntheticSource
 
 REPO = Path(__file__).resolve().parents[4]
@@ -134,7 +134,6 @@ def _report() -> RunReport:
         strategy="auto",
         planner="dbsp",
         max_abs_diff=None,
-        layers=(LayerReport(0, 0.5, 1.25, 1.0, 1.0, 0.0), LayerReport(1, 0.5, 1.5, 1.125, 1.0, 0.01)),
         seconds=6.0,
         environment=environment,
         calls=calls,
