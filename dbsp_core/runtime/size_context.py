@@ -82,7 +82,7 @@ class SizeContext:
         key: SizeKey,
         device: torch.device,
         streams: Streams | SequenceLayout,
-        nodes: Sequence[int],
+        nodes: tuple[int, ...],
         statistics: ReuseStatistics,
     ) -> SizeContext:
         """Makes the context of a new size. Raises ValueError for one that the mask source refuses.
