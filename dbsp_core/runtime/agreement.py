@@ -7,33 +7,30 @@ the pass began with. Under debug they compare at every attention, whatever could
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import torch
 
-from dbsp_core.comm.broadcast import Meeting
 from dbsp_core.comm.consistency import check_consistent, input_kind, needs_gradients
 from dbsp_core.comm.devices import node_marks, number_nodes
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import version_marks
 from dbsp_kernels import Kernel, KernelRequirements, require_supported
 from dbsp_kernels.kernel import returns_lse
 
-if TYPE_CHECKING:
-    from dbsp_core.runtime.session import AttentionSession
-    from dbsp_core.runtime.size_context import SizeContext
-
 __all__ = [
     "LAYERS_DIFFER",
     "LAYOUTS_DIFFER",
     "MASKS_DIFFER",
-    "PASS_MARKS",
     "PLANS_DIFFER",
-    "PassAgreement",
+    "HasSettings",
     "agree_on_attention",
     "agree_on_gradient",
     "agree_on_prepared",
@@ -41,11 +38,6 @@ __all__ = [
 ]
 
 SETTINGS_DIFFER = "the settings differ on rank(s) {}; give all ranks the same configuration, heads and layers"
-SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
-STEPS_DIFFER = "the denoising step or guidance pass differs on rank(s) {}; give all ranks the same timesteps"
-GRIDS_DIFFER = "the video's block grid differs on rank(s) {}; it must be the same on every rank"
-HARDWARE_DIFFERS = "the hardware file differs on rank(s) {}; it must be the same on every rank"
-NEW_MASKS_DIFFER = "which masks are new differs on rank(s) {}; it must be the same on every rank"
 LAYERS_DIFFER = "another layer's attention is reached on rank(s) {}; all ranks must run the same layers in one order"
 LAYOUTS_DIFFER = "the sequence layout differs on rank(s) {}; give all ranks one layout"
 INPUTS_DIFFER = (
@@ -60,50 +52,21 @@ KERNELS_DIFFER = "another kernel serves on rank(s) {}; install the same there, o
 INPUTS_NOT_FINITE = "q, k or v has values that are not finite"
 GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are not finite"
 
-PASS_MARKS = SIZES_DIFFER, STEPS_DIFFER, GRIDS_DIFFER, HARDWARE_DIFFERS, NEW_MASKS_DIFFER
-"""Complaints about what ranks compare when a forward pass begins."""
 
+class HasSettings(Protocol):
+    """A session, or what has the same settings."""
 
-@dataclass(eq=False)
-class PassAgreement:
-    """What ranks have to compare of a forward pass, together with its first attention.
-
-    Attributes:
-        size: The size of its videos, by which the session keeps what it knows of it; None until that is known.
-        meeting: What they have to compare of the inputs of the transformer, if anything.
-        names: Cache keys of its masks.
-        marks: Fingerprints, by complaint.
-    """
-
-    group: SequenceGroup
-    meeting: Meeting | None = None
-    size: SizeContext | None = None
-    names: dict[int, Hashable] = field(default_factory=dict)
-    marks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PASS_MARKS, 0))
-
-    def take(self, size: SizeContext, compared_under_debug: tuple[object, object] | None) -> None:
-        """Takes what is known of the pass on this rank: its size, and under debug the arguments that it began with."""
-        self.size, masks = size, size.masks
-        self.names = masks.names or masks.ask_names()
-        given = [0, 0] if compared_under_debug is None else map(fingerprint_of, compared_under_debug)
-        compared = *given, fingerprint_of(size.grid), size.hardware_mark, masks.mark_of(self.names)
-        self.marks = dict(zip(PASS_MARKS, compared, strict=True))
-
-    def check(self, problem: Exception | None, more: Mapping[str, int]) -> None:
-        """Raises UserError on all ranks where one has a problem, or something differs, `more` included. Collective."""
-        calls = 0 if self.size is None else self.size.keeper.calls
-        control, marks = self.group.control(), {**self.marks, **more}
-        if self.meeting is None:
-            told = check_consistent(control, problem, marks, told=[0, 0, 0, 0, calls])  # as a meeting's are
-        else:
-            told = self.meeting.check(problem, marks, free=calls)
-        if self.size is not None and len({numbers[-1] for numbers in told}) > 1:
-            self.size.keeper.restart()  # a rank has left a pass that others went on with
+    config: DbspConfig
+    strategy: Strategy | None
+    heads: int
+    layers: int
+    nodes: tuple[int, ...]
+    report: bool
 
 
 def agree_on_settings(
     group: SequenceGroup,
-    sessions: Sequence[AttentionSession],
+    sessions: Sequence[HasSettings],
     problem: Exception | None = None,
     more: Mapping[str, int] | None = None,
     told: Sequence[int] = (),
@@ -156,7 +119,7 @@ def agree_on_attention(
     debug: bool,
     more: Mapping[str, int] | None = None,
     choose: Callable[[], Kernel] | None = None,
-    of_pass: PassAgreement | None = None,
+    check: Callable[[Exception | None, Mapping[str, int]], object] | None = None,
 ) -> None:
     """All ranks compare what they are about to attend with. Collective.
 
@@ -169,7 +132,7 @@ def agree_on_attention(
         debug: Whether values must be finite, and kernels equal.
         more: Further numbers to compare, by the complaint where they differ.
         choose: Chooses the kernel where nothing is prepared yet; only its error is compared.
-        of_pass: What they have to compare of the forward pass, if it has just begun.
+        check: Compares in place of `check_consistent`, with what else ranks have to compare.
 
     Raises:
         UserError: On all ranks, where one has a problem, or something differs.
@@ -188,10 +151,7 @@ def agree_on_attention(
         SCALES_DIFFER: fingerprint_of(scale),
         **_marks_of(prepared, kernel if debug else ""),
     }
-    if of_pass is None:
-        check_consistent(group, problem, marks)
-    else:
-        of_pass.check(problem, marks)
+    (check or partial(check_consistent, group))(problem, marks)
 
 
 def agree_on_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

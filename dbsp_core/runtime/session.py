@@ -22,7 +22,6 @@ from dbsp_core.runtime.agreement import (
     LAYERS_DIFFER,
     LAYOUTS_DIFFER,
     NEW_MASK_DIFFERS,
-    PassAgreement,
     agree_on_attention,
     agree_on_gradient,
     agree_on_prepared,
@@ -30,6 +29,7 @@ from dbsp_core.runtime.agreement import (
 )
 from dbsp_core.runtime.chunk_attention import CheckGradient, attend
 from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.pass_agreement import PassAgreement
 from dbsp_core.runtime.plan_keeper import PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import OneThread, Recomputation, SessionObserver
@@ -339,7 +339,7 @@ class AttentionSession:
             choose=partial(now.choose_kernel, kind),
             debug=self.config.debug,
             more={LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
-            of_pass=begun,
+            check=None if begun is None else begun.check,
         )
         now.inputs_agreed.is_new(kind, None)
         if begun is not None:

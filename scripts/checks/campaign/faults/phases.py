@@ -42,7 +42,7 @@ DEBUG, NEEDED, BACKWARD = {"debug": True}, {"keys": "needed"}, {"backward": True
 PHASES: dict[str, Phase] = {
     "settings": _session(f"{RUNTIME}.session.agree_on_settings"),
     "new size": _session(f"{RUNTIME}.size_context.SizeContext.of"),
-    "agreement on a pass": _session(f"{RUNTIME}.agreement.PassAgreement.check"),
+    "agreement on a pass": _session(f"{RUNTIME}.pass_agreement.PassAgreement.check"),
     "static mask": _session(f"{RUNTIME}.mask_provider.MaskProvider.mask", mask=WINDOW),
     "agreement on shapes": _session(f"{RUNTIME}.session.agree_on_attention"),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),

@@ -1,0 +1,60 @@
+"""What ranks compare of a forward pass: kept from its beginning to its first attention, where they compare once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from dbsp_core.comm.broadcast import Meeting
+from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.runtime.size_context import SizeContext
+from dbsp_core.utils.errors import fingerprint_of
+
+__all__ = ["PassAgreement"]
+
+SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
+STEPS_DIFFER = "the denoising step or guidance pass differs on rank(s) {}; give all ranks the same timesteps"
+GRIDS_DIFFER = "the video's block grid differs on rank(s) {}; it must be the same on every rank"
+HARDWARE_DIFFERS = "the hardware file differs on rank(s) {}; it must be the same on every rank"
+NEW_MASKS_DIFFER = "which masks are new differs on rank(s) {}; it must be the same on every rank"
+
+_MARKS = SIZES_DIFFER, STEPS_DIFFER, GRIDS_DIFFER, HARDWARE_DIFFERS, NEW_MASKS_DIFFER
+"""Complaints about what ranks compare when a forward pass begins."""
+
+
+@dataclass(eq=False)
+class PassAgreement:
+    """What ranks have to compare of a forward pass, together with its first attention.
+
+    Attributes:
+        size: The size of its videos, by which the session keeps what it knows of it; None until that is known.
+        meeting: What they have to compare of the inputs of the transformer, if anything.
+        names: Cache keys of its masks.
+        marks: Fingerprints, by complaint.
+    """
+
+    group: SequenceGroup
+    meeting: Meeting | None = None
+    size: SizeContext | None = None
+    names: dict[int, Hashable] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_MARKS, 0))
+
+    def take(self, size: SizeContext, compared_under_debug: tuple[object, object] | None) -> None:
+        """Takes what is known of the pass on this rank: its size, and under debug the arguments that it began with."""
+        self.size, masks = size, size.masks
+        self.names = masks.names or masks.ask_names()
+        given = [0, 0] if compared_under_debug is None else map(fingerprint_of, compared_under_debug)
+        compared = *given, fingerprint_of(size.grid), size.hardware_mark, masks.mark_of(self.names)
+        self.marks = dict(zip(_MARKS, compared, strict=True))
+
+    def check(self, problem: Exception | None, more: Mapping[str, int]) -> None:
+        """Raises UserError on all ranks where one has a problem, or something differs, `more` included. Collective."""
+        calls = 0 if self.size is None else self.size.keeper.calls
+        control, marks = self.group.control(), {**self.marks, **more}
+        if self.meeting is None:
+            told = check_consistent(control, problem, marks, told=[0, 0, 0, 0, calls])  # as a meeting's are
+        else:
+            told = self.meeting.check(problem, marks, free=calls)
+        if self.size is not None and len({numbers[-1] for numbers in told}) > 1:
+            self.size.keeper.restart()  # a rank has left a pass that others went on with
