@@ -12,7 +12,6 @@ from torch import nn
 
 from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.consistency import check_consistent, run_consistently
-from dbsp_core.comm.devices import use_model_device
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -21,6 +20,7 @@ from dbsp_core.reports.observer import observed_session
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import STATE, Attached, transformers_in, transformers_of
+from dbsp_diffusers.devices import use_model_device
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
 from dbsp_diffusers.packed.packing import packing_of
