@@ -106,7 +106,7 @@ def tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of q, k, v and the output, over all ranks.
+    """Sizes of q, k, v and the output of all ranks, apart from tokens.
 
     Attributes:
         heads: The plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1.
@@ -114,7 +114,6 @@ class AttentionShape:
 
     batch: int
     heads: int
-    tokens: int
     head_dim: int
     element_bytes: int = 2
 
@@ -124,10 +123,10 @@ class AttentionShape:
                 raise UserError(f"attention shape: {name}={value} must be at least 1")
 
     @classmethod
-    def of(cls, q: torch.Tensor, heads: int, tokens: int) -> AttentionShape:
-        """The shape with this rank's q [B, H, n_local, D], where plan or mask has `heads` heads, H or B·H."""
+    def of(cls, q: torch.Tensor, heads: int) -> AttentionShape:
+        """Returns the shape with this rank's q [B, H, n_local, D] where the plan has `heads` heads, H or B·H."""
         batch, own, _, head_dim = q.shape
-        return cls(batch if heads == own else 1, heads, tokens, head_dim, q.element_size())
+        return cls(batch if heads == own else 1, heads, head_dim, q.element_size())
 
     @property
     def token_bytes(self) -> int:
@@ -180,11 +179,8 @@ def predict(
     nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     strategy.require_world(len(nodes))
-    if (shape.heads, shape.tokens) != (plan.heads, plan.grid.tokens):
-        raise UserError(
-            f"the plan is for {plan.heads} heads and {plan.grid.tokens} tokens, the shape has {shape.heads} and "
-            f"{shape.tokens}; give the plan's"
-        )
+    if shape.heads != plan.heads:
+        raise UserError(f"the plan is for {plan.heads} heads, the shape has {shape.heads}; give the plan's")
     require_network(hardware, nodes)
     # 1. Bytes of each exchange to owners and back, float64[P, P].
     traffic, sent_bytes = traffic_of(plan, layout), shape.sent_bytes(wire)
