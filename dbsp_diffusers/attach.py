@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.consistency import check_consistent, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
@@ -28,6 +27,7 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
 from dbsp_diffusers.sharding.coverage import Coverage
+from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
