@@ -15,9 +15,9 @@ import torch
 
 from dbsp_core.comm.exchange import exchange_q_separately, mean_bytes
 from dbsp_core.cost.machine import Constants, Hardware
-from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
+from dbsp_core.masks.grid import BlockGrid, Order
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
@@ -94,14 +94,8 @@ def copies_by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 @lru_cache(maxsize=32)
 def tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np.ndarray, np.ndarray]:
     """Returns float64[nq, P], float64[nk, P]: tokens of each query and KV block in each rank's local shard."""
-
-    def tokens(pieces: ShardSegments, axis: BlockAxis) -> np.ndarray:
-        found = np.zeros((len(axis), layout.world))
-        np.add.at(found, (pieces.block, pieces.rank), pieces.length)
-        return found
-
     q, k = layout.block_segments(grid, order)
-    return tokens(q, grid.q_axis), tokens(k, grid.k_axis)
+    return q.tokens_by_rank(grid.nq, layout.world), k.tokens_by_rank(grid.nk, layout.world)
 
 
 @dataclass(frozen=True)
