@@ -12,9 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.comm.devices import require_own_gpus, use_model_device
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -25,6 +23,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_diffusers.attached import STATE, Attached, transformers_in, transformers_of
+from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, GATES_DIFFER, gated_layers, gates_in_checkpoint
 from dbsp_diffusers.packed.packing import packing_of
@@ -32,6 +31,7 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
 from dbsp_diffusers.sharding.coverage import Coverage
+from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding

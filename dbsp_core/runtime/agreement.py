@@ -15,8 +15,7 @@ from typing import Protocol
 import torch
 
 from dbsp_core.comm.consistency import check_consistent, input_kind, needs_gradients
-from dbsp_core.comm.devices import node_marks, number_nodes
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup, node_marks, number_nodes
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.prepared import PreparedAttention

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from dbsp_core.comm.broadcast import Meeting
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.size_context import SizeContext
 from dbsp_core.utils.errors import fingerprint_of
 
-__all__ = ["PassAgreement"]
+__all__ = ["Meeting", "PassAgreement"]
 
 SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
 STEPS_DIFFER = "the denoising step or guidance pass differs on rank(s) {}; give all ranks the same timesteps"
@@ -21,6 +21,17 @@ NEW_MASKS_DIFFER = "which masks are new differs on rank(s) {}; it must be the sa
 
 _MARKS = SIZES_DIFFER, STEPS_DIFFER, GRIDS_DIFFER, HARDWARE_DIFFERS, NEW_MASKS_DIFFER
 """Complaints about what ranks compare when a forward pass begins."""
+
+
+class Meeting(Protocol):
+    """What a host's ranks have to compare of a pass's inputs."""
+
+    def check(self, problem: Exception | None, more: Mapping[str, int], free: int) -> list[tuple[int, ...]]:
+        """Compares that together with `more` fingerprints by complaint; see `check_consistent`. Collective.
+
+        Returns:
+            What each rank has told: four numbers, and `free`, which may differ.
+        """
 
 
 @dataclass(eq=False)
@@ -53,8 +64,8 @@ class PassAgreement:
         calls = 0 if self.size is None else self.size.keeper.calls
         control, marks = self.group.control(), {**self.marks, **more}
         if self.meeting is None:
-            told = check_consistent(control, problem, marks, told=[0, 0, 0, 0, calls])  # as a meeting's are
+            told = check_consistent(control, problem, marks, told=[0, 0, 0, 0, calls])  # as a meeting tells
         else:
-            told = self.meeting.check(problem, marks, free=calls)
+            told = self.meeting.check(problem, marks, calls)
         if self.size is not None and len({numbers[-1] for numbers in told}) > 1:
             self.size.keeper.restart()  # a rank has left a pass that others went on with

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from dbsp_core.comm.broadcast import Meeting
 from dbsp_core.comm.consistency import QKV, input_kind
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
@@ -29,7 +28,7 @@ from dbsp_core.runtime.agreement import (
 )
 from dbsp_core.runtime.chunk_attention import CheckGradient, attend
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.pass_agreement import PassAgreement
+from dbsp_core.runtime.pass_agreement import Meeting, PassAgreement
 from dbsp_core.runtime.plan_keeper import PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_state import OneThread, Recomputation, SessionObserver

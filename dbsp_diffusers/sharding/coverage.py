@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import explain_broken_connection
 from dbsp_core.utils.errors import UserError
@@ -21,6 +20,7 @@ from dbsp_diffusers.models import known_architecture
 from dbsp_diffusers.models.cuts import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
+from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.step_caches import may_skip
 
 __all__ = ["Coverage"]

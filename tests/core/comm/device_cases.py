@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.devices import require_own_gpus, use_local_device, use_model_device
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
+from dbsp_diffusers.devices import require_own_gpus, use_model_device
+from dbsp_diffusers.rank_program import use_local_device
 
 
 class PlacedModel(torch.nn.Module):
