@@ -75,7 +75,7 @@ PHASES: dict[str, Phase] = {
     "attaching: session": _transformer("dbsp_diffusers.attach.observed_session"),
     "attaching: agreement": _transformer("dbsp_diffusers.attach.agree_on_settings"),
     "inputs of the first rank": _transformer(
-        "dbsp_diffusers.sharding.generation_agreement.GenerationAgreement.first_rank_values"
+        "dbsp_diffusers.sharding.generation_agreement._broadcast"
     ),
     "sharding": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.take", 2),
     "gathering the output": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.gather"),
