@@ -36,7 +36,7 @@ from dbsp_core.utils.schema import (
 )
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, shipped_configs, shown_config
 from dbsp_kernels import KernelRequirements, require_supported
-from dbsp_kernels.kernel import require_kernel_name
+from dbsp_kernels.kernel import require_kernel_name, takes_ragged_rows
 
 __all__ = [
     "DEFAULT_ORIGIN",
@@ -176,17 +176,18 @@ class DbspConfig:
     def keys(self) -> str:
         """Keys and values that each rank is sent: "needed" by its rows if the mask never changes, else "all".
 
-        Each change of needed keys is a new plan, and a predicted mask is known too late to choose what is sent.
+        Each change of needed keys is a new plan, and a predicted mask is known too late to choose what is sent. A
+        kernel that supports only whole heads gets all of their keys, also those that no row attends to.
         """
-        return NEEDED if self.mask.changes == "never" else ALL
+        return NEEDED if self.mask.changes == "never" and takes_ragged_rows(self.kernel) else ALL
 
     @property
     def layout(self) -> str:
-        """Name of the sequence layout: "contiguous" with needed keys, else what the planner is meant for.
+        """Name of the sequence layout: "contiguous" if the mask never changes, else what the planner is meant for.
 
         Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
-        return "contiguous" if self.keys == NEEDED else require_planner(self.planner).layout
+        return "contiguous" if self.mask.changes == "never" else require_planner(self.planner).layout
 
     @property
     def wire(self) -> WireFormat:

@@ -24,6 +24,7 @@ __all__ = [
     "require_kernel_name",
     "require_supported",
     "returns_lse",
+    "takes_ragged_rows",
 ]
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -278,3 +279,9 @@ def returns_lse(kernel: str) -> bool:
     """Returns whether a kernel has the log-sum-exp that rings merge by; "auto" does. Raises UserError if unknown."""
     wanted = _wanted(kernel)
     return wanted == "auto" or KERNELS[wanted].returns_lse
+
+
+def takes_ragged_rows(kernel: str) -> bool:
+    """Returns whether a kernel supports other rows than those of whole heads; "auto" does. UserError if unknown."""
+    wanted = _wanted(kernel)
+    return wanted == "auto" or KERNELS[wanted].ragged_rows
