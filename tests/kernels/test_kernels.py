@@ -115,6 +115,19 @@ class TestAttention:
             assert calls == sizes
             torch.testing.assert_close((out, lse), whole)
 
+    def test_neighbours_that_attend_to_the_same_blocks_are_one_sequence(self, monkeypatch):
+        """Rows 1 to 3 attend to the same blocks, as rows 5 and 6 do; rows 0, 4 and 7 share theirs with none."""
+        monkeypatch.setattr(cpu, "LONG", 16)
+        lists = [[0], [2, 1, 3], [2, 1, 3], [2, 1, 3], [1, 3], [5, 0, 1, 2], [5, 0, 1, 2], [4, 5]]
+        p = packed(rows=8)
+        assert (p.kv_len[:4] < 4).any(), "short blocks among them"
+        index = torch.tensor([entries + [-7] * (4 - len(entries)) for entries in lists]).int()
+        p = replace(p, kv_index=index, kv_count=torch.tensor(list(map(len, lists))).int())
+        calls = []
+        monkeypatch.setattr(cpu, "_flash", lambda q, *rest, flash=cpu._flash: calls.append(q.shape) or flash(q, *rest))
+        assert_right(p, "cpu")
+        assert calls == [(1, 8, 16), (2, 8, 16), (1, 24, 16), (1, 16, 16)], "by their number of blocks"
+
 
 def mangled(**changes):
     p = packed(rows=5, blocks=6)
