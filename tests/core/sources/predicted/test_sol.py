@@ -52,7 +52,7 @@ def test_rows_and_heads_are_uneven():
 def test_some_heads_at_a_time_they_are_the_same(at_once, monkeypatch):
     case = CASES["text, batch of two"]
     whole = alone(case)
-    monkeypatch.setattr("dbsp_core.sources.sol.pairs_at_once", lambda on_gpu: at_once)
+    monkeypatch.setattr("dbsp_core.sources.head_shares.pairs_at_once", lambda on_gpu: at_once)
     assert torch.equal(alone(case).bits, whole.bits)
 
 
