@@ -36,7 +36,7 @@ from dbsp_core.utils.schema import (
 )
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, shipped_configs, shown_config
 from dbsp_kernels import KernelRequirements, require_supported
-from dbsp_kernels.kernel import require_kernel_name, takes_ragged_rows
+from dbsp_kernels.kernel import require_kernel_name, supports
 
 __all__ = [
     "DEFAULT_ORIGIN",
@@ -52,6 +52,8 @@ _NOT_COMPARED = ("model", "generate", "mask", "machine", "report", "transformer_
 
 _UNNAMED = DenseSource()
 """The mask if none is named."""
+
+_ANY_ROWS = KernelRequirements(ragged_rows=True)
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
 
@@ -179,7 +181,7 @@ class DbspConfig:
         Each change of needed keys is a new plan, and a predicted mask is known too late to choose what is sent. A
         kernel that supports only whole heads gets all of their keys, also those that no row attends to.
         """
-        return NEEDED if self.mask.changes == "never" and takes_ragged_rows(self.kernel) else ALL
+        return NEEDED if self.mask.changes == "never" and supports(self.kernel, _ANY_ROWS) else ALL
 
     @property
     def layout(self) -> str:

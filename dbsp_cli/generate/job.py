@@ -37,8 +37,8 @@ from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_set
 from dbsp_core.utils.files import expand_path, require_folder_place
 from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
-from dbsp_kernels import choose_kernel
-from dbsp_kernels.kernel import returns_lse
+from dbsp_kernels import KernelRequirements, choose_kernel
+from dbsp_kernels.kernel import supports
 
 __all__ = ["TIMEOUT_S", "GenerateJob", "GenerateRequest", "require_video", "resolve"]
 
@@ -349,5 +349,5 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
 
 def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:
     """Divides heads within a node, and blocks between nodes where the kernel can."""
-    ring = launch.nodes if returns_lse(config.kernel) else 1
+    ring = launch.nodes if supports(config.kernel, KernelRequirements(lse=True)) else 1
     return Strategy(launch.world // ring, ring)

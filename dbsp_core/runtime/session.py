@@ -40,7 +40,7 @@ from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log, not_compiled, outside_inference
 from dbsp_kernels import KernelRequirements, choose_kernel
-from dbsp_kernels.kernel import returns_lse
+from dbsp_kernels.kernel import supports
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
@@ -290,7 +290,7 @@ class AttentionSession:
             hardware = hardware_for(config.machine, device.type, config.kernel)
             if self.group.rank == 0:
                 log.info("costs are estimated by %s", cost_basis(hardware))
-            strategies = candidates(self.group.size, grid, returns_lse(config.kernel))
+            strategies = candidates(self.group.size, grid, supports(config.kernel, KernelRequirements(lse=True)))
             selector = StrategySelector(strategies, hardware, self.nodes, layout)
         compare = any(observer.compares for observer in self.observers)
         keeper = PlanKeeper(config.reuse, compare, self._statistics)

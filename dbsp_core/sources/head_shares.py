@@ -16,10 +16,12 @@ from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.exchange import to_device
-from dbsp_kernels.prediction import pairs_at_once
 from dbsp_kernels.tables import unpack_bits
 
 __all__ = ["HomeBlocks", "gather_bits", "heads_by_rank", "pool_own_heads", "predict_bits", "send_home"]
+
+PAIRS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Block pairs to choose among at a time: enough to be fast, few enough for memory: the CPU takes 50 bytes each."""
 
 
 def heads_by_rank(heads: int, ranks: int) -> list[int]:
@@ -52,7 +54,7 @@ def predict_bits(
             few heads at a time, as memory would grow with the square of the tokens; each must be chosen by itself, so
             that parts cannot change a bit.
     """
-    together = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk))
+    together = max(1, PAIRS_AT_ONCE["cuda" if rows.is_cuda else "cpu"] // (grid.nq * grid.nk))
     mine = [choose(some) for some in rows.split(together)]
     return gather_bits(mine[0] if len(mine) == 1 else torch.cat(mine), tokens, grid.nk)
 

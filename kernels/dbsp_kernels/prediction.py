@@ -6,10 +6,23 @@ import itertools
 
 import torch
 
-from dbsp_kernels.rounding import DIRECTION_UNIT, LEAST_EXPONENT, LIMIT, MEAN_UNIT, SCALE_EXPONENT, UNIT_EXPONENT
 from dbsp_kernels.tables import pack_bits
 
-__all__ = ["halving_sum", "pairs_at_once", "pool_rows", "pooled_scores", "select_blocks", "sum_tokens"]
+__all__ = ["halving_sum", "pool_rows", "pooled_scores", "select_blocks", "sum_tokens"]
+
+# The fixed point of sums of tokens.
+LIMIT = 2.0**15  # magnitudes beyond it count as it: no attention has such queries or keys
+MEAN_UNIT = 2.0**-32  # with LIMIT, int64 holds the sum of 2**16 tokens
+DIRECTION_UNIT = 2.0**-20
+
+BITS = 21
+"""Magnitudes of a row's elements are rounded to so many bits: products of 2048 of them add up exactly in float64."""
+SCALE_EXPONENT = BITS + 126 + 127
+"""The biased exponent of a row's scale in float32, with that of its largest element: of 2^BITS over 2^(e − 126)."""
+LEAST_EXPONENT = SCALE_EXPONENT - 254
+"""Smaller elements count as if the largest one had this exponent, of which the scale is still a float32."""
+UNIT_EXPONENT = 1023 - 126 - BITS
+"""The biased exponent of the scale's inverse in float64, less that of the row's largest element in float32."""
 
 TOKENS_AT_A_TIME = 1024  # on the CPU: what is computed of them stays in the cache
 
@@ -82,14 +95,6 @@ def halving_sum(terms: torch.Tensor) -> torch.Tensor:
         width //= 2
         terms = terms[..., :width] + terms[..., width:]
     return terms[..., 0]
-
-
-def pairs_at_once(on_gpu: bool) -> int:
-    """Number of block pairs to choose among at a time: enough to be fast, few enough to need little memory.
-
-    On the CPU torch's own operations take some 50 bytes for each; the kernels a score and a chance of 8 bytes.
-    """
-    return 1 << (24 if on_gpu else 20)
 
 
 def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:

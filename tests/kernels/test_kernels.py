@@ -17,7 +17,6 @@ from dbsp_kernels import (
     KernelRequirements,
     available,
     choose_kernel,
-    explain_auto,
     merge_into,
     merge_states,
     require_supported,
@@ -394,12 +393,3 @@ class TestCapabilities:
         monkeypatch.setitem(KERNELS, "small", small)
         with pytest.raises(ValueError, match=r"it serves blocks of 16×16, not 8×4; use cpu or .*reference"):
             packed().attend("small")
-
-    def test_auto_says_what_it_takes_and_why(self, monkeypatch):
-        monkeypatch.delenv("DBSP_KERNEL", raising=False)
-        assert explain_auto("cpu", torch.float32) == "cpu, the first that supports torch.float32 on cpu"
-        monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], why_unavailable=lambda: "no operator here"))
-        expected = "reference, the first that supports torch.float32 on cpu (cpu: no operator here)"
-        assert explain_auto("cpu", torch.float32) == expected
-        monkeypatch.setenv("DBSP_KERNEL", "reference")
-        assert explain_auto("cpu", torch.float32) == "reference, because DBSP_KERNEL=reference"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import Strategy
 from dbsp_core.config import DbspConfig
-from dbsp_core.sources import LocalQK, SpargeSource
+from dbsp_core.sources import LocalQK, SpargeSource, head_shares
 from dbsp_kernels.prediction import pool_rows, sum_tokens
 from dbsp_kernels.tables import pack_bits, unpack_bits
 from tests.core.sources.predicted.sparge_cases import SpargeCase, predict_together
@@ -60,7 +60,7 @@ def test_follows_the_paper(case):
 def test_chosen_in_parts_they_are_the_same(case, at_once, monkeypatch):
     """Some heads at a time."""
     whole = alone(case)
-    monkeypatch.setattr("dbsp_core.sources.head_shares.pairs_at_once", lambda on_gpu: at_once)
+    monkeypatch.setitem(head_shares.PAIRS_AT_ONCE, "cpu", at_once)
     assert torch.equal(alone(case).bits, whole.bits)
 
 
