@@ -257,11 +257,9 @@ class Moments:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._sums: dict[str, torch.Tensor] = {}
-        self._tokens: dict[str, int] = {}
+        self._folder, self._rank, self._last = folder, 0, -1
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
         self._about: dict[str, str] = {}
-        self._rank, self._last = 0, -1
         atexit.register(self.write)
 
     def add(self, request: MaskRequest, tokens: LocalQK) -> None:
@@ -273,18 +271,17 @@ class Moments:
             self._about["layers"] = str(request.layers)
         places = to_device(tokens.layout.tokens_at(tokens.group.rank)[1], tokens.q.device)
         for side, tensor in (("query", tokens.q), ("key", tokens.k)):
-            name = f"{side}.{request.layer}"
-            own = tensor.detach().index_select(2, places).float()
+            name, own = f"{side}.{request.layer}", tensor.detach().index_select(2, places).float()
             found = torch.einsum("bhnd,bhne->hde", own, own)  # [H, D, D]
-            self._sums[name] = self._sums[name] + found if name in self._sums else found
-            self._tokens[name] = self._tokens.get(name, 0) + tensor.shape[0] * len(places)
+            total, count = self._sums.get(name, (torch.zeros_like(found), 0))
+            self._sums[name] = total + found, count + len(tensor) * len(places)
 
     def write(self) -> None:
         """Writes this rank's file, whole or not at all."""
         if self._sums:
-            tensors = {name: (total / self._tokens[name]).cpu() for name, total in self._sums.items()}
-            counts = {f"tokens of {name}": str(count) for name, count in self._tokens.items()}
-            path = self.folder / f"moments-{self._rank}.safetensors"
+            tensors = {name: (total / count).cpu() for name, (total, count) in self._sums.items()}
+            counts = {f"tokens of {name}": str(count) for name, (_, count) in self._sums.items()}
+            path = self._folder / f"moments-{self._rank}.safetensors"
             write_atomically(path, save(tensors, self._about | counts))
 
 

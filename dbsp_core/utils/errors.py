@@ -57,10 +57,6 @@ class SettingError(UserError):
         super().__init__(message)
         self.path = path
 
-    def within(self, key: object) -> SettingError:
-        """The same error with `key` as outermost key."""
-        return SettingError(str(self), (str(key), *self.path))
-
 
 def bad_value(settings: object, name: str, complaint: str, section: str = "") -> SettingError:
     """An error "SECTIONNAME=VALUE COMPLAINT" about one attribute of `settings`."""
@@ -90,10 +86,9 @@ def blame_setting(key: object) -> Iterator[None]:
     """
     try:
         yield
-    except SettingError as error:
-        raise error.within(key) from error.__cause__
     except UserError as error:
-        raise SettingError(str(error), (str(key),)) from error.__cause__
+        within = error.path if isinstance(error, SettingError) else ()
+        raise SettingError(str(error), (str(key), *within)) from error.__cause__
 
 
 def fingerprint_of(value: object) -> int:

@@ -255,6 +255,6 @@ def require_supported(name: str, needs: KernelRequirements) -> None:
 
 
 def supports(name: str, needs: KernelRequirements) -> bool:
-    """Returns whether a kernel can serve such a plan on some machine; "auto" can. Raises UserError if it is unknown."""
+    """Returns whether a kernel can serve such a plan on some machine; "auto" can. Raises UserError if unknown."""
     wanted = _wanted(name)
     return wanted == "auto" or KERNELS[wanted].why_unsupported_anywhere(needs) is None
