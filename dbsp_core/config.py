@@ -20,7 +20,7 @@ from dbsp_core.planning.planners import require_planner
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, fingerprint_of, in_short
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of, in_short, require_value
 from dbsp_core.utils.files import expand_path
 from dbsp_core.utils.process import DEBUG, RECORD, environment_flag, environment_value
 from dbsp_core.utils.schema import (
@@ -141,8 +141,7 @@ class DbspConfig:
         with blame_setting("planner"):
             require_planner(self.planner)
         require_choice("precision", self.precision, tuple(WIRE_FORMATS))
-        if not self.reuse >= 1:
-            raise bad_value(self, "reuse", "must be at least 1, the least ρ_s there is")
+        require_value(self, "reuse", self.reuse >= 1, "must be at least 1, the least ρ_s there is")
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
         if self.bags is not None:

@@ -152,8 +152,9 @@ class LowRankSource(LikeliestBlocks):
 
         def choose(some: torch.Tensor) -> torch.Tensor:
             chance = some.new_empty(len(some), grid.nq, grid.nk, dtype=torch.float64)
-            for head, sides in enumerate(some):
-                chance[head] = predicted_mass(*sides.chunk(2, dim=-1), grid, tokens.scale, self.queries == "all")
+            for head, both in enumerate(some):
+                q, k = both.chunk(2, dim=-1)
+                chance[head] = predicted_mass(q, k, grid, tokens.scale, every_query=self.queries == "all")
             return select_blocks(chance, dense.expand(len(some), -1), *self.limits(grid.nk))
 
         return BlockMask(predict_bits(own, choose, tokens, grid), grid)
@@ -204,7 +205,7 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
 
 
 def predicted_mass(
-    query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float, every_query: bool
+    query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float, *, every_query: bool
 ) -> torch.Tensor:
     """Sums the attention that scores query·key predict over each key block, and averages it over each query block.
 

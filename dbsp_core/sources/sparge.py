@@ -87,7 +87,7 @@ class SpargeSource(LikeliestBlocks):
         some_are_dense = self.attention_sink or (self.dense_text and grid.text_tokens)
 
         def choose(rows: torch.Tensor) -> torch.Tensor:
-            """Chances are NaN in rows whose key blocks are all dissimilar and therefore dense."""
+            # Chances are NaN in rows whose key blocks are all dissimilar and therefore dense.
             chance = torch.softmax(pooled_scores(rows, grid.nq, tokens.scale, self.similarity), dim=-1)
             dense = rows[..., -1] <= self.similarity
             if some_are_dense:
