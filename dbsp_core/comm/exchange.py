@@ -18,7 +18,8 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.exchange import CopySegments, copy_segments, to_device
-from dbsp_kernels.prediction import MEAN_UNIT, sum_tokens
+from dbsp_kernels.prediction import sum_tokens
+from dbsp_kernels.rounding import MEAN_UNIT
 
 __all__ = [
     "CHUNKS_IN_FLIGHT",

@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from dbsp_kernels.rounding import LARGEST, TINY
+
 __all__ = [
     "CopySegments",
     "copy_segments",
@@ -18,10 +20,6 @@ __all__ = [
     "rows_of_tokens",
     "to_device",
 ]
-
-LARGEST = 127.0
-TINY = 2.0**-100
-"""A token whose largest magnitude is below it is all zeros: its scale could be subnormal, which GPUs may flush."""
 
 
 def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:

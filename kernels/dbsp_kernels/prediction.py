@@ -6,23 +6,10 @@ import itertools
 
 import torch
 
+from dbsp_kernels.rounding import DIRECTION_UNIT, LEAST_EXPONENT, LIMIT, MEAN_UNIT, SCALE_EXPONENT, UNIT_EXPONENT
 from dbsp_kernels.tables import pack_bits
 
 __all__ = ["halving_sum", "pool_rows", "pooled_scores", "select_blocks", "sum_tokens"]
-
-# The fixed point of sums of tokens.
-LIMIT = 2.0**15  # magnitudes beyond it count as it: no attention has such queries or keys
-MEAN_UNIT = 2.0**-32  # with LIMIT, int64 holds the sum of 2**16 tokens
-DIRECTION_UNIT = 2.0**-20
-
-BITS = 21
-"""Magnitudes of a row's elements are rounded to so many bits: products of 2048 of them add up exactly in float64."""
-SCALE_EXPONENT = BITS + 126 + 127
-"""The biased exponent of a row's scale in float32, with that of its largest element: of 2^BITS over 2^(e − 126)."""
-LEAST_EXPONENT = SCALE_EXPONENT - 254
-"""Smaller elements count as if the largest one had this exponent, of which the scale is still a float32."""
-UNIT_EXPONENT = 1023 - 126 - BITS
-"""The biased exponent of the scale's inverse in float64, less that of the row's largest element in float32."""
 
 TOKENS_AT_A_TIME = 1024  # on the CPU: what is computed of them stays in the cache
 

@@ -1,7 +1,4 @@
-"""Which blocks each row attends to, as bits: an eighth of a byte for each, where a kernel's table takes four bytes.
-
-So bits are what is kept of every layer, and a table is made from them for every call.
-"""
+"""Which blocks each row attends to, as bits: an eighth of a byte for each, where a kernel's table takes four bytes."""
 
 from __future__ import annotations
 

@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_kernels.exchange import (
-    LARGEST,
-    TINY,
     CopySegments,
     quantise_segments,
     restore_rows,
     row_words,
     rows_of_tokens,
 )
+from dbsp_kernels.rounding import LARGEST, TINY
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 from tests.support.oracle import int8_of

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels import exchange
+from dbsp_kernels import rounding
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
@@ -120,7 +120,7 @@ def triton_copy_segments(
 
 INT8_ELEMENTS = 4096  # per program and step, as numbers of 32 bits
 ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
-TINY = tl.constexpr(exchange.TINY)
+TINY = tl.constexpr(rounding.TINY)
 
 
 @triton.jit(do_not_specialize=("table_ptr", "segments", "to_batch", "to_head_stride", "to_token_stride"))

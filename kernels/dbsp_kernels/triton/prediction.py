@@ -6,17 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels import prediction
+from dbsp_kernels import rounding
 from dbsp_kernels.triton.launch import launch
 
 __all__ = ["pool_rows_triton", "pooled_scores_triton", "select_blocks_triton", "sum_tokens_triton"]
 
-LIMIT = tl.constexpr(prediction.LIMIT)
-MEAN_UNIT = tl.constexpr(prediction.MEAN_UNIT)
-DIRECTION_UNIT = tl.constexpr(prediction.DIRECTION_UNIT)
-SCALE_EXPONENT = tl.constexpr(prediction.SCALE_EXPONENT)
-LEAST_EXPONENT = tl.constexpr(prediction.LEAST_EXPONENT)
-UNIT_EXPONENT = tl.constexpr(prediction.UNIT_EXPONENT)
+LIMIT = tl.constexpr(rounding.LIMIT)
+MEAN_UNIT = tl.constexpr(rounding.MEAN_UNIT)
+DIRECTION_UNIT = tl.constexpr(rounding.DIRECTION_UNIT)
+SCALE_EXPONENT = tl.constexpr(rounding.SCALE_EXPONENT)
+LEAST_EXPONENT = tl.constexpr(rounding.LEAST_EXPONENT)
+UNIT_EXPONENT = tl.constexpr(rounding.UNIT_EXPONENT)
 
 TOKENS_TILE = 16  # tokens at a time: of 32, some compilers spill
 
@@ -80,7 +80,7 @@ def sum_tokens_triton(tokens: torch.Tensor, place: torch.Tensor, first: torch.Te
             sum_kernel, (blocks, batch * heads),
             tokens, place, first, sums, *tokens.stride(), heads, blocks,
             WIDTH=width, PADDED=padded, TILE=TOKENS_TILE, LOG2=padded.bit_length() - 1,
-            PER_MEAN_UNIT=1 / prediction.MEAN_UNIT, PER_DIRECTION_UNIT=1 / prediction.DIRECTION_UNIT,
+            PER_MEAN_UNIT=1 / rounding.MEAN_UNIT, PER_DIRECTION_UNIT=1 / rounding.DIRECTION_UNIT,
             enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
         )  # fmt: skip
     return sums

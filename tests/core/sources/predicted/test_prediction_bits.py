@@ -14,7 +14,8 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.sources import LocalQK, sol, sparge, vsa
-from dbsp_kernels.prediction import DIRECTION_UNIT, LIMIT, MEAN_UNIT, sum_tokens
+from dbsp_kernels.prediction import sum_tokens
+from dbsp_kernels.rounding import DIRECTION_UNIT, LIMIT, MEAN_UNIT
 from tests.core.sources.predicted.sparge_cases import SpargeCase
 from tests.support.interpreter import interpreted
 
