@@ -10,9 +10,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.consistency import check_consistent, run_consistently
-from dbsp_core.comm.devices import use_model_device
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -21,6 +19,7 @@ from dbsp_core.reports.observer import observed_session
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import STATE, Attached, transformers_in, transformers_of
+from dbsp_diffusers.devices import use_model_device
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
 from dbsp_diffusers.packed.packing import packing_of
@@ -28,6 +27,7 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
 from dbsp_diffusers.sharding.coverage import Coverage
+from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding

@@ -212,7 +212,7 @@ class BagSessions:
                 return planned(self._proposed), work
         node_size = max(Counter(whole.nodes).values())
         slack = _SLACK if known is None else 0.0
-        plan = fastest_bags(planned, work, cost, layer, hardware, world, node_size, slack)
+        plan = fastest_bags(planned, work, layer, hardware, world, node_size, slack)
         if whole.group.rank == 0:
             log.info("bags %s, the fastest by %s", plan.topology, cost_basis(known))
         return plan, work

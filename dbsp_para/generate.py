@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsp_core.comm.devices import use_local_device
-from dbsp_core.comm.rank_program import exit_on_failure, process_group
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
@@ -21,6 +19,7 @@ from dbsp_core.utils.process import exit_on_user_error
 from dbsp_diffusers.group_timeouts import limit_group_timeouts
 from dbsp_diffusers.patching import in_float64
 from dbsp_diffusers.preflight import local_checkpoint
+from dbsp_diffusers.rank_program import exit_on_failure, process_group, use_local_device
 
 __all__ = ["check", "generate"]
 

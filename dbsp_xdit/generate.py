@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.comm.rank_program import exit_on_failure
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import signature_of_model
 from dbsp_diffusers.group_timeouts import limit_group_timeouts
+from dbsp_diffusers.rank_program import exit_on_failure
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
 

@@ -205,6 +205,8 @@ ORDER = {
         *(
             "patching",
             "group_timeouts",
+            "rank_program",
+            "devices",
             "checkpoint",
             "preflight",
             "bags",

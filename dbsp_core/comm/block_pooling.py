@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,11 +43,11 @@ def pool_heads(
     device, (batch, _, _, width) = tensors[0].device, tensors[0].shape
     sides = [blocks.places(side, group.rank, device) for side in range(len(tensors))]
     # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
-    sums = [sum_tokens(t, *side.blocks) for t, side in zip(tensors, sides, strict=True)]
-    means = [pool_rows(one[:, :, : len(side.lengths)], side.lengths) for one, side in zip(sums, sides, strict=True)]
+    sums = [sum_tokens(t, place, first) for t, (place, first, _) in zip(tensors, sides, strict=True)]
+    means = [pool_rows(one[:, :, : len(whole)], whole) for one, (*_, whole) in zip(sums, sides, strict=True)]
     shared = [
-        one[:, :, len(side.lengths) :].view(torch.int32).unflatten(-1, (ROWS_OF_SUMS, -1)).flatten(2, 3)
-        for one, side in zip(sums, sides, strict=True)
+        one[:, :, len(whole) :].view(torch.int32).unflatten(-1, (ROWS_OF_SUMS, -1)).flatten(2, 3)
+        for one, (*_, whole) in zip(sums, sides, strict=True)
     ]
     # 2. All travel to the ranks that ask for their head, in one exchange of rows of D + 1 numbers of 32 bits.
     sent = torch.cat([*(one.view(torch.int32) for one in means), *shared], dim=2)
@@ -63,13 +62,6 @@ def pool_heads(
         added = straddling.new_zeros(copies * len(split), 2 * width + 2).index_add_(0, into, straddling)
         rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * width + 2), of_split))
     return rows
-
-
-class _OwnBlocks(NamedTuple):
-    """A rank's blocks of one axis: the arguments of `sum_tokens`, and int64 tokens of each complete block."""
-
-    blocks: tuple[torch.Tensor, torch.Tensor]
-    lengths: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +107,12 @@ class ShardedBlocks:
         return np.concatenate([axis.lengths for axis in self.axes])
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
-    def places(self, side: int, rank: int, device: torch.device) -> _OwnBlocks:
-        """A rank's blocks of one of the axes, complete ones first."""
+    def places(self, side: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Returns a rank's blocks of one axis, complete ones first.
+
+        Returns:
+            `place` and `first` of `sum_tokens`; int64, the tokens of each complete block.
+        """
         axis, offset = self.axes[side], _firsts(self.axes)[side]
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
         whole, parts = (kind[rank] - offset for kind in (self.complete, self.straddling))
@@ -128,8 +124,7 @@ class ShardedBlocks:
         order = np.argsort(block, kind="stable")
         first = np.searchsorted(block[order], np.arange(len(own) + 1))
         place = self.layout.local[self.token_permutation[mine[order]]]
-        blocks = to_device(place, device), to_device(first, device)
-        return _OwnBlocks(blocks, to_device(axis.lengths[whole], device))
+        return tuple(to_device(array, device) for array in (place, first, axis.lengths[whole]))
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:

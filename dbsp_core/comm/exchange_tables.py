@@ -28,19 +28,18 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
     q_home = queries.at_home(rank, lambda heads, blocks: plan.owner[np.ix_(heads, blocks)][..., None])
     kv_homes = [keys.at_home(rank, functools.partial(plan.chunks.readers, chunk)) for chunk in range(1 + len(later))]
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
-    empty = _padding(layout, rank, n_local, plan.heads)
-    # 2. Which tensors travel together.
-    of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_homes[0], kv_packed)
-    apart = exchange_q_separately(plan)
-    dispatch = [_exchange(world, part, device, wire) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
+    # 2. The exchanges of q, and of k and v, or of all together.
+    of_q, of_kv = ([q_home], [q_packed]), _of_keys(kv_homes[0], kv_packed)
+    parts = [[of_q], [of_kv]] if exchange_q_separately(plan) else [[of_q, of_kv]]
+    dispatch = [_exchange(world, part, device, wire) for part in parts]
     # 3. Each further chunk of keys has an exchange of its own.
     fetch = tuple(
-        _exchange(world, [_Travelling.of_keys(home, keys.packed(*blocks))], device, wire)
+        _exchange(world, [_of_keys(home, keys.packed(*blocks))], device, wire)
         for home, blocks in zip(kv_homes[1:], later, strict=True)
     )
     fetched_blocks = tuple(len(head) for head, _ in later)
     # 4. The output returns the way the queries came, with zeros at padding.
-    combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
+    combine = _exchange(world, [([q_packed], [q_home])], device, zeros=_padding(layout, rank, n_local, plan.heads))
     places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
     return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, _packed_alike(fetch))
 
@@ -55,36 +54,28 @@ def _packed_alike(exchanges: Sequence[Exchange]) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Travelling:
-    """Tensors that become one tensor: their places at the sender by destination, and at the receiver by source."""
-
-    here: tuple[_Places, ...]
-    there: tuple[_Places, ...]
-
-    @classmethod
-    def of_one(cls, here: _Places, there: _Places) -> _Travelling:
-        return cls((here,), (there,))
-
-    @classmethod
-    def of_keys(cls, here: _Places, there: _Places) -> _Travelling:
-        """Keys and values, which are packed as heads 0 and 1."""
-        return cls((here, here), (there, replace(there, head=there.head + 1)))
+def _of_keys(here: _Places, there: _Places) -> _Part:
+    """Returns the places of keys and values, which are packed as heads 0 and 1."""
+    return [here, here], [there, replace(there, head=there.head + 1)]
 
 
 def _exchange(
     world: int,
-    parts: Sequence[_Travelling],
+    parts: Sequence[_Part],
     device: torch.device,
     wire: WireFormat = MODEL,
     zeros: np.ndarray | None = None,
 ) -> Exchange:
-    """The exchange of several tensors together; `zeros` is added to the table that unpacks the first one."""
-    sent, send = _buffer_places(world, *(here for part in parts for here in part.here))
-    received, receive = _buffer_places(world, *(there for part in parts for there in part.there))
-    pack = [_to_buffer(*one) for one in zip((here for part in parts for here in part.here), send, strict=True)]
+    """Returns the exchange of several parts; `zeros`, int[n, 6], are added to the segments that unpack the first."""
+    sources = [here for part, _ in parts for here in part]
+    sent, send = _buffer_places(world, sources)
+    received, receive = _buffer_places(world, [there for _, part in parts for there in part])
+    pack = [_copies(one.head, one.token, 0, start, one.length, 0) for one, start in zip(sources, send, strict=True)]
     starts = iter(receive)
-    unpack = [np.concatenate([_from_buffer(next(starts), there) for there in part.there]) for part in parts]
+    unpack = [
+        np.concatenate([_copies(0, next(starts), one.head, one.token, one.length, one.zeros) for one in part])
+        for _, part in parts
+    ]
     if zeros is not None:
         unpack[0] = np.concatenate([unpack[0], zeros])
     copies = tuple((one,) for one in _segments(unpack, device))
@@ -120,6 +111,10 @@ class _Places:
         rank, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(rank.astype(np.uint16), kind="stable")
         return cls(rank[order], *(column[order] for column in others))
+
+
+_Part = tuple[list[_Places], list[_Places]]
+"""Tensors that become one tensor: their places at the sender by destination, and at the receiver by source."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +174,7 @@ def _axes(plan: Plan, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
     return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
 
 
-def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
+def _buffer_places(world: int, parts: Sequence[_Places]) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
     """Lays out a buffer that holds, rank after rank, the pieces of all parts for that rank.
 
     Returns:
@@ -195,32 +190,16 @@ def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[
     return tuple(sizes.tolist()), tuple(found)
 
 
-def _to_buffer(source: _Places, start: np.ndarray) -> np.ndarray:
-    """Segments, int32[n, 6], that pack pieces into a buffer of one head."""
-    return _columns(len(start), source.head, source.token, 0, start, source.length, 0)
+def _copies(*columns: np.ndarray | int) -> np.ndarray:
+    """Returns segments, int32[n, 6], from the columns of `CopySegments`; a number is that of every segment."""
+    return np.stack(np.broadcast_arrays(*columns), axis=1, dtype=np.int32, casting="unsafe")
 
 
-def _from_buffer(start: np.ndarray, destination: _Places) -> np.ndarray:
-    """Segments, int32[n, 6], that unpack pieces from a buffer of one head, with the zeros after them."""
-    one = destination
-    return _columns(len(start), 0, start, one.head, one.token, one.length, one.zeros)
-
-
-def _columns(rows: int, *columns: np.ndarray | int) -> np.ndarray:
-    """int32[rows, 6] from the columns of `CopySegments`, some of which are one number throughout."""
-    table = np.empty((rows, len(columns)), dtype=np.int32)
-    for place, column in enumerate(columns):
-        table[:, place] = column
-    return table
-
-
-def _padding(home: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
-    """Segments, int64[n, 6], that write zeros at the places of `rank` without a token."""
+def _padding(layout: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
+    """Returns segments, int32[n, 6], that write zeros at the places of `rank` without a token."""
     empty = np.ones(n_local, dtype=bool)
-    empty[home.tokens_at(rank)[1]] = False
+    empty[layout.tokens_at(rank)[1]] = False
     edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))
     first, last = edges[::2], edges[1::2]
     head = np.repeat(np.arange(heads), len(first))
-    columns = np.zeros((len(head), 6), dtype=np.int64)
-    columns[:, 2], columns[:, 3], columns[:, 5] = head, np.tile(first, heads), np.tile(last - first, heads)
-    return columns
+    return _copies(0, 0, head, np.tile(first, heads), 0, np.tile(last - first, heads))

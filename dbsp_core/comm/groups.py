@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.failures import FailureBoard, PostedFailure, board_of, wait_for_work
 from dbsp_core.comm.process_groups import CONTROL, over_nccl, subgroup, timeout_of
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "SequenceGroup",
     "explain_broken_connection",
     "gather_shards",
+    "node_marks",
+    "number_nodes",
 ]
 
 # Its name before torch 2.13 is the longer one.
@@ -306,3 +309,32 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradient.narrow(ctx.dim, ctx.first, ctx.size), None, None
+
+
+def node_marks() -> list[int]:
+    """Returns three numbers from which `number_nodes` tells this rank's node."""
+    return [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
+
+
+def number_nodes(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Returns the node of each rank, numbered by first appearance, from the `node_marks` of all ranks.
+
+    Nodes are known from torchrun's GROUP_RANK where every rank has one; else from LOCAL_WORLD_SIZE, where all ranks
+    have the same: that many consecutive ranks share a node; else from the names of the hosts.
+    """
+    if group.group is None:
+        return (0,) * group.size
+    agents, sizes, hosts = zip(*marks, strict=True)
+    names: Sequence[int] = hosts
+    if min(agents) >= 0:
+        names = agents
+    elif sizes[0] > 0 and len(set(sizes)) == 1:
+        names = [rank // sizes[0] for rank in dist.get_process_group_ranks(group.group)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def _number(variable: str, least: int) -> int:
+    """The number in an environment variable; −1 without one, or for one below `least`."""
+    found = environment_number(variable)
+    return -1 if found is None or found < least else found

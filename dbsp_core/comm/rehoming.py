@@ -37,9 +37,8 @@ class _Way:
     """One rank's side of one direction.
 
     Attributes:
-        take: int64[n], places of the tokens that leave, by destination; `sent` tokens go to each rank.
-        put: int64[m], places of the tokens that arrive, by source; `received` tokens come from each rank.
-        kept_from: int64[k], places before of the tokens that stay on this rank; `kept_to` are those after.
+        take: int64[n], places of this rank's tokens before, by destination; `sent` tokens go to each rank.
+        put: int64[m], places of its tokens after, by source; `received` tokens come from each rank.
         places: This rank's number of places before and after, padding included.
     """
 
@@ -47,50 +46,40 @@ class _Way:
     sent: tuple[int, ...]
     put: torch.Tensor
     received: tuple[int, ...]
-    kept_from: torch.Tensor
-    kept_to: torch.Tensor
     places: tuple[int, int]
 
     @classmethod
     def of(cls, source: SequenceLayout, target: SequenceLayout, rank: int, places: tuple[int, int]) -> _Way:
-        here, there = source.rank == rank, target.rank == rank
-        # Between two ranks tokens travel in the order of their places at the target, which both ends know.
-        leaving, coming = np.flatnonzero(here & ~there), np.flatnonzero(there & ~here)
+        # Between two ranks tokens are sent in the order of their places at the target, which both ends know.
+        leaving, coming = np.flatnonzero(source.rank == rank), np.flatnonzero(target.rank == rank)
         leaving = leaving[np.lexsort((target.local[leaving], target.rank[leaving]))]
         coming = coming[np.lexsort((target.local[coming], source.rank[coming]))]
-        staying = np.flatnonzero(here & there)
         return cls(
             torch.from_numpy(source.local[leaving]),
             tuple(np.bincount(target.rank[leaving], minlength=source.world).tolist()),
             torch.from_numpy(target.local[coming]),
             tuple(np.bincount(source.rank[coming], minlength=source.world).tolist()),
-            torch.from_numpy(source.local[staying]),
-            torch.from_numpy(target.local[staying]),
             places,
         )
 
     def reversed(self) -> _Way:
-        """The opposite direction, with tokens in the same order."""
-        places = self.places[::-1]
-        return _Way(self.put, self.received, self.take, self.sent, self.kept_to, self.kept_from, places)
+        """Returns the opposite direction, with tokens in the same order."""
+        return _Way(self.put, self.received, self.take, self.sent, self.places[::-1])
 
     def to(self, device: torch.device) -> _Way:
-        """The same with its places on a device."""
-        take, put = to_device(self.take, device), to_device(self.put, device)
-        kept = to_device(self.kept_from, device), to_device(self.kept_to, device)
-        return replace(self, take=take, put=put, kept_from=kept[0], kept_to=kept[1])
+        """Returns a copy with its tables on a device."""
+        return replace(self, take=to_device(self.take, device), put=to_device(self.put, device))
 
     def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:
         """Takes tensors [places before, …] to [places after, …], zero at padding, in one exchange of bytes."""
-        # 1. Tokens leave, each with its bytes in all tensors.
+        # 1. Tokens are sent, each with its bytes in all tensors.
         leaving = [_as_bytes(tensor.index_select(0, self.take)) for tensor in tensors]
         together = leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
         came = group.all_to_all(together, self.received, self.sent)
-        # 2. Tokens that stayed and tokens that arrived take their places.
+        # 2. Tokens are put in their places.
         found = []
         for tensor, own in zip(tensors, came.split([part.shape[1] for part in leaving], dim=1), strict=True):
             after = tensor.new_zeros(self.places[1], *tensor.shape[1:])
-            after.index_copy_(0, self.kept_to, tensor.index_select(0, self.kept_from))
             own = own if len(tensors) == 1 else own.clone(memory_format=torch.contiguous_format)
             found.append(after.index_copy_(0, self.put, own.view(tensor.dtype).view(len(own), *tensor.shape[1:])))
         return tuple(found)
@@ -187,8 +176,8 @@ class Rehoming:
 
     def bytes_sent(self, token_bytes: int) -> tuple[int, int]:
         """Bytes that this rank sends to others there, and back, if a token has `token_bytes` in all tensors."""
-        there, back = self._ways[torch.device("cpu")]
-        return sum(there.sent) * token_bytes, sum(back.sent) * token_bytes
+        there, back = (sum(way.sent) - way.sent[self.group.rank] for way in self._ways[torch.device("cpu")])
+        return there * token_bytes, back * token_bytes
 
     def _run(
         self, tensors: Sequence[torch.Tensor], dim: int | Sequence[int], back: bool

@@ -33,6 +33,8 @@ __all__ = [
 
 SHIPPED = shipped_configs() / "hardware"
 LABELS = ("measured", "fitted", "published", "derived", "assumed")
+RECORDED = ("versions", "residuals", "date", "notes")
+"""Keys of a file that say for its readers how it was made."""
 REDO = "measure again, in a checkout of db-SP, with: python -m scripts.calibrate"
 
 
@@ -114,11 +116,6 @@ def _read_kernels(kernels: object, name: str) -> dict[str, KernelConstants]:
     return {str(key): convert(value, KernelConstants, f"{key} in {name}", str(key)) for key, value in kernels.items()}
 
 
-def _read_date(date: object, name: str) -> str | None:
-    """Returns a date as text: YAML reads a date without quotes as a date."""
-    return None if date is None else str(date)
-
-
 @dataclass(frozen=True)
 class Hardware:
     """A machine as the latency model sees it.
@@ -130,10 +127,6 @@ class Hardware:
         gpus_per_node: Ranks on each node; traffic between nodes has the `network_*` constants. None: not known.
         kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what differs from `constants`, which are the
             block-sparse kernels' in `dtype`.
-        versions: Version of each software measured with; empty if nothing was measured.
-        residuals: Relative error (root mean square) of the fit of each part of the model on its own samples.
-        date: Day of the measurement, YYYY-MM-DD, or None.
-        notes: Origin of published and fitted constants.
     """
 
     name: str
@@ -143,10 +136,6 @@ class Hardware:
     sources: Mapping[str, str]
     gpus_per_node: int | None = None
     kernels: Mapping[str, KernelConstants] = field(default_factory=dict, metadata={"read": _read_kernels})
-    versions: Mapping[str, str] = field(default_factory=dict)
-    residuals: Mapping[str, float] = field(default_factory=dict)
-    date: str | None = field(default=None, metadata={"read": _read_date})
-    notes: str = ""
 
     def __post_init__(self) -> None:
         fits = self.gpus_per_node is None or self.gpus_per_node >= 1
@@ -202,9 +191,10 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
 def _read(path: Path, _changed_ns: int) -> Hardware:
     """Each session reads the same file, which takes tens of milliseconds."""
     settings = read_settings(path, "hardware file")
+    values = {key: value for key, value in settings.values.items() if key not in RECORDED}
     try:
         with settings.located():
-            hardware: Hardware = build(Hardware, settings.values, "")
+            hardware: Hardware = build(Hardware, values, "")
     except UserError as error:
         raise UserError(f"{error} (mend the file, or {REDO})") from error
     return hardware

@@ -15,9 +15,9 @@ import torch
 
 from dbsp_core.comm.exchange import exchange_q_separately, mean_bytes
 from dbsp_core.cost.machine import Constants, Hardware
-from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
+from dbsp_core.masks.grid import BlockGrid, Order
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import MODEL, WireFormat
@@ -94,19 +94,13 @@ def copies_by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 @lru_cache(maxsize=32)
 def tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np.ndarray, np.ndarray]:
     """Returns float64[nq, P], float64[nk, P]: tokens of each query and KV block in each rank's local shard."""
-
-    def tokens(pieces: ShardSegments, axis: BlockAxis) -> np.ndarray:
-        found = np.zeros((len(axis), layout.world))
-        np.add.at(found, (pieces.block, pieces.rank), pieces.length)
-        return found
-
     q, k = layout.block_segments(grid, order)
-    return tokens(q, grid.q_axis), tokens(k, grid.k_axis)
+    return q.tokens_by_rank(grid.nq, layout.world), k.tokens_by_rank(grid.nk, layout.world)
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of q, k, v and the output, over all ranks.
+    """Sizes of q, k, v and the output of all ranks, apart from tokens.
 
     Attributes:
         heads: The plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1.
@@ -114,7 +108,6 @@ class AttentionShape:
 
     batch: int
     heads: int
-    tokens: int
     head_dim: int
     element_bytes: int = 2
 
@@ -124,10 +117,10 @@ class AttentionShape:
                 raise UserError(f"attention shape: {name}={value} must be at least 1")
 
     @classmethod
-    def of(cls, q: torch.Tensor, heads: int, tokens: int) -> AttentionShape:
-        """The shape with this rank's q [B, H, n_local, D], where plan or mask has `heads` heads, H or B·H."""
+    def of(cls, q: torch.Tensor, heads: int) -> AttentionShape:
+        """Returns the shape with this rank's q [B, H, n_local, D] where the plan has `heads` heads, H or B·H."""
         batch, own, _, head_dim = q.shape
-        return cls(batch if heads == own else 1, heads, tokens, head_dim, q.element_size())
+        return cls(batch if heads == own else 1, heads, head_dim, q.element_size())
 
     @property
     def token_bytes(self) -> int:
@@ -180,11 +173,8 @@ def predict(
     nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     strategy.require_world(len(nodes))
-    if (shape.heads, shape.tokens) != (plan.heads, plan.grid.tokens):
-        raise UserError(
-            f"the plan is for {plan.heads} heads and {plan.grid.tokens} tokens, the shape has {shape.heads} and "
-            f"{shape.tokens}; give the plan's"
-        )
+    if shape.heads != plan.heads:
+        raise UserError(f"the plan is for {plan.heads} heads, the shape has {shape.heads}; give the plan's")
     require_network(hardware, nodes)
     # 1. Bytes of each exchange to owners and back, float64[P, P].
     traffic, sent_bytes = traffic_of(plan, layout), shape.sent_bytes(wire)

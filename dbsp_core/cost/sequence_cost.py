@@ -12,15 +12,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from dbsp_core.cost.machine import Constants, Hardware
-from dbsp_core.cost.prediction import block_s, exchange_s, require_network, traffic_of
+from dbsp_core.cost.prediction import AttentionShape, block_s, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
-from dbsp_core.planning.chunks import Chunks
-from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.planners import head_price, plan_rows
-from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan, TokenRuns
+from dbsp_core.planning.plan import plan_from_counts
+from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
@@ -132,7 +130,6 @@ def _grid_and_rows(
 def fastest_bags(
     plan: Callable[[BagTopology], SequencePlan],
     work: SequenceWork,
-    cost: SequenceCost,
     layer: LayerSize,
     hardware: Hardware,
     world: int,
@@ -145,7 +142,7 @@ def fastest_bags(
 
     Args:
         plan: Assigns the sequences to bags; raises UserError where no bag can hold a sequence.
-        work: See `slowest_bag_s`, as for cost, layer and hardware.
+        work: See `slowest_bag_s`, as for layer and hardware.
         world: Number of ranks.
         node_size: Number of ranks on each node.
         slack: What smaller bags may cost, as their exchanges are smaller, if the constants know nothing of exchanges.
@@ -162,39 +159,33 @@ def fastest_bags(
             refused = error
     if refused is not None and not plans:
         raise refused
-    seconds = [slowest_bag_s(one, work, cost, layer, hardware, node_size) for one in plans]
+    seconds = [slowest_bag_s(one, work, layer, hardware, node_size) for one in plans]
     most = min(seconds) * (1 + slack)
     return next(plan for plan, one in zip(plans, seconds, strict=True) if one <= most)
 
 
 def slowest_bag_s(
-    plan: SequencePlan,
-    work: SequenceWork,
-    cost: SequenceCost,
-    layer: LayerSize,
-    hardware: Hardware,
-    node_size: int,
+    plan: SequencePlan, work: SequenceWork, layer: LayerSize, hardware: Hardware, node_size: int
 ) -> float:
-    """Returns seconds of one layer's forward pass in the slowest bag: its slowest rank's compute, and its exchanges.
+    """Returns seconds of one layer's forward pass in the slowest bag: of attention, by `predict`, and of all else.
 
     Heads and rows are shared within each bag (Ulysses).
     """
     topology, slowest_s = plan.topology, 0.0
     tokens = plan.runs.by_rank(topology.world)
+    shape = AttentionShape(1, layer.heads, layer.head_dim, layer.element_bytes)
     for bag, (first, ranks) in enumerate(zip(topology.first_rank.tolist(), topology.ranks.tolist(), strict=True)):
         own = np.flatnonzero(plan.bag == bag)
         if not len(own):
             continue
-        rows, grids = np.concatenate([work.row_work[one] for one in own], axis=1), [work.grids[one] for one in own]
-        owner = balanced_owners(rows, grids, ranks)
-        blocks = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
-        seconds = int(cost.picoseconds(tokens[first : first + ranks], blocks).max()) / PICO
-        if ranks > 1:
-            nodes = (np.arange(first, first + ranks) // node_size).tolist()
-            require_network(hardware, nodes)
-            sent = sent_in_bag(owner, grids, bag_layout(plan, work.tokens, bag), layer)
-            seconds += sum(exchange_s(matrix, hardware.constants, nodes) for matrix in sent)
-        slowest_s = max(slowest_s, seconds)
+        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
+        grid, layout = BlockGrid.packed([work.grids[one] for one in own]), bag_layout(plan, work.tokens, bag)
+        attention = plan_from_counts(
+            rows, grid, Strategy(ranks, 1), layout=layout, compare=False, precision=layer.wire.name
+        )
+        nodes = (np.arange(first, first + ranks) // node_size).tolist()
+        linear_s = tokens[first : first + ranks].max() * layer.token_flops / hardware.constants.linear_flops_per_s
+        slowest_s = max(slowest_s, float(linear_s) + predict(attention, shape, hardware, nodes, layout).total_s)
     return slowest_s
 
 
@@ -220,27 +211,3 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
     rank = runs.rank[own] - plan.topology.first_rank[bag]
     rank, local = TokenRuns(number, runs.start[own], runs.length[own], rank).positions(tokens[sequences])
     return SequenceLayout(rank, local, int(plan.topology.ranks[bag]), int(local.max()) + 1)
-
-
-def balanced_owners(rows: np.ndarray, grids: list[BlockGrid], ranks: int) -> np.ndarray:
-    """Returns int64[H, nq], the rank of a bag that computes each row.
-
-    Args:
-        rows: int64[H, nq], active blocks of each row.
-        grids: Grids of the bag's sequences.
-    """
-    if ranks == 1:
-        return np.zeros(rows.shape, dtype=np.int64)
-    price = head_price(BlockGrid.packed(grids), Strategy(ranks, 1))
-    return plan_rows(rows, np.zeros(rows.shape[1], dtype=np.int64), ranks, 1, price)
-
-
-def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout, layer: LayerSize) -> np.ndarray:
-    """Returns float64[2, b, b]: bytes from rank (row) to rank (column) in the exchanges to owners and back."""
-    grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
-    chunks = Chunks.of_heads(owner, np.zeros(grid.nk, dtype=np.int64), strategy)
-    not_counted = np.zeros(layout.world, dtype=np.int64)
-    traffic = traffic_of(Plan(strategy, grid, owner, chunks, "contiguous", not_counted), layout)
-    token_bytes = layer.head_dim * layer.element_bytes
-    to_owners = traffic.dispatch * layer.wire.token_bytes(layer.head_dim, layer.element_bytes)
-    return np.stack([to_owners, traffic.queries.T * token_bytes])

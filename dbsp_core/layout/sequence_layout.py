@@ -36,11 +36,13 @@ class ShardSegments:
     local: np.ndarray
     length: np.ndarray
 
+    def tokens_by_rank(self, blocks: int, world: int) -> np.ndarray:
+        """Returns float64[blocks, world]: tokens of each block that each rank holds."""
+        return np.bincount(self.block * world + self.rank, self.length, blocks * world).reshape(blocks, world)
+
     def tokens_by_ring(self, blocks: int, strategy: Strategy) -> np.ndarray:
-        """Returns int64[blocks, ring]: tokens of each block that each ring rank holds."""
-        tokens = np.zeros((blocks, strategy.ring), dtype=np.int64)
-        np.add.at(tokens, (self.block, self.rank // strategy.ulysses), self.length)
-        return tokens
+        """Returns float64[blocks, ring]: tokens of each block that each ring rank holds."""
+        return self.tokens_by_rank(blocks, strategy.world).reshape(blocks, strategy.ring, -1).sum(axis=2)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

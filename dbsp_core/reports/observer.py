@@ -111,7 +111,7 @@ class BytesByStage:
         """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
-        shape, wire = AttentionShape.of(q, plan.heads, plan.grid.tokens), plan.wire
+        shape, wire = AttentionShape.of(q, plan.heads), plan.wire
         token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(wire)
         means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if wire.centred else 0
         dispatched, fetched, combined = executor.route.tokens_sent(executor.group.rank)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
-from dbsp_core.comm.devices import node_marks, number_nodes
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup, node_marks, number_nodes
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError, fingerprint_of

@@ -86,7 +86,7 @@ class SizeContext:
         mask = self.masks.mask(layer)
         for observer in self.observers:
             observer.mask_made(key, layer, mask, True)
-        keys, shape = self.config.keys, AttentionShape.of(q, mask.heads, mask.grid.tokens)
+        keys, shape = self.config.keys, AttentionShape.of(q, mask.heads)
 
         def make(_: np.ndarray, current: Plan | None) -> Plan:
             return self._new_plan(partial(make_plan, mask, keys=keys), shape, current)
@@ -112,7 +112,7 @@ class SizeContext:
         mask = self.masks.mask(layer, tokens)
         for observer in self.observers:
             observer.mask_made(key, layer, mask, False)
-        grid, shape = mask.grid, AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
+        grid, shape = mask.grid, AttentionShape.of(tokens.q, mask.heads)
 
         def make(rows: np.ndarray, current: Plan | None) -> Plan:
             new = partial(self._new_plan, partial(plan_from_counts, rows, grid), shape, current)

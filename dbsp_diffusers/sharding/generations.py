@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
+from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
 
 __all__ = ["LEFT_OUT", "Generations"]

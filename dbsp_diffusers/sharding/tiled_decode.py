@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 
 __all__ = ["AUTOENCODERS", "owners_of_tiles", "share_decoding"]
 

@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> None:
             f"{out} is not written: {fault}; something else was running here: try again when it is done, wait for "
             "quiet moments with --patience 120, and leave out --quick"
         )
-    save_hardware(out, fitted.hardware)
+    save_hardware(out, fitted.hardware, fitted.record)
     print(f"wrote {out}", file=sys.stderr)
 
 
@@ -103,7 +103,7 @@ def _fault_of(known: Hardware, checked: list[Checked]) -> str | None:
 
 
 def _report(fitted: Calibration, checked: list[Checked]) -> dict[str, object]:
-    report: dict[str, object] = {"hardware": asdict(fitted.hardware)}
+    report: dict[str, object] = {"hardware": asdict(fitted.hardware) | fitted.record}
     report["errors"] = {part: one.errors.round(4).tolist() for part, one in fitted.fits.items()}
     if checked:
         report["held_out"] = [asdict(one) | {"error": one.error} for one in checked]
@@ -119,7 +119,7 @@ def _fit_table(fitted: Calibration) -> TextTable:
         worst = f"{one.errors[np.abs(one.errors).argmax()]:+.1%}"
         rows.append((part, constants, f"{one.residual:.1%}", worst, str(len(one.errors))))
     return TextTable(
-        f"{known.name}: {known.device}, {known.dtype}, kernel {known.versions.get('kernel')}",
+        f"{known.name}: {known.device}, {known.dtype}, kernel {fitted.record['versions']['kernel']}",
         ("part", "constants", "rms error", "worst", "samples"),
         [*rows, ("overlap", f"overlap {known.constants.overlap:.3g}", "", "", "")],
         "errors: predicted over measured, less one, of the samples fitted to",

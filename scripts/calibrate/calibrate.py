@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,11 +44,13 @@ class Calibration:
         hardware: The constants, ready to be saved.
         fits: By part of the model.
         seconds: By part, the measured times that were fitted.
+        record: How the constants were measured: software versions, residuals of the fits, date and notes.
     """
 
     hardware: Hardware
     fits: dict[str, Fit]
     seconds: dict[str, np.ndarray]
+    record: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,18 @@ def calibrate(
         dtype=dtype,
         constants=constants,
         sources=labels | {"serial_s": "assumed"},
-        versions=software_versions(kernel),
-        residuals={part: round(one.residual, 4) for part, one in fits.items()},
-        date=datetime.date.today().isoformat(),
-        notes=f"python -m scripts.calibrate, {ranks} ranks{', quick: rough' if quick else ''}.",
     )
+    notes = f"python -m scripts.calibrate, {ranks} ranks{', quick: rough' if quick else ''}."
     if ranks == 1 and communication is not None:
         hardware = with_communication_of(hardware, communication)
-    return Calibration(hardware, fits, seconds)
+        notes = f"{notes} Communication from {communication.name!r}."
+    record = {
+        "versions": software_versions(kernel),
+        "residuals": {part: round(one.residual, 4) for part, one in fits.items()},
+        "date": datetime.date.today().isoformat(),
+        "notes": notes,
+    }
+    return Calibration(hardware, fits, seconds, record)
 
 
 def with_communication_of(own: Hardware, other: Hardware) -> Hardware:
@@ -116,9 +123,7 @@ def with_communication_of(own: Hardware, other: Hardware) -> Hardware:
     names = (*COMMUNICATION, "gpus_per_node")
     kept = {name: label for name, label in own.sources.items() if name not in names}
     taken = {name: label for name, label in other.sources.items() if name in names}
-    notes = " ".join(filter(None, (own.notes, f"Communication from {other.name!r}.", other.notes)))
-    nodes = other.gpus_per_node
-    return replace(own, constants=constants, sources=kept | taken, gpus_per_node=nodes, notes=notes)
+    return replace(own, constants=constants, sources=kept | taken, gpus_per_node=other.gpus_per_node)
 
 
 def _device(ranks: int) -> tuple[str, str]:
@@ -217,7 +222,7 @@ def predict_case(case: Case, strategy: Strategy, planner: str, known: Constants 
     mask = case.mask()
     layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, layout=layout)
-    shape = AttentionShape(1, case.heads, case.tokens, case.head_dim, getattr(torch, dtype).itemsize)
+    shape = AttentionShape(1, case.heads, case.head_dim, getattr(torch, dtype).itemsize)
     if isinstance(known, Constants):
         labels = {key: "measured" for key, value in vars(known).items() if value is not None}
         known = Hardware("being calibrated", "", dtype, known, labels)

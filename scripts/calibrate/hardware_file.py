@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
@@ -15,9 +16,11 @@ from dbsp_core.utils.process import installed_version
 __all__ = ["save_hardware", "software_versions"]
 
 
-def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:
-    """Writes a YAML file that `load_hardware` reads, whole or not at all."""
-    values = {key: value for key, value in asdict(hardware).items() if value is not None}
+def save_hardware(
+    path: str | os.PathLike[str], hardware: Hardware, record: Mapping[str, object] | None = None
+) -> None:
+    """Writes a YAML file that `load_hardware` reads, whole or not at all. `record` says how it was made."""
+    values = {key: value for key, value in asdict(hardware).items() if value is not None} | dict(record or {})
     for given in (values["constants"], *values["kernels"].values()):
         for key in [key for key, value in given.items() if value is None]:
             del given[key]

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from dbsp_core.comm.devices import use_local_device
 from dbsp_core.comm.process_groups import meet
-from dbsp_core.comm.rank_program import process_group
+from dbsp_diffusers.rank_program import process_group, use_local_device
 
 __all__ = ["Sample", "Samples", "Timer", "median_time", "run_ranks", "undisturbed_samples"]
 

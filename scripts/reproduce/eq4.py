@@ -58,7 +58,7 @@ def predict_as_printed(
         p2p_rate = min(p2p_rate, known.network_bytes_per_s)
         if strategy.ulysses > nodes.count(nodes[0]):
             exchange_rate = min(exchange_rate, known.network_bytes_per_s)
-    share = shape.heads * shape.tokens * shape.token_bytes / strategy.world
+    share = shape.heads * grid.tokens * shape.token_bytes / strategy.world
     x = strategy.ulysses
     blocks = plan.heads * grid.pairs * shape.batch
     return as_printed(
@@ -84,7 +84,7 @@ def main() -> None:
     model, hardware = MODEL_SPECS[options.model], load_hardware(options.hardware)
     mask = mask_of(model, options.density, options.coarsen)
     nodes = nodes_of(hardware, options.gpus)
-    shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
+    shape = AttentionShape(1, mask.heads, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     table = Table("strategy", "planner", "ρ_s", "as printed, ms", "as corrected, ms", title="Eq. 4, modelled")
     for strategy in Strategy.all_for(options.gpus):
         for planner in options.planners:

@@ -72,7 +72,7 @@ def measure(layers: int = 40) -> list[Row]:
     rows = []
     for layer in range(layers):
         mask = family_mask(layer, hardware)
-        shape = AttentionShape(1, mask.heads, mask.grid.tokens, spec.head_dim)
+        shape = AttentionShape(1, mask.heads, spec.head_dim)
         for strategy, name, ms in zip(STRATEGIES, NAMES, measured[layer], strict=True):
             layout = SequenceLayout.contiguous(mask.grid.tokens, 8)
             plan = plan_ring(mask, strategy, "paper", layout, REWARD, equal_heads=True)

@@ -84,7 +84,7 @@ def simulate_layer(
     run: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, nodes: Sequence[int]
 ) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item: db-SP's own, or others on a ring."""
-    shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
+    shape = AttentionShape(1, mask.heads, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     layout = run.layout(mask)
     before = rho_before(mask, run.strategy)
     if run.planner != "dbsp":

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.broadcast import GenerationAgreement
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, owners_of_tiles, share_decoding
 from tests.diffusers.tiled_decode_cases import decoded_by_pipelines
 from tests.support.workers import WorkerError

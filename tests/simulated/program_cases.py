@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dbsp_diffusers
-from dbsp_core.comm.devices import use_local_device
-from dbsp_core.comm.rank_program import process_group
+from dbsp_diffusers.rank_program import process_group, use_local_device
 from tests.gpu_node.faults import recorded
 from tests.simulated.model_cases import (
     MASKS,

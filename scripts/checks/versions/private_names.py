@@ -223,7 +223,7 @@ _TORCH = (
     PrivateName("torch.distributed.distributed_c10d:_get_default_group", "dbsp_core.comm.process_groups"),
     PrivateName("torch.distributed:ProcessGroup.bound_device_id", "dbsp_core.comm.process_groups"),
     PrivateName("torch.distributed.distributed_c10d:_world.pg_group_ranks", "dbsp_core.comm.process_groups"),
-    PrivateName("torch.distributed.distributed_c10d:_abort_process_group", "dbsp_core.comm.rank_program"),
+    PrivateName("torch.distributed.distributed_c10d:_abort_process_group", "dbsp_diffusers.rank_program"),
     PrivateName("torch.distributed.device_mesh:new_group", "dbsp_diffusers.group_timeouts"),
     PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dbsp_para.attach"),
     PrivateName("torch.accelerator:is_available", "dbsp_xdit.cpu_shim"),

@@ -51,7 +51,7 @@ def _without_blocks(model: str, strategy: Strategy, constants: Constants) -> Rin
     grid = BlockGrid.uniform(spec.tokens, BLOCK)
     empty = BlockMask(np.zeros((spec.heads, grid.nq, grid.nk), dtype=bool), grid)
     machine = Hardware("", "", "", constants, dict.fromkeys((*vars(constants), "gpus_per_node"), "assumed"))
-    shape = AttentionShape(1, spec.heads, spec.tokens, spec.head_dim)
+    shape = AttentionShape(1, spec.heads, spec.head_dim)
     return predict_ring(plan_ring(empty, strategy), shape, machine)
 
 

@@ -7,13 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork, bag_layout, balanced_owners, sent_in_bag
+from dbsp_core.cost.prediction import traffic_of
+from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork, bag_layout
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.planners import imbalance_ratio
+from dbsp_core.planning.chunks import Chunks
+from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.planners import head_price, imbalance_ratio, plan_rows
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 
-__all__ = ["SequencePlanMetrics", "dense_sequences", "evaluate", "gamma_corrected", "moved_tokens", "work_of"]
+__all__ = [
+    "SequencePlanMetrics",
+    "balanced_owners",
+    "dense_sequences",
+    "evaluate",
+    "gamma_corrected",
+    "moved_tokens",
+    "work_of",
+]
 
 
 def gamma_corrected(width: int, gamma: float, flops_per_s: float = 1e15, heads: int = 1) -> SequenceCost:
@@ -35,6 +48,30 @@ def moved_tokens(runs: TokenRuns, loader: np.ndarray, node_size: int) -> tuple[i
     source = loader[runs.sequence]
     apart = source // node_size != runs.rank // node_size
     return int(runs.length[source != runs.rank].sum()), int(runs.length[apart].sum())
+
+
+def balanced_owners(rows: np.ndarray, grids: list[BlockGrid], ranks: int) -> np.ndarray:
+    """Returns int64[H, nq], the rank of a bag that computes each row.
+
+    Args:
+        rows: int64[H, nq], active blocks of each row.
+        grids: Grids of the bag's sequences.
+    """
+    if ranks == 1:
+        return np.zeros(rows.shape, dtype=np.int64)
+    price = head_price(BlockGrid.packed(grids), Strategy(ranks, 1))
+    return plan_rows(rows, np.zeros(rows.shape[1], dtype=np.int64), ranks, 1, price)
+
+
+def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout, layer: LayerSize) -> np.ndarray:
+    """Returns float64[2, b, b]: bytes from rank (row) to rank (column) in the exchanges to owners and back."""
+    grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
+    chunks = Chunks.of_heads(owner, np.zeros(grid.nk, dtype=np.int64), strategy)
+    not_counted = np.zeros(layout.world, dtype=np.int64)
+    traffic = traffic_of(Plan(strategy, grid, owner, chunks, "contiguous", not_counted), layout)
+    token_bytes = layer.head_dim * layer.element_bytes
+    to_owners = traffic.dispatch * layer.wire.token_bytes(layer.head_dim, layer.element_bytes)
+    return np.stack([to_owners, traffic.queries.T * token_bytes])
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,13 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork, balanced_owners
+from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from scripts.reproduce.knapformer.chunks import chunks
-from scripts.reproduce.knapformer.counted import SequencePlanMetrics, dense_sequences, evaluate, gamma_corrected
+from scripts.reproduce.knapformer.counted import (
+    SequencePlanMetrics,
+    balanced_owners,
+    dense_sequences,
+    evaluate,
+    gamma_corrected,
+)
 from scripts.reproduce.knapformer.drawing import DrawnSequences, StreamAssumptions, draw, parse_streams
 from scripts.results.colours import PLANNERS
 from scripts.results.result import FOLDER

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.devices import use_local_device, use_model_device
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
+from dbsp_diffusers.devices import use_model_device
+from dbsp_diffusers.rank_program import use_local_device
 
 
 class PlacedModel(torch.nn.Module):
@@ -128,6 +129,6 @@ def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
         ranks = SequenceGroup.of(group)
         for _ in range(2):
             ranks.part(rank // 2 * 2, 2)
-            ranks.control()
+            ranks.auxiliary("reports")
     dist.destroy_process_group(group)
     return uses

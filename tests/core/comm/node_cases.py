@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from unittest import mock
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.devices import node_marks, number_nodes
+from dbsp_core.comm.groups import node_marks, number_nodes
 from tests.core.runtime.session_cases import Session
 
 THW = (4, 12, 16)

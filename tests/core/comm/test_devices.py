@@ -77,4 +77,4 @@ def test_a_new_group_is_used_once_by_all_its_ranks_on_their_own_gpus(pool, backe
     """NCCL makes communicators at their first use, which hangs if some ranks come with another one."""
     for rank, uses in enumerate(pool(4).run(first_uses, backend)):
         part = f"ranks {rank // 2 * 2} to {rank // 2 * 2 + 1}"
-        assert uses == [*((part, kind.format(rank)) for kind in kinds), ("control", "barrier")]
+        assert uses == [*((part, kind.format(rank)) for kind in kinds), ("reports", "barrier")]

@@ -26,4 +26,4 @@ def a_plan(strategy="U2R2", planner="dbsp", heads=6, tokens=512, layout_name=Non
 
 
 def shape_of(plan, batch=1, head_dim=8, element_bytes=2) -> AttentionShape:
-    return AttentionShape(batch, plan.heads, plan.grid.tokens, head_dim, element_bytes)
+    return AttentionShape(batch, plan.heads, head_dim, element_bytes)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from dbsp_core.cost.machine import SHIPPED, Constants, load_hardware
+from dbsp_core.cost.machine import RECORDED, SHIPPED, Constants, load_hardware
 from scripts.calibrate.hardware_file import save_hardware
 
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
@@ -27,15 +27,18 @@ def test_a_shipped_file_says_where_each_constant_comes_from(name):
     assert set(hardware.sources) == given | {"gpus_per_node"}
     assert {"network_latency_s", "network_bytes_per_s"} <= given
     assert hardware.gpus_per_node == 8
-    assert hardware.notes
-    assert bool(hardware.versions) == bool(hardware.date) == hardware.measured == name.startswith("cpu")
+    record = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text())
+    assert record["notes"]
+    assert ("versions" in record) == ("date" in record) == hardware.measured == name.startswith("cpu")
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    hardware = replace(load_hardware("cpu-demo"), notes="ρ_s, and a\nsecond line")
+    hardware = load_hardware("cpu-demo")
     hardware = replace(hardware, constants=replace(hardware.constants, pack_bytes_per_s=float("inf")))
-    save_hardware(tmp_path / "new" / "mine.yaml", hardware)
+    record = dict.fromkeys(RECORDED, "ρ_s, and a\nsecond line")
+    save_hardware(tmp_path / "new" / "mine.yaml", hardware, record)
     assert load_hardware(tmp_path / "new" / "mine.yaml") == hardware
+    assert yaml.safe_load((tmp_path / "new" / "mine.yaml").read_text()).items() >= record.items()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["mine.yaml"]
 
 

@@ -31,7 +31,7 @@ class TestInt8OnTheWire:
         return [make_plan(mask, strategy, "contiguous", precision=name) for name in ("model", "int8")]
 
     def test_queries_keys_and_values_shrink_and_the_output_does_not(self):
-        shape, known = AttentionShape(1, 8, 4096, 128), machine(exchange_bytes_per_s=1.0)
+        shape, known = AttentionShape(1, 8, 128), machine(exchange_bytes_per_s=1.0)
         model, int8 = (predict(plan, shape, known).exchange_s for plan in self.plans("U2R1"))
         leaves = 4096 * 8 // 4  # tokens of one head
         assert model == leaves * (3 * 256 + 256)
@@ -49,7 +49,7 @@ class TestInt8OnTheWire:
         assert times[1] == pytest.approx(times[0] * 68 / 128)
 
     def test_the_mean_takes_one_more_exchange_and_reading_one_more_pass(self):
-        shape = AttentionShape(1, 8, 4096, 128)
+        shape = AttentionShape(1, 8, 128)
         waits = [predict(plan, shape, machine(exchange_latency_s=1.0)).exchange_s for plan in self.plans("U2R1")]
         assert waits == [2, 3]
         packs = [predict(plan, shape, machine(pack_bytes_per_s=1.0)).pack_s for plan in self.plans("U2R1")]
@@ -130,7 +130,7 @@ class TestBytes:
     def test_needed_keys_are_waited_for_once_and_by_the_slowest_rank(self):
         mask, layout = a_plan("U1R2", heads=3, tokens=500, layout_name="contiguous")[1:]
         plan = make_plan(mask, "U1R2", layout=layout, keys="needed")
-        shape, machine = AttentionShape(1, 3, 500, 8), load_hardware("h200")
+        shape, machine = AttentionShape(1, 3, 8), load_hardware("h200")
         known, traffic = machine.constants, traffic_of(plan, layout)
         fetched = 2 * traffic.keys[1] * shape.token_bytes
         np.fill_diagonal(fetched, 0)
@@ -238,11 +238,11 @@ def mask_of(dense_blocks: int) -> BlockMask:
 class TestMistakes:
     def test_what_does_not_fit_is_refused(self):
         plan, _, _ = a_plan("U2R2")
-        with pytest.raises(ValueError, match="the plan is for 6 heads and 512 tokens, the shape has 5"):
+        with pytest.raises(ValueError, match="the plan is for 6 heads, the shape has 5"):
             predict(plan, replace(shape_of(plan), heads=5), machine())
         with pytest.raises(ValueError, match="use one of U8R1"):
             predict(plan, shape_of(plan), machine(), [0] * 8)
         with pytest.raises(ValueError, match="give the one the plan was made for"):
             predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
         with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
-            AttentionShape(1, 1, 1, 0)
+            AttentionShape(1, 1, 0)

@@ -21,7 +21,7 @@ from tests.support.workers import WorkerError
 
 GRID = BlockGrid.uniform(64 * 16, 16)
 HEADS = 8
-SHAPE = AttentionShape(1, HEADS, GRID.tokens, 64, 2)
+SHAPE = AttentionShape(1, HEADS, 64, 2)
 NODE = (0,) * 4
 HOME = SequenceLayout.named("striped", GRID, Strategy(1, 4))
 
@@ -47,7 +47,7 @@ def test_int8_makes_another_strategy_the_fastest():
     grid = BlockGrid.uniform(4096, 64)
     mask = BlockMask(np.ones((8, grid.nq, grid.nk), dtype=bool), grid)
     known = machine(exchange_bytes_per_s=1.0, p2p_bytes_per_s=0.9)
-    layout, shape = SequenceLayout.contiguous(4096, 2), AttentionShape(1, 8, 4096, 128)
+    layout, shape = SequenceLayout.contiguous(4096, 2), AttentionShape(1, 8, 128)
     chosen = {}
     for precision in ("model", "int8"):
         make = functools.partial(make_plan, mask, planner="contiguous", layout=layout, precision=precision)

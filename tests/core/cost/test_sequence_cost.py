@@ -7,7 +7,7 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.cost.prediction import block_s, exchange_s, traffic_of
+from dbsp_core.cost.prediction import AttentionShape, block_s, predict, traffic_of
 from dbsp_core.cost.sequence_cost import (
     FLOP_COUNTS,
     LayerSize,
@@ -19,7 +19,7 @@ from dbsp_core.cost.sequence_cost import (
     whole_layout,
 )
 from dbsp_core.planning.bags import BagTopology
-from dbsp_core.planning.sequences import PICO, SequenceCost, SequencePlan, plan_sequences
+from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
@@ -47,7 +47,8 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags):
     layer, cost = LayerSize(HEADS, 16, 1e6), SequenceCost(3e-9, 2e-9)
     picoseconds = cost.picoseconds(work.tokens, work.blocks)
     plan = plan_sequences(picoseconds, work.tokens, loader, topology)
-    hardware = machine(exchange_bytes_per_s=1e9, network_bytes_per_s=1e8, network_latency_s=0.0)
+    rates = {"flops_per_s": 1e12, "linear_flops_per_s": 1e14, "exchange_bytes_per_s": 1e9, "network_bytes_per_s": 1e8}
+    hardware = machine(**rates, network_latency_s=0.0)
     found, slowest_s = evaluate(plan, work, loader, cost, layer), 0.0
     rhos = [1.0]
     for bag, (first, ranks) in enumerate(zip(topology.first_rank, topology.ranks, strict=True)):
@@ -63,16 +64,16 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags):
         assert found.tokens[here].tolist() == np.bincount(layout.rank, minlength=ranks).tolist()
         traffic = traffic_of(packed, layout)
         both = [tokens * (layer.head_dim * layer.element_bytes) for tokens in (traffic.dispatch, traffic.queries.T)]
-        sent, nodes = sum(both), np.arange(first, first + ranks) // NODE
-        exchanges_s = sum(exchange_s(one, hardware.constants, nodes.tolist()) for one in both)
-        slowest_s = max(slowest_s, found.picoseconds[here].max() / PICO + exchanges_s)
+        sent, nodes = sum(both), (np.arange(first, first + ranks) // NODE).tolist()
+        attention = predict(packed, AttentionShape(1, HEADS, 16), hardware, nodes, layout)
+        slowest_s = max(slowest_s, found.tokens[here].max() * 1e6 / 1e14 + attention.total_s)
         assert found.sent_bytes[here] == pytest.approx(sent.sum(axis=1) - sent.diagonal())
         rhos.append(packed.rho)
     assert found.rho == max(rhos)
     assert found.blocks.sum() == work.blocks.sum()
     assert np.array_equal(found.picoseconds, cost.picoseconds(found.tokens, found.blocks))
     assert found.moved == moved_tokens(plan.runs, loader, 1)[0]
-    assert slowest_bag_s(plan, work, cost, layer, hardware, NODE) == pytest.approx(slowest_s)
+    assert slowest_bag_s(plan, work, layer, hardware, NODE) == pytest.approx(slowest_s)
 
 
 def test_int8_shrinks_what_bags_send_but_their_outputs():
@@ -97,7 +98,6 @@ def test_a_bag_that_crosses_nodes_pays_for_the_network_and_others_do_not():
         node: slowest_bag_s(
             plan_sequences(costs, work.tokens, loader, BagTopology.parse("g3n2", 6)),
             work,
-            cost,
             layer,
             hardware,
             node,
@@ -113,7 +113,6 @@ def test_a_bag_that_crosses_nodes_pays_for_the_network_and_others_do_not():
         slowest_bag_s(
             plan_sequences(costs, work.tokens, loader, BagTopology.parse("g6n1", 6)),
             work,
-            cost,
             layer,
             machine(),
             4,
@@ -203,9 +202,9 @@ def test_the_fastest_bags_are_those_that_take_least_and_that_hold_everything():
         return plan_sequences(picoseconds, work.tokens, drawn.loader, topology, most)
 
     def seconds(plan):
-        return slowest_bag_s(plan, work, cost, layer, hardware, 4)
+        return slowest_bag_s(plan, work, layer, hardware, 4)
 
-    parts = work, cost, layer, hardware, 8, 4
+    parts = work, layer, hardware, 8, 4
     best = fastest_bags(planned, *parts)
     assert seconds(best) == min(seconds(planned(each)) for each in BagTopology.candidates(8, 4))
     most = int(work.tokens.max()) * 2 // 3
@@ -228,7 +227,7 @@ def test_without_constants_the_smallest_bags_with_nearly_the_least_flop_are_take
         def planned(topology: BagTopology) -> SequencePlan:
             return plan_sequences(picoseconds, work.tokens, loader, topology)
 
-        return str(fastest_bags(planned, work, cost, layer, FLOP_COUNTS, 8, 4, slack).topology)
+        return str(fastest_bags(planned, work, layer, FLOP_COUNTS, 8, 4, slack).topology)
 
     nearly_even = [4096] * 7 + [4224]
     assert chosen(nearly_even, 0.05) == "g1n8"

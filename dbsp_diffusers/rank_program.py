@@ -1,4 +1,4 @@
-"""The process group of a program that runs as one of several ranks: joined, left, and aborted after a failure."""
+"""The GPU and process group of a program that runs as one of several ranks: joined, left, aborted after a failure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,38 @@ from torch.distributed import distributed_c10d
 
 from dbsp_core.comm.groups import explain_broken_connection
 from dbsp_core.comm.process_groups import over_nccl
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import environment_number
 
-__all__ = ["exit_on_failure", "process_group"]
+__all__ = ["exit_on_failure", "process_group", "use_local_device"]
 
 _PATIENCE_S = 5.0
 """Seconds for aborting; a program that failed ends after them in any case."""
+
+
+def use_local_device(local_rank: int | None = None) -> torch.device:
+    """Makes this process's GPU the current one, for a program that runs as one of several ranks.
+
+    Args:
+        local_rank: Rank on this node. Default: $LOCAL_RANK, or 0. A process that sees one GPU takes that one, as
+            launchers may show each rank only its own.
+
+    Returns:
+        The GPU, or the CPU if there is no GPU.
+
+    Raises:
+        UserError: The node has fewer GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    index = (environment_number("LOCAL_RANK") or 0) if local_rank is None else local_rank
+    index = 0 if gpus == 1 else index
+    if index >= gpus:
+        raise UserError(f"local rank {index} has no GPU: this node has {gpus}; start one process per GPU")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager

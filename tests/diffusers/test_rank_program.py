@@ -14,8 +14,8 @@ SAFETY_NET_S = 240  # ends a hang; the process group's own timeout is longer
 BEGIN = """
 import sys, threading, torch, torch.distributed as dist
 from datetime import timedelta
-from dbsp_core.comm import rank_program
-from dbsp_core.comm.rank_program import exit_on_failure, process_group
+from dbsp_diffusers import rank_program
+from dbsp_diffusers.rank_program import exit_on_failure, process_group
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import exit_on_user_error
 
@@ -103,7 +103,7 @@ def test_after_a_success_the_groups_are_destroyed(tmp_path):
 
 def test_programs_that_db_sp_starts_leave_their_groups_in_one_way():
     """A `finally: destroy_process_group()` would wait for ranks that never come."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     texts = {
         path.relative_to(root): path.read_text()
         for folder in ("dbsp_*", "scripts", "docs", "examples")

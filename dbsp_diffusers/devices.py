@@ -1,52 +1,26 @@
-"""The node and GPU of each rank: the GPU is chosen from LOCAL_RANK or from the model's device, and made current."""
+"""The GPU of a rank's models, which is made current: the one that they run on, or the one of LOCAL_RANK."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number, log
 
-__all__ = ["node_marks", "number_nodes", "use_local_device", "use_model_device"]
+__all__ = ["use_model_device"]
 
 _SHARED = (
     "ranks {} run their model on one and the same GPU; on every rank, first call "
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), then move the model to that GPU: pipe.to(f"cuda:{{rank}}") '
     "with the rank on its node, or pipe.enable_model_cpu_offload(gpu_id=rank)"
 )
-
-
-def use_local_device(local_rank: int | None = None) -> torch.device:
-    """Makes this process's GPU the current one, for a program that runs as one of several ranks.
-
-    Args:
-        local_rank: Rank on this node. Default: $LOCAL_RANK, or 0. A process that sees one GPU takes that one, as
-            launchers may show each rank only its own.
-
-    Returns:
-        The GPU, or the CPU if there is no GPU.
-
-    Raises:
-        UserError: The node has fewer GPUs than ranks.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    index = (environment_number("LOCAL_RANK") or 0) if local_rank is None else local_rank
-    index = 0 if gpus == 1 else index
-    if index >= gpus:
-        raise UserError(f"local rank {index} has no GPU: this node has {gpus}; start one process per GPU")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
 
 
 def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> None:
@@ -107,33 +81,3 @@ def _mark_of(device: torch.device) -> int:
     """Returns a number that two ranks share only if they use one GPU."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", os.environ.get("CUDA_VISIBLE_DEVICES"))
     return fingerprint_of((socket.gethostname(), str(uuid), device.index))
-
-
-def node_marks() -> list[int]:
-    """Returns three numbers from which `number_nodes` tells this rank's node."""
-    return [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
-
-
-def number_nodes(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the node of each rank, numbered by first appearance, from the `node_marks` of all ranks.
-
-    Nodes are known from torchrun's GROUP_RANK where every rank has one; else from LOCAL_WORLD_SIZE, where all ranks
-    have the same: that many consecutive ranks share a node; else from the names of the hosts.
-    """
-    process_group = group.group
-    if process_group is None:
-        return (0,) * group.size
-    agents, sizes, hosts = zip(*marks, strict=True)
-    names: Sequence[int] = hosts
-    if min(agents) >= 0:
-        names = agents
-    elif sizes[0] > 0 and len(set(sizes)) == 1:
-        names = [rank // sizes[0] for rank in dist.get_process_group_ranks(process_group)]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)
-
-
-def _number(variable: str, least: int) -> int:
-    """The number in an environment variable; −1 without one, or for one below `least`."""
-    found = environment_number(variable)
-    return -1 if found is None or found < least else found
