@@ -20,7 +20,7 @@ from dbsp_core.planning.planners import require_planner
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, fingerprint_of, in_short
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of, in_short, require_value
 from dbsp_core.utils.files import expand_path
 from dbsp_core.utils.process import DEBUG, RECORD, environment_flag, environment_value
 from dbsp_core.utils.schema import (
@@ -36,7 +36,7 @@ from dbsp_core.utils.schema import (
 )
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, shipped_configs, shown_config
 from dbsp_kernels import KernelRequirements, require_supported
-from dbsp_kernels.kernel import require_kernel_name
+from dbsp_kernels.kernel import require_kernel_name, supports
 
 __all__ = [
     "DEFAULT_ORIGIN",
@@ -52,6 +52,8 @@ _NOT_COMPARED = ("model", "generate", "mask", "machine", "report", "transformer_
 
 _UNNAMED = DenseSource()
 """The mask if none is named."""
+
+_ANY_ROWS = KernelRequirements(ragged_rows=True)
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
 
@@ -139,8 +141,7 @@ class DbspConfig:
         with blame_setting("planner"):
             require_planner(self.planner)
         require_choice("precision", self.precision, tuple(WIRE_FORMATS))
-        if not self.reuse >= 1:
-            raise bad_value(self, "reuse", "must be at least 1, the least ρ_s there is")
+        require_value(self, "reuse", self.reuse >= 1, "must be at least 1, the least ρ_s there is")
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
         if self.bags is not None:
@@ -176,17 +177,18 @@ class DbspConfig:
     def keys(self) -> str:
         """Keys and values that each rank is sent: "needed" by its rows if the mask never changes, else "all".
 
-        Each change of needed keys is a new plan, and a predicted mask is known too late to choose what is sent.
+        Each change of needed keys is a new plan, and a predicted mask is known too late to choose what is sent. A
+        kernel that supports only whole heads gets all of their keys, also those that no row attends to.
         """
-        return NEEDED if self.mask.changes == "never" else ALL
+        return NEEDED if self.mask.changes == "never" and supports(self.kernel, _ANY_ROWS) else ALL
 
     @property
     def layout(self) -> str:
-        """Name of the sequence layout: "contiguous" with needed keys, else what the planner is meant for.
+        """Name of the sequence layout: "contiguous" if the mask never changes, else what the planner is meant for.
 
         Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
-        return "contiguous" if self.keys == NEEDED else require_planner(self.planner).layout
+        return "contiguous" if self.mask.changes == "never" else require_planner(self.planner).layout
 
     @property
     def wire(self) -> WireFormat:

@@ -19,7 +19,7 @@ from dbsp_cli.interfaces import choice_of_gloo, choice_of_nccl
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import installed_version
-from dbsp_kernels import KERNELS, available, explain_auto
+from dbsp_kernels import KERNELS, available, choose_kernel
 from dbsp_kernels.errors import install_command, page
 from dbsp_sglang import plugin as sglang_plugin
 
@@ -240,7 +240,9 @@ def _kernels() -> list[Check]:
         else:
             findings.append(Check(f"kernel {name}", "missing", reason, f"kernel {usable} serves instead"))
     try:
-        findings.append(Check("kernel auto", "ok", explain_auto(device, dtype)))
+        chosen, set_name = choose_kernel("auto", device, dtype).name, os.environ.get("DBSP_KERNEL")
+        why = f"because DBSP_KERNEL={set_name}" if set_name else f"the first that supports {dtype} on {device}"
+        findings.append(Check("kernel auto", "ok", f"{chosen}, {why}"))
     except UserError as error:
         fix = "unset DBSP_KERNEL" if os.environ.get("DBSP_KERNEL") else "see the line of kernel triton"
         findings.append(Check("kernel auto", "missing", str(error), fix))

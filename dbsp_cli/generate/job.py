@@ -33,12 +33,12 @@ from dbsp_core.models.table import (
     signature_of_model,
     tiny_architecture,
 )
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean, in_short
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, require_value
 from dbsp_core.utils.files import expand_path, require_folder_place
 from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
-from dbsp_kernels import choose_kernel
-from dbsp_kernels.kernel import returns_lse
+from dbsp_kernels import KernelRequirements, choose_kernel
+from dbsp_kernels.kernel import supports
 
 __all__ = ["TIMEOUT_S", "GenerateJob", "GenerateRequest", "require_video", "resolve"]
 
@@ -333,13 +333,11 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
     spec = published_model(signature)
     if signature.pipeline in PIPELINES and video.num_frames is not None:
         complaint = PIPELINES[signature.pipeline].frames_complaint(video.num_frames)
-        if complaint is not None:
-            raise bad_value(video, "num_frames", complaint, "generate.")
+        require_value(video, "num_frames", complaint is None, str(complaint), "generate.")
     for side in ("height", "width"):
         value = getattr(video, side)
         complaint = None if value is None or spec is None else side_complaint(value, spec.token_pixels)
-        if complaint is not None:
-            raise bad_value(video, side, complaint, "generate.")
+        require_value(video, side, complaint is None, str(complaint), "generate.")
     complaint = signature.images_complaint(sum(image is not None for image in (video.image, video.last_image)))
     if complaint is not None:
         raise SettingError(f"{model_title(signature)} {complaint}", ("image",))
@@ -349,5 +347,5 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
 
 def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:
     """Divides heads within a node, and blocks between nodes where the kernel can."""
-    ring = launch.nodes if returns_lse(config.kernel) else 1
+    ring = launch.nodes if supports(config.kernel, KernelRequirements(lse=True)) else 1
     return Strategy(launch.world // ring, ring)

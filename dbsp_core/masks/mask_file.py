@@ -174,7 +174,10 @@ class MaskFile:
         return shape
 
     def _order_table(self, names: list[str], index: np.ndarray | None) -> np.ndarray:
-        """Returns str[..., heads or 1, sequences or 1]: the token orders of each head, after checking them."""
+        """Returns str[groups, layers, heads, sequences or 1], the token orders of each head, after checking them.
+
+        Groups and layers are those of the masks' tensor.
+        """
         leading = (*self._shape[: len(self._shape) - self._own], self.heads)
         each = (len(self.grid.sequences),) if self.grid.packed_from else ()
         table = np.zeros(1, dtype=np.uint8) if index is None else index
@@ -188,6 +191,7 @@ class MaskFile:
                 f"{in_short(names)}"
             )
         table = table if each and table.shape != (1,) else table[..., None]
+        table = np.broadcast_to(table, (*leading, table.shape[-1]))
         try:
             for order in (
                 np.unique(table.reshape(-1, table.shape[-1]), axis=0) if each else np.arange(len(names))[:, None]
@@ -221,10 +225,11 @@ class MaskFile:
 
     def orders(self, layer: int, group: int = 0) -> Orders:
         """Returns the token order of each head, or one for all heads."""
-        table = self._orders
-        table = table[group] if table.ndim == 4 else table
-        table = table[layer] if table.ndim == 3 else table
-        return one_or_each(_orders_of(table.tolist()))
+        return one_or_each(_orders_of(self._orders[self._place(layer, group)].tolist()))
+
+    def _place(self, layer: int, group: int) -> tuple[int, ...]:
+        """Returns the place of a layer's mask in the tensor."""
+        return (*((group,) if self.groups else ()), *((layer,) if self.per_layer else ()))
 
     def layer(self, index: int, group: int = 0) -> BlockMask:
         """Returns the mask of one layer.
@@ -240,7 +245,7 @@ class MaskFile:
             raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
         if not 0 <= group < len(self.groups or (0,)):
             raise UserError(f"mask file {self.path} has {len(self.groups or (0,))} step groups, not {group + 1}")
-        place = (*((group,) if self.groups else ()), *((index,) if self.per_layer else ()))
+        place = self._place(index, group)
         try:
             with safe_open(self.path, framework="numpy") as file:
                 view = file.get_slice(self._tensor)

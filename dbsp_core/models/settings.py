@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.utils.errors import SettingError, bad_value
+from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.schema import read_path, require_choice
 
 __all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "side_complaint"]
@@ -81,15 +81,12 @@ class GenerateSettings:
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise bad_value(self, name, f"must be at least {least}", "generate.")
-            if value is not None and not value <= most:
-                raise bad_value(self, name, f"must be at most {most:,}", "generate.")
+            require_value(self, name, value is None or value >= least, f"must be at least {least}", "generate.")
+            require_value(self, name, value is None or value <= most, f"must be at most {most:,}", "generate.")
         for name in ("height", "width"):
             value = getattr(self, name)
             complaint = None if value is None else side_complaint(value)
-            if complaint is not None:
-                raise bad_value(self, name, complaint, "generate.")
+            require_value(self, name, complaint is None, str(complaint), "generate.")
         require_choice("dtype", self.dtype, DTYPES, "generate.")
 
     def filled(self, usual: GenerateSettings | None) -> GenerateSettings:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.rows import exchange_rows, load_limit, rows_to_trade
 
 __all__ = ["assign_heads", "contiguous_heads", "greedy_heads", "snake_heads"]
@@ -80,36 +79,31 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
     Returns:
         int64[H, nq], the Ulysses rank of each row.
     """
-    work, cap = row_work.sum(axis=1), -(-len(row_work) // columns)
+    heads, work = len(row_work), row_work.sum(axis=1)
+    cap = -(-heads // columns)
     limit = max(load_limit(int(work.sum()), columns, target_rho), int(row_work.max(initial=0)))
     # 1. Whole heads in equal numbers, so that no rank receives more keys than others.
     equal = exchange_rows(work, greedy_heads(work, columns, cap), columns, limit, cap)
-    plan = _whole_heads(equal, row_work)
     load = np.bincount(equal, work, columns).astype(np.int64)
     times = load + price * np.bincount(equal, minlength=columns)
     if load.max() <= limit or times.min() + price >= times.max():
-        return plan  # no rank can take part of a head without becoming the slowest
+        return _whole_heads(equal, row_work)  # no rank can take part of a head without becoming the slowest
     # 2. Whole heads in any numbers; the fewest cuts; and cuts at the end of every rank, which spread pieces evenly.
-    plans = [
-        plan,
-        _whole_heads(exchange_rows(work, greedy_heads(work, columns), columns, limit), row_work),
-        _cut_full_ranks(row_work, plan, columns, limit, order),
-        _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
-    ]
-    slowest = [int(_column_times(row_work, one, columns, limit, price).max()) for one in plans]
-    return plans[slowest.index(min(slowest))]
+    free = exchange_rows(work, greedy_heads(work, columns), columns, limit)
+    cut = _cut_full_ranks(row_work, _whole_heads(equal, row_work), columns, limit, order)
+    wrapped = _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order)
+    plans = [_whole_heads(equal, row_work), _whole_heads(free, row_work), cut, wrapped]
+    by_head = [_work_by_head(row_work, plan, columns) for plan in plans]
+    slowest = [(np.maximum(one.sum(axis=0), limit) + price * (one > 0).sum(axis=0)).max() for one in by_head]
+    best = slowest.index(min(slowest))
+    # 3. Rows without work go to where most of their head is: they must not be what keeps its keys on a rank.
+    idle = (row_work == 0) & (work > 0)[:, None]
+    return np.where(idle, by_head[best].argmax(axis=1)[:, None], plans[best])
 
 
 def _whole_heads(column: np.ndarray, row_work: np.ndarray) -> np.ndarray:
     """Returns int64[H, nq], the Ulysses rank of each row, from that of each head."""
     return np.repeat(column, row_work.shape[1]).reshape(row_work.shape)
-
-
-def _column_times(row_work: np.ndarray, owner: np.ndarray, columns: int, limit: int, price: int) -> np.ndarray:
-    """Returns int64[x], what each Ulysses rank computes and receives, in dense blocks."""
-    load = np.bincount(owner.ravel(), row_work.ravel(), columns).astype(np.int64)
-    times: np.ndarray = np.maximum(load, limit) + price * columns_of_heads(owner, columns).sum(axis=0)
-    return times
 
 
 def _wrap_around(row_work: np.ndarray, heads: np.ndarray, columns: int, order: np.ndarray) -> np.ndarray:
@@ -122,7 +116,7 @@ def _wrap_around(row_work: np.ndarray, heads: np.ndarray, columns: int, order: n
     middle = np.cumsum(line).reshape(line.shape) - (line + 1) // 2
     owner = np.empty(row_work.shape, dtype=np.int64)
     owner[np.ix_(heads, order)] = np.minimum(middle * columns // max(1, int(line.sum())), columns - 1)
-    return _idle_rows_joined(row_work, owner, columns)
+    return owner
 
 
 def _cut_full_ranks(
@@ -154,7 +148,7 @@ def _cut_full_ranks(
         head = int(by_head[:, full].argmax())
         _move_run(row_work[head], owner[head], full, target, amount, order)
         by_head[head] = np.bincount(owner[head], row_work[head], columns)
-    return _idle_rows_joined(row_work, owner, columns)
+    return owner
 
 
 def _move_run(work: np.ndarray, owner: np.ndarray, source: int, target: int, amount: int, order: np.ndarray) -> None:
@@ -173,13 +167,6 @@ def _move_run(work: np.ndarray, owner: np.ndarray, source: int, target: int, amo
     given, taken = rows_to_trade(sizes, np.flatnonzero(place == source), np.flatnonzero(place == target), rest)
     if abs(int(sizes[given].sum() - sizes[taken].sum()) - rest) < rest:
         owner[falling[given]], owner[falling[taken]] = target, source
-
-
-def _idle_rows_joined(row_work: np.ndarray, owner: np.ndarray, columns: int) -> np.ndarray:
-    """Moves rows without work to where most of their head is: they must not be what keeps its keys on a rank."""
-    by_head = _work_by_head(row_work, owner, columns)
-    idle = (row_work == 0) & (by_head.max(axis=1) > 0)[:, None]
-    return np.where(idle, by_head.argmax(axis=1)[:, None], owner)
 
 
 def _work_by_head(row_work: np.ndarray, owner: np.ndarray, columns: int) -> np.ndarray:

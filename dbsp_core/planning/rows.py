@@ -108,19 +108,21 @@ def _pairs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Chooses `count` rows of either side whose difference in work is about `wanted`; arguments as above."""
     # 1. All but one: our heaviest for the run of theirs that comes closest from below.
-    given, ours = np.split(ours, [count - 1])
-    total = np.concatenate([[0], np.cumsum(sizes[theirs])])
-    gains = sizes[given].sum() - (total[count - 1 :] - total[: len(total) - count + 1])
-    start = max(0, int(np.searchsorted(gains, wanted)) - 1)
-    _, taken, _ = np.split(theirs, [start, start + count - 1])
-    theirs = np.delete(theirs, np.s_[start : start + count - 1])
-    # 2. For each other row of ours, the first of theirs that leaves no more than the rest, and the one before it.
+    others = count - 1
+    given, ours = ours[:others], ours[others:]
+    total = np.concatenate(([0], sizes[theirs].cumsum()))
+    gains = sizes[given].sum() - (total[others:] - total[: len(total) - others])
+    start = max(0, int(gains.searchsorted(wanted)) - 1)
+    taken = theirs[start : start + others]
+    theirs = np.concatenate((theirs[:start], theirs[start + others :]))
+    # 2. For each other row of ours, the first of theirs that leaves no more than the rest, or the one before it.
     own, their, rest = sizes[ours], sizes[theirs], wanted - int(gains[start])
-    back = np.searchsorted(-their, rest - own)
-    back = np.concatenate([np.minimum(back, len(their) - 1), np.maximum(back - 1, 0)])
-    best = int(np.abs(np.tile(own, 2) - their[back] - rest).argmin())
-    one = best % len(ours)
-    return np.append(given, ours[one]), np.append(taken, theirs[back[best]])
+    first = (-their).searchsorted(rest - own).clip(max=len(their) - 1)
+    before = (first - 1).clip(min=0)
+    first_miss, before_miss = (abs(own - their[back] - rest) for back in (first, before))
+    back = np.where(first_miss <= before_miss, first, before)
+    best = int(np.minimum(first_miss, before_miss).argmin())
+    return np.append(given, ours[best]), np.append(taken, theirs[back[best]])
 
 
 def _fitting(sizes: np.ndarray, rows: np.ndarray, room: int) -> np.ndarray:
@@ -129,7 +131,7 @@ def _fitting(sizes: np.ndarray, rows: np.ndarray, room: int) -> np.ndarray:
     if room <= 0 or not len(rows):
         return rows[:0]
     # 1. A run of as few as can, from where on it is not too much.
-    total = np.concatenate([[0], np.cumsum(sizes[rows])])
+    total = np.concatenate(([0], sizes[rows].cumsum()))
     count = min(int(np.searchsorted(total, room)), len(rows))
     runs = total[count:] - total[:-count]  # falling
     start = int(np.searchsorted(-runs, -room))

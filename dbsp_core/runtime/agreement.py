@@ -22,7 +22,7 @@ from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import version_marks
 from dbsp_kernels import Kernel, KernelRequirements, require_supported
-from dbsp_kernels.kernel import returns_lse
+from dbsp_kernels.kernel import supports
 
 __all__ = [
     "LAYERS_DIFFER",
@@ -91,7 +91,7 @@ def agree_on_settings(
             if strategy is not None:
                 strategy.require_world(group.size)
             require_supported(kernel, KernelRequirements(lse=strategy is not None and strategy.ring > 1))
-            merged.append(returns_lse(kernel))  # the strategies to choose from depend on it
+            merged.append(supports(kernel, KernelRequirements(lse=True)))  # the strategies to choose from depend on it
     except Exception as error:  # any error: this rank must not stop alone
         problem = problem or error
     settings = [(replace(one.config, strategy=one.strategy).fingerprint, one.heads, one.layers) for one in sessions]

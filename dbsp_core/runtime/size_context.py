@@ -29,7 +29,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
-from dbsp_kernels.kernel import returns_lse
+from dbsp_kernels.kernel import supports
 
 __all__ = ["SizeContext", "SizeKey"]
 
@@ -100,7 +100,7 @@ class SizeContext:
             hardware = hardware_for(config.machine, device.type, config.kernel)
             if group.rank == 0:
                 log.info("costs are estimated by %s", cost_basis(hardware))
-            strategies = candidates(group.size, grid, returns_lse(config.kernel))
+            strategies = candidates(group.size, grid, supports(config.kernel, KernelRequirements(lse=True)))
             selector = StrategySelector(strategies, hardware, nodes, layout)
         keeper = PlanKeeper(config.reuse, any(observer.compares for observer in observers), statistics)
         return cls(config, group, strategy, masks, observers, key, grid, layout, selector, keeper)

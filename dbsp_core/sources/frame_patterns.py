@@ -11,7 +11,7 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.sources.base import BlockSizes, MaskRequest
-from dbsp_core.utils.errors import UserError, bad_value, require_value
+from dbsp_core.utils.errors import UserError, require_value
 
 __all__ = [
     "LineSegments",
@@ -159,10 +159,11 @@ class SvgSource(BlockSizes):
         require_value(self, "bandwidth", in_range, "must lie above 0 and not above 1: a share of a frame's places")
         require_value(self, "sink_frames", self.sink_frames >= 0, "must not be negative")
         if isinstance(self.temporal_heads, tuple):
-            no_negative = min(self.temporal_heads, default=0) >= 0
-            require_value(self, "temporal_heads", no_negative, "must be head numbers, from 0")
-        elif not 0 <= self.temporal_heads <= 1:
-            raise bad_value(self, "temporal_heads", "must be a share between 0 and 1, or a list of head numbers")
+            fits, complaint = min(self.temporal_heads, default=0) >= 0, "must be head numbers, from 0"
+        else:
+            fits = 0 <= self.temporal_heads <= 1
+            complaint = "must be a share between 0 and 1, or a list of head numbers"
+        require_value(self, "temporal_heads", fits, complaint)
 
     def temporal(self, heads: int) -> np.ndarray:
         """Returns bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""

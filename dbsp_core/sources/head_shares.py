@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,10 @@ from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import unpack_bits
 
-__all__ = ["HomeBlocks", "gather_bits", "heads_by_rank", "pool_own_heads", "send_home"]
+__all__ = ["HomeBlocks", "gather_bits", "heads_by_rank", "pool_own_heads", "predict_bits", "send_home"]
+
+PAIRS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Block pairs to choose among at a time: enough to be fast, few enough for memory: the CPU takes 50 bytes each."""
 
 
 def heads_by_rank(heads: int, ranks: int) -> list[int]:
@@ -37,6 +41,22 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None
     tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
     blocks = ShardedBlocks.of(tokens.layout, grid, "qkv"[: len(tensors)])
     return pool_heads(tensors, blocks, shares, tokens.group)
+
+
+def predict_bits(
+    rows: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor], tokens: LocalQK, grid: BlockGrid
+) -> torch.Tensor:
+    """Chooses the blocks of this rank's heads, and gathers the bits of all, bool[B · heads, nq, nk]. Collective.
+
+    Args:
+        rows: [Hs · B, ...], what is known of the heads that this rank predicts.
+        choose: Takes this of some heads to their bits, uint8[heads, nq, ceil(nk / 8)] from `pack_bits`. It is given
+            few heads at a time, as memory would grow with the square of the tokens; each must be chosen by itself, so
+            that parts cannot change a bit.
+    """
+    together = max(1, PAIRS_AT_ONCE["cuda" if rows.is_cuda else "cpu"] // (grid.nq * grid.nk))
+    mine = [choose(some) for some in rows.split(together)]
+    return gather_bits(mine[0] if len(mine) == 1 else torch.cat(mine), tokens, grid.nk)
 
 
 def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tensor:

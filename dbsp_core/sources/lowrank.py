@@ -23,12 +23,12 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.head_shares import gather_bits, heads_by_rank
-from dbsp_core.sources.sparge import LikeliestBlocks, always_dense, select_in_parts
+from dbsp_core.sources.head_shares import heads_by_rank, predict_bits
+from dbsp_core.sources.sparge import LikeliestBlocks, always_dense
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of
 from dbsp_core.utils.files import expand_path, require_file, user_path, write_atomically
 from dbsp_kernels.exchange import to_device
-from dbsp_kernels.prediction import halving_sum
+from dbsp_kernels.prediction import halving_sum, select_blocks
 
 __all__ = ["LowRankProjections", "LowRankSource", "RecordQKSource"]
 
@@ -146,21 +146,18 @@ class LowRankSource(LikeliestBlocks):
         query, key = self._on_device(request.layer, device)
         # 1. Each rank projects its own tokens; the projections travel to the rank that predicts their head.
         projected = torch.cat([_project(tokens.q, query), _project(tokens.k, key)], dim=-1)
-        heads = _gather_own_heads(projected, tokens, grid)
+        own = _gather_own_heads(projected, tokens, grid).flatten(0, 1)
         # 2. That rank sums each head's predicted attention by blocks, and chooses the largest.
-        width = query.shape[-1]
-        own = heads.flatten(0, 1)
+        dense = always_dense(grid, self.dense_text, self.attention_sink, device)
 
-        def chance(first: int, last: int) -> torch.Tensor:
-            found = [
-                predicted_mass(one[:, :width], one[:, width:], grid, tokens.scale, every_query=self.queries == "all")
-                for one in own[first:last]
-            ]
-            return torch.stack(found) if found else heads.new_empty(0, grid.nq, grid.nk, dtype=torch.float64)
+        def choose(some: torch.Tensor) -> torch.Tensor:
+            chance = some.new_empty(len(some), grid.nq, grid.nk, dtype=torch.float64)
+            for head, both in enumerate(some):
+                q, k = both.chunk(2, dim=-1)
+                chance[head] = predicted_mass(q, k, grid, tokens.scale, every_query=self.queries == "all")
+            return select_blocks(chance, dense.expand(len(some), -1), *self.limits(grid.nk))
 
-        dense = always_dense(grid, self.dense_text, self.attention_sink, device).expand(len(own), -1)
-        mine = select_in_parts(chance, lambda rows: rows, dense, grid.nq, (*self.limits(grid.nk), False))
-        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
+        return BlockMask(predict_bits(own, choose, tokens, grid), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
         """Raises UserError for a file of another model; on all ranks together at a group's first call. Collective."""
@@ -261,11 +258,9 @@ class Moments:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._sums: dict[str, torch.Tensor] = {}
-        self._tokens: dict[str, int] = {}
+        self._folder, self._rank, self._last = folder, 0, -1
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
         self._about: dict[str, str] = {}
-        self._rank, self._last = 0, -1
         atexit.register(self.write)
 
     def add(self, request: MaskRequest, tokens: LocalQK) -> None:
@@ -277,18 +272,17 @@ class Moments:
             self._about["layers"] = str(request.layers)
         places = to_device(tokens.layout.tokens_at(tokens.group.rank)[1], tokens.q.device)
         for side, tensor in (("query", tokens.q), ("key", tokens.k)):
-            name = f"{side}.{request.layer}"
-            own = tensor.detach().index_select(2, places).float()
+            name, own = f"{side}.{request.layer}", tensor.detach().index_select(2, places).float()
             found = torch.einsum("bhnd,bhne->hde", own, own)  # [H, D, D]
-            self._sums[name] = self._sums[name] + found if name in self._sums else found
-            self._tokens[name] = self._tokens.get(name, 0) + tensor.shape[0] * len(places)
+            total, count = self._sums.get(name, (torch.zeros_like(found), 0))
+            self._sums[name] = total + found, count + len(tensor) * len(places)
 
     def write(self) -> None:
         """Writes this rank's file, whole or not at all."""
         if self._sums:
-            tensors = {name: (total / self._tokens[name]).cpu() for name, total in self._sums.items()}
-            counts = {f"tokens of {name}": str(count) for name, count in self._tokens.items()}
-            path = self.folder / f"moments-{self._rank}.safetensors"
+            tensors = {name: (total / count).cpu() for name, (total, count) in self._sums.items()}
+            counts = {f"tokens of {name}": str(count) for name, (_, count) in self._sums.items()}
+            path = self._folder / f"moments-{self._rank}.safetensors"
             write_atomically(path, save(tensors, self._about | counts))
 
 

@@ -13,12 +13,12 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import LocalQK, MaskRequest, PredictedSource
-from dbsp_core.sources.head_shares import gather_bits, pool_own_heads
+from dbsp_core.sources.head_shares import pool_own_heads, predict_bits
 from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
 from dbsp_core.utils.errors import require_value
 from dbsp_core.utils.schema import require_choice
 from dbsp_kernels.exchange import to_device
-from dbsp_kernels.prediction import halving_sum, pairs_at_once, pooled_scores
+from dbsp_kernels.prediction import halving_sum, pooled_scores
 from dbsp_kernels.tables import pack_bits
 
 __all__ = ["SolSource"]
@@ -61,14 +61,13 @@ class SolSource(PredictedSource):
         rows = pool_own_heads(tokens, grid).flatten(0, 1)
         dense = always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         anyway = dense[: grid.nq, None] | dense[grid.nq :] | _near(grid, rows.device)
-        together = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk))
-        found = []
-        for some in rows.split(together) if len(rows) else [rows]:
+
+        def choose(some: torch.Tensor) -> torch.Tensor:
             scores = pooled_scores(some, grid.nq, tokens.scale, ANY_SIMILARITY)
             threshold = self._thresholds(some, scores, tokens.scale)
-            found.append(pack_bits((scores > threshold[..., None]) | anyway))
-        mine = found[0] if len(found) == 1 else torch.cat(found)
-        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
+            return pack_bits((scores > threshold[..., None]) | anyway)
+
+        return BlockMask(predict_bits(rows, choose, tokens, grid), grid)
 
     def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
         """Returns float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +12,12 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, PredictedSource
-from dbsp_core.sources.head_shares import gather_bits, pool_own_heads
+from dbsp_core.sources.head_shares import pool_own_heads, predict_bits
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_kernels.exchange import to_device
-from dbsp_kernels.prediction import pairs_at_once, pooled_scores, select_blocks
+from dbsp_kernels.prediction import pooled_scores, select_blocks
 
-__all__ = ["LikeliestBlocks", "SpargeSource", "always_dense", "require_poolable_blocks", "select_in_parts"]
+__all__ = ["LikeliestBlocks", "SpargeSource", "always_dense", "require_poolable_blocks"]
 
 
 @dataclass(frozen=True)
@@ -85,21 +84,17 @@ class SpargeSource(LikeliestBlocks):
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid = self.grid(request)
-        rows = pool_own_heads(tokens, grid).flatten(0, 1)
+        some_are_dense = self.attention_sink or (self.dense_text and grid.text_tokens)
 
-        def scores(first: int, last: int) -> torch.Tensor:
-            """Returns float64 scores by operations on single heads: the other heads of a rank cannot change a bit."""
-            return pooled_scores(rows[first:last], grid.nq, tokens.scale, self.similarity)
+        def choose(rows: torch.Tensor) -> torch.Tensor:
+            # Chances are NaN in rows whose key blocks are all dissimilar and therefore dense.
+            chance = torch.softmax(pooled_scores(rows, grid.nq, tokens.scale, self.similarity), dim=-1)
+            dense = rows[..., -1] <= self.similarity
+            if some_are_dense:
+                dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
+            return select_blocks(chance, dense, *self.limits(grid.nk), self.crossing)
 
-        def chance(scores: torch.Tensor) -> torch.Tensor:
-            """Returns probabilities; NaN in rows whose key blocks are all dissimilar and therefore dense."""
-            return torch.softmax(scores, dim=-1)
-
-        dense = rows[..., -1] <= self.similarity
-        if self.attention_sink or (self.dense_text and grid.text_tokens):
-            dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
-        mine = select_in_parts(scores, chance, dense, grid.nq, (*self.limits(grid.nk), self.crossing))
-        return BlockMask(gather_bits(mine, tokens, grid.nk), grid)
+        return BlockMask(predict_bits(pool_own_heads(tokens, grid).flatten(0, 1), choose, tokens, grid), grid)
 
 
 def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:
@@ -116,37 +111,3 @@ def always_dense(grid: BlockGrid, text: bool, attention_sink: bool, device: torc
     q, k = ((axis.starts < grid.text_tokens) & text for axis in (grid.q_axis, grid.k_axis))
     k[0] |= attention_sink
     return to_device(np.concatenate([q, k]), device)
-
-
-def select_in_parts(
-    scores_of: Callable[[int, int], torch.Tensor],
-    chance_of: Callable[[torch.Tensor], torch.Tensor],
-    dense: torch.Tensor,
-    nq: int,
-    limits: tuple[float | None, int, bool],
-) -> torch.Tensor:
-    """Runs `select_blocks` for all heads, part by part, as memory would grow with the square of the tokens.
-
-    `scores_of` maps (first, last) to the scores of these heads, float64[heads, nq, nk]. `chance_of` turns rows of
-    scores into probabilities, each row by itself, so that parts cannot change a bit.
-    """
-    heads, nk = len(dense), dense.shape[1] - nq
-    at_once = pairs_at_once(dense.is_cuda)
-    together = max(1, at_once // (nq * nk))
-    rows = nq if nq * nk <= at_once else max(1, at_once // nk)
-    found = []
-    for first in range(0, max(1, heads), together):
-        scores, own = scores_of(first, first + together), dense[first : first + together]
-        by_rows = [
-            select_blocks(chance_of(some), _of_rows(own, nq, row, some.shape[1]), *limits)
-            for row, some in zip(range(0, nq, rows), scores.split(rows, dim=1), strict=True)
-        ]
-        found.append(by_rows[0] if len(by_rows) == 1 else torch.cat(by_rows, dim=1))
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _of_rows(dense: torch.Tensor, nq: int, first: int, count: int) -> torch.Tensor:
-    """Returns bool[heads, count + nk]: `dense` for some rows and all columns."""
-    if count == nq:
-        return dense
-    return torch.cat([dense[:, first : first + count], dense[:, nq:]], dim=1)

@@ -12,12 +12,12 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask, CoarseBranch
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.head_shares import HomeBlocks, gather_bits, pool_own_heads, send_home
+from dbsp_core.sources.head_shares import HomeBlocks, pool_own_heads, predict_bits, send_home
 from dbsp_core.sources.sol import ANY_SIMILARITY
 from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.process import log
-from dbsp_kernels.prediction import pairs_at_once, pooled_scores, select_blocks
+from dbsp_kernels.prediction import pooled_scores, select_blocks
 
 __all__ = ["VsaSource"]
 
@@ -69,14 +69,15 @@ class VsaSource(BlockSizes):
         rows = pool_own_heads(tokens, grid, values).flatten(0, 1)
         dense = always_dense(grid, self.dense_text, False, rows.device)
         count = max(1, math.ceil((1 - self.sparsity) * grid.nk))
-        together, known = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk)), grid.nq + grid.nk
-        bits, coarse = [], []
-        for some in rows.split(together) if len(rows) else [rows]:
+        known, coarse = grid.nq + grid.nk, []
+
+        def choose(some: torch.Tensor) -> torch.Tensor:
             chance = torch.softmax(pooled_scores(some[:, :known], grid.nq, tokens.scale, ANY_SIMILARITY), dim=-1)
-            bits.append(select_blocks(chance, dense.expand(len(some), -1), None, count))
             if values is not None:
                 coarse.append(torch.bmm(chance, some[:, known:, :-1].double()).float())
-        found = gather_bits(torch.cat(bits), tokens, grid.nk)
+            return select_blocks(chance, dense.expand(len(some), -1), None, count)
+
+        found = predict_bits(rows, choose, tokens, grid)
         if values is None or tokens.gate is None:
             return BlockMask(found, grid)
         home = HomeBlocks.of(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)

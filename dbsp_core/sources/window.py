@@ -11,7 +11,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis, BlockGrid, video_order
 from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.frame_patterns import line_segments, reduce_to_blocks
-from dbsp_core.utils.errors import bad_value
+from dbsp_core.utils.errors import require_value
 
 __all__ = ["WindowSource", "tile_bits", "window_bits"]
 
@@ -37,8 +37,8 @@ class WindowSource(BlockSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, sizes in (("window", self.window), ("tile", self.tile)):
-            if sizes is not None and (len(sizes) != 3 or min(sizes) < 1):
-                raise bad_value(self, name, "needs three sizes of at least 1: frames, rows, columns")
+            fits = sizes is None or (len(sizes) == 3 and min(sizes) >= 1)
+            require_value(self, name, fits, "needs three sizes of at least 1: frames, rows, columns")
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         grid = super().grid(request)

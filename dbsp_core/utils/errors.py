@@ -14,7 +14,6 @@ __all__ = [
     "REMOVED_VALUES",
     "SettingError",
     "UserError",
-    "bad_value",
     "blame_setting",
     "cut_short",
     "did_you_mean",
@@ -63,22 +62,13 @@ class SettingError(UserError):
         super().__init__(message)
         self.path = path
 
-    def within(self, key: object) -> SettingError:
-        """The same error with `key` as outermost key."""
-        return SettingError(str(self), (str(key), *self.path))
-
-
-def bad_value(settings: object, name: str, complaint: str, section: str = "") -> SettingError:
-    """An error "SECTIONNAME=VALUE COMPLAINT" about one attribute of `settings`."""
-    value = getattr(settings, name)
-    shown = cut_short(str(list(value) if isinstance(value, tuple) else value))
-    return SettingError(f"{section}{name}={shown} {complaint}", (name,))
-
 
 def require_value(settings: object, name: str, fits: bool, complaint: str, section: str = "") -> None:
-    """Raises a `bad_value` unless the attribute fits."""
+    """Raises SettingError "SECTIONNAME=VALUE COMPLAINT" about one attribute of `settings`, unless it fits."""
     if not fits:
-        raise bad_value(settings, name, complaint, section)
+        value = getattr(settings, name)
+        shown = cut_short(str(list(value) if isinstance(value, tuple) else value))
+        raise SettingError(f"{section}{name}={shown} {complaint}", (name,))
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -96,10 +86,9 @@ def blame_setting(key: object) -> Iterator[None]:
     """
     try:
         yield
-    except SettingError as error:
-        raise error.within(key) from error.__cause__
     except UserError as error:
-        raise SettingError(str(error), (str(key),)) from error.__cause__
+        within = error.path if isinstance(error, SettingError) else ()
+        raise SettingError(str(error), (str(key), *within)) from error.__cause__
 
 
 def fingerprint_of(value: object) -> int:

@@ -9,7 +9,6 @@ from dbsp_kernels.kernel import (
     KernelRequirements,
     available,
     choose_kernel,
-    explain_auto,
     require_supported,
 )
 
@@ -27,7 +26,6 @@ __all__ = [
     "block_attention",
     "block_attention_backward",
     "choose_kernel",
-    "explain_auto",
     "fused_kernel",
     "merge_into",
     "merge_states",

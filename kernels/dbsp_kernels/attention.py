@@ -66,8 +66,8 @@ def block_attention(
     if q.device.type == "cpu" or os.environ.get("DBSP_DEBUG", "0") not in ("", "0"):
         inputs.check_values()
     if isinstance(kernel, str):
-        ragged, merged = head_tokens is None, partial is not None
-        needs = KernelRequirements(inputs.blocks, q.shape[2], lse or merged, ragged, head_tokens)
+        lse = lse or partial is not None
+        needs = KernelRequirements(inputs.blocks, q.shape[2], lse, head_tokens is None, head_tokens)
         kernel = choose_kernel(kernel, q.device, q.dtype, needs)
     result = kernel.run(inputs)
     if kernel.merges:

@@ -67,9 +67,8 @@ def attend_dense_part(
     keys, values = (t[:, slice(*part.blocks)].flatten(1, 2) for t in (k, v))
     if part.tokens is not None:
         keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
-    _, run = found
     queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
-    out, lse = run(queries, keys, values, scale)
+    out, lse = found[1](queries, keys, values, scale)
     return out.reshape(rows.shape), lse.reshape(rows.shape[:3])
 
 

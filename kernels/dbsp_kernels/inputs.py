@@ -145,7 +145,8 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse
         lse: [...], likewise.
         out_part, lse_part: As for `merge_states`.
     """
-    if out.is_cuda and lse.dtype == torch.float32 and _contiguous_items(out) and _contiguous_items(lse):
+    contiguous_items = all(len(t) == 0 or t[0].is_contiguous() for t in (out, lse))
+    if out.is_cuda and lse.dtype == torch.float32 and contiguous_items:
         from dbsp_kernels.triton.merge import triton_merge_into  # here: triton need not be installed
 
         triton_merge_into(out, lse, out_part.contiguous(), lse_part.contiguous())
@@ -153,11 +154,6 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse
     merged, merged_lse = merge_states(out, lse, out_part, lse_part)
     out.copy_(merged)
     lse.copy_(merged_lse)
-
-
-def _contiguous_items(t: torch.Tensor) -> bool:
-    """Returns whether t[i] is contiguous for each i."""
-    return len(t) == 0 or t[0].is_contiguous()
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

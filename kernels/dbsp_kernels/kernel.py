@@ -20,17 +20,13 @@ __all__ = [
     "KernelRequirements",
     "available",
     "choose_kernel",
-    "explain_auto",
     "require_kernel_name",
     "require_supported",
-    "returns_lse",
+    "supports",
 ]
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALVES | {torch.float32, torch.float64}
-
-LONGEST_SHOWN = 80
-"""Characters of an unknown name that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +210,7 @@ def require_kernel_name(name: str, source: str = "kernel") -> None:
     if name in REMOVED:
         raise UserError(f"{source} {name!r} has been removed from db-SP; use {REMOVED[name]}")
     if name != "auto" and name not in KERNELS:
-        shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}…"
-        raise UserError(f"unknown {source} {shown!r}; use one of auto, {', '.join(KERNELS)}")
+        raise UserError(f"unknown {source} {name[:80]!r}; use one of auto, {', '.join(KERNELS)}")
 
 
 def _wanted(name: str) -> str:
@@ -233,9 +228,9 @@ def choose_kernel(
     Raises:
         UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
     """
-    wanted = _wanted(name)
-    reasons = {}
-    for kernel in _candidates(device) if wanted == "auto" else [KERNELS[wanted]]:
+    wanted, reasons = _wanted(name), {}
+    of_auto = [kernel for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
+    for kernel in of_auto if wanted == "auto" else [KERNELS[wanted]]:
         reason = kernel.why_unsupported(device, dtype, needs)
         if reason is None:
             return kernel
@@ -245,11 +240,6 @@ def choose_kernel(
         found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none runs on this device"
         raise UserError(f"kernel auto finds no kernel for {dtype} on {device} ({found}); use {instead}")
     raise UserError(f"kernel {wanted!r} cannot be used here: {reasons[wanted]}; use {instead}")
-
-
-def _candidates(device: torch.device | str) -> list[Kernel]:
-    """Returns the kernels that "auto" may choose on such a device, best first."""
-    return [kernel for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
 
 
 def require_supported(name: str, needs: KernelRequirements) -> None:
@@ -264,17 +254,7 @@ def require_supported(name: str, needs: KernelRequirements) -> None:
         raise UserError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
 
 
-def explain_auto(device: torch.device | str, dtype: torch.dtype) -> str:
-    """Returns one sentence with the kernel that "auto" takes for `dtype` on `device` here, and why."""
-    chosen = choose_kernel("auto", device, dtype)
-    if os.environ.get("DBSP_KERNEL"):
-        return f"{chosen.name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
-    reasons = ((kernel.name, kernel.why_unsupported(device, dtype)) for kernel in _candidates(device))
-    passed = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
-    return f"{chosen.name}, the first that supports {dtype} on {device}" + (f" ({passed})" if passed else "")
-
-
-def returns_lse(kernel: str) -> bool:
-    """Returns whether a kernel has the log-sum-exp that rings merge by; "auto" does. Raises UserError if unknown."""
-    wanted = _wanted(kernel)
-    return wanted == "auto" or KERNELS[wanted].returns_lse
+def supports(name: str, needs: KernelRequirements) -> bool:
+    """Returns whether a kernel can serve such a plan on some machine; "auto" can. Raises UserError if unknown."""
+    wanted = _wanted(name)
+    return wanted == "auto" or KERNELS[wanted].why_unsupported_anywhere(needs) is None

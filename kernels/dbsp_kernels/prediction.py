@@ -9,7 +9,7 @@ import torch
 from dbsp_kernels.rounding import DIRECTION_UNIT, LEAST_EXPONENT, LIMIT, MEAN_UNIT, SCALE_EXPONENT, UNIT_EXPONENT
 from dbsp_kernels.tables import pack_bits
 
-__all__ = ["halving_sum", "pairs_at_once", "pool_rows", "pooled_scores", "select_blocks", "sum_tokens"]
+__all__ = ["halving_sum", "pool_rows", "pooled_scores", "select_blocks", "sum_tokens"]
 
 TOKENS_AT_A_TIME = 1024  # on the CPU: what is computed of them stays in the cache
 
@@ -82,14 +82,6 @@ def halving_sum(terms: torch.Tensor) -> torch.Tensor:
         width //= 2
         terms = terms[..., :width] + terms[..., width:]
     return terms[..., 0]
-
-
-def pairs_at_once(on_gpu: bool) -> int:
-    """Number of block pairs to choose among at a time: enough to be fast, few enough to need little memory.
-
-    On the CPU torch's own operations take some 50 bytes for each; the kernels a score and a chance of 8 bytes.
-    """
-    return 1 << (24 if on_gpu else 20)
 
 
 def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:

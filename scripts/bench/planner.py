@@ -7,6 +7,7 @@ slower: modelled time of the plan without a price (ρ_s 1.002, splits for nothin
 python -m scripts.bench.planner                  Wan2.1-14B's size, masks of many kinds, P = 8 and 6
 python -m scripts.bench.planner --extremes       one dense head, one block row, few heads, few blocks, no work
 python -m scripts.bench.planner --price          the same masks at the prices of shipped machines
+python -m scripts.bench.planner --recorded FILE  masks of a mask file, such as tests/data/learned-masks.safetensors
 python -m scripts.bench.planner --scale          planning time up to P = 128 and a million tokens (counts drawn)
 python -m scripts.bench.planner --json > FILE    the same numbers for a program
 """
@@ -17,6 +18,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 from rich.console import Console
@@ -26,6 +28,7 @@ from dbsp_core.cost.machine import load_hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.planners import (
@@ -110,10 +113,12 @@ def home_of(grid: BlockGrid, strategy: Strategy, layout: str) -> np.ndarray:
     return majority_rank(segments.tokens_by_ring(grid.nq, strategy))
 
 
-def measure(rows: np.ndarray, strategy: Strategy, layout: str, repeat: int) -> dict[str, object]:
-    """One plan of int64[H, nq] dense blocks, timed `repeat` times; the shortest time stands."""
+def measure(
+    rows: np.ndarray, strategy: Strategy, layout: str, repeat: int, grid: BlockGrid | None = None
+) -> dict[str, object]:
+    """One plan of int64[H, nq] dense blocks, timed `repeat` times; the shortest stands. Blocks of 64 by default."""
     heads, blocks = rows.shape
-    grid, world, parts = BlockGrid.uniform(blocks * 64), strategy.world, (strategy.ulysses, strategy.ring)
+    grid, world, parts = grid or BlockGrid.uniform(blocks * 64), strategy.world, (strategy.ulysses, strategy.ring)
     home, price, times = home_of(grid, strategy, layout), head_price(grid, strategy), []
     for _ in range(repeat):
         start = time.thread_time()
@@ -148,6 +153,16 @@ def masks(args: argparse.Namespace) -> Rows:
                 for strategy in (s for world in args.gpus for s in Strategy.all_for(world)):
                     found = measure(bits.sum(axis=2), strategy, args.layout, args.repeat)
                     yield {"mask": name, "heads": heads, "seed": args.first_seed + seed, **found}
+
+
+def recorded(args: argparse.Namespace) -> Rows:
+    """Every layer and group of steps of a mask file."""
+    file = MaskFile(args.recorded)
+    for layer, group in product(range(file.layers), range(len(file.groups or (0,)))):
+        mask = file.layer(layer, group)
+        for strategy in (s for world in args.gpus for s in Strategy.all_for(world)):
+            found = measure(mask.counts.rows, strategy, args.layout, args.repeat, mask.grid)
+            yield {"mask": f"layer {layer}, group {group}", "heads": mask.heads, "seed": 0, **found}
 
 
 def scale(args: argparse.Namespace) -> Rows:
@@ -241,6 +256,7 @@ def main() -> None:
     parser.add_argument("--extremes", action="store_true", help="work that no mask of a model has")
     parser.add_argument("--price", action="store_true", help="plans at the prices of shipped machines")
     parser.add_argument("--scale", action="store_true", help="planning time up to P = 128 and a million tokens")
+    parser.add_argument("--recorded", metavar="FILE", help="masks of a mask file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
 
@@ -248,8 +264,9 @@ def main() -> None:
     if args.price:
         print(json.dumps(prices(args), indent=1))
         return
+    kinds = {recorded: args.recorded, scale: args.scale, extremes: args.extremes}
     found = []
-    for one in scale(args) if args.scale else extremes(args) if args.extremes else masks(args):
+    for one in next((kind for kind, asked in kinds.items() if asked), masks)(args):
         found.append(one)
         log.print(f"{one['mask']}, {one['heads']} heads, {one['strategy']}: ρ_s {one['rho']:.5f}", highlight=False)
     if args.json:

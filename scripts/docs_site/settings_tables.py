@@ -5,6 +5,7 @@ tests/docs/test_site.py asks whether they are up to date.
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -30,6 +31,7 @@ SECTIONS: dict[str, type] = {
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -99,6 +99,18 @@ def test_on_a_gpu_doctor_names_the_kernel_that_auto_takes(monkeypatch, capabilit
     assert check.detail == "triton, the first that supports torch.bfloat16 on cuda"
 
 
+def test_doctor_says_which_kernel_auto_takes_and_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("DBSP_KERNEL", raising=False)
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], why_unavailable=lambda: "no operator here"))
+    found = {check.what: check.detail for check in doctor._kernels()}
+    assert found["kernel cpu"] == "no operator here"
+    assert found["kernel auto"] == "reference, the first that supports torch.float32 on cpu"
+    monkeypatch.setenv("DBSP_KERNEL", "reference")
+    found = {check.what: check.detail for check in doctor._kernels()}
+    assert found["kernel auto"] == "reference, because DBSP_KERNEL=reference"
+
+
 def test_on_a_gpu_without_triton_doctor_names_the_command(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

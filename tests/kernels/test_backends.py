@@ -146,7 +146,8 @@ class TestFa4:
         full = full_counts(p)
         assert 0 < full.sum() < p.kv_count.sum()
         with interpreted():
-            out, lse = fa4.fa4_attention(inputs_of(p, kv_full=full if hint else None))
+            other = torch.ones_like(p.q), torch.zeros(p.q.shape[:2])  # which `block_attention` merges
+            out, lse = fa4.fa4_attention(inputs_of(p, kv_full=full if hint else None, partial=other))
         expected, expected_lse = p.exact()
         assert calls == ([9] if hint else [])
         assert relative_error(out, expected) < 1e-6

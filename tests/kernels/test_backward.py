@@ -13,6 +13,7 @@ from dbsp_kernels import (
     KernelInputs,
     block_attention_backward,
 )
+from dbsp_kernels.backends import cpu
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed
 from tests.support.interpreter import interpreted
 
@@ -93,6 +94,18 @@ def test_gradients_of_one_period_of_a_ring(kernel):
 def test_float64(kernel):
     expected, inputs = expected_and_inputs(kinder(packed(dtype=torch.float64)))
     assert_close(block_attention_backward(inputs, kernel), expected, 1e-12)
+
+
+def test_neighbours_that_attend_to_the_same_blocks(monkeypatch):
+    """On the CPU they are one sequence."""
+    monkeypatch.setattr(cpu, "LONG", 16)
+    lists = [[2, 1, 3], [2, 1, 3], [2, 1, 3], [1, 3], [5, 0], [5, 0]]
+    index = torch.tensor([entries + [-7] * (3 - len(entries)) for entries in lists]).int()
+    p = kinder(replace(packed(rows=6), kv_index=index, kv_count=torch.tensor(list(map(len, lists))).int()))
+    shapes = [tuple(rows.shape) for rows, _ in cpu._batches(KernelInputs(*vars(p).values(), 0.25))]
+    assert shapes == [(3, 1), (1, 3)]
+    expected, inputs = expected_and_inputs(p)
+    assert_close(block_attention_backward(inputs, "cpu"), expected, 2e-5)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])

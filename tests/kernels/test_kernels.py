@@ -17,7 +17,6 @@ from dbsp_kernels import (
     KernelRequirements,
     available,
     choose_kernel,
-    explain_auto,
     merge_into,
     merge_states,
     require_supported,
@@ -114,6 +113,19 @@ class TestAttention:
             out, lse = p.attend("cpu")
             assert calls == sizes
             torch.testing.assert_close((out, lse), whole)
+
+    def test_neighbours_that_attend_to_the_same_blocks_are_one_sequence(self, monkeypatch):
+        """Rows 1 to 3 attend to the same blocks, as rows 5 and 6 do; rows 0, 4 and 7 share theirs with none."""
+        monkeypatch.setattr(cpu, "LONG", 16)
+        lists = [[0], [2, 1, 3], [2, 1, 3], [2, 1, 3], [1, 3], [5, 0, 1, 2], [5, 0, 1, 2], [4, 5]]
+        p = packed(rows=8)
+        assert (p.kv_len[:4] < 4).any(), "short blocks among them"
+        index = torch.tensor([entries + [-7] * (4 - len(entries)) for entries in lists]).int()
+        p = replace(p, kv_index=index, kv_count=torch.tensor(list(map(len, lists))).int())
+        calls = []
+        monkeypatch.setattr(cpu, "_flash", lambda q, *rest, flash=cpu._flash: calls.append(q.shape) or flash(q, *rest))
+        assert_right(p, "cpu")
+        assert calls == [(1, 8, 16), (2, 8, 16), (1, 24, 16), (1, 16, 16)], "by their number of blocks"
 
 
 def mangled(**changes):
@@ -381,12 +393,3 @@ class TestCapabilities:
         monkeypatch.setitem(KERNELS, "small", small)
         with pytest.raises(ValueError, match=r"it serves blocks of 16×16, not 8×4; use cpu or .*reference"):
             packed().attend("small")
-
-    def test_auto_says_what_it_takes_and_why(self, monkeypatch):
-        monkeypatch.delenv("DBSP_KERNEL", raising=False)
-        assert explain_auto("cpu", torch.float32) == "cpu, the first that supports torch.float32 on cpu"
-        monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], why_unavailable=lambda: "no operator here"))
-        expected = "reference, the first that supports torch.float32 on cpu (cpu: no operator here)"
-        assert explain_auto("cpu", torch.float32) == expected
-        monkeypatch.setenv("DBSP_KERNEL", "reference")
-        assert explain_auto("cpu", torch.float32) == "reference, because DBSP_KERNEL=reference"

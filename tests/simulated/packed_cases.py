@@ -12,7 +12,6 @@ from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
 from tests.diffusers.packed.packed_model_cases import apart, drawn_sample, gradients_of, loss_of, one_by_one
 from tests.gpu_node.faults import recorded
 from tests.simulated.model_cases import MASKS, brief, own_device, summed_over_ranks
-from tests.simulated.pipeline_cases import of_product
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
@@ -102,6 +101,6 @@ def steady_waits(rank: int, world: int, model: str, bags: str | None) -> dict[st
             control.barrier()
             packed_forward(transformer, samples, timestep=timestep)
     control.barrier()
-    waits = of_product(recorded.host_waits)
+    waits = recorded.waits_of_product()
     dbsp_diffusers.disable(transformer)
     return waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,6 @@ SIZE = {"height": 64, "width": 96, "num_frames": 5, "max_sequence_length": 16}
 """2·4·6 = 48 tokens."""
 TILES = (32, 32, 24, 24)
 """Height and width of a tile of the VAE, and the strides between tiles: 3 rows of 4."""
-PRODUCT = ("dbsp_core/", "dbsp_diffusers/", "dbsp_para/", "dbsp_xdit/", "kernels/")
 
 _LOADING = threading.Lock()  # transformers lets all modules be made without values meanwhile
 
@@ -105,25 +105,14 @@ class SteadySteps:
     """A callback of a pipeline that counts the product's host waits in its settled steps."""
 
     def __init__(self, generation: Generation) -> None:
-        self.waits: dict[str, int] = {}
+        self.waits: Counter[str] = Counter()
         self._generation, self._group = generation, SequenceGroup.of().auxiliary("steps of tests")
 
     def __call__(self, pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
         self._group.barrier()
-        if step == self._generation.steps - 1:
-            self.waits = of_product(recorded.host_waits)
+        if step >= self._generation.settled:
+            self.waits.update(recorded.waits_of_product())
         self._group.barrier()
-        if step == self._generation.settled - 1:
-            recorded.clear()
+        recorded.begin_step()
         self._group.barrier()
         return given
-
-
-def of_product(waits: dict[str, int]) -> dict[str, int]:
-    """Returns the host waits of ranks, not of threads beside them, whose place is in the product's packages."""
-    split = {text: text.partition(" at ") for text in waits}
-    return {
-        text: waits[text]
-        for text, (what, _, place) in split.items()
-        if place.startswith(PRODUCT) and " in thread " not in what
-    }

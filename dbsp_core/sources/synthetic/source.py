@@ -25,7 +25,7 @@ from dbsp_core.sources.synthetic.patterns import (
     profile_basis,
     quantize_logits,
 )
-from dbsp_core.utils.errors import SettingError, bad_value, in_short, require_value
+from dbsp_core.utils.errors import SettingError, in_short, require_value
 
 __all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "SyntheticSource"]
 
@@ -57,13 +57,11 @@ class MaskStyle:
 
     def __post_init__(self) -> None:
         for name in ("density", "profile_correlation", "layer_similarity", "drift"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise bad_value(self, name, "must lie between 0 and 1")
+            require_value(self, name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
         for name, most in (("spread", 5), ("pattern_strength", 10)):
-            if not 0 <= getattr(self, name) <= most:
-                raise bad_value(self, name, f"must lie between 0 and {most} (logits)")
-        if not self.head_concentration > 0:
-            raise bad_value(self, "head_concentration", "must be positive; 10 makes heads similar")
+            require_value(self, name, 0 <= getattr(self, name) <= most, f"must lie between 0 and {most} (logits)")
+        positive = self.head_concentration > 0
+        require_value(self, "head_concentration", positive, "must be positive; 10 makes heads similar")
 
 
 DEFAULT_STYLE = MaskStyle(density=0.4, spread=0.6, head_concentration=8.0)

@@ -40,15 +40,13 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`, without merging.
 
     It runs the full blocks, and our kernel the few short ones. Where rows do not say how many full blocks they begin
-    with, ours runs all.
+    with, or there is nothing to attend to, ours runs all.
     """
     from dbsp_kernels.triton.forward import triton_attention
 
     q, kv_full = inputs.q, inputs.kv_full
-    if kv_full is None:
-        return triton_attention(inputs)
-    if len(q) == 0 or len(inputs.k) == 0 or inputs.kv_index.shape[1] == 0:
-        return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)
+    if kv_full is None or 0 in (len(q), len(inputs.k), inputs.kv_index.shape[1]):
+        return triton_attention(replace(inputs, partial=None, out_dtype=None))
     from flash_attn.cute import flash_attn_func
 
     with torch.cuda.device_of(q):  # it launches on the current device

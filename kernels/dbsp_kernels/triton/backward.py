@@ -6,7 +6,6 @@ attention, dS = P ∘ (dO·Vᵀ − δ) with δ = Σ dO·O (FlashAttention-2, ar
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels.inputs import BackwardInputs, Gradients
+from dbsp_kernels.triton.forward import LOG2_E
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import Tiles, backward_tiles_for, padded
 
 __all__ = ["backward_keys_kernel", "backward_rows_kernel", "triton_attention_backward"]
-
-LOG2_E = 1 / math.log(2)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from dbsp_kernels.inputs import KernelInputs, PartialAttention
 from dbsp_kernels.triton.launch import capability_of, launch
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, padded, tiles_for
 
-__all__ = ["triton_attention"]
+__all__ = ["LOG2_E", "triton_attention"]
 
 LOG2_E = 1 / math.log(2)
 

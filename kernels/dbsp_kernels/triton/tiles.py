@@ -80,9 +80,6 @@ def backward_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtyp
     else:
         rows = Tiles(64, 32, warps=4, stages=5)
         keys = Tiles(32, 64, warps=4, stages=5) if padded(width) == 128 else Tiles(32, 128, warps=8, stages=5)
-    most = {"queries": padded(block_q), "keys": padded(block_k)}
-    of_rows, of_keys = (
-        replace(one, queries=min(one.queries, most["queries"]), keys=min(one.keys, most["keys"]))
-        for one in (rows, keys)
-    )
-    return of_rows, of_keys
+    most_q, most_k = padded(block_q), padded(block_k)
+    rows, keys = (replace(one, queries=min(one.queries, most_q), keys=min(one.keys, most_k)) for one in (rows, keys))
+    return rows, keys

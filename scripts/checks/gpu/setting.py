@@ -139,7 +139,7 @@ class Setting:
     def job(self, shape: Shape, density: float) -> PackedJob:
         """The packed rows of a rank's heads under a synthetic mask."""
         blocks = {"block_q": shape.block_q, "block_k": shape.block_k}
-        grid = BlockGrid.uniform(self.tokens, **blocks)
+        grid = BlockGrid(self.tokens, 0, **blocks)
         if density == 1:
             return PackedJob(self, shape, BlockMask.dense(self.own_heads, grid), density)
         source = SyntheticSource(preset="wan2.1-t2v-14b", density=density, **blocks)

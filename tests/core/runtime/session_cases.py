@@ -371,6 +371,23 @@ class Growing(BlockSizes):
         return BlockMask(np.tile(distance <= 1 + min(self.most, request.step), (request.heads, 1, 1)), grid)
 
 
+@dataclass(frozen=True)
+class Unread(BlockSizes):
+    """Masks that never change, and in which no row attends to the middle key blocks."""
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        mask = BlockMask.dense(request.heads, self.grid(request))
+        mask.bits[:, :, 2:4] = False
+        return mask
+
+
+def static_masks_with_unread_keys(rank: int, world: int, kernel: str) -> tuple[float, set[str]]:
+    """Whole heads. Returns the error, and the keys that are sent."""
+    session = Session({"mask": Unread(16, 16), "kernel": kernel}, f"U{world}R1")
+    worst = session.attend(900.0)
+    return worst, {plan.chunks.keys for plan in session.inner.records.values()}
+
+
 def all_keys_of_growing_masks(rank: int, world: int, strategy: str) -> tuple[float, int, set[str]]:
     """Eight steps. Returns the worst error, the number of plans, and the keys that are sent."""
     session = Session({"mask": Growing(8, 8), "reuse": 9.0}, strategy, layers=2)

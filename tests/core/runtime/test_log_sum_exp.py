@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
-from dbsp_kernels import KERNELS
-from dbsp_kernels.kernel import returns_lse
+from dbsp_kernels import KERNELS, KernelRequirements
+from dbsp_kernels.kernel import supports
+
+LSE = KernelRequirements(lse=True)
 
 
 def test_a_kernel_that_returns_no_log_sum_exp_serves_no_ring(monkeypatch):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], returns_lse=False))
-    assert not returns_lse("cpu")
+    assert not supports("cpu", LSE)
     mask = BlockMask.dense(2, BlockGrid.uniform(64, 16))
     layout = SequenceLayout.contiguous(mask.grid.tokens, 2)
     with pytest.raises(ValueError, match="kernel 'cpu' cannot serve this plan: it returns no log-sum-exp"):
@@ -22,5 +24,5 @@ def test_a_kernel_that_returns_no_log_sum_exp_serves_no_ring(monkeypatch):
 
 def test_every_kernel_that_merges_serves_rings():
     for kernel in ("auto", "cpu", "triton", "reference"):
-        assert returns_lse(kernel)
-    assert not returns_lse("sparge")
+        assert supports(kernel, LSE)
+    assert not supports("sparge", LSE)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import DenseSource, SpargeSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KERNELS
 from tests.core.runtime.session_cases import (
     Growing,
     all_keys_of_growing_masks,
     predicted_masks_with_keys,
+    static_masks_with_unread_keys,
     training_with_keys_in_chunks,
 )
 
@@ -48,6 +52,19 @@ def test_masks_predicted_at_every_call(pool, strategy):
     for worst, names in pool(4).run(predicted_masks_with_keys, strategy):
         assert worst <= 1e-5
         assert names == {"all"}
+
+
+@pytest.mark.parametrize(("ragged", "keys"), [(True, "needed"), (False, "all")])
+def test_keys_that_no_row_reads_are_sent_to_kernels_of_whole_heads(monkeypatch, threads, ragged, keys):
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], ragged_rows=ragged))
+    for worst, found in threads(5).run(static_masks_with_unread_keys, "cpu"):
+        assert (worst <= 1e-5, found) == (True, {keys})
+
+
+def test_the_layout_does_not_depend_on_the_kernel(monkeypatch):
+    monkeypatch.setenv("DBSP_KERNEL", "sparge")
+    config = DbspConfig(mask=WindowSource())
+    assert (config.keys, config.layout) == ("all", "contiguous")
 
 
 @pytest.mark.parametrize("keys", ["kept", "auto", "ring"])

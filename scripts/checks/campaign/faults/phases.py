@@ -74,9 +74,7 @@ PHASES: dict[str, Phase] = {
     "re-homing: travel": Phase("re-homing", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
     "attaching: session": _transformer("dbsp_diffusers.attach.observed_session"),
     "attaching: agreement": _transformer("dbsp_diffusers.attach.agree_on_settings"),
-    "inputs of the first rank": _transformer(
-        "dbsp_diffusers.sharding.generation_agreement._broadcast"
-    ),
+    "inputs of the first rank": _transformer("dbsp_diffusers.sharding.generation_agreement._broadcast"),
     "sharding": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.take", 2),
     "gathering the output": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.gather"),
     "report: meeting": _report(f"{COMM}.groups.SequenceGroup.barrier"),

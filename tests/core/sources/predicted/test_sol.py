@@ -10,7 +10,7 @@ import torch
 
 from dbsp_core import Strategy
 from dbsp_core.config import DbspConfig
-from dbsp_core.sources import LocalQK, SolSource
+from dbsp_core.sources import LocalQK, SolSource, head_shares
 from tests.core.sources.predicted.sol_reference import predict
 from tests.core.sources.predicted.sparge_cases import SpargeCase, predict_together
 
@@ -52,7 +52,7 @@ def test_rows_and_heads_are_uneven():
 def test_some_heads_at_a_time_they_are_the_same(at_once, monkeypatch):
     case = CASES["text, batch of two"]
     whole = alone(case)
-    monkeypatch.setattr("dbsp_core.sources.sol.pairs_at_once", lambda on_gpu: at_once)
+    monkeypatch.setitem(head_shares.PAIRS_AT_ONCE, "cpu", at_once)
     assert torch.equal(alone(case).bits, whole.bits)
 
 
