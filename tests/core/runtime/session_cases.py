@@ -212,7 +212,7 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
     try:
         with (
             mock.patch("dbsp_core.utils.process.package_versions", return_value=versions),
-            mock.patch("dbsp_core.sources.sparge.gather_bits", gathered),
+            mock.patch("dbsp_core.sources.head_shares.gather_bits", gathered),
         ):
             session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
             layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])

@@ -29,7 +29,7 @@ PHASES = {
     "starting": (PARENT, f"{RUNNING}.run_watched", 1),
     "making the checkpoint": (PARENT, f"{RUNNING}.make_tiny", 1),
     "loading": (0, "diffusers.DiffusionPipeline.from_pretrained", 1),
-    "mask exchange": (0, "dbsp_core.sources.sparge.gather_bits", 3),
+    "mask exchange": (0, "dbsp_core.sources.head_shares.gather_bits", 3),
     "denoising": (0, "dbsp_core.runtime.chunk_attention.block_attention", 3),
     "decoding": (0, "diffusers.AutoencoderKLWan.decode", 1),
     "report": (0, "dbsp_core.reports.collect.report_page", 1),

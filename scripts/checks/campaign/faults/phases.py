@@ -47,7 +47,7 @@ PHASES: dict[str, Phase] = {
     "agreement on shapes": _session(f"{RUNTIME}.session.agree_on_attention"),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),
     "mask exchange: travel": _session("dbsp_core.comm.block_pooling.exchange_heads", 4),
-    "mask exchange: bits": _session("dbsp_core.sources.sparge.gather_bits", 2),
+    "mask exchange: bits": _session("dbsp_core.sources.head_shares.gather_bits", 2),
     "planning": _session(f"{RUNTIME}.size_context.SizeContext._new_plan"),
     "planning: a new plan": _session(f"{RUNTIME}.size_context.plan_from_counts", 3, **ALWAYS_ANEW),
     "planning: agreement": _session(f"{RUNTIME}.size_context.run_consistently", **ALWAYS_ANEW),
