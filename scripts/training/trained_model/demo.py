@@ -115,7 +115,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
             allowed = f"{settings.tolerance:.0e}"
             raise RuntimeError(f"the latents differ from one process by {difference:.1e}, more than {allowed}")
         _save_masks(work / "masks", out / "masks.safetensors")
-        videos = {"dense attention": dense, f"block-sparse, density {_density(report):.2f}, {ranks} ranks": latents}
+        videos = {"dense attention": dense, f"block-sparse, density {last_density(report):.2f}, {ranks} ranks": latents}
         vae = AutoencoderKLWan.from_pretrained(model / "vae", torch_dtype=torch.float32, local_files_only=True)
         frames = {title: decode_video(vae, video.float()) for title, video in videos.items()}
         save_side_by_side(out / "frames.png", frames, settings.prompt)
@@ -212,8 +212,10 @@ def _save_masks(recording: Path, path: Path) -> None:
     save_mask(path, [series.get(series.steps[-1], layer) for layer in series.layers])
 
 
-def _density(report: RunReport) -> float:
-    return sum(layer.density for layer in report.layers) / len(report.layers)
+def last_density(report: RunReport) -> float:
+    """Returns the mean density of the layers' last masks."""
+    last = dict(zip(report.calls.layer, report.calls.density, strict=True))
+    return sum(last.values()) / len(last)
 
 
 def main(

@@ -37,7 +37,7 @@ def measure(dtype: str, mask: dict[str, object], ranks: int, steps: int) -> Row:
     settings = Settings(dtype=dtype, mask=mask, steps=steps, tolerance=float("inf"))
     with tempfile.TemporaryDirectory() as out, Progress(transient=True) as progress:
         report = run_demo(Path(out), ranks, progress, settings)
-    density = sum(layer.density for layer in report.layers) / len(report.layers)
+    density = last_density(report)
     return Row(dtype, str(mask["source"]), ranks, steps, density, f"{report.max_abs_diff:.1e}")
 
 
