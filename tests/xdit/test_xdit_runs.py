@@ -85,7 +85,7 @@ def test_a_video_from_the_command_line(tmp_path, tiny, expected, start, options)
     assert float((latents - expected).abs().max()) <= 1e-5
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["world_size"] == 2
-    assert [layer["layer"] for layer in report["layers"]] == [0, 1]
+    assert set(report["calls"]["layer"]) == {0, 1}
     (video,) = tmp_path.glob("cogvideox1.5-5b_*.mp4")
     reader = imageio_ffmpeg.read_frames(str(video))
     assert next(reader)["size"] == (112, 80)

@@ -37,7 +37,7 @@ from dbsp_kernels.errors import install_command
 from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
 from tests.support.single_process import attach_single_process
 
-__all__ = ["FIXED", "PREDICTED", "Settings", "run_demo"]
+__all__ = ["FIXED", "PREDICTED", "Settings", "last_density", "run_demo"]
 
 PREDICTED = {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16}
 FIXED = {"source": "radial", "width": 0.5, "block_q": 16, "block_k": 16}
@@ -115,7 +115,10 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
             allowed = f"{settings.tolerance:.0e}"
             raise RuntimeError(f"the latents differ from one process by {difference:.1e}, more than {allowed}")
         _save_masks(work / "masks", out / "masks.safetensors")
-        videos = {"dense attention": dense, f"block-sparse, density {last_density(report):.2f}, {ranks} ranks": latents}
+        videos = {
+            "dense attention": dense,
+            f"block-sparse, density {last_density(report):.2f}, {ranks} ranks": latents,
+        }
         vae = AutoencoderKLWan.from_pretrained(model / "vae", torch_dtype=torch.float32, local_files_only=True)
         frames = {title: decode_video(vae, video.float()) for title, video in videos.items()}
         save_side_by_side(out / "frames.png", frames, settings.prompt)

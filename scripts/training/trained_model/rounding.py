@@ -14,7 +14,7 @@ from dbsp_core.reports.style import INK
 from scripts.results.colours import MASKS
 from scripts.results.figures import panels
 from scripts.results.result import FOLDER, Result
-from scripts.training.trained_model.demo import FIXED, PREDICTED, Settings, run_demo
+from scripts.training.trained_model.demo import FIXED, PREDICTED, Settings, last_density, run_demo
 from scripts.training.trained_model.small_model import MEASURED_HERE
 
 WAYS = (("float64", PREDICTED), ("float64", FIXED), ("float32", FIXED), ("float32", PREDICTED))
