@@ -72,7 +72,7 @@ def test_reproduction_of_knapformer(tmp_path, name, options):
 
 def run(program: str, out: Path, *options: str) -> str:
     """What a program of scripts/reproduce prints, on one line."""
-    done = run_module(f"scripts.reproduce.{program}", "--out", out, *options)
+    done = run_module(f"scripts.reproduce.{program}", "--out", out, *options, timeout=900)
     assert done.returncode == 0, done.stderr
     return " ".join(done.stdout.split())
 
