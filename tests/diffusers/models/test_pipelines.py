@@ -8,6 +8,8 @@ import torch
 from tests.diffusers.models.pipeline_cases import CASES, marked, run_pipeline
 
 TOLERANCE = 1e-5
+COSMOS_TOLERANCE = 2**-15
+"""Two roundings of float32 in Cosmos' latents, which start at 80 times their size; it has no float64."""
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 4, "block_k": 4, "dense_text": False}
 
 
@@ -17,5 +19,5 @@ def test_a_pipeline_equals_one_process(pool, place):
     config = {"mask": SPARGE, "strategy": "U1R2"}
     dtype = torch.float64 if CASES[place].pipeline.startswith("LTX2") else torch.float32
     for from_single, from_dense in pool(2).run(run_pipeline, place, config, dtype):
-        assert from_single <= TOLERANCE
+        assert from_single <= (COSMOS_TOLERANCE if CASES[place].pipeline.startswith("Cosmos") else TOLERANCE)
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
