@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 import dbsp_core.comm.exchange
 import dbsp_core.runtime.chunk_attention
-import dbsp_core.runtime.prepared
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
@@ -103,7 +102,7 @@ def peak_of_attention(
         mock.patch.object(wire_format, "quantise_segments", copy_segments),
         mock.patch.object(wire_format, "restore_rows", restore_rows),
         mock.patch.object(wire_format.Int8Format, "empty", empty),
-        mock.patch.object(dbsp_core.runtime.prepared, "mean_of_tokens", return_value=mean),
+        mock.patch.object(dbsp_core.runtime.chunk_attention, "mean_of_tokens", return_value=mean),
         alive,
     ):
         attend(q, k, v)
