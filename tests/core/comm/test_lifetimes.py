@@ -36,7 +36,7 @@ WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
         (1, rehoming, ()),
         (1, gathered, ()),
         (2, session, (WINDOW,)),
-        (3, session, (PREDICTED,)),
+        (2, session, (PREDICTED,)),
         (2, caught, ()),
     ],
     ids=lambda value: getattr(value, "__name__", None),
