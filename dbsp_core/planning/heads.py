@@ -89,10 +89,14 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
     if load.max() <= limit or times.min() + price >= times.max():
         return _whole_heads(equal, row_work)  # no rank can take part of a head without becoming the slowest
     # 2. Whole heads in any numbers; the fewest cuts; and cuts at the end of every rank, which spread pieces evenly.
+    whole = _whole_heads(equal, row_work)
     free = exchange_rows(work, greedy_heads(work, columns), columns, limit)
-    cut = _cut_full_ranks(row_work, _whole_heads(equal, row_work), columns, limit, order)
-    wrapped = _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order)
-    plans = [_whole_heads(equal, row_work), _whole_heads(free, row_work), cut, wrapped]
+    plans = [
+        whole,
+        _whole_heads(free, row_work),
+        _cut_full_ranks(row_work, whole, columns, limit, order),
+        _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
+    ]
     by_head = [_work_by_head(row_work, plan, columns) for plan in plans]
     slowest = [(np.maximum(one.sum(axis=0), limit) + price * (one > 0).sum(axis=0)).max() for one in by_head]
     best = slowest.index(min(slowest))

@@ -47,7 +47,7 @@ factor of two at best. By the same model of time that costs 1 % on average; see 
 """
 COLUMN_SHARE = 0.5
 """Share of a hybrid's tolerance that its Ulysses ranks may take; the rest is for the rows of each."""
-FEW_ROWS = 128
+FEW_ROWS_A_RANK = 128
 """Rows with work for each rank, up to which rows may go to ranks that then receive the keys of another head.
 
 Of more rows a rank has enough to be even without; measured, no plan of more than 112 gained by it.
@@ -279,7 +279,7 @@ def plan_rows(
             ring_rank[rows] = level_rows(work[rows], ring_rank[rows], ring, good)
     owner = ring_rank * ulysses + column
     # 3. Where ranks are still uneven, rows go to any rank: many may where keys cost nothing, else few.
-    if work_by_rank(owner, work, world).max() <= limit or (price and np.count_nonzero(work) > FEW_ROWS * world):
+    if work_by_rank(owner, work, world).max() <= limit or (price and np.count_nonzero(work) > FEW_ROWS_A_RANK * world):
         return owner
     times = rank_times(work, owner, ulysses, ring, price)
     if times.max() - int(times.sum()) // world <= price:

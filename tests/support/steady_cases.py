@@ -176,27 +176,20 @@ def waits_of_a_steady_pass(
 
 def frames_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> int:
     """Returns the most Python frames within the third step of one layer, those of torch and of the kernel included."""
-    config, deepest = DbspConfig.load(settings), 0
-    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
+    deepest = 0
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         nonlocal deepest
         if event == "call":
             deepest = max(deepest, sum(1 for _ in traceback.walk_stack(frame)))
 
-    for step in range(3):
-        layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
-        q, k, v = torch.randn(3, 1, 4, layout.shard, 16)
-        sys.setprofile(called if step == 2 else None)
-        session.attend(0, q, k, v)
-        sys.setprofile(None)
-    return deepest - sum(1 for _ in traceback.walk_stack(sys._getframe()))
+    around = _profiled_steady_step(settings, strategy, called)
+    return deepest - around
 
 
 def files_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
     """Returns db-SP's files whose functions run in the third step of one layer, over a group as on GPUs."""
-    config, seen = DbspConfig.load(settings), set()
-    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
+    seen = set()
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
@@ -204,13 +197,23 @@ def files_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], stra
             seen.add(path)
 
     with mock.patch.object(SequenceGroup, "_board", return_value=None), torch.no_grad():
-        for step in range(3):
-            layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
-            q, k, v = torch.randn(3, 1, 4, layout.shard, 16)
-            sys.setprofile(called if step == 2 else None)
-            session.attend(0, q, k, v)
-            sys.setprofile(None)
+        _profiled_steady_step(settings, strategy, called)
     return sorted(seen)
+
+
+def _profiled_steady_step(
+    settings: dict[str, Any], strategy: str, called: Callable[[FrameType, str, Any], None]
+) -> int:
+    """Calls a profiler in the third step of one layer, and returns how many frames there are around that step."""
+    config = DbspConfig.load(settings)
+    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
+    for step in range(3):
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
+        q, k, v = torch.randn(3, 1, 4, layout.shard, 16)
+        sys.setprofile(called if step == 2 else None)
+        session.attend(0, q, k, v)
+        sys.setprofile(None)
+    return sum(1 for _ in traceback.walk_stack(sys._getframe()))
 
 
 def _no_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
