@@ -204,7 +204,6 @@ ORDER = {
     "dbsp_diffusers": (
         *(
             "patching",
-            "group_timeouts",
             "rank_program",
             "devices",
             "checkpoint",
