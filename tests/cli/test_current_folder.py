@@ -9,11 +9,23 @@ from pathlib import Path
 import pytest
 
 import dbsp_cli
+import dbsp_core
 from dbsp_cli.commands.doctor import Importable
 from tests.support.repository import child_environment
 
 PROGRAM = Path(dbsp_cli.__file__).with_name("__main__.py")
 """What torchrun runs in each rank."""
+LOOKS = """
+import sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "dbsp_cli.cli":
+            print([path for path in sys.path if path.endswith("dbsp_cli")])
+
+sys.meta_path.insert(0, Finder())
+"""
+"""Says, while the command is being imported, whether the folder of its program is searched."""
 NAMES = ("random", "queue", "logging", "token", "runpy", "ctypes", "torch", "dbsp_cli", "dbsp_core")
 
 
@@ -50,10 +62,8 @@ def test_db_sps_own_folder_is_not_searched(folder):
     """Or `import output` would find `dbsp_cli.output`."""
     for name in NAMES:
         (folder / f"{name}.py").unlink()
-    (folder / "sitecustomize.py").write_text(
-        "import atexit, sys\natexit.register(lambda: print([p for p in sys.path if p.endswith('dbsp_cli')]))\n"
-    )
-    assert run(folder, folder).stdout.splitlines()[-1] == "[]"
+    (folder / "sitecustomize.py").write_text(LOOKS)
+    assert run(folder, folder).stdout.splitlines() == ["[]", "db-SP " + dbsp_core.__version__]
 
 
 def test_doctor_tries_imports_without_them(folder, monkeypatch):
