@@ -204,7 +204,6 @@ ORDER = {
     "dbsp_diffusers": (
         *(
             "patching",
-            "group_timeouts",
             "rank_program",
             "devices",
             "checkpoint",
@@ -294,7 +293,7 @@ def test_everything_imports_without_hosts_and_doctor_names_them_and_the_fix():
     xdit = next(finding for what, finding in findings.items() if what.startswith("xDiT"))
     assert (xdit["state"], xdit["detail"]) == ("missing", "lacks xfuser, diffusers, transformers")
     assert xdit["fix"].endswith("pip install '.[xdit]' in db-SP's repository")
-    assert "to generate, pip install '.[xdit]'" in json.loads(done.stdout)["verdict"]
+    assert "to generate, pip install '.[diffusers]'" in json.loads(done.stdout)["verdict"]
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "dbsp_configs"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -14,7 +15,6 @@ from importlib.metadata import entry_points
 import torch
 import torch.distributed as dist
 
-from dbsp_cli.generate.hosts import missing_packages
 from dbsp_cli.interfaces import choice_of_gloo, choice_of_nccl
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.utils.errors import UserError
@@ -90,7 +90,7 @@ class Importable:
 
     def check(self) -> Check:
         fix = "; ".join(filter(None, (self.use, install_command(self.extra))))
-        lacking = missing_packages(self.needs)
+        lacking = [name for name in self.needs if importlib.util.find_spec(name) is None]
         if lacking:
             return Check(self.what, "missing", f"lacks {', '.join(lacking)}", fix)
         code = self.code or f"import {', '.join(self.needs)}"
@@ -108,7 +108,7 @@ HOSTS = (
         ("xfuser", "diffusers", "transformers", "triton"),
         "xdit",
         "from dbsp_xdit.patches import install; install(active=True); import xfuser.runner, dbsp_xdit.attachment",
-        "for dbsp generate and xdit --sp-backend dbsp",
+        "for xdit --sp-backend dbsp",
     ),
     Importable(
         "ParaAttention",
@@ -122,7 +122,7 @@ HOSTS = (
         ("diffusers", "transformers"),
         "diffusers",
         "import dbsp_diffusers; from diffusers import CogVideoXPipeline, WanPipeline",
-        "for dbsp generate --host diffusers, dbsp_para and dbsp_diffusers",
+        "for dbsp generate, dbsp_diffusers and dbsp_para",
     ),
 )
 _PACKAGES = (
@@ -190,7 +190,7 @@ def verdict(checks: list[Check]) -> str:
     where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"
     if hosts:
         return f"db-SP {own_version()} generates with {', '.join(hosts)}; {where}"
-    return f"db-SP {own_version()} can plan and simulate; to generate, {install_command(HOSTS[0].extra)}"
+    return f"db-SP {own_version()} can plan and simulate; to generate, {install_command('diffusers')}"
 
 
 def own_version() -> str:

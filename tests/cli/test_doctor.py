@@ -14,7 +14,6 @@ import torch
 from dbsp_cli import interfaces
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import HOSTS, Importable
-from dbsp_cli.generate import hosts
 from dbsp_kernels import KERNELS
 from tests.support.programs import children_forked
 from tests.support.repository import ROOT
@@ -142,7 +141,7 @@ def extras() -> dict[str, set[str]]:
     return {extra: packages(extra) for extra in named}
 
 
-@pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES, *hosts.HOSTS.values()], ids=str)
+@pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES], ids=str)
 def test_an_extra_alone_brings_what_it_is_named_for(needs):
     assert set(needs.needs) <= extras()[needs.extra]
 
