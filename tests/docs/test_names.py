@@ -68,7 +68,7 @@ def words_of_code() -> frozenset[str]:
             )
             if isinstance(node, (ast.Global, ast.Nonlocal)):
                 words.update(node.names)
-    for pattern in ("dbsp_configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
+    for pattern in ("configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
         for path in filter(Path.is_file, ROOT.glob(pattern)):
             words.update(_WORD.findall(path.name))
             if path.suffix in {"", ".yaml", ".yml", ".toml", ".sh"}:
