@@ -22,10 +22,16 @@ PACKAGES = {
     "dbsp_diffusers": {"dbsp_core", "dbsp_kernels"},
     "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
     "dbsp_para": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
-    "dbsp_vllm_omni": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
-    "dbsp_sglang": {"dbsp_core", "dbsp_kernels"},
-    "dbsp_lightx2v": {"dbsp_core", "dbsp_kernels"},
-    "dbsp_cli": {"dbsp_sglang", "dbsp_xdit", "dbsp_para", "dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
+    "dbsp_engines": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
+    "dbsp_cli": {
+        "dbsp_engines",
+        "dbsp_xdit",
+        "dbsp_para",
+        "dbsp_diffusers",
+        "dbsp_core",
+        "dbsp_kernels",
+        "dbsp_start",
+    },
 }
 """Our packages, and which of them each may name: in imports, and in strings that are modules."""
 HOSTS = {

@@ -19,9 +19,9 @@ from dbsp_cli.interfaces import choice_of_gloo, choice_of_nccl
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import installed_version
+from dbsp_engines import sglang_plugin
 from dbsp_kernels import KERNELS, available, choose_kernel
 from dbsp_kernels.errors import install_command, page
-from dbsp_sglang import plugin as sglang_plugin
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
 

@@ -41,4 +41,4 @@ def assert_another_mask_is_seen(engine: str) -> None:
 
 def assert_names_found(engine: str) -> None:
     """What the plug-in uses is there, looked up in a process with the stand-ins that make engines importable."""
-    assert run(engine, 1, 1, Case(3, (EVEN,), KNOWN), DBSP_LOOK_UP=f"dbsp_{engine}.plugin:NAMES")
+    assert run(engine, 1, 1, Case(3, (EVEN,), KNOWN), DBSP_LOOK_UP=f"dbsp_engines.{engine}_plugin:NAMES")

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import dbsp_sglang.plugin
+import dbsp_engines.sglang_plugin
 from dbsp_core import SequenceGroup
 from dbsp_core.utils.errors import UserError
-from dbsp_lightx2v.attention import DbspAttention
+from dbsp_engines.lightx2v import DbspAttention
 from scripts.checks.engines.reference import attend_under
 from tests.support.thread_ranks import ThreadRanks
 
@@ -96,13 +96,13 @@ def test_settings_that_do_not_go_with_it_are_refused_on_every_rank(settings, sai
 
 def test_sglang_is_left_alone_without_a_configuration(monkeypatch):
     monkeypatch.delenv("DBSP_CONFIG", raising=False)
-    monkeypatch.setattr(dbsp_sglang.plugin, "version", lambda package: pytest.fail("looked for SGLang"))
-    dbsp_sglang.plugin.register()
+    monkeypatch.setattr(dbsp_engines.sglang_plugin, "version", lambda package: pytest.fail("looked for SGLang"))
+    dbsp_engines.sglang_plugin.register()
 
 
 @pytest.mark.parametrize("found", ["0.5.22", "0.5.230", "0.6.0"])
 def test_another_sglang_stops_its_workers(monkeypatch, found):
     monkeypatch.setitem(os.environ, "DBSP_CONFIG", MASK)
-    monkeypatch.setattr(dbsp_sglang.plugin, "version", lambda package: found)
+    monkeypatch.setattr(dbsp_engines.sglang_plugin, "version", lambda package: found)
     with pytest.raises(SystemExit, match=f"this is {found}"):
-        dbsp_sglang.plugin.register()
+        dbsp_engines.sglang_plugin.register()

@@ -117,7 +117,7 @@ def test_outside_a_denoising_its_split_is_its_own_and_wrappers_come_off(monkeypa
     from vllm_omni.diffusion.distributed import parallel_state
     from vllm_omni.diffusion.hooks.sequence_parallel import SequenceParallelSplitHook
 
-    from dbsp_vllm_omni.plugin import register, unregister
+    from dbsp_engines.vllm_omni_plugin import register, unregister
 
     monkeypatch.setattr(parallel_state, "get_sequence_parallel_world_size", lambda: 1)
     stock, tokens = SequenceParallelSplitHook._shard_with_auto_pad, torch.zeros(1, 75)

@@ -16,7 +16,7 @@ from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
-from dbsp_vllm_omni.transformer import DbspTransformer
+from dbsp_engines.vllm_omni_transformer import DbspTransformer
 
 __all__ = ["DbspBackend", "DbspImpl", "attach"]
 

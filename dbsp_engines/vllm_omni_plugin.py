@@ -44,7 +44,7 @@ def register() -> None:
     if _undo:
         return
     if "DBSP" not in DiffusionAttentionBackendEnum.__members__:
-        extend_enum(DiffusionAttentionBackendEnum, "DBSP", "dbsp_vllm_omni.backend.DbspBackend")
+        extend_enum(DiffusionAttentionBackendEnum, "DBSP", "dbsp_engines.vllm_omni.DbspBackend")
     _wrap(registry, "_apply_sequence_parallel_if_enabled", _attaching)
     _wrap(SequenceParallelSplitHook, "_shard_with_auto_pad", _padding_with_a_ring)
 
@@ -64,7 +64,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callabl
 def _attaching(stock: Callable[..., None]) -> Callable[..., None]:
     def apply(model: Any, od_config: Any) -> None:
         from dbsp_core.masks.steps import StepClock
-        from dbsp_vllm_omni.backend import attach
+        from dbsp_engines.vllm_omni import attach
 
         stock(model, od_config)
         names = getattr(model, "_dit_modules", None) or _TRANSFORMERS

@@ -19,7 +19,7 @@ def register() -> None:
     """Adds the attention. Nothing changes for configurations that do not name it. Called again, it does nothing."""
     from lightx2v_platform.registry_factory import PLATFORM_ATTN_WEIGHT_REGISTER
 
-    from dbsp_lightx2v.attention import DbspAttention
+    from dbsp_engines.lightx2v import DbspAttention
 
     if NAME not in PLATFORM_ATTN_WEIGHT_REGISTER:
         PLATFORM_ATTN_WEIGHT_REGISTER(NAME)(DbspAttention)

@@ -24,7 +24,7 @@ HOOKED = {
     f"{_WAN}.WanTransformer3DModel.should_skip_forward_for_cached_states": "skip_together",
     "sglang.multimodal_gen.runtime.pipelines_core.build_pipeline": "attach_pipeline",
 }
-"""What is wrapped, and by which function of `dbsp_sglang.attention`."""
+"""What is wrapped, and by which function of `dbsp_engines.sglang`."""
 NAMES = (
     *HOOKED,
     f"{_LAYERS}.USPAttention.forward",
@@ -63,7 +63,7 @@ def register() -> None:
         )
     from sglang.multimodal_gen.runtime.platforms.plugins import HookType, plugin_hook
 
-    from dbsp_sglang import attention
+    from dbsp_engines import sglang as attention
 
     for target, wrapper in HOOKED.items():
         plugin_hook(target, HookType.AROUND)(getattr(attention, wrapper))
