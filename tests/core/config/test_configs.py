@@ -1,4 +1,4 @@
-"""dbsp_configs/: every file loads, by path and by name, is for its model, and has blocks that fit its video."""
+"""configs/: every file loads, by path and by name, is for its model, and has blocks that fit its video."""
 
 from __future__ import annotations
 
