@@ -107,8 +107,9 @@ HOSTS = (
         "xDiT",
         ("xfuser", "diffusers", "transformers", "triton"),
         "xdit",
-        "from dbsp_xdit.patches import install; install(active=True); import xfuser.runner, dbsp_xdit.attachment",
-        "for dbsp generate and xdit --sp-backend dbsp",
+        "from dbsp_start.import_hook import after_import; from dbsp_xdit.runner import install; "
+        "install(after_import); import xfuser.runner, dbsp_xdit.attachment",
+        "for xdit --sp-backend dbsp",
     ),
     Importable(
         "ParaAttention",
@@ -190,7 +191,7 @@ def verdict(checks: list[Check]) -> str:
     where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"
     if hosts:
         return f"db-SP {own_version()} generates with {', '.join(hosts)}; {where}"
-    return f"db-SP {own_version()} can plan and simulate; to generate, {install_command(HOSTS[0].extra)}"
+    return f"db-SP {own_version()} can plan and simulate; to generate, {install_command('diffusers')}"
 
 
 def own_version() -> str:

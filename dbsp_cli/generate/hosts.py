@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import dbsp_xdit
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels.errors import install_command
 
@@ -38,7 +37,6 @@ class Host:
 
 
 HOSTS = {
-    "xdit": Host("dbsp_xdit.generate", dbsp_xdit.NEEDS, "xdit"),
     "diffusers": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "diffusers"),
 }
 _SYNONYMS = {"para": "diffusers"}
@@ -49,7 +47,7 @@ def find_host(name: str | None) -> str:
     if name is None:
         name = next((host for host in HOSTS if not HOSTS[host].missing), None)
         if name is None:
-            raise UserError(f"neither xfuser nor diffusers is installed; {install_command('xdit')}")
+            raise UserError(f"diffusers is not installed; {install_command('diffusers')}")
     name = _SYNONYMS.get(name, name)
     if name not in HOSTS:
         raise UserError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")

@@ -18,7 +18,7 @@ from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, published_model
 from dbsp_diffusers.resolve import resolve_config
 from dbsp_start.module import module_command
-from dbsp_xdit.flags import config_from, parse_known
+from dbsp_xdit.command_line import config_from
 from tests.diffusers.resolve_cases import attach_to_another_model, settings_by_rank
 from tests.support.models.transformers_for_tests import make_transformer
 from tests.support.repository import ROOT
@@ -93,14 +93,14 @@ def test_all_ranks_refuse_together(pool):
 
 
 def test_xdit_without_a_configuration():
-    def asked(*arguments: str) -> DbspConfig | None:
-        return config_from(parse_known(["--sp-backend", "dbsp", *arguments]))
+    def asked(model: str, given: str | None = None) -> DbspConfig | None:
+        return config_from({"sp_backend": "dbsp", "model": model, "sp_config": given})
 
-    assert asked("--model", "Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
-    assert asked("--model", "Wan2.1-T2V", "--sp-config", "radial") != asked("--model", "Wan2.1-T2V")
-    assert asked("--model", "unheard-of") == DbspConfig()
+    assert asked("Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
+    assert asked("Wan2.1-T2V", "radial") != asked("Wan2.1-T2V")
+    assert asked("unheard-of") == DbspConfig()
     with pytest.raises(ValueError, match=r"is for cogvideox1\.5-5b, the model is wan2.1-t2v-14b"):
-        asked("--model", "Wan2.1-T2V", "--sp-config", "cogvideox1.5-5b-sparge")
+        asked("Wan2.1-T2V", "cogvideox1.5-5b-sparge")
 
 
 class TestGenerateRefuses:
@@ -126,7 +126,7 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --set generate.num_frames=32", "generate.num_frames=32 must be 4k + 1"),
             ("--config tiny-wan --prompt x --seed -1", "--seed: generate.seed=-1 must be at least 0"),
             ("--config tiny-wan --prompt x --out a.avi", "--out a.avi must end in .mp4"),
-            ("--config tiny-wan --prompt x --host xfuser", "unknown host 'xfuser'; use xdit or diffusers"),
+            ("--config tiny-wan --prompt x --host xfuser", "unknown host 'xfuser'; use diffusers"),
             ("--config tiny-wan --prompt x --nproc 0", "--nproc 0 must be at least 1"),
             ("--config tiny-wan --prompt x --nproc 3 --set strategy=U2R2", "strategy U2R2 needs 2·2 = 4 GPUs but"),
             ("--config tiny-wan --prompt x --nnodes 2", "--nnodes 2 needs a place to meet"),

@@ -10,8 +10,7 @@ import pytest
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_xdit.flags import _SWITCHES, add_flags
-from dbsp_xdit.models import find_model, preflight
+from dbsp_xdit.command_line import _SWITCHES, add_flags, find_model, preflight
 from tests.support.repository import ROOT
 
 REPOSITORY = ROOT

@@ -91,17 +91,17 @@ def check_video(folder: Path, latents: torch.Tensor, ranks: int, host: str) -> N
 @pytest.mark.parametrize(
     ("host", "model", "ranks"),
     [
-        ("xdit", "wan", 1),
+        ("diffusers", "wan", 1),
         ("diffusers", "cogvideox", 2),
     ],
-)  # Wan on two ranks: over two nodes in xDiT, and by srun in ParaAttention. CogVideoX in xDiT: test_xdit_runs
+)  # Wan on two ranks: over two nodes, and by srun in ParaAttention
 def test_from_yaml_to_mp4(tmp_path, expected, host, model, ranks):
     """On two ranks it is the real start: an interpreter for the command, for torchrun, and for each rank."""
-    if importlib.util.find_spec({"xdit": "xfuser"}.get(host, host)) is None:
+    if importlib.util.find_spec(host) is None:
         pytest.skip(f"host {host} is not installed")
     # CogVideoX's other size has heads enough: 6 on 2 ranks. In Wan's, blocks of 32 leave ragged ends.
     line = command(f"tiny-{model}", tmp_path / "ball.mp4", "--host", host, "--nproc", ranks, "--json")
-    start = subprocess.run if host == "diffusers" else run
+    start = subprocess.run if ranks == 2 else run
     done = start([*line, "--report", str(tmp_path / "report")], **CAPTURED)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -122,10 +122,10 @@ def test_from_yaml_to_mp4(tmp_path, expected, host, model, ranks):
 
 @pytest.mark.parametrize(
     ("host", "model", "frames"),
-    [("diffusers", "wan-vace", 2), ("xdit", "wan-i2v", 1), ("xdit", "wan2.2", 0)],
+    [("diffusers", "wan-vace", 2), ("diffusers", "wan-i2v", 1), ("diffusers", "wan2.2", 0)],
 )
 def test_from_an_image_and_with_two_transformers(tmp_path, host, model, frames):
-    if importlib.util.find_spec({"xdit": "xfuser"}.get(host, host)) is None:
+    if importlib.util.find_spec(host) is None:
         pytest.skip(f"host {host} is not installed")
     import diffusers
 
@@ -219,7 +219,7 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
             )
         said = [one.communicate(timeout=300)[0] for one in runs]
     assert [one.returncode for one in runs] == [0, 0], "\n".join(said)
-    check_video(tmp_path / "node0", expected("wan"), 2, "xdit")
+    check_video(tmp_path / "node0", expected("wan"), 2, "diffusers")
     assert "strategy U1R2" in said[0], "heads are shared out within a node, blocks between nodes"
     assert "the video is on the node where rank 0 runs" in said[1]
     assert [path.suffix for path in (tmp_path / "node1").iterdir()] == [".log"]

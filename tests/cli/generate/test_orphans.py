@@ -9,7 +9,6 @@ import subprocess
 import sys
 import termios
 import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,6 @@ import pytest
 from dbsp_cli.generate.launch import Launch
 from dbsp_cli.generate.rank_output import LogFollower, RunFailed
 from dbsp_cli.generate.supervisor import end_cleanly_on_signals, run_watched
-from dbsp_diffusers.patching import PatchSet
-from dbsp_xdit.autoload import autoload
-from dbsp_xdit.patches import _patch_cli
 from tests.cli.generate.cheap_ranks import LIMIT_S, Ranks, generating, runs, wait_until
 from tests.cli.generate.tiny_mp4 import tiny_mp4
 from tests.support.repository import child_environment
@@ -165,67 +161,6 @@ def test_a_torchrun_that_was_told_to_end_is_said_to_be_and_no_rank_is_blamed(tmp
     )
     with pytest.raises(RunFailed, match="torchrun, which runs the ranks, was ended from outside by SIGTERM; all"):
         run_watched([sys.executable, "-c", told], tmp_path / "log", tmp_path / "ranks", LogFollower(1))
-
-
-TORCHRUN = ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "xfuser.runner", "--model", "m"]
-RANK = ["python", "-u", "-m", "xfuser.runner", "--model", "m"]
-
-
-class TestXdit:
-    """Its processes are xfuser's: torch calls `autoload` in each."""
-
-    @pytest.mark.parametrize(
-        ("command", "run", "tied"),
-        [
-            ([*TORCHRUN, "--sp-backend", "dbsp"], None, [signal.SIGTERM]),
-            ([*RANK, "--sp-backend", "dbsp"], "run", [signal.SIGKILL]),
-            ([*RANK, "--sp-backend", "dbsp"], None, []),
-            (["python", "xdit", "--sp-backend", "dbsp"], None, []),
-            (["python", "xdit", "--sp-backend", "dbsp"], "run", []),
-            (TORCHRUN, None, []),
-            (RANK, "run", []),
-        ],
-    )
-    def test_torchrun_ends_with_xdit_and_ranks_with_torchrun(self, monkeypatch, command, run, tied):
-        """A pod may export RANK to a process that is no rank of torchrun's, and ends with nobody."""
-        asked: list[signal.Signals] = []
-        monkeypatch.setattr("dbsp_start.parents.end_with_parent", lambda by: asked.append(by))
-        monkeypatch.setattr("dbsp_xdit.patches.install", lambda active, script=False: None)
-        monkeypatch.setattr(sys, "orig_argv", command)
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        if run is not None:
-            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-        autoload()
-        assert asked == tied
-
-    @pytest.mark.parametrize("ignored", [False, True])
-    def test_a_closed_terminal_is_as_a_request_to_end_unless_it_is_ignored(self, monkeypatch, ignored):
-        """xdit's own handler of SIGTERM ends torchrun."""
-
-        def main(arguments: list[str]) -> None:
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-            signal.raise_signal(signal.SIGHUP)
-
-        cli = types.ModuleType("xfuser.cli")
-        cli.main = main
-        environment = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"}
-        monkeypatch.setattr(os, "environ", environment)
-        _patch_cli(cli, PatchSet())
-        monkeypatch.setattr("dbsp_xdit.models.preflight", lambda arguments: None)
-        kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
-        try:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-            if ignored:
-                cli.main([])
-            else:
-                with pytest.raises(SystemExit) as ended:
-                    cli.main([])
-                assert ended.value.code == 7
-            assert ("PET_SIGNALS_TO_HANDLE" in environment) is ignored
-        finally:
-            for number, handler in kept.items():
-                signal.signal(number, handler)
 
 
 SLEEPER = "import os\nprint(os.getpid(), flush=True)\nimport time\ntime.sleep(600)\n"

@@ -18,7 +18,6 @@ from dbsp_cli.generate.supervisor import run_watched
 from dbsp_cli.generate.work_folder import put_folder, work_folder
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.utils.errors import UserError
-from dbsp_xdit.models import preflight
 from tests.cli.generate.tiny_mp4 import tiny_mp4
 
 REPORT = {"balance.png": b"a picture", "latents.safetensors": b"the latents", "report.json": b"{}"}
@@ -106,16 +105,6 @@ class TestBefore:
         job(tmp_path, report=tmp_path / "file", launch=Launch(node_rank=1, **nodes))
         with pytest.raises(UserError, match="is a file"):
             job(tmp_path, report=tmp_path / "file", launch=Launch(node_rank=0, **nodes))
-
-    def test_xdit_refuses_it_as_well(self, tmp_path):
-        (tmp_path / "file").touch()
-        for place in ("file", "folder"):
-            (tmp_path / f"{place}.yaml").write_text(f"mask: {{source: sparge}}\nreport: {tmp_path / place}\n")
-        line = ["--model", "wan2.1-t2v-14b", "--sp-backend", "dbsp", "--sp-config"]
-        with pytest.raises(UserError, match=r"report .*/file is a file; give the name of a folder"):
-            preflight([*line, str(tmp_path / "file.yaml")])
-        preflight([*line, str(tmp_path / "folder.yaml")])
-        preflight([*line, str(tmp_path / "file.yaml"), "--nnodes=2"])
 
     def test_nothing_is_made_by_looking(self, tmp_path):
         job(tmp_path, out=tmp_path / "a" / "ball.mp4", report=tmp_path / "b" / "report")

@@ -167,8 +167,6 @@ def _generations() -> dict[str, Generation]:
     found.append(
         Generation("kill torchrun", "denoising", 1, "torchrun, which runs the ranks, was ended from outside", nproc=2)
     )
-    found.append(Generation("kill", "denoising", 1, KILLED.format(1), nproc=2, host="xdit"))
-    found.append(Generation("go on", "denoising", 143, "", told=signal.SIGTERM, host="xdit"))
     return {f"dbsp generate, {g.nproc} × {g.host}: {g.told.name if g.told else g.act} in {g.phase}": g for g in found}
 
 
