@@ -1,6 +1,6 @@
 """What an xdit command line asks for: db-SP's flags with their configuration, and the model that `--model` means.
 
-xfuser's own models run as they are; CogVideoX, sizes of Wan that xfuser lacks, and local folders as diffusers' pipelines.
+xfuser's own models run as they are; CogVideoX, some sizes of Wan and local folders as diffusers' pipelines.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ PACKAGES = {
     "dbsp_kernels": set(),
     "dbsp_core": {"dbsp_kernels"},
     "dbsp_diffusers": {"dbsp_core", "dbsp_kernels"},
-    "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
+    "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_para": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_vllm_omni": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_sglang": {"dbsp_core", "dbsp_kernels"},
@@ -94,8 +94,8 @@ def test_arrows_between_packages():
 
 def test_a_module_named_in_a_string_would_be_found(tmp_path):
     file = tmp_path / "late.py"
-    file.write_text('"""dbsp_core.prose"""\nimportlib.import_module("dbsp_xdit.generate")\n')
-    assert strings_of(file) == {"dbsp_xdit.generate"}
+    file.write_text('"""dbsp_core.prose"""\nimportlib.import_module("dbsp_xdit.runner")\n')
+    assert strings_of(file) == {"dbsp_xdit.runner"}
 
 
 def test_the_core_imports_no_host_with_itself():
@@ -294,7 +294,7 @@ def test_everything_imports_without_hosts_and_doctor_names_them_and_the_fix():
     xdit = next(finding for what, finding in findings.items() if what.startswith("xDiT"))
     assert (xdit["state"], xdit["detail"]) == ("missing", "lacks xfuser, diffusers, transformers")
     assert xdit["fix"].endswith("pip install '.[xdit]' in db-SP's repository")
-    assert "to generate, pip install '.[xdit]'" in json.loads(done.stdout)["verdict"]
+    assert "to generate, pip install '.[diffusers]'" in json.loads(done.stdout)["verdict"]
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "dbsp_configs"])
