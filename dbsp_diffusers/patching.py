@@ -189,10 +189,10 @@ def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) ->
     """
     for place, arguments in names.items():
         try:
-            taken = inspect.signature(pkgutil.resolve_name(place)).parameters
+            taken = set(inspect.signature(pkgutil.resolve_name(place)).parameters)
         except (ImportError, AttributeError):
-            taken = {}
-        if not taken.keys() >= set(arguments):
+            taken = set()
+        if not taken.issuperset(arguments):
             raise UserError(
                 f"{package} {installed_version(package)} does not have {place}({', '.join(arguments)}), which db-SP "
                 f"expects; {fix}"

@@ -160,7 +160,7 @@ def _diffusers_model(source: str, dtype: torch.dtype) -> type:
     from xfuser.model_executor.models.runner_models import base_model as xfuser
 
     signature = signature_of_model(source)
-    spec = None if signature is None else published_model(signature)
+    spec = find_model_spec(source) or (None if signature is None else published_model(signature))
     video = GenerateSettings() if spec is None else spec.video
     usual = {name: getattr(video, name, None) for name in _ARGUMENTS if name != "prompt"}
 

@@ -130,6 +130,26 @@ def test_a_prompt_is_asked_for_before_anything_is_launched(pool):
     assert said == "--prompt is missing; say what to generate"
 
 
+def test_the_place_of_the_report_is_looked_at_first_where_it_is_written(pool, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dbsp.yaml").write_text(f"mask: {{source: sparge}}\nreport: {tmp_path / 'file'}\n")
+    workers = pool(1)
+    workers.run(start_xfuser)
+    line = [
+        "--model",
+        "Wan2.1-T2V",
+        "--prompt",
+        "x",
+        "--sp-backend",
+        "dbsp",
+        "--sp-config",
+        str(tmp_path / "dbsp.yaml"),
+    ]
+    (said,) = workers.run(preflight_error, line)
+    assert said.endswith("file is a file; give the name of a folder")
+    assert workers.run(preflight_error, [*line, "--nnodes=2"]) == [""]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
