@@ -128,7 +128,6 @@ def _wraps(part: Any) -> bool:
 
 def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
     """Puts what xfuser has wrapped among a module's parts back into its place."""
-
     for name, part in list(module.named_children()):
         inner: Any = part.module if _wraps(part) else part
         if inner is not part:
