@@ -119,8 +119,8 @@ def _change_runner(module: ModuleType, patches: PatchSet) -> None:
 
 def allow_all_degrees(patches: PatchSet) -> None:
     """Leaves out xfuser's checks of its own self-attention: heads that x does not divide, kernels without ring."""
-    from xfuser.core.distributed.runtime_state import DiTRuntimeState, RuntimeState
+    from xfuser.core.distributed import runtime_state as state
 
-    name = "_check_if_backend_compatible_with_current_configuration"
-    patches.set_attribute(RuntimeState, name, lambda self, attention_backend: None)
-    patches.set_attribute(DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
+    name, of_model = "_check_if_backend_compatible_with_current_configuration", "_check_model_and_parallel_config"
+    patches.set_attribute(state.RuntimeState, name, lambda self, attention_backend: None)
+    patches.set_attribute(state.DiTRuntimeState, of_model, lambda self, pipeline, parallel_config: None)

@@ -84,6 +84,11 @@ def test_a_mask_may_come_with_its_settings(text, mask):
     assert config.mask == mask
 
 
+def test_a_mask_file_must_exist():
+    with pytest.raises(UserError, match=r"mask file /nowhere\.safetensors does not exist"):
+        config_from({**FLAG, "sp_config": "/nowhere.safetensors"})
+
+
 def test_usp_asks_for_nothing():
     assert config_from({"sp_backend": "usp", "model": "m", "ulysses_degree": 2}) is None
     assert config_from({"model": "m"}) is None
@@ -99,7 +104,6 @@ def test_usp_asks_for_nothing():
         ("--sp-planner paper", "removed; write planner in the file of --sp-config"),
         ("--sp-vae", "removed; write vae: true in the file of --sp-config"),
         ("--sp-report out", "removed; write report: DIR in the file of --sp-config"),
-        ("--sp-config /nowhere.safetensors", "does not exist"),
         ("--sp_config=radail:width=1", "did you mean 'radial'"),
         ("--sp-config radial:wdith=1", "unknown key 'wdith' in mask source 'radial'"),
         ("--sp-config radial:width", "write NAME:key=value"),

@@ -151,6 +151,7 @@ def preflight_error(rank: int, world: int, argv: list[str]) -> str:
 
 def rank_error(rank: int, world: int, name: str) -> str:
     """Returns what a rank writes when it is given a wrong `--model`, and ends with exit code 2."""
+    import xfuser.model_executor.models.runner_models.base_model  # noqa: F401  as xfuser's runner does first
     from xfuser import xFuserArgs
 
     said = io.StringIO()
