@@ -188,6 +188,8 @@ def run_family(rank: int, world: int, model: str, place: str) -> tuple[float, fl
     settings = {key: value for key, value in stock.config.items() if not key.startswith("_")}
     wrapped = cls(**{key: value for key, value in settings.items() if anything or key in known}).eval()
     wrapped.load_state_dict(stock.state_dict())
+    if model == "minimax-h3":
+        wrapped.fuse_qkv_projections()  # as xfuser's runner does
     config = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}, "strategy": "U1R2"}
     with torch.no_grad():
         dense = outputs(stock, inputs)
