@@ -16,11 +16,10 @@ from tests.support.repository import ROOT, child_environment
 from tests.support.texts import nodes_of, strings_of, tree_of
 
 PACKAGES = {
-    "dbsp_start": set(),
     "dbsp_kernels": set(),
     "dbsp_core": {"dbsp_kernels"},
     "dbsp_diffusers": {"dbsp_core", "dbsp_kernels"},
-    "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
+    "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_para": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_engines": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_cli": {
@@ -30,7 +29,6 @@ PACKAGES = {
         "dbsp_diffusers",
         "dbsp_core",
         "dbsp_kernels",
-        "dbsp_start",
     },
 }
 """Our packages, and which of them each may name: in imports, and in strings that are modules."""
@@ -100,8 +98,8 @@ def test_arrows_between_packages():
 
 def test_a_module_named_in_a_string_would_be_found(tmp_path):
     file = tmp_path / "late.py"
-    file.write_text('"""dbsp_core.prose"""\nimportlib.import_module("dbsp_xdit.generate")\n')
-    assert strings_of(file) == {"dbsp_xdit.generate"}
+    file.write_text('"""dbsp_core.prose"""\nimportlib.import_module("dbsp_xdit.runner")\n')
+    assert strings_of(file) == {"dbsp_xdit.runner"}
 
 
 def test_the_core_imports_no_host_with_itself():
@@ -114,10 +112,11 @@ def test_plain_diffusers_needs_neither_of_the_other_hosts():
     assert found_in(files("dbsp_diffusers"), lambda path: tops(imports(path)) & {"xfuser", "para_attn"}) == {}
 
 
-def test_what_starts_processes_needs_nothing_but_python():
-    """So that a rank is tied to its torchrun, and an interrupt is quiet, before torch has been imported."""
-    own = {"dbsp_start"} | sys.stdlib_module_names
-    assert found_in(files("dbsp_start"), lambda path: tops(imports(path, inside_functions=False)) - own) == {}
+def test_what_begins_a_process_needs_nothing_but_python():
+    """So that an interrupt is quiet before torch has been imported, and torch can call what it loads."""
+    first = [folder_of("dbsp_cli") / f"{name}.py" for name in ("__init__", "entry", "import_hook", "quick_end")]
+    own = {"dbsp_cli"} | sys.stdlib_module_names
+    assert found_in(first, lambda path: tops(imports(path, inside_functions=False)) - own) == {}
 
 
 def test_the_pure_planning_functions_need_numpy_alone():

@@ -108,7 +108,8 @@ HOSTS = (
         "xDiT",
         ("xfuser", "diffusers", "transformers", "triton"),
         "xdit",
-        "from dbsp_xdit.patches import install; install(active=True); import xfuser.runner, dbsp_xdit.attachment",
+        "from dbsp_cli.import_hook import after_import; from dbsp_xdit.runner import install; "
+        "install(after_import); import xfuser.runner, dbsp_xdit.attachment",
         "for xdit --sp-backend dbsp",
     ),
     Importable(

@@ -177,7 +177,6 @@ class RunObserver(SessionObserver):
         calls: Attentions of the run so far, oldest first.
         seconds: Time of the last pipeline call, if there is a pipeline.
         latents: The last result of the pipeline's scheduler.
-        postponed: Whether the report is written by others, after several pipeline calls.
     """
 
     compares = True
@@ -186,7 +185,6 @@ class RunObserver(SessionObserver):
     calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
     seconds: float | None = None
     latents: torch.Tensor | None = None
-    postponed: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
     _kernels: dict[str, None] = field(default_factory=dict)

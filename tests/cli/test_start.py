@@ -66,40 +66,6 @@ class TestFaultsOfOurOwn:
         with pytest.raises(IndexError, match="a fault"):
             dbsp("doctor")
 
-    @pytest.mark.parametrize(
-        ("error", "ends"), [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
-    )
-    def test_of_xdit_before_and_in_its_ranks(self, monkeypatch, error, ends, capfd):
-        import types
-
-        from dbsp_diffusers.patching import PatchSet
-        from dbsp_xdit import patches
-
-        def broken(*_: object) -> None:
-            raise error
-
-        cli = types.ModuleType("xfuser.cli")
-        cli.main = broken
-        base = types.ModuleType("base_model")
-        base.xFuserModel = type("xFuserModel", (), dict.fromkeys(("initialize", "run"), broken))
-        base.xFuserModel._post_load_and_state_initialization = lambda self, arguments: None
-        patches._patch_cli(cli, PatchSet())
-        patches._patch_base_model(base, PatchSet())
-        monkeypatch.setattr("dbsp_xdit.models.preflight", broken)
-        monkeypatch.setattr("dbsp_xdit.flags.config_from", broken)
-        model = base.xFuserModel()
-        calls = (
-            lambda: cli.main([]),
-            lambda: model.initialize({}),
-            lambda: model._post_load_and_state_initialization({}),
-        )
-        for call in calls:
-            with pytest.raises(ends) as raised:
-                call()
-            assert raised.value is error or raised.value.code == 2
-        said = capfd.readouterr().err
-        assert said == ("" if ends is ValueError else "dbsp: error: yours\n" * len(calls))
-
     @pytest.mark.parametrize(("error", "ours"), [(IndexError("a fault"), True), (OSError("the disk is full"), False)])
     def test_of_making_a_report_does_not_end_what_has_succeeded(self, monkeypatch, capfd, error, ours):
         from types import SimpleNamespace

@@ -15,7 +15,7 @@ import tests.support.single_process
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, published_model
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_xdit.flags import config_from, parse_known
+from dbsp_xdit.command_line import config_from
 from tests.diffusers.resolve_cases import attach_to_another_model, settings_by_rank
 from tests.support.models.transformers_for_tests import make_transformer
 from tests.support.repository import ROOT
@@ -90,14 +90,14 @@ def test_all_ranks_refuse_together(pool):
 
 
 def test_xdit_without_a_configuration():
-    def asked(*arguments: str) -> DbspConfig | None:
-        return config_from(parse_known(["--sp-backend", "dbsp", *arguments]))
+    def asked(model: str, given: str | None = None) -> DbspConfig | None:
+        return config_from({"sp_backend": "dbsp", "model": model, "sp_config": given})
 
-    assert asked("--model", "Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
-    assert asked("--model", "Wan2.1-T2V", "--sp-config", "radial") != asked("--model", "Wan2.1-T2V")
-    assert asked("--model", "unheard-of") == DbspConfig()
+    assert asked("Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
+    assert asked("Wan2.1-T2V", "radial") != asked("Wan2.1-T2V")
+    assert asked("unheard-of") == DbspConfig()
     with pytest.raises(ValueError, match=r"is for cogvideox1\.5-5b, the model is wan2.1-t2v-14b"):
-        asked("--model", "Wan2.1-T2V", "--sp-config", "cogvideox1.5-5b-sparge")
+        asked("Wan2.1-T2V", "cogvideox1.5-5b-sparge")
 
 
 class TestGenerateRefuses:

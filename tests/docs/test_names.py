@@ -23,7 +23,6 @@ PRODUCT = (
     "dbsp_para",
     "dbsp_engines",
     "dbsp_cli",
-    "dbsp_start",
 )
 SOURCES = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
 OTHER_CODE = [path for folder in ("tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]

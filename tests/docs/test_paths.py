@@ -20,7 +20,6 @@ PACKAGES = (
     "dbsp_para",
     "dbsp_engines",
     "dbsp_cli",
-    "dbsp_start",
     "configs",
 )
 FOLDERS = (*PACKAGES, "scripts", "tests", "docs")

@@ -167,12 +167,12 @@ _PARA_ATTN = (
     ),
     PrivateName(
         "para_attn.first_block_cache.utils:are_two_tensors_similar",
-        "dbsp_para.first_block_cache",
+        "dbsp_para.patches",
         ("t1", "t2", "threshold", "parallelized"),
     ),
     PrivateName(
         "para_attn.first_block_cache.utils",
-        "dbsp_para.first_block_cache",
+        "dbsp_para.patches",
         says=('getattr(self.transformer, "_is_parallelized", False)',),
     ),
     PrivateName(

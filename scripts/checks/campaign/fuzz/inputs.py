@@ -153,8 +153,6 @@ def _fitted(rng: random.Random, originals: Originals, folder: Path) -> Trial:
 
 
 def _model(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    from dbsp_xdit.models import find_model
-
     index, transformer = rng.choice(originals.models)
     if rng.random() < 0.5:
         index = mutated_json(rng, index)
@@ -167,7 +165,6 @@ def _model(rng: random.Random, originals: Originals, folder: Path) -> Trial:
     def read() -> None:
         signature = signature_of_model("model")
         default_config(signature)
-        find_model("model")
         require_same_model(DbspConfig.load("tiny-wan"), signature)
 
     return Trial(f"a model with {index[:700]!r} and {transformer[:700]!r}", read)
