@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -18,9 +16,9 @@ from dbsp_core.models.signature import ModelSignature, model_signature, variant_
 from dbsp_core.models.table import model_title
 from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
-from dbsp_core.utils.errors import UserError, in_number, kind_of
+from dbsp_core.utils.errors import UserError, in_number
 from dbsp_core.utils.process import log
-from dbsp_core.utils.yaml_file import Settings, shown_config
+from dbsp_core.utils.yaml_file import shown_config
 from dbsp_diffusers.models import ARCHITECTURES, architecture_of, known_architecture
 from dbsp_kernels import KernelRequirements, choose_kernel
 
@@ -47,8 +45,6 @@ def resolve_config(
     transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError for an error in the
     settings, and for a configuration of another model.
     """
-    if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
-        raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got {kind_of(config)}")
     if config is None:
         loaded = default_config(identify(transformer, pipe))
     else:
