@@ -10,6 +10,7 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
+from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
@@ -80,7 +81,8 @@ def log_config(
         return
     try:
         needs = KernelRequirements(width=identity.sizes[2])
-        kernel = choose_kernel(config.kernel, like.device, like.dtype, needs).name
+        wanted = kernel_order(config.kernel, config.machine, like.device)
+        kernel = choose_kernel(wanted, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
