@@ -48,8 +48,9 @@ def enable(
     Args:
         model: A pipeline with a `transformer`, and maybe others that take turns with it (Wan2.2's `transformer_2`), or
             such a transformer, of a class that db-SP knows.
-        config: A `DbspConfig`, a mapping, the path of a YAML file or the name of a shipped one. None: the settings
-            shipped for the transformer's checkpoint, dense attention where none are shipped.
+        config: A `DbspConfig`, a mapping, the path of a YAML file, the name of a shipped one, or a mask alone, such as
+            "sparge:cdf=0.92" or a function (see docs/masks.md). None: the settings shipped for the transformer's
+            checkpoint, dense attention where none are shipped.
         mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, whatever others it has: the ranks
             that share a sequence, and how. Default: all ranks.
         group: The ranks that share a sequence, where no mesh says it. Default: all ranks.

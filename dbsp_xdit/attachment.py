@@ -32,8 +32,8 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
 
     Args:
         pipe: A pipeline of diffusers' or xfuser's, with a transformer whose class in diffusers db-SP knows.
-        config: A `DbspConfig`, a mapping, the path of a YAML file, or None for the settings shipped for the
-            transformer's checkpoint, dense attention where none are shipped.
+        config: A `DbspConfig`, a mapping, the path of a YAML file, a mask alone, or None for the settings shipped for
+            the transformer's checkpoint, dense attention where none are shipped.
 
     Returns:
         The session of the pipeline's first transformer (Wan2.2 has two): its plans, strategies and statistics.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dbsp_cli.interfaces import choice_of_gloo, choice_of_nccl
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
+from dbsp_core.cost.machine import kernel_order
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import installed_version
@@ -241,8 +242,10 @@ def _kernels() -> list[Check]:
         else:
             findings.append(Check(f"kernel {name}", "missing", reason, f"kernel {usable} serves instead"))
     try:
-        chosen, set_name = choose_kernel("auto", device, dtype).name, os.environ.get("DBSP_KERNEL")
+        order, set_name = kernel_order("auto", None, torch.device(device)), os.environ.get("DBSP_KERNEL")
+        chosen = choose_kernel(order, device, dtype).name
         why = f"because DBSP_KERNEL={set_name}" if set_name else f"the first that supports {dtype} on {device}"
+        why = why if order == "auto" else "as dbsp bench has measured"
         findings.append(Check("kernel auto", "ok", f"{chosen}, {why}"))
     except UserError as error:
         fix = "unset DBSP_KERNEL" if os.environ.get("DBSP_KERNEL") else "see the line of kernel triton"

@@ -72,7 +72,7 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str)
     key, *rest = path
     inner = values.get(key)
     if rest and not isinstance(inner, (Mapping, type(None))):
-        no_mapping = f"{key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}"
+        no_mapping = f"{key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}; set {key!r} as a whole"
         raise UserError(f"{place}: {why_removed(f'{key}.{rest[0]}') or why_removed(key) or no_mapping}")
     return {**values, key: _put(inner or {}, rest, value, place) if rest else value}
 

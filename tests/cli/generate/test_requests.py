@@ -293,8 +293,8 @@ class TestHome:
             (("plan", "~/m", "--gpus", 2), "mask file HOME/m does not exist"),
             (("plan", "x", "--gpus", 2, "--picture", "~/m/p"), "--picture HOME/m/p: HOME/m is a file"),
             (("masks", "info", "~/m"), "mask file HOME/m does not exist"),
-            (("masks", "convert", "~/m.npy", "out", "--tokens", "64"), "file HOME/m.npy does not exist"),
-            (("masks", "fit", "~/m", "--out", "x"), "HOME/m holds no recording"),
+            (("masks", "convert", "~/m.npy", "out", "tokens=64"), "file HOME/m.npy does not exist"),
+            (("masks", "fit", "x", "~/m"), "HOME/m holds no recording"),
             (("report", "~/m"), "report HOME/m does not exist; a run leaves one in"),
         ],
     )
@@ -315,10 +315,10 @@ GENERATE = ("generate", "--prompt", "x", "--nproc", "1", *(part for size in SIZE
     [
         ("plan", LONG, "--gpus", "2"),
         ("masks", "info", LONG),
-        ("masks", "convert", f"{LONG}.npy", "out", "--tokens", "64"),
-        ("masks", "convert", "in.npy", LONG, "--tokens", "64"),
+        ("masks", "convert", f"{LONG}.npy", "out", "tokens=64"),
+        ("masks", "convert", "in.npy", LONG, "tokens=64"),
         ("masks", "record", LONG, "--", "true"),
-        ("masks", "fit", LONG, "--out", "x"),
+        ("masks", "fit", "x", LONG),
         ("report", LONG),
         ("tiny", "wan", LONG),
         (*GENERATE, "--config", LONG),
@@ -343,10 +343,10 @@ def test_a_name_that_is_too_long_is_one_line(tmp_path, dbsp, monkeypatch, comman
 @pytest.mark.parametrize(
     "command",
     [
-        ("masks", "convert", "FILE", "FILE", "--tokens", "64"),
-        ("masks", "convert", "FILE", "LINK", "--tokens", "64"),
+        ("masks", "convert", "FILE", "FILE", "tokens=64"),
+        ("masks", "convert", "FILE", "LINK", "tokens=64"),
         ("masks", "info", "FILE", "--picture", "FILE"),
-        ("masks", "fit", "FILE", "--out", "FILE"),
+        ("masks", "fit", "FILE", "FILE"),
         ("plan", "FILE", "--gpus", "2", "--picture", "FILE"),
         ("report", "FILE", "--html", "FILE"),
     ],

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from dbsp_core.comm.process_groups import meet
 from dbsp_diffusers.rank_program import process_group, use_local_device
 
-__all__ = ["Sample", "Samples", "Timer", "median_time", "run_ranks", "undisturbed_samples"]
+__all__ = ["Sample", "Samples", "Timer", "run_ranks", "undisturbed_samples"]
 
 
 class Sample(NamedTuple):
@@ -71,13 +71,6 @@ class Timer:
                 samples.append(Sample(seconds, _waited() - waited, time.process_time() - ran))
         return samples
 
-    def samples_alone(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
-        """Times an action that waits for no other rank: on a CPU, by the time that this process ran on a core."""
-        samples = self.samples(action, repeats, warm_up)
-        if self.device == "cuda":
-            return samples
-        return [Sample(max(one.on_core, 1e-9), 0.0, one.on_core) for one in samples]
-
     def _await_quiet(self) -> None:
         start, quiet = time.perf_counter(), 0
         while quiet < 3 and time.perf_counter() - start < self._max_wait_s:
@@ -88,11 +81,6 @@ class Timer:
     def _synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
-
-
-def median_time(by_rank: Sequence[Sequence[Samples]]) -> np.ndarray:
-    """float64[samples]: the slowest rank's seconds, median over quiet repetitions, of by_rank[ranks][samples]."""
-    return np.array([float(np.median(undisturbed_samples(list(one)))) for one in zip(*by_rank, strict=True)])
 
 
 def undisturbed_samples(by_rank: Sequence[Samples]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What calibration's ranks run when they go wrong."""
+"""What benchmarks' ranks run when they go wrong."""
 
 from __future__ import annotations
 
