@@ -17,14 +17,20 @@ __all__ = ["ARCHITECTURES"]
 
 def _ernie(transformer: Any, inputs: Inputs) -> TokenSequence:
     """The image and text, with its padding at the end, are packed; batches are along the second dimension."""
-    lengths = set(read_once(inputs["text_lens"], lambda lengths: lengths.tolist()))
+    lengths = set(_lengths(inputs))
     if len(lengths) > 1:
         raise UserError("the texts of one batch differ in length; run them one after the other")
-    text, thw = int(lengths.pop()), sample_grid(transformer, inputs)
+    text, thw = lengths.pop(), sample_grid(transformer, inputs)
     tokens = math.prod(thw)
     packed = torch.cat([torch.arange(tokens, tokens + text, device="cpu"), torch.arange(tokens, device="cpu")])
     length = tokens + inputs["text_bth"].shape[1]
     return TokenSequence(thw, text, timestep_of(inputs), packed, length)
+
+
+def _lengths(inputs: Inputs) -> list[int]:
+    """Returns the tokens of each item's text."""
+    lengths: list[int] = read_once(inputs["text_lens"], lambda lengths: lengths.tolist())
+    return lengths
 
 
 ARCHITECTURES = {
@@ -38,6 +44,7 @@ ARCHITECTURES = {
             },
             gathered={"final_linear": Cut("packed", 0)},
         ),
+        sizes=_lengths,
         text="first",
         padded_text=True,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -23,16 +24,21 @@ def _z_image(transformer: Any, inputs: Inputs) -> TokenSequence:
     images, captions = inputs["x"], inputs["cap_feats"]
     if isinstance(images[0], list):
         raise UserError("db-SP does not run Z-Image with images beside the generated one; leave db-SP out (disable)")
-    lengths = {_filled(len(caption)) for caption in captions}
-    if len({image.shape for image in images}) > 1 or len(lengths) > 1:
+    if len(set(_sizes(inputs))) > 1:
         raise UserError("the images or prompts of one batch differ in size; run them one after the other")
     patch, patch_t = int(inputs.get("patch_size") or 2), int(inputs.get("f_patch_size") or 1)
     _, frames, height, width = images[0].shape
     thw = frames // patch_t, height // patch, width // patch
     tokens = thw[0] * thw[1] * thw[2]
-    text = _filled(tokens) - tokens + lengths.pop()
+    text = _filled(tokens) - tokens + _filled(len(captions[0]))
     packed = torch.cat([torch.arange(tokens, tokens + text, device="cpu"), torch.arange(tokens, device="cpu")])
     return TokenSequence(thw, text, (1 - inputs["t"].amin()).reshape(1), packed)
+
+
+def _sizes(inputs: Inputs) -> list[Hashable]:
+    """Returns each image's size with the length of its prompt, both as they are filled up."""
+    pairs = zip(inputs["x"], inputs["cap_feats"], strict=True)
+    return [(getattr(image, "shape", None), _filled(len(caption))) for image, caption in pairs]
 
 
 def _filled(tokens: int) -> int:
@@ -48,6 +54,7 @@ ARCHITECTURES = {
             inputs={"layers.0": {"x": Cut("packed", 1)}, "layers.*": {"freqs_cis": Cut("packed", 1)}},
             gathered={"all_final_layer.*": Cut("packed", 1)},
         ),
+        sizes=_sizes,
         text="first",
     ),
 }
