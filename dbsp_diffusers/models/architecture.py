@@ -43,8 +43,8 @@ class Architecture:
             whose keys are the video's tokens: each rank attends to its own, and the ranks' outputs are merged.
         skipped_by: Argument of the self-attention modules by which they may be told to attend to nothing.
         skipped: Returns the layers that may be told so, given a pass's arguments by name.
-        sizes: Returns the size of each item of a batch by a pass's arguments, where one batch may have items of several
-            sizes, such as prompts of different length: those of each size are then run by themselves.
+        sizes: Returns the size of each item of a batch by a pass's arguments, where one batch may have items of
+            several sizes, such as prompts of different length: those of each size are then run by themselves.
         text: Place of text in the sequence that is attended over: "first", "last", or None, not in it.
         padded_text: Whether a mask of its self-attention says only which text is padding, which `sequence` leaves out.
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.

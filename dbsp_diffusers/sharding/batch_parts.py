@@ -34,7 +34,7 @@ def part_of(inputs: Mapping[str, Any], items: Items, batch: int) -> dict[str, An
 
 
 def join_parts(outputs: Sequence[Any], parts: Sequence[Items]) -> Any:
-    """Returns the output of a whole batch from those of its parts: tensors [items, …], and lists or mappings of them."""
+    """Returns a batch's output from those of its parts: tensors [items, …], lists, or tuples or mappings of these."""
     first = outputs[0]
     if isinstance(first, Mapping):
         return type(first)(**{name: join_parts([one[name] for one in outputs], parts) for name in first})

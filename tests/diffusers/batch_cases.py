@@ -50,8 +50,8 @@ def flat(found: list[torch.Tensor], model: str) -> list[torch.Tensor]:
 
 
 def run_ragged(rank: int, world: int, model: str) -> tuple[float, float, float, int]:
-    """Returns the largest difference with dense masks from stock, with sparse ones from single items, of those two from
-    one another, and how many sequences were planned for."""
+    """Returns the largest difference from stock with dense masks and from single items with sparse ones, the masks'
+    effect, and how many sizes were planned for."""
     transformer, inputs, (stock, single) = make_tiny_transformer(model), ragged(model), one_process(model)
     before = fingerprint(transformer)
     with torch.no_grad():
