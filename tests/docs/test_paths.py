@@ -26,7 +26,7 @@ PACKAGES = (
     "dbsp_configs",
 )
 FOLDERS = (*PACKAGES, "scripts", "tests", "docs")
-USERS = {"dbsp_configs/hardware/mine.yaml", "dbsp_diffusers/models/cosmos.py"}
+USERS = {"dbsp_configs/hardware/mine.yaml"}
 """Files that a reader is told to make."""
 _COMMAND = re.compile(r"python3? -m ((?:scripts|tests|dbsp_\w+)(?:\.\w+)+)")
 

@@ -69,7 +69,7 @@ _DIFFUSERS = (
         for cls, arguments in _CLASSES.items()
     ),
     *(
-        PrivateName(f"diffusers:{cls}._cp_plan", "dbsp_diffusers.models.cuts", since=_SINCE.get(cls, ""))
+        PrivateName(f"diffusers:{cls}._cp_plan", "dbsp_diffusers.models.architecture", since=_SINCE.get(cls, ""))
         for cls in _PLANNED
     ),
     PrivateName(
