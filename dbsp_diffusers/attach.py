@@ -26,7 +26,7 @@ from dbsp_diffusers.attached import STATE, Attached, transformers_in, transforme
 from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, GATES_DIFFER, gated_layers, gates_in_checkpoint
-from dbsp_diffusers.packed.packing import packing_of
+from dbsp_diffusers.packed.forward import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
