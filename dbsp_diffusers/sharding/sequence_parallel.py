@@ -27,10 +27,9 @@ from dbsp_diffusers.patching import (
     signature_of,
     without_argument,
 )
-from dbsp_diffusers.sharding.backends import NativeBackend
+from dbsp_diffusers.sharding.attention import NativeBackend, intercept_attention
 from dbsp_diffusers.sharding.batch_parts import join_parts, part_of, parts_by_size
 from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
-from dbsp_diffusers.sharding.intercept import intercept_attention
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 

@@ -110,11 +110,13 @@ _DIFFUSERS = (
         "diffusers:ModelMixin.__init__", "dbsp_diffusers.packed.tokens", says=("self._gradient_checkpointing_func =",)
     ),
     PrivateName("diffusers:ModelMixin._parallel_config", "dbsp_diffusers.attach"),
-    PrivateName("diffusers.models.attention_dispatch:AttentionBackendName.NATIVE", "dbsp_diffusers.sharding.backends"),
+    PrivateName(
+        "diffusers.models.attention_dispatch:AttentionBackendName.NATIVE", "dbsp_diffusers.sharding.attention"
+    ),
     *(
         PrivateName(f"diffusers.models.transformers.transformer_wan:WanAttnProcessor.{name}", user)
         for name, user in (
-            ("_attention_backend", "dbsp_diffusers.sharding.backends"),
+            ("_attention_backend", "dbsp_diffusers.sharding.attention"),
             ("_parallel_config", "dbsp_diffusers.attach"),
         )
     ),
