@@ -1,4 +1,4 @@
-"""What the workers run: what diffusers and torch offer besides and simulated GPUs cannot run, before db-SP and after."""
+"""What the workers run: what simulated GPUs cannot run of what diffusers and torch offer, before db-SP and after."""
 
 from __future__ import annotations
 
