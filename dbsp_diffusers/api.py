@@ -43,7 +43,7 @@ def enable(
 
     Every rank is given the whole input and returns the whole output. Text, where it is in the same sequence, is
     sharded like video. In a pipeline's calls all ranks draw the first rank's random numbers. Call it on all ranks
-    together, before `torch.compile`; without torch.distributed it is one process with sparse attention.
+    together; without torch.distributed it is one process with sparse attention.
 
     Args:
         model: A pipeline with a `transformer`, and maybe others that take turns with it (Wan2.2's `transformer_2`), or
@@ -66,8 +66,9 @@ def enable(
         The session: its plans, strategies and statistics. Of two transformers that of the first; see `sessions_of`.
 
     Raises:
-        UserError: On all ranks together, for a transformer that is unknown, compiled or parallelized already, or a
-            mesh, strategy or configuration that does not fit or differs between ranks. The model is then as it was.
+        UserError: On all ranks together, for a transformer that is unknown, parallelized already, spread over several
+            GPUs or another one than on other ranks, or a mesh, strategy or configuration that does not fit or differs
+            between ranks. The model is then as it was.
     """
     _refuse_removed(removed)
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)

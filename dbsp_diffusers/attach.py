@@ -22,11 +22,18 @@ from dbsp_core.runtime.agreement import agree_on_settings
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
-from dbsp_diffusers.attached import STATE, Attached, transformers_in, transformers_of
+from dbsp_diffusers.attached import (
+    STATE,
+    Attached,
+    carried_by,
+    transformers_in,
+    transformers_of,
+    weights_fingerprint,
+)
 from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, GATES_DIFFER, gated_layers, gates_in_checkpoint
-from dbsp_diffusers.packed.packing import packing_of
+from dbsp_diffusers.packed.forward import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
@@ -38,7 +45,12 @@ from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
 __all__ = ["Host", "attach_host"]
 
-_DIFFER = ("the configuration differs on rank(s) {}; it must be the same on every rank", GATES_DIFFER)
+_DIFFER = (
+    "the configuration differs on rank(s) {}; it must be the same on every rank",
+    GATES_DIFFER,
+    "the transformer's weights differ in name, shape, dtype or adapters on rank(s) {}; load the same checkpoint, LoRA "
+    "and quantisation on every rank",
+)
 VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
 
 
@@ -87,7 +99,8 @@ class _Attaching:
         """Returns fingerprints of what must be the same on all ranks, by complaint."""
         configs = [session.config.fingerprint for _, session in self.sessions]
         gated = [gated_layers(one, session.config.mask, self.gates) for one, session in self.sessions]
-        return dict(zip(_DIFFER, (fingerprint_of(configs), fingerprint_of(gated)), strict=True))
+        weights = [weights_fingerprint(transformer) for transformer, _ in self.sessions]
+        return dict(zip(_DIFFER, map(fingerprint_of, (configs, gated, weights)), strict=True))
 
 
 def attach_host(
@@ -103,6 +116,7 @@ def attach_host(
 
     `patches` are changes made already, which are undone with the others.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile returns calls this module's hooks
     ranks, changes = host.sequence, patches or PatchSet()
     with changes:
         # 1. Alone.
@@ -183,6 +197,9 @@ def _log(made: _Attaching, host: Host) -> None:
     """Logs the settings in effect, and gates that were found."""
     for (transformer, session), like in zip(made.sessions, made.like, strict=True):
         log_config(session.config, identify(transformer, made.pipe), host.sequence, session.strategy, like)
+        carried = carried_by(transformer)
+        if carried and host.sequence.rank == 0:
+            log.info("the %s carries %s", type(transformer).__name__, ", ".join(carried))
     if made.gates and host.sequence.rank == 0:
         log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, len(made.gates))
 

@@ -6,15 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_diffusers.models import known_architecture
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generations import Generations
 
-__all__ = ["STATE", "Attached", "attached_to", "transformers_in", "transformers_of"]
+__all__ = [
+    "STATE",
+    "Attached",
+    "attached_to",
+    "carried_by",
+    "transformers_in",
+    "transformers_of",
+    "weights_fingerprint",
+]
 
 _NAMES = ("transformer", "transformer_2")
 STATE = "_dbsp"
@@ -37,20 +46,17 @@ class Attached:
 
 
 def transformers_of(model: Any) -> dict[str, Any]:
-    """A pipeline's transformers by its names of them, or the transformer that is given.
+    """A pipeline's transformers by its names of them, or the one that is given, as they are without torch.compile.
 
-    Raises UserError for a pipeline without any or without room for attributes, and for a compiled transformer.
+    Raises UserError for a pipeline without any or without room for attributes.
     """
-    found = transformers_in(model)
+    found = {name: getattr(part, "_orig_mod", part) for name, part in transformers_in(model).items()}
     if not found:
         raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
     if not hasattr(model, "__dict__"):
         raise UserError(
             f"{type(model).__name__} has __slots__, and db-SP keeps attributes on a pipeline; pass its transformer"
         )
-    for transformer in found.values():
-        if hasattr(transformer, "_orig_mod"):  # what torch.compile returned: its hooks would not be reached
-            raise UserError("this transformer is compiled already; parallelize first, then call torch.compile")
     return found
 
 
@@ -74,6 +80,32 @@ def transformers_in(model: Any) -> dict[str, Any]:
 def _is_known(part: Any) -> bool:
     """Returns whether part of a pipeline is a transformer of a class that db-SP knows, compiled or not."""
     return isinstance(part, nn.Module) and known_architecture(getattr(part, "_orig_mod", part)) is not None
+
+
+def carried_by(transformer: nn.Module) -> list[str]:
+    """Returns what a transformer carries beside its class's own weights: adapters, and weights of integers."""
+    adapters = {name: getattr(part, "merged_adapters", ()) for part in transformer.modules() for name in _active(part)}
+    found = [f"LoRA {name}" + (" (fused)" if name in merged else "") for name, merged in sorted(adapters.items())]
+    weights = {str(p.dtype).removeprefix("torch.") for p in transformer.parameters() if not _is_number(p.dtype)}
+    return found + [f"weights of {name}" for name in sorted(weights)]
+
+
+def _active(part: nn.Module) -> Sequence[str]:
+    """Returns the names of a layer's adapters that are in use, fused into its weights or not."""
+    both = (getattr(part, name, ()) for name in ("active_adapters", "merged_adapters"))
+    return [name for names in both if isinstance(names, (list, tuple)) for name in names]
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def weights_fingerprint(transformer: nn.Module) -> int:
+    """Returns a fingerprint of a transformer's parameters, by name, shape, dtype and type, and adapters in use."""
+    weights = [
+        (name, tuple(p.shape), str(p.dtype), type(p.data).__name__) for name, p in transformer.named_parameters()
+    ]
+    return fingerprint_of((weights, carried_by(transformer)))
 
 
 def attached_to(model: Any) -> Attached | None:

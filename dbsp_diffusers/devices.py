@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from dbsp_core.utils.process import environment_number, log
 
 __all__ = ["require_own_gpus", "use_model_device"]
 
+_SPREAD = (
+    "a rank runs its model on one GPU, and this one's transformers are on {} (a device map?); load the pipeline "
+    "without device_map, or call pipe.reset_device_map(), and move it to one GPU per rank"
+)
 _SHARED = (
     "ranks {} run their model on one and the same GPU; on every rank, first call "
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), then move the model to that GPU: pipe.to(f"cuda:{{rank}}") '
@@ -32,8 +36,14 @@ def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> tuple
     Args:
         models: A pipeline's transformers; accelerate's offloading hooks are followed to their GPU.
         group: The ranks that run the pipeline together.
+
+    Raises:
+        UserError: For transformers that are spread over several GPUs, as a device map does.
     """
-    device = next(filter(None, map(_gpu_of, models)), None)
+    devices = list(dict.fromkeys(device for model in models for device in _gpus_of(model)))
+    if len(devices) > 1:
+        raise UserError(_SPREAD.format(", ".join(map(str, devices))))
+    device = devices[0] if devices else None
     current = _launchers_gpu() if device is None else device
     if current is not None:
         torch.cuda.set_device(current)
@@ -57,8 +67,8 @@ def require_own_gpus(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> No
         log.warning(message)
 
 
-def _gpu_of(model: nn.Module) -> torch.device | None:
-    """Returns the GPU that a model's weights are on or are brought to, or None."""
+def _gpus_of(model: nn.Module) -> Iterator[torch.device]:
+    """Yields the GPUs that a model's weights are on or are brought to."""
     places: list[Any] = [parameter.device for parameter in model.parameters()]
     places += [getattr(getattr(part, "_hf_hook", None), "execution_device", None) for part in model.modules()]
     devices = (
@@ -66,7 +76,7 @@ def _gpu_of(model: nn.Module) -> torch.device | None:
         for place in places
         if place is not None
     )
-    return next((device for device in devices if device.type == "cuda" and device.index is not None), None)
+    yield from (device for device in devices if device.type == "cuda" and device.index is not None)
 
 
 def _launchers_gpu() -> torch.device | None:

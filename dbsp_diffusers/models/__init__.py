@@ -1,9 +1,13 @@
 """What db-SP must know of a transformer class, as data: where self-attention is, what is cut, what the tokens are."""
 
-from dbsp_diffusers.models.architecture import Architecture, heads_of
-from dbsp_diffusers.models.cuts import Cut, Cuts, DerivedCuts
-from dbsp_diffusers.models.refused import REFUSED
-from dbsp_diffusers.models.table import ARCHITECTURES, architecture_of, known_architecture, register_architecture
+from dbsp_diffusers.models.architecture import Architecture, Cut, Cuts, DerivedCuts, heads_of
+from dbsp_diffusers.models.table import (
+    ARCHITECTURES,
+    REFUSED,
+    architecture_of,
+    known_architecture,
+    register_architecture,
+)
 from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
 
 __all__ = [

@@ -1,19 +1,127 @@
-"""One transformer class, as data."""
+"""One transformer class as data: where self-attention is, and which tensors ranks cut along tokens and gather."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from torch import nn
 
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.sources import MaskSource
-from dbsp_diffusers.models.cuts import Cuts, DerivedCuts, modules_at
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.token_sequence import TokenSequence
 
-__all__ = ["Architecture", "OwnMask", "heads_of"]
+__all__ = ["OUTPUT", "Architecture", "Cut", "Cuts", "DerivedCuts", "OwnMask", "Stream", "heads_of", "modules_at"]
+
+Stream = Literal["video", "text", "packed"]
+"""Whose tokens: "packed" for all of a model with one packed sequence, in that sequence's order."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor, or a list or mapping of tensors, of whose tokens a rank keeps its share.
+
+    Attributes:
+        stream: Whose tokens. Text after the tokens that count is padding, and is left out.
+        dim: The dimension of the tokens.
+        ndim: Number of dimensions that a tensor must have to be cut; None: any.
+        grid: Whether the tokens are along three dimensions, (t, h, w) from `dim` on, which the cut makes one.
+        after_text: Whether whole text, which stays as it is, precedes the video along `dim`.
+    """
+
+    stream: Stream
+    dim: int
+    ndim: int | None = None
+    grid: bool = False
+    after_text: bool = False
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """All cuts of a transformer, like diffusers' `_cp_plan`: modules by path (`modules_at`).
+
+    Attributes:
+        inputs: Arguments of each module by name; "" is the transformer itself.
+        outputs: Outputs of each module by index.
+        gathered: The output of each module that holds a rank's share of the transformer's, and is made whole.
+        gathered_early: Outputs, of several by index, that are made whole for modules after them, which every rank then
+            computes alike.
+        gathered_inputs: Arguments that hold a rank's share and are made whole for a module that mixes tokens: every
+            rank computes it alike, and its output is cut again.
+        whole: Modules whose output every rank computes whole, and that is the transformer's, or a part of it.
+    """
+
+    inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
+    outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
+    gathered: Mapping[str, Cut] = field(default_factory=dict)
+    gathered_early: Mapping[str, Cut | Mapping[int, Cut]] = field(default_factory=dict)
+    gathered_inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+
+    def of(self, transformer: nn.Module) -> Cuts:
+        """Returns these cuts, for every transformer of the class."""
+        return self
+
+
+@dataclass(frozen=True)
+class DerivedCuts:
+    """Cuts read from the `_cp_plan` of diffusers' class, which says all but whose tokens a tensor holds.
+
+    Attributes:
+        streams: Exceptions to `stream`, by the argument's name, or by "module.index" of an output; None: not cut.
+        stream: The stream of every other tensor.
+        more: Cuts that the plan lacks.
+    """
+
+    streams: Mapping[str, Stream | None] = field(default_factory=dict)
+    stream: Stream = "video"
+    more: Cuts = field(default_factory=Cuts)
+
+    def of(self, transformer: nn.Module) -> Cuts:
+        """Reads the cuts of a transformer. Raises UserError if this version of diffusers has no plan of it."""
+        plan: Mapping[str, Any] | None = getattr(transformer, "_cp_plan", None)
+        if not plan:
+            raise UserError(
+                f"this version of diffusers has no _cp_plan of {type(transformer).__name__}; install the one that "
+                "db-SP is tested with (constraints.txt)"
+            )
+        inputs = {path: dict(cuts) for path, cuts in self.more.inputs.items()}
+        outputs = {path: dict(cuts) for path, cuts in self.more.outputs.items()}
+        gathered = dict(self.more.gathered)
+        for path, entry in plan.items():
+            if not isinstance(entry, Mapping):
+                gathered[path] = Cut(self.stream, entry.gather_dim)
+                continue
+            for name, part in entry.items():
+                stream = self.streams.get(f"{path}.{name}" if part.split_output else name, self.stream)
+                if stream is None:
+                    continue
+                cut = Cut(stream, part.split_dim, part.expected_dims)
+                if part.split_output:
+                    outputs.setdefault(path, {})[name] = cut
+                else:
+                    inputs.setdefault(path, {})[name] = cut
+        return replace(self.more, inputs=inputs, outputs=outputs, gathered=gathered)
+
+
+OUTPUT = {"proj_out": Cut("video", 1)}
+"""The output that most transformers gather."""
+
+
+def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
+    """The modules that a path names: "" is the root, "*" each element of a list, "-1" its last one."""
+    found = [root]
+    for part in filter(None, path.split(".")):
+        found = [child for one in found for child in _children(one, part)]
+    return found
+
+
+def _children(module: nn.Module, part: str) -> list[nn.Module]:
+    if part in ("*", "-1"):
+        return list(module.children())[-1 if part == "-1" else 0 :]
+    return [module.get_submodule(part)]
 
 
 @dataclass(frozen=True)
@@ -43,6 +151,8 @@ class Architecture:
             whose keys are the video's tokens: each rank attends to its own, and the ranks' outputs are merged.
         skipped_by: Argument of the self-attention modules by which they may be told to attend to nothing.
         skipped: Returns the layers that may be told so, given a pass's arguments by name.
+        sizes: Returns the size of each item of a batch by a pass's arguments, where one batch may have items of
+            several sizes, such as prompts of different length: those of each size are then run by themselves.
         text: Place of text in the sequence that is attended over: "first", "last", or None, not in it.
         padded_text: Whether a mask of its self-attention says only which text is padding, which `sequence` leaves out.
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
@@ -57,6 +167,7 @@ class Architecture:
     attention_to_video: tuple[str, ...] = ()
     skipped_by: str = ""
     skipped: Callable[[Mapping[str, Any]], Collection[int]] = lambda inputs: ()
+    sizes: Callable[[Mapping[str, Any]], Sequence[Hashable]] | None = None
     text: Streams = None
     padded_text: bool = False
     pipeline: str = ""

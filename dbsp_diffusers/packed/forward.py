@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
@@ -19,14 +20,27 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.packed.packing import PACKINGS, packing_of
-from dbsp_diffusers.packed.tokens import Packing
+from dbsp_diffusers.packed.mmdit import FLUX, HUNYUAN
+from dbsp_diffusers.packed.passes import Packing
+from dbsp_diffusers.packed.wan import WAN
 from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, SampleSpec, check_samples
 
-__all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]
+__all__ = ["PACKINGS", "LocalPredictions", "packed_forward", "packed_forward_local", "packing_of"]
+
+PACKINGS = {
+    "WanTransformer3DModel": WAN,
+    "FluxTransformer2DModel": FLUX,
+    "HunyuanVideoTransformer3DModel": HUNYUAN,
+}
+"""How transformers take samples of several sizes in one call, by class name."""
 
 _BAGS_DIFFER = "bags differ on rank(s) {}; give all ranks the same"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def packing_of(transformer: nn.Module) -> Packing | None:
+    """How a transformer takes samples of several sizes, or None where it takes one size at a time."""
+    return next((PACKINGS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PACKINGS), None)
 
 
 def packed_forward(

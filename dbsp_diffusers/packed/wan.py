@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbsp_diffusers.packed.modulation import modulated, scaled
-from dbsp_diffusers.packed.tokens import BlockPass, PackedCall, Packing
+from dbsp_diffusers.packed.passes import BlockPass, PackedCall, Packing, modulated, scaled
 from dbsp_diffusers.packed_samples import SampleSpec, Size
 from dbsp_kernels.exchange import to_device
 

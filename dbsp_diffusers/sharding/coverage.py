@@ -17,7 +17,7 @@ from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import explain_broken_connection
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import known_architecture
-from dbsp_diffusers.models.cuts import modules_at
+from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
 from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement

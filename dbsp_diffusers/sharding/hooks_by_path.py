@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from dbsp_diffusers.models.cuts import modules_at
+from dbsp_diffusers.models.architecture import modules_at
 
 __all__ = ["HooksByPath"]
 

@@ -27,10 +27,10 @@ from dbsp_diffusers.patching import (
     signature_of,
     without_argument,
 )
-from dbsp_diffusers.sharding.backends import NativeBackend
+from dbsp_diffusers.sharding.attention import NativeBackend, intercept_attention
+from dbsp_diffusers.sharding.batch_parts import join_parts, part_of, parts_by_size
 from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
-from dbsp_diffusers.sharding.intercept import intercept_attention
-from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
+from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
 __all__ = ["shard_transformer"]
@@ -123,6 +123,8 @@ class _SequenceSharding:
         self._attention: AttentionSession | Sharing = session
         self._bags = BagSessions(session)
         self._pass: _VideoPass | _PackedPass = _VideoPass({})
+        self._parts: list[tuple[int, ...]] = []
+        """Items of each size in the current pass's batch."""
         self._hooks = HooksByPath(transformer)
         self._made: WeakKeyDictionary[SequenceLayout, Shards] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
@@ -158,6 +160,8 @@ class _SequenceSharding:
         for layer, attention in enumerate(attentions):
             gate = gate_of(attention, self._session.config.mask)
             intercept_attention(attention, functools.partial(self._attend, layer), patches, gate=gate, **options)
+        if self._architecture.sizes is not None:
+            patches.replace_forward(self._transformer, self._by_size)
         for attention in to_video:
             intercept_attention(attention, self._attend_to_video, patches, other_keys=True)
 
@@ -184,6 +188,16 @@ class _SequenceSharding:
         if args and isinstance(args[0], PackedBatch):
             self._pass = _PackedPass()
             return (self._begin_packed(module, args[0]),), kwargs
+        inputs, sizes = signature_of(module).bind(*args, **kwargs).arguments, self._architecture.sizes
+        self._parts = [] if sizes is None else parts_by_size(sizes(inputs))
+        if len(self._parts) > 1:  # each begins by itself
+            self._require_separable(module)
+            return args, kwargs
+        return self._begin_video(module, args, kwargs)
+
+    @torch.compiler.disable
+    def _begin_video(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
+        """Begins a pass of videos of one size, and returns what this rank computes on."""
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
         sequence.require_grid(self._session.config.mask)
@@ -199,6 +213,35 @@ class _SequenceSharding:
         self._pass, self._attention = _VideoPass(self._shards_of(layout, sequence, device)), self._session
         own = self._architecture.own_mask
         return self._cut_own(*(args, kwargs) if own is None else without_argument(module, args, kwargs, own.argument))
+
+    def _require_separable(self, module: nn.Module) -> None:
+        """Raises UserError where items of several sizes cannot be run one size after another."""
+        if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
+            raise UserError(
+                "with gradient checkpointing, items of one batch must have one size and prompts of one length; give "
+                "the transformer one of them at a time, and call backward after each"
+            )
+        if any(may_skip(module, block) for block in self._architecture.blocks_of(module)):
+            raise UserError(
+                "with a step cache, items of one batch must have one size and prompts of one length; run them one "
+                "after the other, or take the cache off (transformer.disable_cache())"
+            )
+
+    def _by_size(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the items of each size of a batch by themselves."""
+        parts = self._parts
+        if len(parts) < 2:
+            return forward(*args, **kwargs)
+        outputs = []
+        for items in parts:
+            own_args, own_kwargs = self._begin_part(items, sum(map(len, parts)), args, kwargs)
+            outputs.append(forward(*own_args, **own_kwargs))
+        return join_parts(outputs, parts)
+
+    @torch.compiler.disable
+    def _begin_part(self, items: tuple[int, ...], batch: int, args: Args, kwargs: Kwargs) -> Arguments:
+        inputs = signature_of(self._transformer).bind(*args, **kwargs).arguments
+        return self._begin_video(self._transformer, (), part_of(inputs, items, batch))
 
     def _begin_packed(self, module: nn.Module, batch: PackedBatch) -> PackedBatch:
         """Begins a packed pass: in this rank's bag, or in all ranks' where no bags are asked for."""

@@ -19,20 +19,35 @@ from torch import nn
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 
 __all__ = ["AUTOENCODERS", "owners_of_tiles", "share_decoding"]
 
+CLEARED = "_clear_conv_cache"
+"""The method by which a loop ends a tile whose state layers keep themselves."""
 AUTOENCODERS: dict[str, str | None] = {
-    "AutoencoderKLWan": "feat_cache",
-    "AutoencoderKLQwenImage": "feat_cache",
+    "AutoencoderKL": None,
     "AutoencoderKLCogVideoX": "conv_cache",
+    "AutoencoderKLFlux2": None,
+    "AutoencoderKLHunyuanImage": None,
+    "AutoencoderKLHunyuanImageRefiner": None,
     "AutoencoderKLHunyuanVideo": None,
     "AutoencoderKLHunyuanVideo15": None,
+    "AutoencoderKLLTX2Video": None,
+    "AutoencoderKLLTXVideo": None,
+    "AutoencoderKLMagvit": CLEARED,
+    "AutoencoderKLMiniMaxH3": None,
+    "AutoencoderKLQwenImage": "feat_cache",
+    "AutoencoderKLWan": "feat_cache",
 }
-"""By class, the argument in which a tile's calls of the decoder, some frames each, hand on their state: a list that
-they fill (feat_cache), or what the call before has returned beside its frames (conv_cache). None: one call a tile."""
+"""By class, how a tile's calls of the decoder, some frames each, hand on their state.
+
+In an argument: a list that they fill (feat_cache), or what the call before has returned beside its frames
+(conv_cache). Or within layers, until the autoencoder's loop ends the tile (`CLEARED`). None: one call a tile."""
+NOT_SHARED = {"AutoencoderKLCosmos": "it has no tiled decode"}
+"""Autoencoders of models that db-SP knows whose decode is not shared, with the reason."""
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -61,7 +76,12 @@ def share_decoding(pipe: Any, agreement: GenerationAgreement, patches: PatchSet)
     vae = getattr(pipe, "vae", None)
     if vae is None:
         raise UserError("vae=True is for a pipeline with an autoencoder, `pipe.vae`; leave it out for a transformer")
-    kinds = [cls.__name__ for cls in type(vae).__mro__ if cls.__name__ in AUTOENCODERS]
+    names = [cls.__name__ for cls in type(vae).__mro__]
+    for name in filter(NOT_SHARED.__contains__, names):
+        if agreement.group.rank == 0:
+            log.warning("vae: the decode of %s is not shared, as %s; every rank decodes all", name, NOT_SHARED[name])
+        return
+    kinds = [name for name in names if name in AUTOENCODERS]
     if not kinds:
         raise UserError(
             f"vae=True: db-SP does not know the decoder of {type(vae).__name__}, only those of "
@@ -93,17 +113,24 @@ class _Noting:
     def __init__(self, carries: str | None) -> None:
         self.tiles: list[list[_Call]] = []
         self._carries = carries
+        self._within = False
+        """Whether a tile goes on, of an autoencoder that ends each by a method."""
+
+    def end_tile(self) -> None:
+        """Stands for that method."""
+        self._within = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = None if self._carries is None else kwargs.get(self._carries)
         returns = self._carries == "conv_cache"
         call = _Call(args, kwargs, object() if returns else given)
         goes_on = bool(self.tiles) and given is not None and given is self.tiles[-1][-1].state
-        if goes_on:
+        if goes_on or self._within:
             self.tiles[-1].append(call)
         else:
             self.tiles.append([call])
-        frames = args[0].new_empty(args[0].shape[0], 0, 0, 0, 0)
+        self._within = self._carries == CLEARED
+        frames = args[0].new_empty(args[0].shape[0], *[0] * (args[0].ndim - 1))
         return (frames, call.state) if returns else frames
 
 
@@ -148,12 +175,12 @@ class _Decoding:
             for tile, owner in zip(tiles, owners, strict=True):
                 if owner == self.group.rank:
                     self._decode(tile)
-            sizes = _sizes_of(tiles)
+            sizes = _sizes_of(tiles, z.ndim)
         except Exception as error:  # any error, such as lack of memory: the others wait for these tiles
             problem = error
         check_consistent(self.group.control(), problem, {}, RuntimeError)
         # 3. Exchange them, and blend all.
-        self._exchange(tiles, owners, sizes, z.device)
+        self._exchange(tiles, owners, sizes, z)
         with self._decoder_replaced(_Returning(tiles, self.carries == "conv_cache")):
             return self.serial(z, *args, **kwargs)
 
@@ -163,7 +190,7 @@ class _Decoding:
         try:
             if needs_gradients(z, *self.vae.parameters()):
                 raise UserError(_NO_GRADIENTS)
-            with self._decoder_replaced(noting):
+            with self._decoder_replaced(noting, ends_tile=noting.end_tile):
                 self.serial(z, *args, **kwargs)
         except Exception as error:  # any error: the others wait for this rank
             problem = error
@@ -185,26 +212,28 @@ class _Decoding:
                 call.out, state = decoder(*call.args, **{**call.kwargs, "conv_cache": state})
             else:
                 call.out = decoder(*call.args, **call.kwargs)
+        if self.carries == CLEARED:
+            getattr(self.vae, CLEARED)()
         for call in tile:  # whose caches are as large as some frames at every layer
             call.args, call.kwargs, call.state = (), {}, None
 
     def _exchange(
-        self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int], known: Sequence[int], device: torch.device
+        self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int], known: Sequence[int], z: torch.Tensor
     ) -> None:
         """Gives every call the frames that its tile's owner has decoded. Collective.
 
-        `known` is what `_sizes_of` says.
+        `known` is what `_sizes_of` says, and `z` the latents: frames have as many dimensions, and are on their device.
         """
         calls = [(call, owner) for tile, owner in zip(tiles, owners, strict=True) for call in tile]
         mine = [call.out for call, owner in calls if owner == self.group.rank and call.out is not None]
         table = torch.tensor(self.group.control().gather_integers(known), device=_CPU).amax(dim=0).tolist()
-        dtype, shapes = _DTYPES[table[0] - 1], [table[1 + 5 * n : 6 + 5 * n] for n in range(len(calls))]
+        dtype, shapes = _DTYPES[table[0] - 1], torch.tensor(table[1:], device=_CPU).view(-1, z.ndim).tolist()
         sizes = [torch.Size(shape).numel() for shape in shapes]
         longest = max(
             sum(size for size, (_, owner) in zip(sizes, calls, strict=True) if owner == rank)
             for rank in range(self.group.size)
         )
-        sent = torch.empty(longest, dtype=dtype, device=device)
+        sent = torch.empty(longest, dtype=dtype, device=z.device)
         torch.cat([one.reshape(-1) for one in mine] or [sent[:0]], out=sent[: sum(one.numel() for one in mine)])
         received, taken = self.group.all_gather(sent), [0] * self.group.size
         for (call, owner), size, shape in zip(calls, sizes, shapes, strict=True):
@@ -212,19 +241,23 @@ class _Decoding:
             taken[owner] += size
 
     @contextmanager
-    def _decoder_replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+    def _decoder_replaced(
+        self, forward: Callable[..., Any], ends_tile: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Within it, the decoder has this forward. Its parts stay in sight: some autoencoders count them."""
         patches = PatchSet()
         patches.set_attribute(self.vae.decoder, "forward", forward)
+        if self.carries == CLEARED:
+            patches.set_attribute(self.vae, CLEARED, ends_tile)
         try:
             yield
         finally:
             patches.detach()
 
 
-def _sizes_of(tiles: Sequence[Sequence[_Call]]) -> list[int]:
+def _sizes_of(tiles: Sequence[Sequence[_Call]], ndim: int) -> list[int]:
     """The dtype's number, and the shape of each call's frames, as this rank knows them: 0 for tiles of other ranks."""
     outs = [call.out for tile in tiles for call in tile]
     dtypes = [1 + _DTYPES.index(out.dtype) for out in outs if out is not None]
-    shapes = [size for out in outs for size in ([0] * 5 if out is None else out.shape)]
+    shapes = [size for out in outs for size in ([0] * ndim if out is None else out.shape)]
     return [max(dtypes, default=0), *shapes]

@@ -30,9 +30,20 @@ def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[st
     return float((out - expected).abs().max()), graphs.runs, graphs.compiled - before
 
 
-def run_blocks_compiled_before(rank: int, world: int, model: str, config: dict[str, Any]) -> tuple[float, float]:
-    """Blocks that were compiled, and ran, before db-SP. returns: largest differences from the same uncompiled, with
-    db-SP and without it again"""
+def _compiled(transformer: Any, how: str) -> Any:
+    """Returns what is called of a transformer that is compiled in one of three ways."""
+    if how == "blocks":
+        transformer.compile_repeated_blocks(fullgraph=True, backend=GraphCounter())
+    elif how == "in place":
+        transformer.compile(backend=GraphCounter())
+    else:
+        return torch.compile(transformer, backend=GraphCounter())
+    return transformer
+
+
+def run_compiled_before(rank: int, world: int, model: str, how: str, config: dict[str, Any]) -> tuple[float, float]:
+    """Of what was compiled, and ran, before db-SP the largest differences from the same uncompiled, with db-SP and
+    without it again."""
     transformer, inputs = make_tiny_transformer(model), tiny_inputs(model)
     torch._dynamo.reset()
     with torch.no_grad():
@@ -40,12 +51,12 @@ def run_blocks_compiled_before(rank: int, world: int, model: str, config: dict[s
         dbsp_diffusers.enable(transformer, config)
         expected = transformer(**inputs)[0]
         dbsp_diffusers.disable(transformer)
-        transformer.compile_repeated_blocks(fullgraph=True, backend=GraphCounter())
-        transformer(**inputs)
-        dbsp_diffusers.enable(transformer, config)
-        out = transformer(**inputs)[0]
-        dbsp_diffusers.disable(transformer)
-        after = transformer(**inputs)[0]
+        fast = _compiled(transformer, how)
+        fast(**inputs)
+        dbsp_diffusers.enable(fast, config)
+        out = fast(**inputs)[0]
+        dbsp_diffusers.disable(fast)
+        after = fast(**inputs)[0]
     assert float((expected - stock).abs().max()) > 1e-3, "the mask must leave something out"
     return float((out - expected).abs().max()), float((after - stock).abs().max())
 

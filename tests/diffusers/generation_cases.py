@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -120,8 +121,15 @@ def refused_on_one(rank: int, world: int, fault: str) -> str:
     transformer, options = make_transformer("wan"), {}
     odd = rank == world - 1
     model: Any = transformer
-    if odd and fault == "compiled":
-        model = torch.compile(transformer)
+    if odd and fault == "adapted":
+        from peft import LoraConfig
+
+        model = make_transformer("wan")
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    elif odd and fault == "spread":
+        model = make_transformer("wan")
+        for gpu, block in enumerate(model.blocks):  # as accelerate leaves a model with a device map
+            block._hf_hook = SimpleNamespace(execution_device=gpu)
     elif odd and fault == "class":
         model = torch.nn.Linear(2, 2)
     elif odd and fault == "none":

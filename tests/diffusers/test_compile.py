@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.diffusers.compile_cases import run_blocks_compiled_before, run_compiled, run_compiled_blocks
+from tests.diffusers.compile_cases import run_compiled, run_compiled_before, run_compiled_blocks
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},
@@ -51,12 +51,17 @@ def test_repeated_blocks_are_compiled_without_a_break(pool, model, mask, graphs)
 
 
 @pytest.mark.parametrize(
-    ("model", "mask"), [("wan", "window"), pytest.param("hunyuan1.5", "window", marks=pytest.mark.long)]
+    ("model", "how"),
+    [
+        ("wan", "blocks"),
+        ("wan", "whole"),
+        ("wan", "in place"),
+        pytest.param("hunyuan1.5", "blocks", marks=pytest.mark.long),
+    ],
 )
-def test_blocks_may_be_compiled_before_db_sp(pool, model, mask):
-    for with_db_sp, without in pool(2).run(
-        run_blocks_compiled_before, model, {"mask": MASKS[mask], "strategy": "U1R2"}
-    ):
+def test_transformer_compiled_before_db_sp_equals_uncompiled(pool, model, how):
+    config = {"mask": MASKS["window"], "strategy": "U1R2"}
+    for with_db_sp, without in pool(2).run(run_compiled_before, model, how, config):
         assert with_db_sp <= 1e-5
         assert without <= 1e-5
 

@@ -91,8 +91,9 @@ def test_a_transformer_compiled_since_has_its_session():
     assert dbsp_diffusers.session_of(compiled) is session
     dbsp_diffusers.disable(compiled)
     assert dbsp_diffusers.session_of(transformer) is None
-    with pytest.raises(ValueError, match="compiled already"):
-        dbsp_diffusers.enable(compiled, CONFIG)
+    session = dbsp_diffusers.enable(compiled, CONFIG)
+    assert dbsp_diffusers.session_of(transformer) is session
+    dbsp_diffusers.disable(compiled)
 
 
 def test_what_is_no_pipeline_is_refused():

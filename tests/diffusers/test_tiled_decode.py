@@ -12,16 +12,28 @@ import torch
 
 from dbsp_core import SequenceGroup
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
-from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, owners_of_tiles, share_decoding
+from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, NOT_SHARED, owners_of_tiles, share_decoding
 from tests.diffusers.tiled_decode_cases import decoded_by_pipelines
 from tests.support.workers import WorkerError
 
 _WAN = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 _COGVIDEOX = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 2, "latent_channels": 4}
+_IMAGE = {"block_out_channels": (4, 4), "layers_per_block": 1, "norm_num_groups": 2, "latent_channels": 4}
+_IMAGE |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+_HUNYUAN_IMAGE = {"in_channels": 3, "out_channels": 3, "latent_channels": 32, "layers_per_block": 1}
+_LTX = {"block_out_channels": (8,) * 4, "latent_channels": 8, "patch_size": 1}
+_MINIMAX = {"latent_channels": 4, "block_out_channels": (4,) * 6, "layers_per_block": 1, "norm_num_groups": 2}
+_MINIMAX |= {"decoder_num_layers": 1, "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 24}
 _TILES = {"tile_sample_min_height": 32, "tile_sample_min_width": 32}
 _STRIDES = {"tile_sample_stride_height": 24, "tile_sample_stride_width": 24}
+
+
+_IMAGES = ("image", "flux2", "hunyuan-image")
+KINDS = ["wan", "wan2.2-ti2v", "qwen", "cogvideox", "hunyuan", "hunyuan1.5", *_IMAGES]
+KINDS += ["hunyuan-image-refiner", "ltx", "ltx2", "magvit", "minimax-h3"]
 
 
 def _small(kind):
@@ -40,7 +52,29 @@ def _small(kind):
         "hunyuan1.5": lambda: diffusers.AutoencoderKLHunyuanVideo15(
             block_out_channels=(16, 16, 32, 32, 32), layers_per_block=1, latent_channels=32
         ),
-    }
+        "image": lambda: diffusers.AutoencoderKL(**_IMAGE, sample_size=8),
+        "flux2": lambda: diffusers.AutoencoderKLFlux2(**_IMAGE, sample_size=8),
+        "hunyuan-image": lambda: diffusers.AutoencoderKLHunyuanImage(
+            **_HUNYUAN_IMAGE, block_out_channels=(64, 64), spatial_compression_ratio=2, sample_size=8
+        ),
+        "hunyuan-image-refiner": lambda: diffusers.AutoencoderKLHunyuanImageRefiner(
+            latent_channels=32, layers_per_block=1, block_out_channels=(32, 32), spatial_compression_ratio=2,
+            temporal_compression_ratio=1,
+        ),
+        "ltx": lambda: diffusers.AutoencoderKLLTXVideo(
+            **_LTX, decoder_block_out_channels=(8,) * 4, layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5
+        ),
+        "ltx2": lambda: diffusers.AutoencoderKLLTX2Video(
+            **_LTX,
+            decoder_block_out_channels=(8, 16, 32),
+            layers_per_block=(1,) * 5,
+            decoder_layers_per_block=(1,) * 4,
+        ),
+        "magvit": lambda: diffusers.AutoencoderKLMagvit(
+            block_out_channels=(4,) * 4, latent_channels=4, layers_per_block=1, norm_num_groups=2
+        ),
+        "minimax-h3": lambda: diffusers.AutoencoderKLMiniMaxH3(**_MINIMAX),
+    }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vae = made[kind]().eval()
@@ -52,11 +86,23 @@ def _small(kind):
         vae.enable_tiling(64, 64, tile_latent_min_height=4, tile_latent_min_width=4)
     elif kind == "cogvideox":
         vae.enable_tiling(32, 32)
+    elif kind == "hunyuan-image-refiner":
+        vae.enable_tiling(8, 8, 6, 6)
+    elif kind == "minimax-h3":  # also cut into runs of frames
+        vae.enable_tiling(64, 64, 16, 16)
+    elif kind.startswith("ltx"):  # also cut into runs of frames
+        space, time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
+        vae.enable_tiling(4 * space, 4 * space, 2 * time, 3 * space, 3 * space, time)
+        vae.use_framewise_decoding = True
+    elif kind in _IMAGES:
+        vae.enable_tiling()
     else:
         vae.enable_tiling(**_TILES, **_STRIDES)
-    channels = {"cogvideox": 4, "hunyuan": 4, "hunyuan1.5": 32}.get(kind, 16)
-    frames = {"qwen": 1, "wan": 3, "wan2.2-ti2v": 2, "cogvideox": 5, "hunyuan": 4, "hunyuan1.5": 1}[kind]
-    size = (2, channels, frames, 5, 9)
+    channels = {"hunyuan1.5": 32, "hunyuan-image": 32, "hunyuan-image-refiner": 32, "ltx": 8, "ltx2": 8}.get(kind, 4)
+    if kind in ("wan", "wan2.2-ti2v", "qwen"):
+        channels = 16
+    frames = {"wan": 3, "cogvideox": 5, "hunyuan": 4, "hunyuan1.5": 1, "qwen": 1, "ltx": 3, "ltx2": 3, "minimax-h3": 7}
+    size = (2, channels, *([] if kind in _IMAGES else [frames.get(kind, 2)]), 5, 9)
     if kind == "hunyuan1.5":  # diffusers' own attention there takes one video
         size = (1, channels, 1, 4, 8)
     return vae, torch.randn(size, generator=torch.Generator().manual_seed(1))
@@ -89,7 +135,7 @@ def _serial(rank, world, vae, z):
     return vae.decode(z).sample
 
 
-@pytest.mark.parametrize("kind", ["wan", "wan2.2-ti2v", "qwen", "cogvideox", "hunyuan", "hunyuan1.5"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_bit_by_bit_the_serial_tiled_decode(threads, kind):
     vae, z = _small(kind)
     expected = _serially(threads, vae, z)
@@ -224,7 +270,19 @@ def test_tiling_is_as_before_once_undone():
 
 
 def test_every_known_class_is_diffusers():
-    assert all(hasattr(diffusers, name) for name in AUTOENCODERS)
+    assert all(hasattr(diffusers, name) for name in (*AUTOENCODERS, *NOT_SHARED))
+    assert {type(_small(kind)[0]).__name__ for kind in KINDS} == set(AUTOENCODERS), "each is tried"
+
+
+def test_decode_that_is_not_shared_is_named_in_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(log, "propagate", True)
+    vae = diffusers.AutoencoderKLCosmos(
+        latent_channels=4, encoder_block_out_channels=(8, 8, 8, 8), decode_block_out_channels=(8, 8, 8, 8),
+    )  # fmt: skip
+    before = dict(vars(vae))
+    _shared(vae, PatchSet())
+    assert vars(vae) == before
+    assert "the decode of AutoencoderKLCosmos is not shared, as it has no tiled decode" in caplog.text
 
 
 def test_owners_of_tiles():

@@ -23,7 +23,7 @@ PACKAGES = (
     "configs",
 )
 FOLDERS = (*PACKAGES, "scripts", "tests", "docs")
-USERS = {"configs/hardware/mine.yaml", "dbsp_diffusers/models/cosmos.py"}
+USERS = {"configs/hardware/mine.yaml"}
 """Files that a reader is told to make."""
 _COMMAND = re.compile(r"python3? -m ((?:scripts|tests|dbsp_\w+)(?:\.\w+)+)")
 

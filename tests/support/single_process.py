@@ -20,7 +20,7 @@ from dbsp_diffusers.models import TokenSequence, architecture_of, heads_of
 from dbsp_diffusers.models.gates import GATE, gate_of, gates_in_checkpoint
 from dbsp_diffusers.patching import Arguments, PatchSet, guidance_branch, signature_of, without_argument
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_diffusers.sharding.intercept import intercept_attention
+from dbsp_diffusers.sharding.attention import intercept_attention
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 

@@ -69,7 +69,7 @@ _DIFFUSERS = (
         for cls, arguments in _CLASSES.items()
     ),
     *(
-        PrivateName(f"diffusers:{cls}._cp_plan", "dbsp_diffusers.models.cuts", since=_SINCE.get(cls, ""))
+        PrivateName(f"diffusers:{cls}._cp_plan", "dbsp_diffusers.models.architecture", since=_SINCE.get(cls, ""))
         for cls in _PLANNED
     ),
     PrivateName(
@@ -110,11 +110,13 @@ _DIFFUSERS = (
         "diffusers:ModelMixin.__init__", "dbsp_diffusers.packed.tokens", says=("self._gradient_checkpointing_func =",)
     ),
     PrivateName("diffusers:ModelMixin._parallel_config", "dbsp_diffusers.attach"),
-    PrivateName("diffusers.models.attention_dispatch:AttentionBackendName.NATIVE", "dbsp_diffusers.sharding.backends"),
+    PrivateName(
+        "diffusers.models.attention_dispatch:AttentionBackendName.NATIVE", "dbsp_diffusers.sharding.attention"
+    ),
     *(
         PrivateName(f"diffusers.models.transformers.transformer_wan:WanAttnProcessor.{name}", user)
         for name, user in (
-            ("_attention_backend", "dbsp_diffusers.sharding.backends"),
+            ("_attention_backend", "dbsp_diffusers.sharding.attention"),
             ("_parallel_config", "dbsp_diffusers.attach"),
         )
     ),

@@ -152,10 +152,6 @@ MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
         "img_shapes is not one grid of tokens",
     ),
     "images of two sizes": (_pass("qwen", {}, img_shapes=[[(1, 5, 7)], [(1, 7, 5)]]), "the same for all items"),
-    "lists of images of two sizes": (
-        _pass("z-image", {}, x=[torch.zeros(4, 1, 10, 14), torch.zeros(4, 1, 14, 10)]),
-        "differ in size",
-    ),
     "a mask between tokens": (
         _pass("ltx2", {}, video_self_attention_mask=torch.ones(2, 105, 105)),
         "with video_self_attention_mask",

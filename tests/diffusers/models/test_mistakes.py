@@ -26,7 +26,7 @@ def test_mistakes_are_refused_on_all_ranks_in_one_line(pool, name):
 
 
 def test_what_diffusers_keeps_on_transformers_and_processors():
-    """If another version differs, see dbsp_diffusers/attach.py and sharding/backends.py."""
+    """If another version differs, see dbsp_diffusers/attach.py and sharding/attention.py."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     transformer = make_tiny_transformer("wan")

@@ -242,7 +242,7 @@ def alone_is_one_by_one(rank: int, world: int, model: str, checkpointing: bool) 
 
 def kept_by_modulation(rank: int, world: int) -> tuple[int, int]:
     """(largest number of elements that autograd keeps of a modulation beside its input, of the few rows)."""
-    from dbsp_diffusers.packed.modulation import scaled
+    from dbsp_diffusers.packed.passes import scaled
 
     kept: list[int] = []
     x = torch.randn(1, 1000, 8, requires_grad=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_diffusers.packed.packing import PACKINGS
+from dbsp_diffusers.packed.forward import PACKINGS
 from tests.diffusers.packed.packed_model_cases import (
     alone_is_one_by_one,
     bad_input,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -16,12 +17,11 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.packed.exchange import exchange_of
-from dbsp_diffusers.packed.placement import Placement
+from dbsp_diffusers.packed.token_map import TokenMap, sample_exchange
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["BlockForward", "BlockPass", "PackedCall", "Packing"]
+__all__ = ["BlockForward", "BlockPass", "PackedCall", "Packing", "modulated", "scaled"]
 
 
 class BlockPass:
@@ -49,7 +49,7 @@ class PackedCall:
     grids: Sequence[Size]
     texts: Sequence[int]
     given: Mapping[int, Condition]
-    here: Placement
+    here: TokenMap
     joint: bool
 
 
@@ -119,9 +119,9 @@ class Packing:
         spec, videos = self.spec(transformer.config), batch.videos
         grids, texts = [one.thw for one in videos], [one.text for one in videos]
         tokens = [one.grid_tokens for one in videos]
-        here = Placement.of(sharing, [one.tokens for one in videos], architecture_of(transformer).text)
+        here = TokenMap.of(sharing, [one.tokens for one in videos], architecture_of(transformer).text)
         # 1. This rank's samples as tokens, and the exchange to the layout.
-        exchange = exchange_of(batch, sharing, here, spec)
+        exchange = sample_exchange(batch, sharing, here, spec)
         x = exchange.take(self._embedded(transformer, batch, spec))
         # 2. Text, timesteps and prompts of the sequences that have tokens here.
         call = PackedCall(batch.sizes, grids, texts, exchange.given, here, joint)
@@ -153,3 +153,39 @@ def _block_of_either(packed: BlockForward, own: Callable[..., Any], *args: Any, 
     if block is None:
         raise UserError("accelerate's CPU offload has replaced the blocks' forward; several sizes at once need it off")
     return packed(block, *args)
+
+
+def scaled(x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Each token times a row: x · rows[ids].
+
+    Autograd keeps x, the few rows and the index, where it would keep rows[ids], as large as x (KnapFormer, A.1).
+
+    Args:
+        x: float[1, n, C], tokens.
+        rows: float[R, C], R a few.
+        ids: int64[n], each token's row.
+    """
+    product: torch.Tensor = _Scaled.apply(x, rows, ids)
+    return product
+
+
+def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """x · (1 + scale) + shift of each token's row; scale and shift are float[R, C], else as `scaled`."""
+    return scaled(x, 1 + scale, ids) + shift.index_select(0, ids)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, rows, ids)
+        return x * rows.index_select(0, ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, rows, ids = ctx.saved_tensors
+        of_x = (gradient * rows.index_select(0, ids)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        of_rows = None
+        if ctx.needs_input_grad[1]:
+            of_rows = torch.zeros_like(rows).index_add_(0, ids, (gradient * x)[0].to(rows.dtype))
+        return of_x, of_rows, None

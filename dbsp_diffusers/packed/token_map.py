@@ -1,10 +1,10 @@
-"""Moves samples between the ranks that are given them and the layout in which blocks compute on them."""
+"""Where the samples' tokens are within a packed call, and their exchange between loaders and the ranks' tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -12,20 +12,108 @@ import torch.nn.functional as F
 
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.comm.rehoming import Rehoming
-from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_diffusers.bags import Sharing, is_text
-from dbsp_diffusers.packed.placement import Placement
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
 from dbsp_kernels.exchange import to_device
 
-__all__ = ["Exchange", "exchange_of"]
+__all__ = ["SampleExchange", "TokenMap", "sample_exchange"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenMap:
+    """A rank's tokens of a packed call.
+
+    Padding counts as the first sequence that the rank has tokens of, or as sequence 0 where it has none: so every rank
+    computes with every parameter, and gradients are waited for by all alike.
+
+    Attributes:
+        sequence: int64[n], by place, which sequence the token there is of.
+        position: int64[n], by place, which token of its sequence, text first; 0 at padding.
+        everyone: bool[ranks, sequences], which rank has tokens of which sequence.
+        text, video: The places of each stream; without text in the sequence all are of video.
+    """
+
+    sequence: np.ndarray
+    position: np.ndarray
+    everyone: np.ndarray
+    text: slice
+    video: slice
+
+    @classmethod
+    def of(cls, sharing: Sharing, tokens: Sequence[int], streams: Streams = None) -> TokenMap:
+        """Makes this rank's placement.
+
+        Args:
+            sharing: Where tokens are.
+            tokens: Of each sequence, text included.
+            streams: The place of text on a rank.
+        """
+        layout, rank, count = sharing.layout, sharing.group.rank, len(tokens)
+        sequences, firsts = np.repeat(np.arange(count), tokens), np.cumsum([0, *tokens])
+        cells = np.bincount(layout.rank * count + sequences, minlength=layout.world * count)
+        everyone = cells.reshape(layout.world, -1) > 0
+        everyone[~everyone.any(axis=1), 0] = True
+        held, places = layout.tokens_at(rank)
+        sequence = np.full(sharing.places, int(everyone[rank].argmax()))
+        position = np.zeros(sharing.places, dtype=np.int64)
+        sequence[places] = sequences[held]
+        position[places] = held - firsts[sequences[held]]
+        first, other = slice(0, sharing.first_stream), slice(sharing.first_stream, sharing.places)
+        text, video = (other, first) if streams == "last" else (first, other)
+        return cls(sequence, position, everyone, text, video)
+
+    @cached_property
+    def present(self) -> list[int]:
+        """The sequences that the rank has tokens of, ascending."""
+        return [int(each) for each in np.unique(self.sequence)]
+
+    def runs(self, places: slice = slice(None)) -> list[tuple[int, int, int]]:
+        """(index in `present`, first place, one past the last) of each run of one sequence's tokens, by place.
+
+        Args:
+            places: Counted from the first of these.
+        """
+        ids = np.searchsorted(self.present, self.sequence[places])
+        starts = np.flatnonzero(np.diff(ids, prepend=-1))
+        return [
+            (int(ids[first]), int(first), int(last))
+            for first, last in zip(starts, [*starts[1:], len(ids)], strict=True)
+        ]
+
+    def joined(self, text: torch.Tensor, video: torch.Tensor, dim: int) -> torch.Tensor:
+        """The two streams' tensors in the order of their places."""
+        return torch.cat([text, video] if self.text.stop == self.video.start else [video, text], dim)
+
+    def by_token(self, table: Callable[[int], torch.Tensor], dim: int, places: slice = slice(None)) -> torch.Tensor:
+        """One row a place, gathered from each present sequence's table, of which one is held at a time.
+
+        Without places too the result depends on every table.
+
+        Args:
+            table: Gives sequence s's tensor, which has its tokens along `dim`.
+            places: Those that are wanted.
+        """
+        sequence, position = self.sequence[places], self.position[places]
+        parts, order = [], []
+        for one in self.present:
+            here = np.flatnonzero(sequence == one)
+            whole = table(one)
+            parts.append(whole.index_select(dim, to_device(position[here], whole.device)))
+            order.append(here)
+        places_of_rows = np.concatenate(order)
+        gathered = torch.cat(parts, dim)
+        if (np.diff(places_of_rows) == 1).all():
+            return gathered
+        return gathered.index_select(dim, to_device(np.argsort(places_of_rows), gathered.device))
+
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 """Moves tokens [1, n, C] from one layout to another. Collective, differentiable."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Exchange:
+class SampleExchange:
     """Moves between this rank's samples and the tokens that it computes on.
 
     Text is not moved: every rank that has tokens of a sequence embeds its prompt.
@@ -43,7 +131,7 @@ class Exchange:
     gather: Move
 
 
-def exchange_of(batch: PackedBatch, sharing: Sharing, here: Placement, spec: SampleSpec) -> Exchange:
+def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap, spec: SampleSpec) -> SampleExchange:
     """The exchange of one packed pass. Collective where ranks are given samples of their own.
 
     Args:
@@ -56,13 +144,13 @@ def exchange_of(batch: PackedBatch, sharing: Sharing, here: Placement, spec: Sam
     if batch.loaders is None:
         given = {int(each): batch.samples[each].condition for each in np.flatnonzero(here.everyone[group.rank])}
         take, gather = _of_all(layout, group, places, batch.device)
-        return Exchange(range(len(grids)), given, take, gather)
+        return SampleExchange(range(len(grids)), given, take, gather)
     source = SequenceLayout.whole_sequences(grids, batch.loaders, group.size)
     own = [sequence for sequence, loader in enumerate(batch.loaders) if loader == group.rank]
     held = sum(grids[sequence] for sequence in own)
     rehoming = Rehoming.of(source, layout, group, source_places=held, target_places=places, debug=batch.debug)
     given = _exchanged_conditions(batch, own, group, here.everyone, spec)
-    return Exchange(own, given, partial(rehoming.there, dim=1), partial(rehoming.back, dim=1))
+    return SampleExchange(own, given, partial(rehoming.there, dim=1), partial(rehoming.back, dim=1))
 
 
 def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout:

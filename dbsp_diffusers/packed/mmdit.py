@@ -1,4 +1,7 @@
-"""Packed passes of models with text in self-attention's sequence: blocks of two streams, and blocks of both joined."""
+"""Packed passes of models with text in self-attention's sequence: blocks of two streams, then of both joined.
+
+Flux has images alone, of 2 × 2 latents a token, with text first; HunyuanVideo has text, without padding, last.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from dbsp_diffusers.packed.modulation import modulated, scaled
-from dbsp_diffusers.packed.placement import Placement
-from dbsp_diffusers.packed.tokens import BlockForward, BlockPass, PackedCall, Packing
+from dbsp_diffusers.packed.passes import BlockForward, BlockPass, PackedCall, Packing, modulated, scaled
+from dbsp_diffusers.packed.token_map import TokenMap
 from dbsp_diffusers.packed_samples import SampleSpec, Size
 from dbsp_kernels.exchange import to_device
 
-__all__ = [
-    "JointPass",
-    "Rotary",
-    "attention_of_streams",
-    "double_block",
-    "joint_packing",
-    "joint_pass",
-    "single_block",
-    "stacked_conditions",
-]
+__all__ = ["FLUX", "HUNYUAN"]
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [n, D]."""
@@ -59,7 +53,7 @@ class JointPass(BlockPass):
 
     temb: torch.Tensor
     ids: torch.Tensor
-    here: Placement
+    here: TokenMap
     runs: Sequence[_Run]
 
     def attend(
@@ -220,3 +214,99 @@ def joint_packing(
 
 def _is_by_token(name: str) -> bool:
     return not name.startswith("norm")
+
+
+FLUX_SIDE = 2
+"""Rows and columns of latents in a token: the pipeline makes tokens, not the transformer."""
+
+
+def _flux_spec(config: Any) -> SampleSpec:
+    return SampleSpec(
+        channels=config.in_channels // FLUX_SIDE**2,
+        patch=(1, FLUX_SIDE, FLUX_SIDE),
+        text=config.joint_attention_dim,
+        pooled=config.pooled_projection_dim,
+        guidance=config.guidance_embeds,
+        images_only=True,
+    )
+
+
+def _flux_embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
+    apart = latents[:, 0].unflatten(1, (-1, FLUX_SIDE)).unflatten(3, (-1, FLUX_SIDE))  # [C, h, 2, w, 2]
+    tokens: torch.Tensor = transformer.x_embedder(apart.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1)[None])
+    return tokens
+
+
+def _flux_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tuple[torch.Tensor, JointPass]:
+    times, pooled, guidance = stacked_conditions(call)
+    numbers = [one.to(video.dtype) * 1000 for one in (times, guidance) if one is not None]
+
+    def text(sequence: int) -> torch.Tensor:
+        embedded: torch.Tensor = transformer.context_embedder(call.given[sequence].text[None])
+        return embedded
+
+    def angles(sequence: int) -> torch.Tensor:
+        tokens, (_, rows, columns) = call.texts[sequence], call.grids[sequence]
+        ids = torch.zeros(tokens + rows * columns, 3, device=video.device)
+        ids[tokens:, 1] = torch.arange(rows, device=video.device).repeat_interleave(columns)
+        ids[tokens:, 2] = torch.arange(columns, device=video.device).repeat(rows)
+        return torch.stack(transformer.pos_embed(ids))
+
+    return joint_pass(call, video, text, transformer.time_text_embed(*numbers, pooled), angles, text_rotates=True)
+
+
+def _flux_double(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
+    return _finite(double_block(block, x, given))
+
+
+def _flux_single(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
+    return _finite(single_block(block, x, given, _attention_of_both))
+
+
+def _attention_of_both(
+    attention: Any, video: torch.Tensor, text: torch.Tensor, rotary: Rotary
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the single blocks, whose module is given one sequence."""
+    attended = attention(hidden_states=torch.cat([text, video], 1), image_rotary_emb=rotary)
+    return attended[:, text.shape[1] :], attended[:, : text.shape[1]]
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    """As Flux keeps its values in float16."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+FLUX = joint_packing(_flux_spec, _flux_embedded, _flux_begin, _flux_double, _flux_single)
+
+
+def _hunyuan_spec(config: Any) -> SampleSpec:
+    return SampleSpec(
+        channels=config.in_channels,
+        patch=(config.patch_size_t, config.patch_size, config.patch_size),
+        text=config.text_embed_dim,
+        pooled=config.pooled_projection_dim,
+        guidance=config.guidance_embeds,
+    )
+
+
+def _hunyuan_embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
+    tokens: torch.Tensor = transformer.x_embedder(latents[None])
+    return tokens
+
+
+def _hunyuan_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tuple[torch.Tensor, JointPass]:
+    temb, _ = transformer.time_text_embed(*stacked_conditions(call))
+
+    def text(sequence: int) -> torch.Tensor:
+        given = call.given[sequence]
+        refined: torch.Tensor = transformer.context_embedder(given.text[None], given.timesteps)
+        return refined
+
+    def angles(sequence: int) -> torch.Tensor:
+        shaped = video.new_empty(()).expand(1, 1, *call.sizes[sequence])  # of which the module reads the shape
+        return F.pad(torch.stack(transformer.rope(shaped)), (0, 0, call.texts[sequence], 0))
+
+    return joint_pass(call, video, text, temb, angles, text_rotates=False)
+
+
+HUNYUAN = joint_packing(_hunyuan_spec, _hunyuan_embedded, _hunyuan_begin)

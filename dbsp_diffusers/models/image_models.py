@@ -1,0 +1,226 @@
+"""The transformer classes that make images: FLUX, Qwen-Image, Z-Image, Krea 2, ERNIE-Image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models.architecture import OUTPUT, Architecture, Cut, Cuts, DerivedCuts
+from dbsp_diffusers.models.token_sequence import (
+    Inputs,
+    TokenSequence,
+    no_grid,
+    position_grid,
+    read_once,
+    refuse_arguments,
+    sample_grid,
+    timestep_of,
+    valid_places,
+    valid_tokens,
+)
+
+__all__ = ["IMAGE_MODELS"]
+
+
+def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
+    refuse_arguments(inputs, "controlnet_block_samples", "controlnet_single_block_samples", "kv_cache_mode")
+    ids, tokens = inputs["img_ids"], inputs["hidden_states"].shape[1]
+    thw = read_once(ids, lambda rows: position_grid(rows[0] if rows.ndim == 3 else rows, tokens))
+    problem = no_grid("img_ids") if thw is None else None
+    text = inputs["encoder_hidden_states"].shape[1]
+    return TokenSequence(thw or (1, 1, tokens), text, timestep_of(inputs), no_grid=problem)
+
+
+def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """Reference images follow the generated one. Joint blocks' rotary tables are those of text and images packed."""
+    sequence, references = _flux(transformer, inputs), inputs.get("image_cond_hidden_states")
+    if references is not None:
+        tokens = math.prod(sequence.thw) + references.shape[1]
+        sequence = replace(sequence, thw=(1, 1, tokens), no_grid=no_grid("image_cond_hidden_states"))
+    return replace(sequence, packed=torch.arange(sequence.text + math.prod(sequence.thw), device="cpu"))
+
+
+_FLUX = Architecture(
+    attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+    sequence=_flux,
+    cuts=DerivedCuts({"encoder_hidden_states": "text", "txt_ids": "text"}),
+    text="first",
+)
+
+_WITHOUT_PLAN = replace(
+    _FLUX,
+    cuts=Cuts(
+        inputs={
+            "": {
+                "hidden_states": Cut("video", 1),
+                "encoder_hidden_states": Cut("text", 1),
+                "img_ids": Cut("video", 0),
+                "txt_ids": Cut("text", 0),
+            }
+        },
+        gathered=OUTPUT,
+    ),
+)
+
+
+def _qwen(transformer: Any, inputs: Inputs) -> TokenSequence:
+    refuse_arguments(inputs, "controlnet_block_samples")
+    shapes = {tuple(map(tuple, one)) if isinstance(one, list) else (tuple(one),) for one in inputs["img_shapes"]}
+    if len(shapes) > 1:
+        raise UserError("img_shapes must be the same for all items of a batch; run the others one after the other")
+    (images,) = shapes
+    mask = inputs.get("encoder_hidden_states_mask")
+    text = inputs["encoder_hidden_states"].shape[1] if mask is None else valid_tokens(mask)
+    if len(images) == 1:
+        return TokenSequence(images[0], text, timestep_of(inputs))
+    tokens = sum(map(math.prod, images))  # layers, and what is edited
+    return TokenSequence((1, 1, tokens), text, timestep_of(inputs), no_grid=no_grid("img_shapes"))
+
+
+_FILLED_TO = 32
+"""Image and caption are each filled up to a multiple of this with learned tokens, which are attended to."""
+
+
+def _z_image(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """An image's tokens, what fills them up, and the caption: whatever is no image counts as text. Its time rises."""
+    refuse_arguments(inputs, "controlnet_block_samples", "siglip_feats", "image_noise_mask")
+    images, captions = inputs["x"], inputs["cap_feats"]
+    if isinstance(images[0], list):
+        raise UserError("db-SP does not run Z-Image with images beside the generated one; leave db-SP out (disable)")
+    if len(set(_z_image_sizes(inputs))) > 1:
+        raise UserError("the images or prompts of one batch differ in size; run them one after the other")
+    patch, patch_t = int(inputs.get("patch_size") or 2), int(inputs.get("f_patch_size") or 1)
+    _, frames, height, width = images[0].shape
+    thw = frames // patch_t, height // patch, width // patch
+    tokens = thw[0] * thw[1] * thw[2]
+    text = _filled(tokens) - tokens + _filled(len(captions[0]))
+    packed = torch.cat([torch.arange(tokens, tokens + text, device="cpu"), torch.arange(tokens, device="cpu")])
+    return TokenSequence(thw, text, (1 - inputs["t"].amin()).reshape(1), packed)
+
+
+def _z_image_sizes(inputs: Inputs) -> list[Hashable]:
+    """Returns each image's size with the length of its prompt, both as they are filled up."""
+    pairs = zip(inputs["x"], inputs["cap_feats"], strict=True)
+    return [(getattr(image, "shape", None), _filled(len(caption))) for image, caption in pairs]
+
+
+def _filled(tokens: int) -> int:
+    return -(-tokens // _FILLED_TO) * _FILLED_TO
+
+
+def _krea2(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """Text, of which any part may be padding, and the image are packed."""
+    text, tokens = inputs["encoder_hidden_states"].shape[1], inputs["hidden_states"].shape[1]
+    mask, positions = inputs.get("encoder_attention_mask"), inputs["position_ids"]
+    thw = read_once(positions, lambda rows: position_grid(rows[text:], tokens))
+    valid = torch.arange(text, device="cpu") if mask is None else valid_places(mask)
+    return TokenSequence(
+        thw or (1, 1, tokens),
+        len(valid),
+        timestep_of(inputs),
+        packed=torch.cat([valid, torch.arange(text, text + tokens, device="cpu")]),
+        packed_length=text + tokens,
+        no_grid=no_grid("position_ids") if thw is None else None,
+    )
+
+
+def _ernie(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """The image and text, with its padding at the end, are packed; batches are along the second dimension."""
+    lengths = set(_ernie_lengths(inputs))
+    if len(lengths) > 1:
+        raise UserError("the texts of one batch differ in length; run them one after the other")
+    text, thw = lengths.pop(), sample_grid(transformer, inputs)
+    tokens = math.prod(thw)
+    packed = torch.cat([torch.arange(tokens, tokens + text, device="cpu"), torch.arange(tokens, device="cpu")])
+    length = tokens + inputs["text_bth"].shape[1]
+    return TokenSequence(thw, text, timestep_of(inputs), packed, length)
+
+
+def _ernie_lengths(inputs: Inputs) -> list[int]:
+    """Returns the tokens of each item's text."""
+    lengths: list[int] = read_once(inputs["text_lens"], lambda lengths: lengths.tolist())
+    return lengths
+
+
+IMAGE_MODELS = {
+    "FluxTransformer2DModel": _FLUX,
+    "Flux2Transformer2DModel": _FLUX,
+    # Not the first few layers, of each kind of token alone: every rank computes them.
+    "Flux3Transformer2DModel": replace(
+        _FLUX,
+        attention=("single_transformer_blocks.*.attn",),
+        sequence=_flux3,
+        cuts=Cuts(
+            inputs={
+                "single_transformer_blocks.0": {
+                    "hidden_states": Cut("video", 1),
+                    "encoder_hidden_states": Cut("text", 1),
+                },
+                "single_transformer_blocks.*": {
+                    "temb_mod": Cut("video", 1),
+                    "temb_mod_context": Cut("text", 1),
+                    "image_rotary_emb": Cut("packed", 0),
+                },
+            },
+            # There, as the generated image's tokens are then taken from all images'.
+            gathered_early={"single_transformer_blocks.-1": {1: Cut("video", 1)}},
+            whole=("proj_out",),
+        ),
+    ),
+    "LongCatImageTransformer2DModel": _WITHOUT_PLAN,
+    "OvisImageTransformer2DModel": _WITHOUT_PLAN,
+    "QwenImageTransformer2DModel": Architecture(
+        attention=("transformer_blocks.*.attn",),
+        sequence=_qwen,
+        cuts=DerivedCuts(
+            {"encoder_hidden_states": "text", "encoder_hidden_states_mask": "text", "pos_embed.1": "text"}
+        ),
+        text="first",
+        padded_text=True,
+    ),
+    # Not the refiners' few layers, of the image alone and of the caption alone: every rank computes them.
+    "ZImageTransformer2DModel": Architecture(
+        attention=("layers.*.attention",),
+        sequence=_z_image,
+        cuts=Cuts(
+            inputs={"layers.0": {"x": Cut("packed", 1)}, "layers.*": {"freqs_cis": Cut("packed", 1)}},
+            gathered={"all_final_layer.*": Cut("packed", 1)},
+        ),
+        sizes=_z_image_sizes,
+        text="first",
+    ),
+    "Krea2Transformer2DModel": Architecture(
+        attention=("transformer_blocks.*.attn",),
+        sequence=_krea2,
+        cuts=Cuts(
+            inputs={
+                "transformer_blocks.0": {"hidden_states": Cut("packed", 1)},
+                "transformer_blocks.*": {"image_rotary_emb": Cut("packed", 0)},
+            },
+            # There, as text is then cut off.
+            gathered_early={"transformer_blocks.-1": Cut("packed", 1)},
+            whole=("final_layer",),
+        ),
+        text="first",
+        padded_text=True,
+    ),
+    "ErnieImageTransformer2DModel": Architecture(
+        attention=("layers.*.self_attention",),
+        sequence=_ernie,
+        cuts=Cuts(
+            inputs={
+                "layers.0": {"x": Cut("packed", 0)},
+                "layers.*": {"rotary_pos_emb": Cut("packed", 1), "temb": Cut("packed", 0)},
+            },
+            gathered={"final_linear": Cut("packed", 0)},
+        ),
+        sizes=_ernie_lengths,
+        text="first",
+        padded_text=True,
+    ),
+}

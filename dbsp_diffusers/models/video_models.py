@@ -1,0 +1,392 @@
+"""The transformer classes that make videos: Wan, CogVideoX, HunyuanVideo, LTX, Cosmos, Kandinsky 5, MiniMax H3."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dbsp_core.sources import MaskSource, NablaSource
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models.architecture import OUTPUT, Architecture, Cut, Cuts, DerivedCuts, OwnMask
+from dbsp_diffusers.models.token_sequence import (
+    Inputs,
+    TokenSequence,
+    no_grid,
+    position_grid,
+    read_once,
+    refuse_arguments,
+    require_position_grid,
+    sample_grid,
+    timestep_of,
+    valid_tokens,
+)
+
+__all__ = ["VIDEO_MODELS"]
+
+
+def _wan(transformer: Any, inputs: Inputs) -> TokenSequence:
+    refuse_arguments(inputs, "enable_diffusion_forcing")
+    return TokenSequence(sample_grid(transformer, inputs), timestep=timestep_of(inputs))
+
+
+def _vace(transformer: Any, inputs: Inputs) -> TokenSequence:
+    control, sample = inputs["control_hidden_states"].shape[2:], inputs["hidden_states"].shape[2:]
+    if control != sample:
+        raise UserError(
+            f"the control video has latents of {tuple(control)} (frames, height, width), the generated one of "
+            f"{tuple(sample)}; give both the same size, with a frame for each reference image"
+        )
+    return _wan(transformer, inputs)
+
+
+def _anyflow(transformer: Any, inputs: Inputs) -> TokenSequence:
+    return TokenSequence(sample_grid(transformer, inputs, frames_dim=1), timestep=timestep_of(inputs))
+
+
+def _causal(transformer: Any) -> str | None:
+    causal = getattr(transformer.config, "num_frame_per_block", 1) > 1
+    return "its attention has a causal mask of its own (num_frame_per_block)" if causal else None
+
+
+_WAN_ROPE = {"rope": {0: Cut("video", 1), 1: Cut("video", 1)}}
+# Video is cut where it is embedded, not at the first block: what wraps the blocks as a whole, as some step caches do,
+# then sees only shares.
+_EMBEDDED = {0: Cut("video", 2, grid=True)}
+_WAN = Architecture(
+    attention=("blocks.*.attn1",),
+    sequence=_wan,
+    cuts=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}, {"patch_embedding": _EMBEDDED, **_WAN_ROPE}, OUTPUT),
+    gate_names=("attn1.to_gate_compress", "to_gate_compress"),  # of FastWan2.2; of FastWan2.1, as FastVideo's block
+)
+
+
+def _cogvideox(transformer: Any, inputs: Inputs) -> TokenSequence:
+    text = inputs["encoder_hidden_states"].shape[1]
+    return TokenSequence(sample_grid(transformer, inputs, frames_dim=1), text, timestep_of(inputs))
+
+
+def _easyanimate(transformer: Any, inputs: Inputs) -> TokenSequence:
+    texts = (inputs.get(name) for name in ("encoder_hidden_states", "encoder_hidden_states_t5"))
+    text = sum(one.shape[1] for one in texts if one is not None)
+    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+
+
+_COGVIDEOX_CUTS = Cuts(
+    inputs={
+        "": {"image_rotary_emb": Cut("video", 0)},
+        # Only there, as the embedding's output is cut by the length of all text.
+        "transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)},
+    },
+    outputs={"patch_embed": {0: Cut("video", 1, after_text=True)}},
+    gathered=OUTPUT,
+)
+_COGVIDEOX = Architecture(
+    attention=("transformer_blocks.*.attn1",),
+    sequence=_cogvideox,
+    cuts=_COGVIDEOX_CUTS,
+    text="first",
+)
+
+
+def _hunyuan(transformer: Any, inputs: Inputs) -> TokenSequence:
+    text = valid_tokens(inputs["encoder_attention_mask"])
+    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+
+
+def _hunyuan_15(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """Text is an image's embedding, and two prompts'."""
+    text, image = _two_texts(inputs), inputs["image_embeds"]
+    if not read_once(image, lambda image: bool((image == 0).all())):
+        text += image.shape[1]
+    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+
+
+def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """Earlier frames, at three resolutions, come before the video's own; the image's embedding before text."""
+    tokens = math.prod(sample_grid(transformer, inputs))
+    history = {"latents_clean": (1, 2, 2), "latents_history_2x": (2, 4, 4), "latents_history_4x": (4, 8, 8)}
+    for name, patch in history.items():
+        if inputs.get(name) is not None:
+            sizes = inputs[name].shape[2:]
+            tokens += math.prod(-(-size // step) for size, step in zip(sizes, patch, strict=True))
+    text = inputs["image_embeds"].shape[1] + valid_tokens(inputs["encoder_attention_mask"])
+    return TokenSequence((1, 1, tokens), text, timestep_of(inputs), no_grid=no_grid("the video with its history"))
+
+
+def _hunyuan_image(transformer: Any, inputs: Inputs) -> TokenSequence:
+    two = transformer.context_embedder_2 is not None and inputs.get("encoder_hidden_states_2") is not None
+    text = _two_texts(inputs) if two else valid_tokens(inputs["encoder_attention_mask"])
+    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+
+
+def _two_texts(inputs: Inputs) -> int:
+    """Tokens of two prompts, of which the model itself puts the valid ones first."""
+    text = 0
+    for name in ("encoder_attention_mask", "encoder_attention_mask_2"):
+        lengths = set(read_once(inputs[name], lambda mask: mask.bool().sum(dim=1).tolist()))
+        if len(lengths) > 1:
+            raise UserError("the texts of one batch differ in length; run them one after the other")
+        text += lengths.pop()
+    return text
+
+
+def _token_replace(transformer: Any) -> str | None:
+    if getattr(getattr(transformer, "config", None), "image_condition_type", None) == "token_replace":
+        return "with image_condition_type token_replace its norms treat the first frame's tokens by their position"
+    return None
+
+
+_HUNYUAN = Architecture(
+    attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+    sequence=_hunyuan,
+    cuts=Cuts(
+        outputs={
+            "x_embedder": {0: Cut("video", 1)},
+            "context_embedder": {0: Cut("text", 1)},
+            "rope": {0: Cut("video", 0), 1: Cut("video", 0)},
+        },
+        gathered=OUTPUT,
+    ),
+    text="last",
+    padded_text=True,
+    refused=_token_replace,
+)
+
+
+def _ltx(transformer: Any, inputs: Inputs) -> TokenSequence:
+    tokens, coordinates = inputs["hidden_states"].shape[1], inputs.get("video_coords")
+    if coordinates is not None:
+        thw = read_once(coordinates, lambda rows: position_grid(_starts(rows[0]), tokens))
+        problem = no_grid("video_coords") if thw is None else None
+        return TokenSequence(thw or (1, 1, tokens), timestep=timestep_of(inputs), no_grid=problem)
+    frames, height, width = (int(inputs.get(name) or 0) for name in ("num_frames", "height", "width"))
+    if frames * height * width != tokens:
+        raise UserError(
+            f"num_frames, height and width must make the {tokens} tokens of hidden_states, got "
+            f"{(frames, height, width)}"
+        )
+    return TokenSequence((frames, height, width), timestep=timestep_of(inputs))
+
+
+def _starts(coordinates: torch.Tensor) -> torch.Tensor:
+    """Positions [tokens, 3] of [3, tokens], or of [3, tokens, 2] where each token starts and ends."""
+    return (coordinates if coordinates.ndim == 2 else coordinates[..., 0]).T
+
+
+def _ltx2(transformer: Any, inputs: Inputs) -> TokenSequence:
+    refuse_arguments(inputs, "video_self_attention_mask")
+    return _ltx(transformer, inputs)
+
+
+_LTX_ROPE = {0: Cut("video", -2), 1: Cut("video", -2)}
+"""[B, tokens, D], or with rope_type "split" [B, H, tokens, D/2]."""
+
+
+def _cosmos(transformer: Any, inputs: Inputs) -> TokenSequence:
+    refuse_arguments(inputs, "block_controlnet_hidden_states")
+    return TokenSequence(sample_grid(transformer, inputs), timestep=timestep_of(inputs))
+
+
+# [B, tokens, C] where frames have timesteps of their own, else [B, C].
+_COSMOS_TIMES = {"embedded_timestep": Cut("video", 1, ndim=3), "temb": Cut("video", 1, ndim=3)}
+
+
+def _kandinsky(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """Samples are [B, F, H, W, C]."""
+    frames, height, width = (
+        size // patch
+        for size, patch in zip(inputs["hidden_states"].shape[1:4], transformer.config.patch_size, strict=True)
+    )
+    return TokenSequence((frames, height, width), timestep=timestep_of(inputs))
+
+
+def _nabla(transformer: Any) -> MaskSource | None:
+    """What its pipelines read from its configuration, where it is one with NABLA."""
+    config = transformer.config
+    if config.attention_type != "nabla":
+        return None
+    return NablaSource(cdf=config.attention_P, window=(config.attention_wT, config.attention_wH, config.attention_wW))
+
+
+def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """The generated video is the last run of the packed sequence's video rows; text, audio and what is given of
+    images count as text. Its timestep rises from 0 to 1, another one for each kind of rows."""
+    video, positions = inputs["video_indices"], inputs["position_ids"]
+
+    def order(video: torch.Tensor) -> tuple[torch.Tensor, int]:
+        rows = video.cpu()
+        gaps = (rows.diff() != 1).nonzero()
+        generated = rows if len(gaps) == 0 else rows[int(gaps[-1]) + 1 :]
+        others = torch.ones(len(positions), dtype=torch.bool, device="cpu")
+        others[generated] = False
+        return torch.cat([others.nonzero().squeeze(1), generated]), len(generated)
+
+    packed, tokens = read_once(video, order)
+    text = len(packed) - tokens
+    thw = read_once(
+        positions, lambda rows: require_position_grid(rows[packed[text:].to(rows.device)], tokens, "position_ids")
+    )
+    timestep = inputs["timestep"][inputs["timestep_indices"][video[-1]]]
+    return TokenSequence(thw, text, (1 - timestep).reshape(1), packed)
+
+
+VIDEO_MODELS = {
+    "WanTransformer3DModel": replace(_WAN, pipeline="WanPipeline"),
+    "WanVACETransformer3DModel": replace(
+        _WAN,
+        attention=("vace_blocks.*.attn1", "blocks.*.attn1"),
+        sequence=_vace,
+        cuts=Cuts(
+            outputs={"patch_embedding": _EMBEDDED, "vace_patch_embedding": _EMBEDDED, **_WAN_ROPE}, gathered=OUTPUT
+        ),
+        pipeline="WanVACEPipeline",
+    ),
+    "WanAnimateTransformer3DModel": replace(
+        _WAN,
+        cuts=Cuts(
+            # The pose is added to what is embedded, by frame; the face adapter attends by frame, too.
+            inputs={"blocks.0": {"hidden_states": Cut("video", 1)}},
+            outputs={**_WAN_ROPE, "face_adapter.*": {0: Cut("video", 1)}},
+            gathered=OUTPUT,
+            gathered_inputs={"face_adapter.*": {"hidden_states": Cut("video", 1)}},
+        ),
+        pipeline="WanAnimatePipeline",
+    ),
+    "SkyReelsV2Transformer3DModel": replace(_WAN, refused=_causal),
+    "ChronoEditTransformer3DModel": _WAN,
+    "AnyFlowTransformer3DModel": replace(
+        _WAN,
+        sequence=_anyflow,
+        cuts=Cuts(
+            outputs={
+                "patch_embedding": _EMBEDDED,
+                "rope": {0: Cut("video", 2)},
+                "condition_embedder": {0: Cut("video", 1), 1: Cut("video", 1)},
+            },
+            gathered=OUTPUT,
+        ),
+    ),
+    "CogVideoXTransformer3DModel": replace(_COGVIDEOX, pipeline="CogVideoXPipeline"),
+    "ConsisIDTransformer3DModel": replace(
+        _COGVIDEOX,
+        # There, as text is then cut off by the length of all of it.
+        cuts=replace(
+            _COGVIDEOX_CUTS,
+            gathered={},
+            gathered_early={"transformer_blocks.-1": {0: Cut("video", 1), 1: Cut("text", 1)}},
+            whole=("proj_out",),
+        ),
+    ),
+    "EasyAnimateTransformer3DModel": replace(
+        _COGVIDEOX,
+        sequence=_easyanimate,
+        cuts=Cuts(
+            inputs={
+                "transformer_blocks.0": {"hidden_states": Cut("video", 1), "encoder_hidden_states": Cut("text", 1)}
+            },
+            outputs={"rope_embedding": {0: Cut("video", 0), 1: Cut("video", 0)}},
+            gathered=OUTPUT,
+        ),
+    ),
+    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "HunyuanVideo15Transformer3DModel": replace(
+        _HUNYUAN,
+        attention=("transformer_blocks.*.attn",),
+        sequence=_hunyuan_15,
+        cuts=Cuts(
+            inputs={
+                "transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)},
+                "transformer_blocks.*": {"attention_mask": Cut("text", 1)},
+            },
+            outputs={"x_embedder": {0: Cut("video", 1)}, "rope": {0: Cut("video", 0), 1: Cut("video", 0)}},
+            gathered=OUTPUT,
+        ),
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": replace(
+        _HUNYUAN,
+        sequence=_framepack,
+        cuts=Cuts(
+            inputs={
+                "transformer_blocks.0": {"hidden_states": Cut("video", 1), "encoder_hidden_states": Cut("text", 1)},
+                "transformer_blocks.*": {"freqs_cis": Cut("video", 0)},
+                "single_transformer_blocks.*": {"image_rotary_emb": Cut("video", 0)},
+            },
+            # There, as the video's own tokens are then taken from the end.
+            gathered_early={"single_transformer_blocks.-1": {0: Cut("video", 1)}},
+            whole=("proj_out",),
+        ),
+    ),
+    "HunyuanImageTransformer2DModel": replace(
+        _HUNYUAN,
+        sequence=_hunyuan_image,
+        cuts=Cuts(
+            inputs={"transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)}},
+            outputs={"x_embedder": {0: Cut("video", 1)}, "rope": {0: Cut("video", 0), 1: Cut("video", 0)}},
+            gathered=OUTPUT,
+        ),
+    ),
+    "LTXVideoTransformer3DModel": Architecture(
+        attention=("transformer_blocks.*.attn1",),
+        sequence=_ltx,
+        # Cross-attention looks at all of the text.
+        cuts=DerivedCuts(
+            {"encoder_hidden_states": None, "encoder_attention_mask": None},
+            more=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}),
+        ),
+    ),
+    # Not by its _cp_plan, which leaves out what audio's attention needs, and the tables of one of two rope types.
+    "LTX2VideoTransformer3DModel": Architecture(
+        attention=("transformer_blocks.*.attn1",),
+        sequence=_ltx2,
+        cuts=Cuts(
+            inputs={
+                "": {
+                    "hidden_states": Cut("video", 1),
+                    "timestep": Cut("video", 1, ndim=2),
+                    "video_keyframes_mask": Cut("video", 1),
+                }
+            },
+            outputs={"rope": _LTX_ROPE, "cross_attn_rope": _LTX_ROPE},
+            gathered=OUTPUT,
+            whole=("audio_proj_out",),
+        ),
+        attention_to_video=("transformer_blocks.*.video_to_audio_attn",),
+        skipped_by="all_perturbed",
+        skipped=lambda inputs: inputs.get("spatio_temporal_guidance_blocks") or (),
+    ),
+    "CosmosTransformer3DModel": Architecture(
+        attention=("transformer_blocks.*.attn1",),
+        sequence=_cosmos,
+        cuts=Cuts(
+            inputs={
+                "transformer_blocks.0": {"hidden_states": Cut("video", 1)},
+                "transformer_blocks.*": {"extra_pos_emb": Cut("video", 1), **_COSMOS_TIMES},
+                "norm_out": _COSMOS_TIMES,
+            },
+            outputs={"rope": {0: Cut("video", 0), 1: Cut("video", 0)}},
+            gathered=OUTPUT,
+        ),
+    ),
+    "Kandinsky5Transformer3DModel": Architecture(
+        attention=("visual_transformer_blocks.*.self_attention",),
+        sequence=_kandinsky,
+        # The model reads the video's size from what it embeds, and makes rows and columns again after the last block.
+        cuts=Cuts(
+            inputs={"visual_transformer_blocks.0": {"visual_embed": Cut("video", 1)}},
+            outputs={"visual_rope_embeddings": {0: Cut("video", 1, grid=True)}},
+            gathered_early={"visual_transformer_blocks.-1": Cut("video", 1)},
+            whole=("out_layer",),
+        ),
+        own_mask=OwnMask("sparse_params", _nabla),
+        pipeline="Kandinsky5T2VPipeline",
+    ),
+    "MiniMaxH3Transformer3DModel": Architecture(
+        attention=("transformer_blocks.*.attn",),
+        sequence=_minimax_h3,
+        cuts=DerivedCuts(stream="packed"),
+        text="first",
+    ),
+}
