@@ -40,7 +40,7 @@ _COGVIDEOX = Architecture(
 )
 
 ARCHITECTURES = {
-    "CogVideoXTransformer3DModel": replace(_COGVIDEOX, pipeline="CogVideoXPipeline"),
+    "CogVideoXTransformer3DModel": replace(_COGVIDEOX, pipeline="CogVideoXPipeline", guidance="batch"),
     "ConsisIDTransformer3DModel": replace(
         _COGVIDEOX,
         # There, as text is then cut off by the length of all of it.

@@ -64,8 +64,8 @@ _WITHOUT_PLAN = replace(
 )
 
 ARCHITECTURES = {
-    "FluxTransformer2DModel": _FLUX,
-    "Flux2Transformer2DModel": _FLUX,
+    "FluxTransformer2DModel": replace(_FLUX, guidance="calls"),
+    "Flux2Transformer2DModel": replace(_FLUX, guidance="calls"),
     # Not the first few layers, of each kind of token alone: every rank computes them.
     "Flux3Transformer2DModel": replace(
         _FLUX,
@@ -88,6 +88,6 @@ ARCHITECTURES = {
             whole=("proj_out",),
         ),
     ),
-    "LongCatImageTransformer2DModel": _WITHOUT_PLAN,
-    "OvisImageTransformer2DModel": _WITHOUT_PLAN,
+    "LongCatImageTransformer2DModel": replace(_WITHOUT_PLAN, guidance="calls"),
+    "OvisImageTransformer2DModel": replace(_WITHOUT_PLAN, guidance="calls"),
 }

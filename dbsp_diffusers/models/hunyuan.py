@@ -87,7 +87,7 @@ _HUNYUAN = Architecture(
 )
 
 ARCHITECTURES = {
-    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, guidance="calls"),
     "HunyuanVideo15Transformer3DModel": replace(
         _HUNYUAN,
         attention=("transformer_blocks.*.attn",),

@@ -43,5 +43,6 @@ ARCHITECTURES = {
         ),
         text="first",
         padded_text=True,
+        guidance="calls",
     ),
 }

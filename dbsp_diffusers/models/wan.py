@@ -46,6 +46,7 @@ _WAN = Architecture(
     sequence=_wan,
     cuts=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}, {"patch_embedding": _EMBEDDED, **_ROPE}, OUTPUT),
     gate_names=("attn1.to_gate_compress", "to_gate_compress"),  # of FastWan2.2; of FastWan2.1, as FastVideo's block
+    guidance="calls",
 )
 
 ARCHITECTURES = {
@@ -69,10 +70,11 @@ ARCHITECTURES = {
         pipeline="WanAnimatePipeline",
     ),
     "SkyReelsV2Transformer3DModel": replace(_WAN, refused=_causal),
-    "ChronoEditTransformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": replace(_WAN, guidance=None),
     "AnyFlowTransformer3DModel": replace(
         _WAN,
         sequence=_anyflow,
+        guidance=None,
         cuts=Cuts(
             outputs={
                 "patch_embedding": _EMBEDDED,
