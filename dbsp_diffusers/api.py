@@ -74,12 +74,10 @@ def enable(
             mesh, strategy or configuration that does not fit or differs between ranks. The model is then as it was.
     """
     _refuse_removed(removed)
+    if guidance is not False and mesh is not None:
+        raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
-    halves = None
-    if guidance is not False:
-        if mesh is not None:
-            raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
-        halves = Halves.chosen(guidance, model, config, strategy, sequence)
+    halves = None if guidance is False else Halves.chosen(guidance, model, config, strategy, sequence)
     if halves is not None:
         sequence, default = _ranks_of(halves.own)
     whole = Host(

@@ -181,7 +181,7 @@ def _attached(
     generations.attach(changes, exchanged, shares_state=host.decoders is None)
     for (transformer, _), ranks in zip(made.sessions, together, strict=True):
         on_host = next(transformer.parameters()).device.type == "cpu"
-        patience = host.sequence.timeout if on_host else None
+        patience = host.ranks.timeout if on_host else None
         reached = ranks.sharding.reached
         Coverage(transformer, host.attentions, reached, passes, patience).attach(changes)
         if host.halves is not None:

@@ -11,24 +11,23 @@ from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, candidates, exchange_s, predict
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.plan import make_plan
+from dbsp_core.planning.plan import Plan, make_plan
 
 __all__ = ["GuidedStep"]
 
 
 @dataclass(frozen=True)
 class GuidedStep:
-    """The self-attention of two guidance passes, dense: masks change the work, and hardly what is sent.
+    """The self-attentions of two guidance passes of one size.
 
     Attributes:
-        shape: The shape of one pass's attention, of any number of heads.
+        mask: The mask of all attentions.
         layers: Number of attentions in a pass.
         output_bytes: Size of the transformer's output in one pass.
-        any_strategy: Whether the fastest UxRy is taken; False: Ulysses on all ranks that share a sequence.
+        any_strategy: True if the fastest UxRy is taken; False for Ulysses on all ranks that share a sequence.
     """
 
-    grid: BlockGrid
+    mask: BlockMask
     shape: AttentionShape
     layers: int
     output_bytes: int
@@ -37,18 +36,20 @@ class GuidedStep:
 
     def seconds(self, nodes: Sequence[int]) -> float:
         """Returns the seconds of both passes one after the other, on all ranks; `nodes` are those of the ranks."""
-        return 2 * self.layers * self._attention_s(nodes)
+        return 2 * self.layers * self.fastest(nodes)[1]
 
     def halved_seconds(self, nodes: Sequence[int]) -> float:
         """Returns the seconds of both passes at the same time, each on half of the ranks, and of their exchange."""
         size = len(nodes) // 2
+        slower = max(self.fastest(half)[1] for half in (nodes[:size], nodes[size:]))
         sent = self.output_bytes * np.roll(np.eye(len(nodes)), size, axis=1)
-        slower = max(self._attention_s(nodes[:size]), self._attention_s(nodes[size:]))
         return self.layers * slower + exchange_s(sent, self.hardware.constants, nodes)
 
-    def _attention_s(self, nodes: Sequence[int]) -> float:
-        """Returns the seconds of one attention on some ranks."""
-        mask, world = BlockMask.dense(self.shape.heads, self.grid), len(nodes)
-        strategies = candidates(world, self.grid) if self.any_strategy else [Strategy(world, 1)]
-        plans = [make_plan(mask, strategy, compare=False) for strategy in strategies]
-        return min(predict(plan, self.shape, self.hardware, nodes).total_s for plan in plans)
+    def fastest(self, nodes: Sequence[int]) -> tuple[Plan, float]:
+        """Returns the plan of one attention on some ranks, and its seconds."""
+        ranks = len(nodes)
+        strategies = candidates(ranks, self.mask.grid) if self.any_strategy else [Strategy(ranks, 1)]
+        plans = [make_plan(self.mask, strategy, compare=False) for strategy in strategies]
+        seconds = [predict(plan, self.shape, self.hardware, nodes).total_s for plan in plans]
+        best = min(range(len(plans)), key=seconds.__getitem__)
+        return plans[best], seconds[best]

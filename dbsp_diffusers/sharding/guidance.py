@@ -131,7 +131,7 @@ class GuidedCalls:
         patches.set_attribute(self.transformer, "cache_context", cache_context)
         patches.set_attribute(self.transformer, "_call_impl", self._called)  # what Module.__call__ calls
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         board = self.generations.board
         if board is not None:
@@ -178,7 +178,7 @@ class GuidedCalls:
         if torch.is_grad_enabled():
             raise UserError(_GRADIENTS)
         blocks = architecture_of(self.transformer).blocks_of(self.transformer)
-        for name in names_of_caches(self.transformer, blocks):
+        for name in sorted(names_of_caches(self.transformer, blocks)):
             if kind == "batch" or not name.startswith(_CACHES):
                 raise UserError(
                     f"guidance parallelism: each half of the ranks would skip other layers than one process does with "
@@ -187,15 +187,15 @@ class GuidedCalls:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, new: bool) -> _Call:
         """Returns a call of the transformer in the current cache context."""
-        name, again = self._context or (None, nullcontext)
+        context, compute = self._context, nn.Module._call_impl  # within hooks, as Module.__call__ does
 
         def forward() -> Any:
             if self.passes.board is not None and self.generations.board is not None:
                 self.passes.board.passes = self.generations.board.passes
-            with again():
-                return nn.Module._call_impl(self.transformer, *args, **kwargs)
+            with nullcontext() if context is None else context[1]():
+                return compute(self.transformer, *args, **kwargs)
 
-        return _Call(forward, name, new)
+        return _Call(forward, None if context is None else context[0], new)
 
     def _half_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
@@ -210,7 +210,9 @@ class GuidedCalls:
 
     def _exchanged(self, first: _Call, second: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes this half's call, and returns the outputs of both. Collective."""
-        mine, problem, output = second if self.halves.second else first, None, None
+        mine = second if self.halves.second else first
+        output: torch.Tensor | None = None
+        problem: Exception | None = None
         try:
             output = mine.compute()
         except Exception as error:  # any error: the other half waits for this one

@@ -15,12 +15,14 @@ from dbsp_core.cost.guidance import GuidedStep
 from dbsp_core.cost.machine import hardware_for
 from dbsp_core.cost.prediction import AUTO, AttentionShape
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings
 from dbsp_core.models.signature import token_grid
 from dbsp_core.models.table import published_model
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_diffusers.attached import transformers_of
+from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.resolve import identify, resolve_config
 
@@ -57,13 +59,18 @@ class Halves:
         Raises:
             UserError: On all ranks, for an odd number of them or a model that runs guidance in another way.
         """
-        problem, wanted = None, None
+        wanted: GuidedStep | bool = False
+        problem: Exception | None = None
+        device = (-1, 0)
         try:
             wanted = _wanted(guidance, model, config, strategy, ranks.size)
+            device = use_model_device(transformers_of(model).values(), ranks)  # on which a half's communicator is made
         except Exception as error:  # any error: this rank must not stop alone
             problem = error
         marks = {GUIDANCE_DIFFERS: fingerprint_of((guidance, wanted))}
-        nodes = number_nodes(ranks, check_consistent(ranks.control(), problem, marks, told=node_marks()))
+        told = check_consistent(ranks.control(), problem, marks, told=[*device, *node_marks()])
+        require_own_gpus(ranks, [row[:2] for row in told])
+        nodes = number_nodes(ranks, [row[2:] for row in told])
         if isinstance(wanted, GuidedStep):  # whole nanoseconds: a last bit must not decide
             seconds = [round(one * 1e9) for one in (wanted.seconds(nodes), wanted.halved_seconds(nodes))]
             wanted = seconds[1] < seconds[0]
@@ -135,7 +142,7 @@ def _step(own: DbspConfig, transformer: Any, pipe: Any) -> GuidedStep | bool:
     like = next(transformer.parameters())
     text, pixels = (0, TOKEN_PIXELS) if spec is None else (spec.text_tokens, spec.token_pixels)
     tokens = text + math.prod(token_grid(*video.values(), patch_frames, pixels))
-    grid = BlockGrid.uniform(tokens, block=128)
+    mask = BlockMask.dense(heads, BlockGrid.uniform(tokens, block=128))  # masks hardly change what is sent
     shape = AttentionShape(1, heads, head_dim, like.element_size())
     output_bytes = tokens * transformer.proj_out.out_features * like.element_size()
-    return GuidedStep(grid, shape, layers, output_bytes, hardware, own.strategy == AUTO)
+    return GuidedStep(mask, shape, layers, output_bytes, hardware, own.strategy == AUTO)
