@@ -55,6 +55,14 @@ app.add_typer(masks_app, name="masks")
 _REMOVED = {
     "simulate": "compare the plans of a mask file with dbsp plan; figures of the paper are modelled by "
     "python -m scripts.reproduce.clusters in a checkout",
+    "generate --host": "leave it out: it runs diffusers' pipelines, and xdit … --sp-backend dbsp runs xDiT's",
+    "generate --last-image": "give --image a second time",
+    "generate --timeout": "leave it out: ranks wait for one another as long as torch has it",
+    "generate --json": "read report.json in the folder of --report",
+    **dict.fromkeys(
+        (f"generate --{name}" for name in ("nnodes", "node-rank", "master-addr", "rdzv-backend", "rdzv-endpoint")),
+        "start it on each node: torchrun --nnodes … -m dbsp_cli generate …",
+    ),
     "calibrate": "run python -m scripts.calibrate in a checkout, which writes the file that runs look for",
     "plan --model": "write strategy: auto in the configuration, which takes the fastest UxRy for the model's masks",
     "plan --target-rho": "leave it out: planner dbsp balances to 1.002, or as far as is worth its keys",

@@ -56,8 +56,8 @@ def find_model(name: str) -> Model:
     variant = Checkpoint.read(folder).variant
     if variant is not None:
         raise UserError(
-            f"--model {name}: its weights are of variant {variant} alone, which xDiT does not load; use dbsp generate "
-            "--host diffusers, or save it again without a variant"
+            f"--model {name}: its weights are of variant {variant} alone, which xDiT does not load; use dbsp "
+            "generate, or save it again without a variant"
         )
     _read_json(folder / "transformer" / "config.json")
     signature = signature_of_model(folder)

@@ -177,8 +177,10 @@ class _Places:
 
 
 def shipped_configs() -> Path:
-    """Folder of the configurations that come with db-SP: beside this package, in the repository and installed."""
-    return Path(__file__).resolve().parents[2] / "dbsp_configs"
+    """Returns the folder of shipped configurations: inside the installed package, or beside it in the repository."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def shown_config(origin: str) -> str:

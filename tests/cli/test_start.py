@@ -10,9 +10,8 @@ from importlib import import_module
 import pytest
 
 from dbsp_core.utils.errors import UserError
-from tests.support.programs import children_forked
 from tests.support.repository import ROOT as REPOSITORY
-from tests.support.repository import child_environment, python_path
+from tests.support.repository import child_environment
 
 SLOW = "print('importing', flush=True)\nimport time\ntime.sleep(600)\n"
 
@@ -115,26 +114,3 @@ class TestFaultsOfOurOwn:
         *before, last = capfd.readouterr().err.splitlines()
         assert last == f"dbsp: no report in there: {error}"
         assert ("Traceback (most recent call last):" in before) is ours
-
-    def test_of_a_rank_of_dbsp_generate(self, tmp_path, monkeypatch):
-        from dbsp_cli.generate.launch import Launch
-        from dbsp_cli.generate.rank_output import LogFollower, RunFailed
-        from dbsp_cli.generate.supervisor import run_watched
-
-        (tmp_path / "broken_rank.py").write_text(
-            "import sys\nimport dbsp_para.generate as host\n"
-            "def generate(config, video):\n    return [][1]\n"
-            "host.generate = generate\n"
-            "host.main(sys.argv[1:])\n"
-        )
-        (tmp_path / "dbsp.yaml").write_text("model: tiny-wan\n")
-        monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-        arguments = [str(tmp_path / "dbsp.yaml"), str(tmp_path / "video.mp4"), "60"]
-        with children_forked(), pytest.raises(RunFailed) as raised:
-            run_watched(
-                Launch().command("broken_rank", arguments), tmp_path / "log", tmp_path / "ranks", LogFollower(1)
-            )
-        said = str(raised.value)
-        assert said.startswith("rank 0 failed (exit code 1); the end of its output:")
-        assert "Traceback (most recent call last)" in said
-        assert "IndexError: list index out of range" in said

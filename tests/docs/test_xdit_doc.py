@@ -21,7 +21,7 @@ COMMANDS = re.findall(r"^xdit (?:.*\\\n)*.*", PAGE, re.MULTILINE)
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_its_commands_are_right(tmp_path, monkeypatch, command):
-    (tmp_path / "dbsp_configs").symlink_to(REPOSITORY / "dbsp_configs")
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     make_tiny("cogvideox", tmp_path / "tiny")
     for name in ("first.png", "last.png"):
         (tmp_path / name).touch()

@@ -1,7 +1,8 @@
 """Attention "dbsp" of LightX2V, as `parallel.seq_p_attn_type` on several GPUs or `self_attn_1_type` on one.
 
-LightX2V makes one object per layer, and tells each call the layer, the scheduler and the grid, but not which
-transformer calls. So the object of layer 0 has its transformer's session, and later layers use the one begun last.
+LightX2V calls `register`, entry point `lightx2v.platform_plugins`, before it collects its attentions. It makes one
+object per layer, and passes the layer, the scheduler and the grid to each call, but not which transformer calls. So
+the object of layer 0 has its transformer's session, and later layers use the one begun last.
 """
 
 from __future__ import annotations
@@ -17,11 +18,25 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.engine_session import EngineSession
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import not_compiled
 
-__all__ = ["DbspAttention"]
+__all__ = ["EXPECTED", "DbspAttention", "register"]
 
-_SETTING = "dbsp"
+_NAME = "dbsp"
+"""The attention in `seq_p_attn_type` and `self_attn_1_type`, and the setting beside it."""
+EXPECTED = ExpectedHost(
+    "LightX2V",
+    package="lightx2v",
+    version=None,
+    names=(
+        "lightx2v_platform.registry_factory:PLATFORM_ATTN_WEIGHT_REGISTER",
+        "lightx2v.models.networks.wan.infer.transformer_infer:WanTransformerInfer.infer_self_attn",
+        "lightx2v.models.networks.wan.model:WanModel._seq_parallel_pre_process",
+        "lightx2v.models.schedulers.scheduler:BaseScheduler.infer_condition",
+        "lightx2v.models.schedulers.scheduler:BaseScheduler.step_index",
+    ),
+)
 _running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
 """Begun last by a layer 0: the transformers of a rank run one after the other."""
 _BY_TOKENS = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
@@ -30,6 +45,20 @@ _BY_TIMESTEP = ("Tea", "Custom")
 """Values that decide by the timestep, of which a rank has a shard where each token has its own."""
 _TIMESTEP_BY_TOKEN = ("wan2.2", "wan2.2_audio"), ("i2v", "s2v", "rs2v")
 """Models and tasks whose tokens each have a timestep."""
+
+
+def register() -> None:
+    """Adds the attention; configurations that do not name it run as before. Called again, it does nothing.
+
+    Raises:
+        UserError: For another LightX2V than expected, which LightX2V logs before it goes on without the attention.
+    """
+    if problem := EXPECTED.problem():
+        raise UserError(problem)
+    from lightx2v_platform.registry_factory import PLATFORM_ATTN_WEIGHT_REGISTER
+
+    if _NAME not in PLATFORM_ATTN_WEIGHT_REGISTER:
+        PLATFORM_ATTN_WEIGHT_REGISTER(_NAME)(DbspAttention)
 
 
 class DbspAttention:
@@ -44,20 +73,17 @@ class DbspAttention:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        aux_q: torch.Tensor | None = None,
-        aux_k: torch.Tensor | None = None,
-        aux_v: torch.Tensor | None = None,
         seq_p_group: Any = None,
         quant_scheme: str | None = None,
         attention_kwargs: dict[str, Any] | None = None,
-        **_: Any,  # how Ulysses would send
+        **options: Any,  # text that all ranks hold, and how Ulysses would send
     ) -> tuple[torch.Tensor, None]:
         """Attention of q, k, v [this rank's tokens, H, D], padding of the last rank included.
 
         Returns:
             [this rank's tokens, H · D], and None: no model with tokens that all ranks hold is served.
         """
-        if aux_q is not None or aux_k is not None or aux_v is not None:
+        if any(options.get(name) is not None for name in ("aux_q", "aux_k", "aux_v")):
             raise UserError("dbsp does not serve models whose ranks all hold the text; use seq_p_attn_type ulysses")
         if quant_scheme is not None:
             raise UserError(
@@ -98,7 +124,7 @@ class DbspAttention:
         if self._session is None:
             config = scheduler.config
             _refuse(config, group.size)
-            setting = (config.get("parallel") or {}).get(_SETTING, config.get(_SETTING))
+            setting = (config.get("parallel") or {}).get(_NAME, config.get(_NAME))
             ulysses = Strategy(group.size, 1)
             self._session = EngineSession(group, ulysses, q.shape[1], config["num_layers"], setting)
         guided = bool(scheduler.config.get("enable_cfg", False))
@@ -106,23 +132,16 @@ class DbspAttention:
         self._session.begin(video, q.device, scheduler.step_index, branch)
         _running.set(self._session)
 
-    # What LightX2V asks of each part of a model, and an attention without weights has no answer to.
+    def load(self, *_: Any, **__: Any) -> None:
+        """Does nothing, like all that LightX2V asks of each part of a model: an attention has no weights."""
 
-    def load(self, weight_dict: Any) -> None: ...
-
-    def set_config(self, config: Any = None) -> None: ...
-
-    def to_cpu(self, non_blocking: bool = False) -> None: ...
-
-    def to_cuda(self, non_blocking: bool = False) -> None: ...
+    set_config = to_cpu = to_cuda = load_state_dict_from_disk = load
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         return {} if destination is None else destination
 
     def load_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
-
-    def load_state_dict_from_disk(self, *_: Any, **__: Any) -> None: ...
 
 
 def _refuse(config: Mapping[str, Any], ranks: int) -> None:

@@ -1,11 +1,14 @@
-"""The hooks on SGLang Diffusion's Wan: its self-attention hands this rank's shard to the session of its transformer.
+"""Hooks on SGLang Diffusion's Wan: its self-attention hands this rank's shard to the session of its transformer.
 
+SGLang has a closed list of attention backends; what it has for third parties are hooks on functions that they name.
+Each worker calls `register`, entry point `sglang.multimodal_gen.plugins`, and puts the hooks on itself, until it ends.
 SGLang's layer keeps everything else: with `skip_sequence_parallel` it calls its kernel with the shard as it is, and
-the kernel is `DbspImpl`. The modules that hooks need are imported when a hook runs: before, SGLang forbids it.
+the kernel is `DbspImpl`. What hooks need is imported when a hook runs: before, SGLang forbids it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -15,11 +18,12 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.engine_session import EngineSession
+from dbsp_core.runtime.engine_session import CONFIG_VARIABLE, EngineSession
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import not_compiled
 
-__all__ = ["DbspImpl", "attach", "attach_pipeline", "begin_pass", "make_attention", "make_block", "skip_together"]
+__all__ = ["EXPECTED", "DbspImpl", "attach", "register"]
 
 _within_block: ContextVar[bool] = ContextVar("_within_block", default=False)
 _SESSION = "_dbsp_session"
@@ -43,7 +47,7 @@ class DbspImpl:
         return self.session.attend(self.layer, query, key, value, self.scale)
 
 
-def make_block(original: Callable[..., None], block: Any, *args: Any, prefix: str = "", **options: Any) -> None:
+def _make_block(original: Callable[..., None], block: Any, *args: Any, prefix: str = "", **options: Any) -> None:
     """Around WanTransformerBlock.__init__: gives its self-attention db-SP's kernel, if it is only a softmax."""
     within = _within_block.set(True)
     try:
@@ -59,24 +63,20 @@ def make_block(original: Callable[..., None], block: Any, *args: Any, prefix: st
         attention._required_attention_backend = attention.backend  # so that no request names another
 
 
-def make_attention(
+def _make_attention(
     original: Callable[..., None], attention: Any, *args: Any, is_cross_attention: bool = False, **options: Any
 ) -> None:
-    """Around USPAttention.__init__: in a Wan block, self-attention makes no exchange of SGLang's own.
-
-    So it asks for no kernel with a softmax LSE where there is a ring.
-    """
+    """Around USPAttention.__init__: a Wan block's self-attention exchanges nothing, so a ring needs no LSE."""
     if _within_block.get() and not is_cross_attention:
         options["skip_sequence_parallel"] = True
     original(attention, *args, is_cross_attention=is_cross_attention, **options)
 
 
-def attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Around build_pipeline, which each worker calls once: a session for each of its transformers. Collective.
 
     Raises:
-        UserError: On all ranks, for a transformer that is not served. SGLang would run it, dense; and where its own
-            Wan cannot be loaded, one of diffusers, with a line in the log.
+        UserError: On all ranks, for a transformer that is not served, which SGLang would run dense.
     """
     from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
     from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
@@ -97,6 +97,7 @@ def attach(transformer: Any) -> None:
     """Gives a transformer its session. Collective. Raises UserError, on all ranks, for one that is not served."""
     from sglang.multimodal_gen.runtime.distributed.parallel_state import (
         get_ring_parallel_world_size,
+        get_sp_group,
         get_tp_world_size,
         get_ulysses_parallel_world_size,
     )
@@ -122,13 +123,15 @@ def attach(transformer: Any) -> None:
     if getattr(settings, "enable_breakable_cuda_graph", False):
         raise UserError("CUDA graphs repeat a pass without its step; leave out --enable-breakable-cuda-graph")
     strategy = Strategy(get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
-    session = EngineSession(_group(), strategy, transformer.blocks[0].local_num_heads, len(kernels))
+    ranks = get_sp_group()
+    group = SequenceGroup.of(ranks.device_group) if ranks.world_size > 1 else SequenceGroup(0, 1)
+    session = EngineSession(group, strategy, transformer.blocks[0].local_num_heads, len(kernels))
     for layer, kernel in enumerate(kernels):
         kernel.session, kernel.layer = session, layer
     setattr(transformer, _SESSION, session)
 
 
-def begin_pass(
+def _begin_pass(
     original: Callable[..., Any], model: Any, hidden_states: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
     """Around WanTransformer3DModel.forward."""
@@ -136,16 +139,10 @@ def begin_pass(
     return original(model, hidden_states, *args, **options)
 
 
-def skip_together(original: Callable[..., bool], model: Any, **options: Any) -> bool:
-    """Around the decision of TeaCache: the layers are skipped where all ranks would skip them. Collective.
-
-    A rank decides by its own shard of the timesteps, where each token has one.
-    """
+def _skip_together(original: Callable[..., bool], model: Any, **options: Any) -> bool:
+    """Around TeaCache's decision, by a rank's own timesteps: all ranks skip a pass, or none. Collective."""
     skip = original(model, **options)
-    if not model.enable_teacache:
-        return skip
-    session: EngineSession = getattr(model, _SESSION)
-    return session.all_agree(skip)
+    return bool(getattr(model, _SESSION).all_agree(skip)) if model.enable_teacache else skip
 
 
 @not_compiled
@@ -168,13 +165,52 @@ def _begin(model: Any, hidden_states: torch.Tensor) -> None:
     session.begin(Video((frames, height, width)), hidden_states.device, int(context.current_timestep), branch)
 
 
-def _group() -> SequenceGroup:
-    from sglang.multimodal_gen.runtime.distributed.parallel_state import get_sp_group
-
-    group = get_sp_group()
-    return SequenceGroup.of(group.device_group) if group.world_size > 1 else SequenceGroup(0, 1)
-
-
 def _name(thing: Any) -> str:
-    kind = type(thing)
-    return f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+    return f"{type(thing).__module__.partition('.')[0]}'s {type(thing).__name__}"
+
+
+_RUNTIME = "sglang.multimodal_gen.runtime"
+_LAYER = f"{_RUNTIME}.layers.attention.layer:USPAttention"
+_WAN = f"{_RUNTIME}.models.dits.wanvideo"
+_HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_WAN}:WanTransformerBlock.__init__": _make_block,
+    f"{_LAYER}.__init__": _make_attention,
+    f"{_WAN}:WanTransformer3DModel.forward": _begin_pass,
+    f"{_WAN}:WanTransformer3DModel.should_skip_forward_for_cached_states": _skip_together,
+    f"{_RUNTIME}.pipelines_core:build_pipeline": _attach_pipeline,
+}
+"""Functions of SGLang, and what each is wrapped in."""
+_OF_LAYERS = ("attn_impl", "backend", "softmax_scale", "_attn_impl_by_backend", "_required_attention_backend")
+_OF_GROUPS = ("get_sp_group", "get_tp_world_size", "get_ulysses_parallel_world_size", "get_ring_parallel_world_size")
+EXPECTED = ExpectedHost(
+    "SGLang",
+    package="sglang",
+    version="0.5.23",
+    names=(
+        *_HOOKS,
+        *(f"{_LAYER}.{name}" for name in _OF_LAYERS),
+        *(f"{_RUNTIME}.distributed.parallel_state:{name}" for name in _OF_GROUPS),
+        f"{_RUNTIME}.disaggregation.roles:RoleType.DENOISER",
+        f"{_RUNTIME}.loader.component_loaders.transformer_loader:TransformerLoader.component_names",
+        f"{_RUNTIME}.managers.forward_context:get_forward_context",
+        f"{_RUNTIME}.platforms.plugins:plugin_hook",
+        f"{_RUNTIME}.server_args:get_global_server_args",
+    ),
+)
+
+
+def register() -> None:
+    """Registers the hooks if $DBSP_CONFIG names a configuration; without it nothing changes.
+
+    Raises:
+        SystemExit: For another SGLang than expected. SGLang logs other errors of plug-ins and goes on, and would run
+            dense attention where a mask was asked for.
+    """
+    if not os.environ.get(CONFIG_VARIABLE):
+        return
+    if problem := EXPECTED.problem():
+        raise SystemExit(f"{problem}, or unset {CONFIG_VARIABLE} to run without db-SP")
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookType, plugin_hook
+
+    for target, wrapper in _HOOKS.items():
+        plugin_hook(target.replace(":", "."), HookType.AROUND)(wrapper)
