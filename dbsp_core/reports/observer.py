@@ -69,7 +69,7 @@ def observe_run(sessions: Sequence[AttentionSession]) -> None:
     group, own = sessions[0].group, sessions[0].config.report or ""
     group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
     folders = [own] if group.alone else gather_texts(group.control(), own)
-    observer, layers = RunObserver(next(filter(None, folders))), 0
+    observer, layers = RunObserver(next(filter(None, folders), "")), 0  # "": the report is wanted in another half
     for session in sessions:
         session.observers.append(observer)
         session.first_layer = layers

@@ -135,9 +135,7 @@ class TestVideos:
         assert decided(tmp_path, video=tmp_path / "from.mp4").video == tmp_path / "from.mp4"
         with pytest.raises(UserError, match=r"--video .*gone.mp4 does not exist; give a video file, such as an mp4"):
             decided(tmp_path, video=tmp_path / "gone.mp4")
-        with pytest.raises(
-            UserError, match=r"--video: tiny-wan2.2 does not start from a video; Wan text-to-video"
-        ):
+        with pytest.raises(UserError, match=r"--video: tiny-wan2.2 does not start from a video; Wan text-to-video"):
             decided(tmp_path, config=None, model="tiny-wan2.2", video=tmp_path / "from.mp4")
         with pytest.raises(UserError, match="--out and --video are the same place"):
             decided(tmp_path, video=tmp_path / "from.mp4", out=str(tmp_path / "from.mp4"))
