@@ -34,7 +34,7 @@ from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model
 from dbsp_core.utils.errors import UserError, did_you_mean, in_number
 from dbsp_core.utils.files import in_bytes, write_atomically
 from dbsp_core.utils.process import NOTICE, environment_number, installed_version
-from dbsp_diffusers.rank_program import exit_on_failure, process_group, use_local_device
+from dbsp_diffusers.rank_program import process_group, use_local_device
 from dbsp_kernels import KERNELS, KernelRequirements, choose_kernel
 
 __all__ = ["KernelResult", "bench_command", "compare_kernels", "exact_kernels"]
@@ -69,7 +69,6 @@ def bench_command(
         require_pictures()
     with contextlib.ExitStack() as stack:
         if (environment_number("WORLD_SIZE") or 1) > 1:
-            stack.enter_context(exit_on_failure())
             stack.enter_context(process_group(device))
         work, shapes = _workload(model, identity, device, SequenceGroup.of())
         found = _measured(model, work, shapes, out.stem)

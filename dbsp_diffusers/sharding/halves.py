@@ -141,7 +141,7 @@ def _step(own: DbspConfig, transformer: Any, pipe: Any) -> GuidedStep | bool:
         return True
     like = next(transformer.parameters())
     text, pixels = (0, TOKEN_PIXELS) if spec is None else (spec.text_tokens, spec.token_pixels)
-    tokens = text + math.prod(token_grid(*video.values(), patch_frames, pixels))
+    tokens = text + math.prod(token_grid(video["num_frames"], video["height"], video["width"], patch_frames, pixels))
     mask = BlockMask.dense(heads, BlockGrid.uniform(tokens, block=128))  # masks hardly change what is sent
     shape = AttentionShape(1, heads, head_dim, like.element_size())
     output_bytes = tokens * transformer.proj_out.out_features * like.element_size()
