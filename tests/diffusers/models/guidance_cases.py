@@ -180,7 +180,9 @@ def failing_in_one_half(rank: int, world: int) -> tuple[str, float]:
     _, expected = in_one_process(guided)
     pipe = guided.pipe()
     session = dbsp_diffusers.enable(pipe, guided.config, guidance=True)
-    with mock.patch.object(session, "attend", side_effect=UserError("no mask")) if rank >= world // 2 else nullcontext():
+    with (
+        mock.patch.object(session, "attend", side_effect=UserError("no mask")) if rank >= world // 2 else nullcontext()
+    ):
         answer = said(lambda: guided.made(pipe))
     return answer, apart(guided.made(pipe), expected)
 
