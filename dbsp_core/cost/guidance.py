@@ -41,7 +41,7 @@ class GuidedStep:
     def halved_seconds(self, nodes: Sequence[int]) -> float:
         """Returns the seconds of both passes at the same time, each on half of the ranks, and of their exchange."""
         size = len(nodes) // 2
-        slower = max(self.fastest(half)[1] for half in (nodes[:size], nodes[size:]))
+        slower = max(self.fastest(half)[1] for half in {tuple(nodes[:size]), tuple(nodes[size:])})
         sent = self.output_bytes * np.roll(np.eye(len(nodes)), size, axis=1)
         return self.layers * slower + exchange_s(sent, self.hardware.constants, nodes)
 

@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     hardware, model = machine(options), MODEL_SPECS[MODEL]
     (sparse,) = model_masks(MODEL, options)
     dense = BlockMask.dense(model.heads, sparse.grid)
-    for gpus in (2, 4, 8, 16):
+    for gpus in (2, 4, 8):
         for name, mask in (("dense", dense), (f"density {sparse.density:.2f}", sparse)):
             yield from _ways(gpus, name, mask, hardware, model)
 
@@ -60,11 +60,9 @@ def _ways(gpus: int, name: str, mask: BlockMask, hardware: Hardware, model: Mode
     step = GuidedStep(mask, AttentionShape(1, model.heads, model.head_dim), model.layers, model.tokens * OUTPUT_BYTES,
                       hardware, any_strategy=True)  # fmt: skip
     nodes = nodes_of(hardware, gpus)
-    for way, ranks, passes, seconds in (
-        ("all ranks", nodes, 2, step.seconds(nodes)),
-        ("two halves", nodes[: gpus // 2], 1, step.halved_seconds(nodes)),
-    ):
-        plan, _ = step.fastest(ranks)
+    for way, ranks, passes in (("all ranks", nodes, 2), ("two halves", nodes[: gpus // 2], 1)):
+        plan, attention_s = step.fastest(ranks)
+        seconds = passes * model.layers * attention_s if passes == 2 else step.halved_seconds(nodes)
         received = passes * (model.layers * _received(plan, step) + step.output_bytes * (1 - 1 / len(ranks)))
         received += step.output_bytes * (way == "two halves")
         label = f"bytes counted, seconds modelled, {hardware.name}"
@@ -80,7 +78,7 @@ def _received(plan: Plan, step: GuidedStep) -> float:
 
 def main() -> None:
     parser = modelled_arguments(__doc__, layers=1)
-    parser.set_defaults(hardware="h100", kernel="triton")
+    parser.set_defaults(hardware="h100", kernel="triton", coarsen=4)
     options = parser.parse_args()
     rows = list(measure(options))
     write_csv("guidance", rows, options.out)

@@ -25,14 +25,7 @@ from tests.support.single_process import attach_single_process
 MASKS: dict[str, dict[str, Any]] = {
     "dense": {"source": "dense", "block_q": 16, "block_k": 16},
     "synthetic": {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8},
-    "sparge": {
-        "source": "sparge",
-        "cdf": 0.5,
-        "similarity": 0.1,
-        "block_q": 4,
-        "block_k": 4,
-        "dense_text": False,
-    },
+    "sparge": {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 4, "block_k": 4, "dense_text": False},
 }
 
 
