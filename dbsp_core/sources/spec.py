@@ -1,8 +1,8 @@
 """The one spelling of masks, in YAML, in Python and on a command line.
 
 A mask is a source's name ("sparge"), a name with settings ("sparge:cdf=0.92,block_q=128", values in YAML), several of
-these with "+" between them, a mask file's path, a function's name ("my_masks:diagonal"), a mapping ({source: sparge,
-cdf: 0.92}); and in Python also the function itself, or a `MaskSource`.
+these with "+" between them, a mask file's path, a function's name ("my_masks:diagonal"), or a mapping such as
+{source: sparge, cdf: 0.92}; and in Python also the function itself, or a `MaskSource`.
 """
 
 from __future__ import annotations
