@@ -39,8 +39,7 @@ _FIX = "install xfuser 0.7, or leave --sp-backend out"
 def install(after_import: Callable[..., Callable[[], None]]) -> PatchSet:
     """Makes the changes as xfuser's modules are imported; returns them, to be undone."""
     patches = PatchSet()
-    actions: dict[str, Callable[..., None]] = {"xfuser.cli": _change_launcher, _BASE_MODEL: _change_runner}
-    actions |= cpu_patches(patches)
+    actions: dict[str, Any] = {"xfuser.cli": _change_launcher, _BASE_MODEL: _change_runner, **cpu_patches(patches)}
     patches.on_detach(after_import({name: functools.partial(act, patches=patches) for name, act in actions.items()}))
     return patches
 

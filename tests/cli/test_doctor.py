@@ -92,6 +92,7 @@ def test_it_says_of_each_engine_that_is_installed_whether_it_sees_dbsp(monkeypat
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_on_a_gpu_doctor_names_the_kernel_that_auto_takes(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.delenv("DBSP_KERNEL", raising=False)
     for name in ("fa4", "triton"):
@@ -115,6 +116,7 @@ def test_doctor_says_which_kernel_auto_takes_and_why(monkeypatch):
 
 def test_on_a_gpu_without_triton_doctor_names_the_command(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("DBSP_KERNEL", raising=False)
