@@ -16,8 +16,9 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, why_removed
 from dbsp_diffusers.attach import Host, attach_host
-from dbsp_diffusers.attached import attached_to, transformers_in
+from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
 from dbsp_diffusers.sharding.halves import Guidance, Halves
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer

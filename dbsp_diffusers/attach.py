@@ -22,17 +22,11 @@ from dbsp_core.runtime.agreement import agree_on_settings
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
-from dbsp_diffusers.attached import (
-    STATE,
-    Attached,
-    carried_by,
-    transformers_in,
-    transformers_of,
-    weights_fingerprint,
-)
+from dbsp_diffusers.attached import STATE, Attached, carried_by, weights_fingerprint
 from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.models.gates import GATE, GATES_DIFFER, gated_layers, gates_in_checkpoint
+from dbsp_diffusers.models.transformers import transformers_in, transformers_of
 from dbsp_diffusers.packed.forward import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls

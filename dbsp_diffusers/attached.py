@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,22 +10,13 @@ import torch
 from torch import nn
 
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_diffusers.models import known_architecture
+from dbsp_core.utils.errors import fingerprint_of
+from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generations import Generations
 
-__all__ = [
-    "STATE",
-    "Attached",
-    "attached_to",
-    "carried_by",
-    "transformers_in",
-    "transformers_of",
-    "weights_fingerprint",
-]
+__all__ = ["STATE", "Attached", "attached_to", "carried_by", "weights_fingerprint"]
 
-_NAMES = ("transformer", "transformer_2")
 STATE = "_dbsp"
 """Attribute of a transformer: there, rather than in a table here, so that both are freed together."""
 
@@ -43,43 +34,6 @@ class Attached:
     sessions: Sequence[tuple[nn.Module, AttentionSession]]
     host: str
     generations: Generations
-
-
-def transformers_of(model: Any) -> dict[str, Any]:
-    """A pipeline's transformers by its names of them, or the one that is given, as they are without torch.compile.
-
-    Raises UserError for a pipeline without any or without room for attributes.
-    """
-    found = {name: getattr(part, "_orig_mod", part) for name, part in transformers_in(model).items()}
-    if not found:
-        raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
-    if not hasattr(model, "__dict__"):
-        raise UserError(
-            f"{type(model).__name__} has __slots__, and db-SP keeps attributes on a pipeline; pass its transformer"
-        )
-    return found
-
-
-def transformers_in(model: Any) -> dict[str, Any]:
-    """A pipeline's transformers by its names of them; a module itself as "transformer"; empty for anything else.
-
-    Beside `transformer` and `transformer_2` these are its other registered parts of a class that db-SP knows.
-    """
-    if not any(hasattr(model, name) for name in _NAMES):
-        return {"transformer": model} if isinstance(model, nn.Module) else {}
-    registered = getattr(model, "config", None)
-    names = registered if isinstance(registered, Mapping) else ()
-    parts = {name: getattr(model, name, None) for name in (*_NAMES, *names)}
-    return {
-        name: part
-        for name, part in parts.items()
-        if (isinstance(part, nn.Module) if name in _NAMES else _is_known(part))
-    }
-
-
-def _is_known(part: Any) -> bool:
-    """Returns whether part of a pipeline is a transformer of a class that db-SP knows, compiled or not."""
-    return isinstance(part, nn.Module) and known_architecture(getattr(part, "_orig_mod", part)) is not None
 
 
 def carried_by(transformer: nn.Module) -> list[str]:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attached import attached_to, transformers_in
+from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers.models.transformers import transformers_in
 
 __all__ = ["sum_gradients"]
 

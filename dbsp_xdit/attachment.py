@@ -15,8 +15,8 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.api import disable, session_of
 from dbsp_diffusers.attach import Host, attach_host
-from dbsp_diffusers.attached import transformers_in
 from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet, has_class_forward
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 from dbsp_xdit.command_line import strategy_from

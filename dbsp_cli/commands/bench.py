@@ -34,7 +34,6 @@ from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model
 from dbsp_core.utils.errors import UserError, did_you_mean, in_number
 from dbsp_core.utils.files import in_bytes, write_atomically
 from dbsp_core.utils.process import NOTICE, environment_number, installed_version
-from dbsp_diffusers.rank_program import process_group, use_local_device
 from dbsp_kernels import KERNELS, KernelRequirements, choose_kernel
 
 __all__ = ["KernelResult", "bench_command", "compare_kernels", "exact_kernels"]
@@ -59,6 +58,8 @@ def bench_command(
 
     One process measures one GPU; for all of a node: torchrun --nproc-per-node 8 -m dbsp_cli bench MODEL
     """
+    from dbsp_diffusers.rank_program import process_group, use_local_device  # here: it takes seconds to import
+
     identity = _identity(model)
     device = use_local_device()
     out = out or measured_file(device.type)

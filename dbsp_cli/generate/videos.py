@@ -77,7 +77,7 @@ def _require_runnable(generation: Generation) -> None:
 def _make_videos(generation: Generation, model: str, device: torch.device, unwanted: Path) -> list[RunReport | None]:
     """Makes the videos; `unwanted` is the folder for reports that nobody asked for."""
     from dbsp_diffusers import enable
-    from dbsp_diffusers.attached import transformers_in
+    from dbsp_diffusers.models.transformers import transformers_in
 
     # 1. The pipeline: db-SP comes after LoRA weights and offloading, and before compilation.
     settings = generation.config.generate

@@ -21,9 +21,9 @@ from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings
 from dbsp_core.models.signature import token_grid
 from dbsp_core.models.table import published_model
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.resolve import identify, resolve_config
 
 __all__ = ["Guidance", "Halves"]

@@ -13,7 +13,7 @@ import dbsp_diffusers
 from dbsp_core import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import StepClock
-from dbsp_diffusers.attached import transformers_of
+from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.sharding.generations import Generations
 from tests.gpu_node.faults import recorded
 from tests.simulated.model_cases import MASKS, apart, brief, own_device

@@ -21,7 +21,7 @@ from dbsp_core import BlockMask, save_mask
 from dbsp_core.sources import DenseSource, MaskRequest
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
-from dbsp_diffusers.attached import transformers_of
+from dbsp_diffusers.models.transformers import transformers_of
 from tests.support.single_process import attach_single_process
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("tiny-*.yaml"))}

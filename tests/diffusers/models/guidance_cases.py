@@ -14,7 +14,7 @@ import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attached import transformers_of
+from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.sharding.generations import Generations
 from tests.diffusers.models.pipeline_cases import CASES, Case, make_pipe
 from tests.support.models.tiny_pipelines import fingerprint

@@ -14,7 +14,7 @@ import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import StepClock
-from dbsp_diffusers.attached import transformers_of
+from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import difference, load
 from tests.support.models.tiny_transformers import LATENTS, make_tiny_transformer

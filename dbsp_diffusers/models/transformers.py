@@ -1,0 +1,52 @@
+"""The transformers of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models.table import known_architecture
+
+__all__ = ["transformers_in", "transformers_of"]
+
+_NAMES = ("transformer", "transformer_2")
+
+
+def transformers_of(model: Any) -> dict[str, Any]:
+    """A pipeline's transformers by its names of them, or the one that is given, as they are without torch.compile.
+
+    Raises UserError for a pipeline without any or without room for attributes.
+    """
+    found = {name: getattr(part, "_orig_mod", part) for name, part in transformers_in(model).items()}
+    if not found:
+        raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
+    if not hasattr(model, "__dict__"):
+        raise UserError(
+            f"{type(model).__name__} has __slots__, and db-SP keeps attributes on a pipeline; pass its transformer"
+        )
+    return found
+
+
+def transformers_in(model: Any) -> dict[str, Any]:
+    """A pipeline's transformers by its names of them; a module itself as "transformer"; empty for anything else.
+
+    Beside `transformer` and `transformer_2` these are its other registered parts of a class that db-SP knows.
+    """
+    if not any(hasattr(model, name) for name in _NAMES):
+        return {"transformer": model} if isinstance(model, nn.Module) else {}
+    registered = getattr(model, "config", None)
+    names = registered if isinstance(registered, Mapping) else ()
+    parts = {name: getattr(model, name, None) for name in (*_NAMES, *names)}
+    return {
+        name: part
+        for name, part in parts.items()
+        if (isinstance(part, nn.Module) if name in _NAMES else _is_known(part))
+    }
+
+
+def _is_known(part: Any) -> bool:
+    """Returns whether part of a pipeline is a transformer of a class that db-SP knows, compiled or not."""
+    return isinstance(part, nn.Module) and known_architecture(getattr(part, "_orig_mod", part)) is not None
