@@ -1,4 +1,13 @@
-"""`python -m dbsp_cli`: the `dbsp` command, where its script is not on the path."""
+"""`python -m dbsp_cli`, and the program of ranks: as a file, so that nothing in the current folder is imported."""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file, whose folder Python searches first
+    own = Path(__file__).resolve().parent
+    sys.path[:] = [folder for folder in sys.path if folder != str(own)]
+    if str(own.parent) not in sys.path:
+        sys.path.append(str(own.parent))
 
 from dbsp_cli.entry import dbsp
 

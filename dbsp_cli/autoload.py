@@ -1,7 +1,8 @@
 """The function that torch calls once it has been imported, so that unmodified programs find db-SP.
 
 xfuser and para-attn have no plugin entry points, but torch calls every function in the entry-point group
-`torch.backends`. This one imports next to nothing, and acts only on xfuser's runs and para-attn's adapters.
+`torch.backends`. This one imports next to nothing, and acts only on `xdit … --sp-backend` and on
+para-attn's adapters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import importlib
 import os
 import sys
 
-from dbsp_start.import_hook import after_import
+from dbsp_cli.import_hook import after_import
 from dbsp_xdit.autoload import autoload as for_xdit
 
 __all__ = ["autoload"]
@@ -20,7 +21,7 @@ def autoload() -> None:
     """Does nothing where DBSP_AUTOLOAD=0. Never raises: torch must stay importable."""
     if os.environ.get("DBSP_AUTOLOAD", "1") == "0":
         return
-    for_xdit()
+    for_xdit(after_import)
     after_import({"para_attn.context_parallel.diffusers_adapters": _teach_para_attn})
 
 

@@ -8,14 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
+from dbsp_cli.commands.bench import bench_command
 from dbsp_cli.commands.doctor import doctor_command, own_version
 from dbsp_cli.commands.generate import generate_command
 from dbsp_cli.commands.masks import masks_app
 from dbsp_cli.commands.plan import plan_command
 from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.tiny import tiny_command
+from dbsp_cli.mask_tools.convert import ConvertOptions, RecordingOptions
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, printable
+from dbsp_core.utils.schema import setting_names
 
 __all__ = ["app", "main"]
 
@@ -48,29 +51,57 @@ app.command("generate", short_help="Generate a video: from YAML to mp4, on all G
 app.command("doctor", short_help="Say what works here, what is missing, and the fix.")(doctor_command)
 app.command("tiny", short_help="Make a tiny checkpoint, for trying things out.")(tiny_command)
 app.command("report", short_help="Show the report of a run, or compare two.")(report_command)
-app.command("plan", short_help="Plan an attention: how even the work is, what moves.")(plan_command)
+app.command("plan", short_help="Plan a mask file's attention, or model a video's seconds.")(plan_command)
+app.command("bench", short_help="Measure this machine, for strategy: auto and kernel: auto.")(bench_command)
 app.add_typer(masks_app, name="masks")
 
 
 _REMOVED = {
-    "simulate": "compare the plans of a mask file with dbsp plan; figures of the paper are modelled by "
+    "simulate": "dbsp plan --model NAME --gpus N models the seconds of a video; figures of the paper are modelled by "
     "python -m scripts.reproduce.clusters in a checkout",
-    "calibrate": "run python -m scripts.calibrate in a checkout, which writes the file that runs look for",
-    "plan --model": "write strategy: auto in the configuration, which takes the fastest UxRy for the model's masks",
+    "generate --host": "leave it out: it runs diffusers' pipelines, and xdit … --sp-backend dbsp runs xDiT's",
+    "generate --last-image": "give --image a second time",
+    "generate --timeout": "leave it out: ranks wait for one another as long as torch has it",
+    "generate --json": "read report.json in the folder of --report",
+    **dict.fromkeys(
+        (f"generate --{name}" for name in ("nnodes", "node-rank", "master-addr", "rdzv-backend", "rdzv-endpoint")),
+        "start it on each node: torchrun --nnodes … -m dbsp_cli generate …",
+    ),
+    "calibrate": "dbsp bench MODEL measures this machine, and writes the file that runs look for",
     "plan --target-rho": "leave it out: planner dbsp balances to 1.002, or as far as is worth its keys",
     "plan --reward": "leave it out: R_b is an argument of dbsp_core.planning.planners.paper",
     "plan --equal-heads": "leave it out: equal_heads is an argument of dbsp_core.planning.planners.paper",
     "plan --sequences": "write bags: auto in the configuration, which takes the fastest topology for the sequences",
+    "plan --layout": "leave it out: the layout is the planner's own",
+    "plan --precision": "leave it out: int8 sends (D + 4) / 2D of the bytes, by the same plan",
+    "tiny --trained": "write dbsp tiny wan-trained FOLDER",
+    "tiny --seed": "leave it out: weights are the same every time",
+    "masks fit --out": "write the file first: dbsp masks fit OUT RECORDING…",
+    "masks fit -o": "write the file first: dbsp masks fit OUT RECORDING…",
+    "masks fit --json": "leave it out: the table has all",
+    "masks record --every": "set $DBSP_RECORD_EVERY",
+    "masks record --layers": "set $DBSP_RECORD_LAYERS",
+    "masks record --limit": "set $DBSP_RECORD_LIMIT",
+    "masks info --planner": "leave it out; dbsp plan FILE --planner all compares planners",
+    "masks info --threshold": "leave it out: plans are counted at P_s 1.02",
+    "masks info --sample": "leave it out: four layers are planned",
+    "masks info --limit": "leave it out: errors above 0.1 are warned of",
+    "masks info --thw": "write thw=T,H,W when you convert the masks",
+} | {
+    f"masks convert --{name.replace('_', '-')}": f"write {name}=VALUE after OUT"
+    for name in (*setting_names(ConvertOptions), *setting_names(RecordingOptions))
 }
 """Commands and options that earlier versions had, and what to use instead."""
 
 
 def _require_present(words: Sequence[str]) -> None:
     """Raises UserError for a command or an option of one that no longer exists."""
-    given = [word.partition("=")[0] for word in words]
+    own = words[: words.index("--")] if "--" in words else words  # what follows is another program's
+    given = [word.partition("=")[0] for word in own]
     for removed, advice in _REMOVED.items():
-        command, *option = removed.split()
-        if given[:1] == [command] and set(option) <= set(given):
+        option = [word for word in removed.split() if word.startswith("-")]
+        command = removed.split()[: len(removed.split()) - len(option)]
+        if given[: len(command)] == command and set(option) <= set(given):
             raise UserError(f"dbsp {removed} was removed; {advice}")
 
 

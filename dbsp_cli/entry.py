@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from dbsp_start.quick_end import quick_end
+from dbsp_cli.quick_end import quick_end
 
 __all__ = ["dbsp"]
 

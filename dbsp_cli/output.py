@@ -25,7 +25,6 @@ from dbsp_core.utils.files import require_place, user_path
 from dbsp_core.utils.process import printable
 
 __all__ = [
-    "LARGEST_SEED",
     "MOST_GPUS",
     "PATH",
     "JsonFlag",
@@ -42,7 +41,6 @@ __all__ = [
 
 MOST_GPUS = 4096
 """Most GPUs of a prediction or a plan; tables grow with the square of it."""
-LARGEST_SEED = 2**63 - 1
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -19,8 +19,16 @@ from dbsp_core.planning.chunks import ALL, NEEDED
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
-from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of, in_short, require_value
+from dbsp_core.sources.spec import mask_values, names_mask, read_mask
+from dbsp_core.utils.errors import (
+    SettingError,
+    UserError,
+    blame_setting,
+    fingerprint_of,
+    in_short,
+    kind_of,
+    require_value,
+)
 from dbsp_core.utils.files import expand_path
 from dbsp_core.utils.process import DEBUG, RECORD, environment_flag, environment_value
 from dbsp_core.utils.schema import (
@@ -55,7 +63,7 @@ _UNNAMED = DenseSource()
 
 _ANY_ROWS = KernelRequirements(ragged_rows=True)
 
-ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
+ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], MaskSource, Callable[..., Any], str, os.PathLike, None]
 
 
 def _record_folder() -> str | None:
@@ -75,6 +83,15 @@ def _read_bags(value: Any, name: str) -> Any:
     return BagConfig(value) if isinstance(value, str) else convert(value, BagConfig | str | None, name, "bags")
 
 
+def _is_mask(config: Any) -> bool:
+    """Returns whether what is given as a configuration is a mask alone."""
+    if isinstance(config, Mapping):
+        return "source" in config and not set(setting_names(DbspConfig)) & set(config)
+    if isinstance(config, (str, os.PathLike)):
+        return names_mask(os.fspath(config))
+    return callable(config) or hasattr(config, "mask")
+
+
 @dataclass(frozen=True)
 class DbspConfig:
     """All settings of db-SP. Raises UserError, naming the key and the fix, for a value that makes no sense.
@@ -84,8 +101,9 @@ class DbspConfig:
             loads this checkpoint; attaching to another one is an error. None: any.
         generate: What `dbsp generate` makes, a mapping such as {height: 480, width: 832, steps: 50}. `xdit` reads the
             dtype.
-        mask: Source of the block masks, a mapping such as {source: window, window: [5, 9, 9]}; see docs/masks.md.
-            Dense if none is named, unless the model's checkpoint has a mask of its own (NABLA).
+        mask: Source of the block masks: a name such as sparge, a name with settings such as sparge:cdf=0.92, a mapping
+            such as {source: sparge, cdf: 0.92}, a function or a mask file; see docs/masks.md. Dense if none is named,
+            unless the model's checkpoint has a mask of its own (NABLA).
         dense_schedule: Steps and layers whose attention stays dense, for any mask, a mapping such as {first_steps: 10,
             first_layers: 1}.
         strategy: `UxRy`: x ranks share heads, y ranks share blocks; x·y is the number of ranks. `auto`: the strategy
@@ -97,10 +115,10 @@ class DbspConfig:
             per token and head; without gradients. The output is always sent in the model's dtype.
         reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
             1.10; see docs/results/even.md for what each value costs and gives.
-        kernel: Attention kernel; see docs/kernels.md. `auto`: `triton` on CUDA, `cpu` on the CPU.
+        kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact when `dbsp bench` measured
+            this device, else `triton` on CUDA, `cpu` on the CPU.
         machine: Hardware profile that predicts times: a shipped one (`a800`, `h100`, `h200`, `h800`: modelled) or a
-            file of `python -m scripts.calibrate`. None: what was measured on this machine, else rules without
-            constants.
+            file of `dbsp bench`. None: what `dbsp bench` measured on this machine, else rules without constants.
         bags: Groups of ranks that share several sequences of one call: a topology such as `g8n4`, `auto`, or a
             mapping; see docs/bags.md. None: all ranks share every sequence.
         vae: True if all ranks of a video decode it together, tile by tile; see docs/diffusers.md.
@@ -201,7 +219,7 @@ class DbspConfig:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COMPARED}
         for place, mask in enumerate(parts_of(self.mask)):
             if type(mask) in SOURCES.values() and is_dataclass(mask):
-                shown = {f.name: getattr(mask, f.name) for f in fields(mask) if f.name != "path"}
+                shown = {f.name: getattr(mask, f.name) for f in fields(mask) if f.init and f.name != "path"}
                 plain[f"mask {place}"] = (type(mask).__name__, shown)
         return fingerprint_of(plain)
 
@@ -211,7 +229,8 @@ class DbspConfig:
 
         Args:
             source: a DbspConfig (returned as it is), a mapping, None for the defaults, a YAML file: its path, or a
-                shipped one's name; or a mask alone: "sparge:cdf=0.92", "masks.safetensors".
+                shipped one's name; or a mask alone, in any spelling (see docs/masks.md): "sparge:cdf=0.92",
+                {"source": "sparge"}, a function.
 
         Returns:
             The configuration.
@@ -225,10 +244,12 @@ class DbspConfig:
             return cls()
         if isinstance(source, DbspConfig):
             return source
+        if _is_mask(source):
+            return cls._of_mapping({"mask": source}, "the configuration")
         if isinstance(source, Mapping):
             return cls._of_mapping(source, "the configuration")
-        if isinstance(source, (str, os.PathLike)) and names_mask(os.fspath(source)):
-            return cls._of_mapping({"mask": mask_settings(os.fspath(source))}, "the configuration")
+        if not isinstance(source, (Settings, str, os.PathLike)):
+            raise UserError(f"config must be a DbspConfig, a mapping, a YAML file or a mask, got {kind_of(source)}")
         settings = source if isinstance(source, Settings) else read_settings(find_config(source), "configuration file")
         with settings.located():
             config = replace(cls._of_mapping(settings.values, ""), origin=settings.origin or None)

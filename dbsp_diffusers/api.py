@@ -19,6 +19,7 @@ from dbsp_diffusers.attach import Host, attach_host
 from dbsp_diffusers.attached import attached_to, transformers_in
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.report_hook import model_name, write_run_report
+from dbsp_diffusers.sharding.halves import Guidance, Halves
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 
 __all__ = ["disable", "enable", "session_of", "sessions_of", "write_report"]
@@ -34,6 +35,7 @@ def enable(
     mesh: Any = None,
     group: Group = None,
     strategy: Strategy | str | None = None,
+    guidance: Guidance = False,
     vae: bool = False,
     steps: Callable[[], int | None] | None = None,
     host: str = "diffusers",
@@ -48,13 +50,17 @@ def enable(
     Args:
         model: A pipeline with a `transformer`, and maybe others that take turns with it (Wan2.2's `transformer_2`), or
             such a transformer, of a class that db-SP knows.
-        config: A `DbspConfig`, a mapping, the path of a YAML file or the name of a shipped one. None: the settings
-            shipped for the transformer's checkpoint, dense attention where none are shipped.
+        config: A `DbspConfig`, a mapping, the path of a YAML file, the name of a shipped one, or a mask alone, such as
+            "sparge:cdf=0.92" or a function (see docs/masks.md). None: the settings shipped for the transformer's
+            checkpoint, dense attention where none are shipped.
         mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, whatever others it has: the ranks
             that share a sequence, and how. Default: all ranks.
         group: The ranks that share a sequence, where no mesh says it. Default: all ranks.
         strategy: How the ranks of a sequence are used, for example "U4R2", where the configuration does not say.
             Default: Ulysses on all of them.
+        guidance: True if each half of the ranks is to compute one of a step's two guidance passes: then `strategy`
+            and the session are those of a half. "auto": if that is predicted to be faster. For pipelines whose calls
+            have guidance, such as Wan's, Qwen-Image's and CogVideoX's; without gradients.
         vae: Whether the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
             on, and shares its tiles out. Setting `vae` of the configuration does so, too.
         steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
@@ -70,7 +76,12 @@ def enable(
             between ranks. The model is then as it was.
     """
     _refuse_removed(removed)
+    if guidance is not False and mesh is not None:
+        raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
+    halves = None if guidance is False else Halves.chosen(guidance, model, config, strategy, sequence)
+    if halves is not None:
+        sequence, default = _ranks_of(halves.own)
     whole = Host(
         name=host,
         sequence=sequence,
@@ -78,6 +89,7 @@ def enable(
         choose_strategy=lambda config: config.strategy_or(default if strategy is None else Strategy.parse(strategy)),
         shard=shard_transformer,
         vae=vae,
+        halves=halves,
     )
     return attach_host(model, config, whole, steps)
 

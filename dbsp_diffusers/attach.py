@@ -40,6 +40,8 @@ from dbsp_diffusers.resolve import identify, log_config, resolve_config
 from dbsp_diffusers.sharding.coverage import Coverage
 from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.generations import Generations
+from dbsp_diffusers.sharding.guidance import GuidedCalls
+from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
@@ -66,6 +68,7 @@ class Host:
         shard: Shards a transformer by a session; returns the value of its attribute `_is_parallelized`.
         vae: Whether videos are decoded in parallel, whatever the configuration says.
         decoders: The ranks that decode a video together, if more than `sequence`.
+        halves: Of the ranks that make one video, if guidance passes are computed by two halves; `sequence` is one.
     """
 
     name: str
@@ -75,6 +78,12 @@ class Host:
     shard: Callable[[Any, AttentionSession, PatchSet], ForwardRanks]
     vae: bool = False
     decoders: SequenceGroup | None = None
+    halves: Halves | None = None
+
+    @property
+    def ranks(self) -> SequenceGroup:
+        """The ranks that make one video together."""
+        return self.sequence if self.halves is None else self.halves.ranks
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ class _Attaching:
 
     Attributes:
         device: What `use_model_device` has returned.
+        passes: The ranks that run one forward pass together.
         sessions: Each transformer with its session.
         gates: Gates that a checkpoint brings, by attention module.
         like: A tensor of each transformer's attentions, of their device and dtype.
@@ -91,6 +101,7 @@ class _Attaching:
     pipe: Any
     device: tuple[int, int]
     generations: Generations
+    passes: GenerationAgreement
     sessions: list[tuple[nn.Module, AttentionSession]]
     gates: dict[nn.Module, nn.Linear]
     like: list[torch.Tensor]
@@ -117,7 +128,7 @@ def attach_host(
     `patches` are changes made already, which are undone with the others.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile returns calls this module's hooks
-    ranks, changes = host.sequence, patches or PatchSet()
+    ranks, changes = host.ranks, patches or PatchSet()
     with changes:
         # 1. Alone.
         made, problem, marks = None, None, dict.fromkeys(_DIFFER, 0)
@@ -134,6 +145,7 @@ def attach_host(
             raise RuntimeError("nothing is attached, and no rank has said why")
         require_own_gpus(ranks, [device for *device, _ in told_by_rank])
         made.generations.agreement.board = ranks.failure_board(told_by_rank[0][-1])
+        made.passes.board = host.sequence.failure_board(told_by_rank[0][-1])
         if host.decoders is not None:  # more ranks than those that have compared their settings
             check_consistent(host.decoders.control(), None, {VAE_DIFFERS: int(sessions[0].config.vae)})
         # 3. What depends on other ranks' wishes.
@@ -151,9 +163,11 @@ def _attached(
     # 1. Settings and sessions.
     transformers = _require_attachable(model, host)
     pipe = None if model in transformers.values() else model
-    generations = Generations(pipe, host.sequence)
+    generations = Generations(pipe, host.ranks)
+    passes = generations.agreement if host.halves is None else GenerationAgreement(host.sequence)
     clock = StepClock(generations.progress, shared=len(transformers) > 1)
-    made = _Attaching(pipe, use_model_device(transformers.values(), host.sequence), generations, [], {}, [])
+    device = use_model_device(transformers.values(), host.ranks)
+    made = _Attaching(pipe, device, generations, passes, [], {}, [])
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
         made.gates.update(gates_in_checkpoint(transformer, own.mask, None if pipe is None else name))
@@ -170,7 +184,8 @@ def _attached(
     debug = any(session.config.debug for _, session in made.sessions)
     together: list[ForwardRanks] = []
     for transformer, session in made.sessions:
-        generations.hook(transformer, session, changes, always=debug)
+        if host.halves is None:
+            generations.hook(transformer, session, changes, always=debug)
         ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)
         if packing is not None:
             packing.attach(transformer, changes)
@@ -180,9 +195,11 @@ def _attached(
     generations.attach(changes, exchanged, shares_state=host.decoders is None)
     for (transformer, _), ranks in zip(made.sessions, together, strict=True):
         on_host = next(transformer.parameters()).device.type == "cpu"
-        patience = host.sequence.timeout if on_host else None
+        patience = host.ranks.timeout if on_host else None
         reached = ranks.sharding.reached
-        Coverage(transformer, host.attentions, reached, generations.agreement, patience).attach(changes)
+        Coverage(transformer, host.attentions, reached, passes, patience).attach(changes)
+        if host.halves is not None:
+            GuidedCalls(transformer, host.halves, generations, passes, debug, patience).attach(changes)
     # 3. Decoding, and where to find all this again.
     if made.sessions[0][1].config.vae:
         decoders = generations.agreement if host.decoders is None else GenerationAgreement(host.decoders)
@@ -196,11 +213,13 @@ def _attached(
 def _log(made: _Attaching, host: Host) -> None:
     """Logs the settings in effect, and gates that were found."""
     for (transformer, session), like in zip(made.sessions, made.like, strict=True):
-        log_config(session.config, identify(transformer, made.pipe), host.sequence, session.strategy, like)
+        log_config(session.config, identify(transformer, made.pipe), host.ranks, session.strategy, like)
         carried = carried_by(transformer)
-        if carried and host.sequence.rank == 0:
+        if carried and host.ranks.rank == 0:
             log.info("the %s carries %s", type(transformer).__name__, ", ".join(carried))
-    if made.gates and host.sequence.rank == 0:
+    if host.halves is not None and host.ranks.rank == 0:
+        log.info("each half of the ranks computes one of the guidance passes of a step")
+    if made.gates and host.ranks.rank == 0:
         log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, len(made.gates))
 
 

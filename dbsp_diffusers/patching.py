@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import pkgutil
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -16,6 +17,9 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import nn
 
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import installed_version
+
 __all__ = [
     "Arguments",
     "PatchSet",
@@ -23,6 +27,7 @@ __all__ = [
     "guidance_branch",
     "has_class_forward",
     "in_float64",
+    "require_names",
     "sample_of",
     "signature_of",
     "without_argument",
@@ -172,6 +177,26 @@ def without_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if name in call.arguments:
         call.arguments[name] = None
     return call.args, call.kwargs
+
+
+def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) -> None:
+    """Raises UserError unless a package has the private names that db-SP wraps, as it expects them.
+
+    Args:
+        package: The package by pip's name.
+        names: Arguments that a function must take, by its place "module:Class.method".
+        fix: What to do about it.
+    """
+    for place, arguments in names.items():
+        try:
+            taken = set(inspect.signature(pkgutil.resolve_name(place)).parameters)
+        except (ImportError, AttributeError):
+            taken = set()
+        if not taken.issuperset(arguments):
+            raise UserError(
+                f"{package} {installed_version(package)} does not have {place}({', '.join(arguments)}), which db-SP "
+                f"expects; {fix}"
+            )
 
 
 def in_float64(pipe: Any) -> Any:

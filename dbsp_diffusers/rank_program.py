@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +16,7 @@ from dbsp_core.comm.process_groups import over_nccl
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import environment_number
 
-__all__ = ["exit_on_failure", "process_group", "use_local_device"]
+__all__ = ["process_group", "use_local_device"]
 
 _PATIENCE_S = 5.0
 """Seconds for aborting; a program that failed ends after them in any case."""
@@ -71,37 +69,6 @@ def process_group(device: torch.device, **options: Any) -> Iterator[None]:
         _abort()
         raise
     dist.destroy_process_group()
-
-
-@contextmanager
-def exit_on_failure() -> Iterator[None]:
-    """Ends the process after a failure inside: reports the error, aborts the communicators, exits.
-
-    The exit is immediate. Neither threads nor other ranks are waited for, which may be in a collective that never
-    completes. The launcher ends the other ranks when it sees the exit code.
-    """
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        code = _report(error)
-        if code == 0:
-            raise
-        _abort()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-
-
-def _report(error: Exception | SystemExit) -> int:
-    """Shows an error as the interpreter would, and returns the exit code."""
-    if not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
 
 
 def _abort() -> None:

@@ -59,8 +59,7 @@ def report_calls(
             if observer.device.type == "cuda":
                 torch.cuda.synchronize(observer.device)
             observer.seconds = time.perf_counter() - start
-            if not observer.postponed:
-                report_or_say_why_not(sessions, model_name(pipe), host)
+            report_or_say_why_not(sessions, model_name(pipe), host)
             return output
 
         return call_and_report

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -12,15 +10,16 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
+from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
 from dbsp_core.models.table import model_title
 from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
-from dbsp_core.utils.errors import UserError, in_number, kind_of
+from dbsp_core.utils.errors import UserError, in_number
 from dbsp_core.utils.process import log
-from dbsp_core.utils.yaml_file import Settings, shown_config
+from dbsp_core.utils.yaml_file import shown_config
 from dbsp_diffusers.models import ARCHITECTURES, architecture_of, known_architecture
 from dbsp_kernels import KernelRequirements, choose_kernel
 
@@ -47,8 +46,6 @@ def resolve_config(
     transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError for an error in the
     settings, and for a configuration of another model.
     """
-    if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
-        raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got {kind_of(config)}")
     if config is None:
         loaded = default_config(identify(transformer, pipe))
     else:
@@ -84,7 +81,8 @@ def log_config(
         return
     try:
         needs = KernelRequirements(width=identity.sizes[2])
-        kernel = choose_kernel(config.kernel, like.device, like.dtype, needs).name
+        wanted = kernel_order(config.kernel, config.machine, like.device)
+        kernel = choose_kernel(wanted, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"

@@ -24,8 +24,8 @@ def parallelize_pipe(pipe: Model, *, mesh: Any = None, attn: str | None = "dbsp"
         mesh: para-attn's device mesh with dimensions (batch, ring, ulysses), the first of size 1. Default: all ranks
             share the sequence, by Ulysses only.
         attn: "dbsp"; para-attn's own functions have the others.
-        config: A `DbspConfig`, a mapping, the path of a YAML file, or None for the settings shipped for the
-            transformer's checkpoint, dense attention where none are shipped. Its strategy overrides the mesh's.
+        config: A `DbspConfig`, a mapping, the path of a YAML file, a mask alone, or None for the settings shipped for
+            the transformer's checkpoint, dense attention where none are shipped. Its strategy overrides the mesh's.
 
     Returns:
         The pipeline.

@@ -1,7 +1,8 @@
 """Teaches para-attn's `parallelize_pipe` and `parallelize_transformer` the argument `attn="dbsp"`.
 
 para-attn looks its adapters' functions up by name at each call, so wrapping them is enough, whatever was imported
-first. Its first-block cache is taught to compare tensors that db-SP has sharded.
+first. Its first-block cache is taught to compare tensors that db-SP has sharded: all ranks skip the steps that one
+process would skip.
 """
 
 from __future__ import annotations
@@ -13,29 +14,50 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from dbsp_core.config import ConfigLike
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.patching import PatchSet, require_names
+from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_para.attach import parallelize_pipe, parallelize_transformer
-from dbsp_para.first_block_cache import over_real_tokens
 
 __all__ = ["install", "uninstall"]
 
-_ADAPTERS = ("wan", "cogvideox", "flux", "hunyuan_video", "mochi")  # the last three refuse attn="dbsp" with a reason
+_ADAPTERS = tuple(
+    f"para_attn.context_parallel.diffusers_adapters.{name}"
+    for name in (
+        "wan",
+        "cogvideox",
+        "flux",
+        "hunyuan_video",
+        "mochi",
+    )  # the last three refuse attn="dbsp" with a reason
+)
+_CACHE = "para_attn.first_block_cache.utils"
+_WRAPPED = {
+    **{f"{adapter}:parallelize_pipe": ("pipe",) for adapter in _ADAPTERS},
+    **{f"{adapter}:parallelize_transformer": ("mesh",) for adapter in _ADAPTERS},
+    f"{_CACHE}:are_two_tensors_similar": ("t1", "t2", "threshold", "parallelized"),
+}
+"""What is wrapped, with arguments that it must take; looked up before any of it is wrapped."""
 _installed: PatchSet | None = None
 
 
 def install() -> bool:
-    """Wraps para-attn's functions, once. Returns False where para-attn is not installed."""
+    """Wraps para-attn's functions, once. Returns False if para-attn is not installed.
+
+    Raises UserError, with nothing wrapped, for a para-attn that does not have them as expected.
+    """
     global _installed
     if _installed is None and importlib.util.find_spec("para_attn") is not None:
+        require_names("para-attn", _WRAPPED, "install para-attn 0.3.38, or use dbsp_diffusers.enable without it")
         with PatchSet() as patches:
-            for name in _ADAPTERS:
-                module = importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
+            for module in map(importlib.import_module, _ADAPTERS):
                 for ours in (parallelize_pipe, parallelize_transformer):
                     patches.set_attribute(module, ours.__name__, _with_dbsp(module, ours))
-            cache = importlib.import_module("para_attn.first_block_cache.utils")
-            patches.set_attribute(cache, "are_two_tensors_similar", over_real_tokens(cache.are_two_tensors_similar))
+            cache = importlib.import_module(_CACHE)
+            patches.set_attribute(cache, "are_two_tensors_similar", _over_real_tokens(cache.are_two_tensors_similar))
         _installed = patches
     return _installed is not None
 
@@ -72,3 +94,24 @@ def _with_dbsp(module: ModuleType, ours: Callable[..., Any]) -> Callable[..., An
         return ours(model, mesh=mesh, config=config)
 
     return wrapped
+
+
+def _over_real_tokens(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Wraps `are_two_tensors_similar` to compare the real tokens of all ranks where db-SP shards them.
+
+    The cache passes on the transformer's `_is_parallelized`, with the first block's residuals of the last computed
+    pass and of this one: [B, shard, C]. para-attn itself averages the means of all ranks there are, with padding. The
+    wrapper is collective, and returns the same on every rank.
+    """
+
+    @torch.compiler.disable
+    @functools.wraps(original)
+    def are_similar(t1: torch.Tensor, t2: torch.Tensor, *, threshold: float, parallelized: Any = False) -> bool:
+        if not isinstance(parallelized, ForwardRanks):
+            return original(t1, t2, threshold=threshold, parallelized=parallelized)
+        if threshold <= 0 or t1.shape != t2.shape:
+            return False
+        difference, size = parallelized.change(t1, t2)
+        return difference < threshold * size
+
+    return are_similar

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dbsp_xdit.attachment import attach, detach, session_of
 
-__all__ = ["NEEDS", "attach", "detach", "session_of"]
-
-NEEDS = ("xfuser", "diffusers", "transformers", "triton", "imageio_ffmpeg")
-"""Packages that a run imports besides what db-SP itself requires."""
+__all__ = ["attach", "detach", "session_of"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,31 +1,27 @@
-"""Attaches db-SP to a pipeline in an xfuser process, and detaches it without a trace."""
+"""Attaches db-SP to a pipeline in an xfuser process, with its parts turned back into diffusers' own classes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config import ConfigLike, DbspConfig
-from dbsp_core.layout.strategy import Strategy
-from dbsp_core.reports.observer import run_observer
+from dbsp_core.config import ConfigLike
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.api import disable, session_of
 from dbsp_diffusers.attach import Host, attach_host
-from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers.attached import transformers_in
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.report_hook import report_or_say_why_not, shown_name
+from dbsp_diffusers.patching import PatchSet, has_class_forward
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
-from dbsp_xdit.flags import strategy_from
-from dbsp_xdit.stock import turned_back
+from dbsp_xdit.command_line import strategy_from
 
-__all__ = ["attach", "detach", "recorded", "session_of"]
+__all__ = ["attach", "detach", "session_of"]
 
 
 def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
@@ -36,8 +32,8 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
 
     Args:
         pipe: A pipeline of diffusers' or xfuser's, with a transformer whose class in diffusers db-SP knows.
-        config: A `DbspConfig`, a mapping, the path of a YAML file, or None for the settings shipped for the
-            transformer's checkpoint, dense attention where none are shipped.
+        config: A `DbspConfig`, a mapping, the path of a YAML file, a mask alone, or None for the settings shipped for
+            the transformer's checkpoint, dense attention where none are shipped.
 
     Returns:
         The session of the pipeline's first transformer (Wan2.2 has two): its plans, strategies and statistics.
@@ -46,30 +42,23 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         UserError: On all ranks, before any of them waits for another, for a transformer that db-SP does not know or
             that something else has changed, and for a kind of parallelism or a strategy that does not fit.
     """
-    sequence, guidance = _groups()
-    _require_parallel_kinds()
+    from xfuser.core.distributed import get_ring_parallel_world_size, get_ulysses_parallel_world_size
+
+    sequence, guidance, world = _groups()
+    whole = guidance.size > 1 and world.size == sequence.size * guidance.size
     with PatchSet() as patches:
-        stock = run_consistently(sequence.control(), lambda: turned_back(pipe, patches))
+        stock = run_consistently(sequence.control(), lambda: _in_diffusers_classes(pipe, patches, guidance.size))
         host = Host(
             "xdit",
             sequence,
-            attentions=lambda transformer: _attentions_of(stock, transformer, guidance),
-            choose_strategy=_strategy,
+            attentions=lambda transformer: architecture_of(transformer).attentions_of(transformer),
+            choose_strategy=lambda config: strategy_from(
+                config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size()
+            ),
             shard=shard_transformer,
-            decoders=_decoders(sequence, guidance),
+            decoders=world if whole else None,  # both halves of guidance have the latents of the one video
         )
         return attach_host(stock, config, host, patches=patches)
-
-
-def _attentions_of(pipe: Any, transformer: Any, guidance: SequenceGroup) -> Sequence[nn.Module]:
-    """Returns a transformer's self-attentions. Raises UserError if it, or guidance in parallel, does not fit."""
-    attentions = architecture_of(transformer).attentions_of(transformer)
-    if guidance.size > 1 and not type(pipe).__module__.startswith("xfuser."):
-        raise UserError(
-            f"use_cfg_parallel: {type(pipe).__name__} does not run the two guidance passes on two groups of ranks; "
-            "leave it out and double the Ulysses or ring degree"
-        )
-    return attentions
 
 
 def detach(pipe: Any) -> None:
@@ -81,60 +70,84 @@ def detach(pipe: Any) -> None:
     disable(pipe)
 
 
-def _strategy(config: DbspConfig) -> Strategy | None:
-    """Combines configuration and xfuser's degrees; None for "auto". Raises UserError where they contradict."""
-    from xfuser.core.distributed import get_ring_parallel_world_size, get_ulysses_parallel_world_size
+def _groups() -> list[SequenceGroup]:
+    """Returns the ranks that share a sequence, those that share the guidance passes, and all ranks.
 
-    return strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
+    Raises UserError if xfuser has none yet, or others that don't go with db-SP.
+    """
+    from xfuser.core import distributed as xfuser
 
-
-def _require_parallel_kinds() -> None:
-    """Raises UserError where xfuser's groups are of kinds that don't go with db-SP."""
-    from xfuser.core.distributed import get_pipeline_parallel_world_size, get_tensor_model_parallel_world_size
-
-    for kind, degree in (
-        ("pipefusion_parallel_degree", get_pipeline_parallel_world_size()),
-        ("tensor_parallel_degree", get_tensor_model_parallel_world_size()),
-    ):
-        if degree > 1:
-            raise UserError(f"{kind}={degree} does not go with db-SP; leave it at 1")
-
-
-def _groups() -> tuple[SequenceGroup, SequenceGroup]:
-    """The ranks that share a sequence, and those that share the branches of guidance."""
-    from xfuser.core.distributed import get_cfg_group, get_sp_group, model_parallel_is_initialized
-
-    if not model_parallel_is_initialized():
+    if not xfuser.model_parallel_is_initialized():
         raise UserError(
             "xfuser's process groups are not initialised; call xfuser.core.distributed.initialize_runtime_state, or "
             "build the pipeline with xfuser, before dbsp_xdit.attach"
         )
-    return SequenceGroup.of(get_sp_group().device_group), SequenceGroup.of(get_cfg_group().device_group)
+    for kind, degree in (
+        ("pipefusion_parallel_degree", xfuser.get_pipeline_parallel_world_size()),
+        ("tensor_parallel_degree", xfuser.get_tensor_model_parallel_world_size()),
+    ):
+        if degree > 1:
+            raise UserError(f"{kind}={degree} does not go with db-SP; leave it at 1")
+    groups = xfuser.get_sp_group(), xfuser.get_cfg_group(), xfuser.get_world_group()
+    return [SequenceGroup.of(group.device_group) for group in groups]
 
 
-def _decoders(sequence: SequenceGroup, guidance: SequenceGroup) -> SequenceGroup | None:
-    """All ranks, where they are two halves of guidance that each have the latents of the one video; else None."""
-    from xfuser.core.distributed import get_world_group
+def _in_diffusers_classes(pipe: Any, patches: PatchSet, guidance: int) -> Any:
+    """Returns the diffusers pipeline that `pipe` is or wraps, with transformers of diffusers' own classes.
 
-    world = SequenceGroup.of(get_world_group().device_group)
-    return world if guidance.size > 1 and world.size == sequence.size * guidance.size else None
-
-
-@contextmanager
-def recorded(pipe: Any, model: str) -> Iterator[None]:
-    """Reports once the pipeline runs inside have succeeded, after xfuser's own timings have ended. Collective.
-
-    Does nothing without a folder for reports.
+    A pipeline in xfuser's wrapper runs as diffusers' own from then on, and returns its output on every rank. Weights
+    stay where they are. Whatever is not xfuser's stays as it is.
     """
-    state = attached_to(pipe)
-    sessions = [] if state is None else [session for _, session in state.sessions]
-    observer = run_observer(sessions[0]) if sessions else None
-    if observer is None:
-        yield
-        return
-    observer.postponed = True
-    try:
-        yield
-    finally:
-        observer.postponed = False
-    report_or_say_why_not(sessions, shown_name(model), "xdit")
+    if _wraps(pipe):
+        # xfuser's wrapper then calls the wrapped pipeline, once it has shared out the prompts
+        patches.set_attribute(pipe, "use_naive_forward", lambda: True)
+        pipe = pipe.module
+        for name in ("transformer", "scheduler"):
+            if _wraps(getattr(pipe, name, None)):
+                patches.set_attribute(pipe, name, getattr(pipe, name).module)
+    if guidance > 1 and not _is_xfusers(pipe):
+        raise UserError(
+            f"use_cfg_parallel: {type(pipe).__name__} does not run the two guidance passes on two groups of ranks; "
+            "leave it out and double the Ulysses or ring degree"
+        )
+    for transformer in transformers_in(pipe).values():
+        _unwrap_parts(transformer, patches)
+        if _is_xfusers(transformer):
+            _restore_class(transformer, patches)
+    return pipe
+
+
+def _is_xfusers(part: Any) -> bool:
+    return type(part).__module__.partition(".")[0] == "xfuser"
+
+
+def _wraps(part: Any) -> bool:
+    """Returns True for one of xfuser's wrappers that holds what it wraps."""
+    return _is_xfusers(part) and "module" in {**vars(part), **vars(part).get("_modules", {})}
+
+
+def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
+    """Puts what xfuser has wrapped among a module's parts back into its place."""
+    for name, part in list(module.named_children()):
+        inner: Any = part.module if _wraps(part) else part
+        if inner is not part:
+            module._modules[name] = inner
+            patches.on_detach(functools.partial(module._modules.__setitem__, name, part))
+        _unwrap_parts(inner, patches)
+
+
+def _restore_class(transformer: nn.Module, patches: PatchSet) -> None:
+    """Gives an instance of a subclass of xfuser's the class of diffusers' that it derives from, and its processors."""
+    own = type(transformer)
+    base = next((cls for cls in own.__mro__ if cls.__module__.partition(".")[0] == "diffusers"), None)
+    if base is None or not hasattr(base, "from_config"):
+        return  # db-SP says which classes it knows
+    if not has_class_forward(transformer):
+        raise UserError(f"the forward of this {own.__name__} was replaced; attach db-SP before step caches, not after")
+    with torch.device("meta"):
+        plain = base.from_config(transformer.config)
+    patches.replace_class(transformer, base)
+    parts = dict(transformer.named_modules())
+    for name, module in plain.named_modules():
+        if _is_xfusers(getattr(parts.get(name), "processor", None)):
+            patches.set_attribute(parts[name], "processor", module.processor)

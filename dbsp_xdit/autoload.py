@@ -1,49 +1,37 @@
-"""Teaches the unmodified `xdit` command db-SP's flags, from `dbsp_cli.autoload`.
-
-In an xfuser run the patches are installed before xfuser's modules are imported; in a run with db-SP, torchrun also
-ends when `xdit` does, and ranks when their torchrun does. A user's own script that is given the flags fails with what
-to call instead. In any other process nothing happens.
-"""
+"""Recognises, when torch is imported, a process of the `xdit` command that was given `--sp-backend`."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 
-from dbsp_xdit.command_line import RUNNER, dbsp_requested, is_xfuser_run, is_xfusers_torchrun, program
+__all__ = ["AfterImport", "autoload", "requested"]
 
-__all__ = ["autoload"]
+AfterImport = Callable[[Mapping[str, Callable[[ModuleType], object]]], Callable[[], None]]
+"""Runs functions once the modules of these names have been imported; returns a function that takes them back."""
 
 
-def autoload() -> None:
-    """Prepares this process if it is an xfuser run. Never raises: torch must stay importable."""
-    launching, running = is_xfusers_torchrun(sys.orig_argv), is_xfuser_run(sys.orig_argv)
-    ours = dbsp_requested(sys.orig_argv)
+def autoload(after_import: AfterImport) -> None:
+    """Adds db-SP to this xfuser run if its command line has the flag. Never raises: torch must stay importable."""
+    if not requested(sys.orig_argv, len(getattr(sys, "argv", ()))):
+        return
     try:
-        if ours and (launching or _is_rank()):
-            from dbsp_start.parents import end_with_parent
+        from dbsp_xdit.runner import install
 
-            end_with_parent(by=signal.SIGTERM if launching else signal.SIGKILL)
-        if running:
-            from dbsp_xdit.patches import install
-
-            install(active=ours)
-        elif ours and not launching:
-            from dbsp_start.import_hook import after_import
-
-            after_import({"xfuser.config.args": _refuse_in_script})
-    except Exception as error:
-        # by no logger: loading one may be what failed
+        install(after_import)
+    except Exception as error:  # by no logger: loading one may be what failed
         print(f"dbsp: not loaded into this xfuser run: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _refuse_in_script(_: object) -> None:
-    from dbsp_xdit.patches import install
+def requested(command: Sequence[str], words: int) -> bool:
+    """Returns True for `xdit …` or `python -m xfuser.runner …` with the flag `--sp-backend`, dashes or underscores.
 
-    install(active=False, script=True)
-
-
-def _is_rank() -> bool:
-    """True where torchrun started this process as a rank of xfuser's. RANK proves nothing: pods may export it."""
-    return program(sys.orig_argv)[0] == RUNNER and "TORCHELASTIC_RUN_ID" in os.environ
+    Args:
+        command: The whole command line.
+        words: Number of its last words that are the program, a script or `-m`'s module, and the program's arguments.
+    """
+    program, *arguments = command[len(command) - words :] or [""]
+    is_xfuser = program.endswith(("xfuser.runner", "xfuser.cli")) or os.path.basename(program) in ("xdit", "xdit.exe")
+    return is_xfuser and any(word.partition("=")[0].replace("_", "-") == "--sp-backend" for word in arguments)

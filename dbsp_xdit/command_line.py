@@ -1,68 +1,206 @@
-"""Recognises xfuser's runs, and those with db-SP, by their command lines, before anything is imported."""
+"""What an xdit command line asks for: db-SP's flags with their configuration, and the model that `--model` means.
+
+xfuser's own models run as they are; CogVideoX, some sizes of Wan and local folders as diffusers' pipelines.
+"""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import os
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = [
-    "BACKEND",
-    "FLAGS",
-    "RUNNER",
-    "dbsp_requested",
-    "full_name",
-    "is_xfuser_run",
-    "is_xfusers_torchrun",
-    "program",
-]
+import torch
 
-RUNNER = "xfuser.runner"
-BACKEND = "--sp_backend"
-FLAGS = (BACKEND, "--sp_config")
-"""db-SP's flags as xfuser's parser stores them: it turns dashes into underscores, and takes abbreviations."""
+from dbsp_core.config import DbspConfig, default_config, require_same_model
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.models.settings import GenerateSettings
+from dbsp_core.models.table import find_model_spec, published_model, signature_of_model
+from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_diffusers.preflight import local_checkpoint
 
+__all__ = ["add_flags", "config_from", "require_no_removed_flag", "source_of", "strategy_from", "xfuser_name"]
 
-def is_xfuser_run(orig_argv: Sequence[str]) -> bool:
-    """True for a command line `xdit …` or `python -m xfuser.runner …`; torchrun's own process is not one."""
-    module, script = program(orig_argv)
-    return module in (RUNNER, "xfuser.cli") or os.path.basename(script) in ("xdit", "xdit.exe")
-
-
-def is_xfusers_torchrun(orig_argv: Sequence[str]) -> bool:
-    """True for the command line `python -m torch.distributed.run … -m xfuser.runner …`, which `xdit` starts."""
-    modules = [module for flag, module in pairwise(orig_argv) if flag == "-m"][:2]
-    return modules == ["torch.distributed.run", RUNNER]
-
-
-def program(orig_argv: Sequence[str]) -> tuple[str, str]:
-    """Returns what Python runs by this command line: (module, ""), or ("", file); ("", "") for anything else."""
-    arguments = iter(orig_argv[1:])
-    for argument in arguments:
-        if argument == "-" or not argument.startswith("-"):
-            return "", argument
-        if argument == "--check-hash-based-pycs":
-            next(arguments, "")
-        if argument.startswith("--"):
-            continue
-        # the first of these letters in a word takes the rest of the word as its value, or else the next word
-        place = next((place for place, letter in enumerate(argument) if letter in "cmWX"), None)
-        if place is not None:
-            value = argument[place + 1 :] or next(arguments, "")
-            if argument[place] in "cm":
-                return (value, "") if argument[place] == "m" else ("", "")
-    return "", ""
+_REMOVED = {
+    "--sp-mask": "write --sp-config MASK",
+    "--sp-strategy": "the degrees say it; others: strategy in the file of --sp-config",
+    "--sp-planner": "write planner in the file of --sp-config",
+    "--sp-vae": "write vae: true in the file of --sp-config",
+    "--sp-report": "write report: DIR in the file of --sp-config",
+}
+"""Flags of earlier versions, and what to write instead."""
+_BY_ONE_RANK = "it decides whether to skip by one rank's tokens; --cache_method fbcache or dbcache goes together"
+_IN_DIFFUSERS = "attention is db-SP's and diffusers'; choose the mask with --sp-config"
+_RIVALS = {
+    "pipefusion_parallel_degree": "all ranks share the sequence",
+    "tensor_parallel_degree": "all ranks share the sequence",
+    "attention_backend": _IN_DIFFUSERS,
+    "cross_attention_backend": _IN_DIFFUSERS,
+    "use_hybrid_attn_schedule": _IN_DIFFUSERS,
+    "use_spargeattn_head_balance": "db-SP balances heads itself",
+    "use_fp8_comms": "db-SP has an exchange of its own, in 8 bits with precision: int8 in --sp-config",
+    "use_teacache": _BY_ONE_RANK,
+    "use_fbcache": _BY_ONE_RANK,
+}
+"""xfuser's options, and degrees above 1, that don't go with db-SP, and why."""
+_ARGUMENTS = (
+    *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps"),
+    *("guidance_scale", "guidance_scale_2", "max_sequence_length"),
+)
+"""xfuser's arguments that pipelines take by the same name."""
 
 
-def dbsp_requested(argv: Sequence[str]) -> bool:
-    """True where a command line names a backend other than "usp": "dbsp", or a misspelling to be refused."""
-    words = [word for argument in argv for word in argument.split("=", 1)]
-    backends = [value for name, value in pairwise(words) if full_name(name) == BACKEND]
-    return bool(backends) and backends[-1] != "usp"
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds db-SP's options. Underscores: xfuser's parser rewrites dashes to them, so that both spellings work."""
+    group = parser.add_argument_group("db-SP")
+    group.add_argument(
+        "--sp_backend",
+        choices=("usp", "dbsp"),
+        default="usp",
+        help="Sequence parallelism of self-attention: xDiT's own (usp) or dual-balanced block-sparse (dbsp).",
+    )
+    group.add_argument(
+        "--sp_config",
+        help="db-SP's settings: a YAML file, the name of a shipped one, or a mask alone, such as sparge:cdf=0.92, "
+        "window:window=[7,21,33] or a mask file. Default: what is shipped for the model.",
+    )
+    return parser
 
 
-def full_name(argument: str) -> str:
-    """Expands db-SP's flag, abbreviated or not; returns any other word as it is."""
-    name = argument.replace("-", "_").replace("__", "--", 1)
-    meant = [flag for flag in FLAGS if flag.startswith(name) and name.startswith("--sp_")]
-    return meant[0] if len(meant) == 1 else argument
+def require_no_removed_flag(argv: Sequence[str]) -> None:
+    """Raises UserError for a flag of an earlier version, with what to write instead."""
+    for word in argv:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _REMOVED:
+            raise UserError(f"{name} was removed; {_REMOVED[name]}")
+
+
+def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
+    """Returns the configuration that xfuser's arguments, by name, ask for, or None for backend "usp".
+
+    Raises:
+        UserError: Settings make no sense, each or together.
+    """
+    if args.get("sp_backend", "usp") == "usp":
+        if args.get("sp_config") is not None:
+            raise UserError("--sp-config has no effect without --sp-backend dbsp; add it")
+        return None
+    signature = signature_of_model(args["model"])
+    if args.get("sp_config") is None:
+        config = default_config(signature, find_model_spec(args["model"]))
+    else:
+        config = DbspConfig.load(args["sp_config"])
+    require_same_model(config, signature)
+    if config.vae and args.get("use_parallel_vae"):
+        raise UserError("--use_parallel_vae shares decoding out already; leave it out, or setting vae")
+    for name, why in _RIVALS.items():
+        if args.get(name) is True or args.get(name) not in (None, False, 1):
+            raise UserError(f"--{name} does not go with --sp-backend dbsp: {why}; leave it out")
+    if args.get("cache_method") == "teacache":
+        raise UserError(f"--cache_method teacache does not go with --sp-backend dbsp: {_BY_ONE_RANK}")
+    strategy_from(config, args.get("ulysses_degree") or 1, args.get("ring_degree") or 1)
+    return config
+
+
+def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> Strategy | None:
+    """Returns the configured strategy, else that of xfuser's degrees; None for "auto".
+
+    Raises UserError if they need different numbers of GPUs.
+    """
+    degrees = Strategy(ulysses_degree, ring_degree)
+    strategy = config.strategy_or(degrees)
+    if strategy is not None and strategy.world != degrees.world:
+        raise UserError(
+            f"strategy {strategy} needs {strategy.world} GPUs, but --ulysses_degree {ulysses_degree} "
+            f"and --ring_degree {ring_degree} make {degrees.world}; change one of them"
+        )
+    return strategy
+
+
+def source_of(name: str) -> str | None:
+    """Returns the local folder or the repository of `--model name`; None for names that only xfuser knows.
+
+    Raises:
+        UserError: The name is of a folder that does not exist.
+    """
+    spec = find_model_spec(name)
+    if spec is not None:
+        own = next(one for one in spec.names if one.casefold() == name.casefold())
+        return own if "/" in own else spec.hub
+    if os.path.isdir(name):
+        return name
+    if name.startswith((".", os.sep, "~")) or name.count("/") > 1:
+        raise UserError(f"--model {name}: that folder does not exist")
+    return None
+
+
+def xfuser_name(name: str, config: DbspConfig) -> str:
+    """Returns the name of `--model name` in xfuser's registry, where a model of ours is put if xfuser has none.
+
+    Raises:
+        UserError: Nothing is known by that name.
+    """
+    import xfuser.model_executor.models.runner_models  # noqa: F401  fills the registry
+    from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
+
+    spec, source = find_model_spec(name), source_of(name)
+    known = {key.casefold(): key for key in MODEL_REGISTRY}
+    theirs = [known[one.casefold()] for one in (name, *(spec.names if spec else ())) if one.casefold() in known]
+    if theirs:
+        return theirs[0]
+    if source is None:
+        raise UserError(f"--model {name}: neither xDiT nor db-SP knows that name{did_you_mean(name, MODEL_REGISTRY)}")
+    MODEL_REGISTRY[name] = _diffusers_model(source, config.generate.torch_dtype)
+    return name
+
+
+def _diffusers_model(source: str, dtype: torch.dtype) -> type:
+    """Makes a runner model of a diffusers pipeline, with the usual settings of the model that it is."""
+    from xfuser.model_executor.models.runner_models import base_model as xfuser
+
+    signature = signature_of_model(source)
+    spec = find_model_spec(source) or (None if signature is None else published_model(signature))
+    video = GenerateSettings() if spec is None else spec.video
+    usual = {name: getattr(video, name, None) for name in _ARGUMENTS if name != "prompt"}
+
+    class DiffusersModel(xfuser.xFuserModel):
+        capabilities = xfuser.ModelCapabilities(
+            enable_slicing=True, enable_tiling=True, use_vae_channels_last_format=False
+        )
+        default_input_values = xfuser.DefaultInputValues(**usual | {"num_inference_steps": video.steps})
+        settings = xfuser.ModelSettings(
+            model_name=source,
+            output_name=spec.name if spec else os.path.basename(os.path.abspath(source)),
+            fps=video.fps or 16,
+        )
+
+        def _load_model(self) -> Any:
+            import diffusers
+
+            cls = diffusers.DiffusionPipeline
+            if self.config.input_images and signature is not None and signature.variant == "ti2v":
+                cls = diffusers.WanImageToVideoPipeline  # the checkpoint names the other one
+            checkpoint = local_checkpoint(source)
+            variant = None if checkpoint is None else checkpoint.variant
+            pipe = cls.from_pretrained(source, torch_dtype=dtype, variant=variant)
+            shift = self.config.flow_shift or video.flow_shift
+            if shift is not None and "flow_shift" in pipe.scheduler.config:
+                pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=shift)
+            return pipe
+
+        def _run_pipe(self, input_args: dict[str, Any]) -> Any:
+            taken = inspect.signature(type(self.pipe).__call__).parameters
+            images = dict(zip(("image", "last_image"), input_args["input_images"], strict=False))
+            if not taken.keys() >= images.keys():
+                raise UserError(f"--input_images: {type(self.pipe).__name__} takes no {' and '.join(images)}")
+            options = {
+                name: input_args[name] for name in _ARGUMENTS if name in taken and input_args.get(name) is not None
+            }
+            output = self.pipe(**options, **images, generator=self._make_generator(input_args["seed"]))
+            self.settings.model_output_type = "image" if hasattr(output, "images") else "video"
+            if hasattr(output, "images"):
+                return xfuser.DiffusionOutput(images=output.images, pipe_args=input_args)
+            return xfuser.DiffusionOutput(videos=output.frames, pipe_args=input_args)
+
+    return DiffusersModel

@@ -12,7 +12,7 @@ import dbsp_diffusers
 if torch.cuda.is_available():
     MODEL, MASK = "Wan-AI/Wan2.1-T2V-14B-Diffusers", "sparge:cdf=0.92"
     SIZE = {"height": 720, "width": 1280, "num_frames": 81, "num_inference_steps": 50}
-else:  # to try it: first `dbsp tiny wan tiny --trained`, then torchrun --nproc_per_node 2
+else:  # to try it: first `dbsp tiny wan-trained tiny`, then torchrun --nproc_per_node 2
     MODEL, MASK = "tiny", "sparge:cdf=0.85,similarity=-1,block_q=16,block_k=16"
     SIZE = {"height": 144, "width": 240, "num_frames": 33, "num_inference_steps": 12}
 

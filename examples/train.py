@@ -14,7 +14,7 @@ import dbsp_diffusers
 
 if torch.cuda.is_available():
     MODEL, MASK, SIZE, STEPS = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "sparge:cdf=0.92", (21, 60, 104), 100
-else:  # to try it: first `dbsp tiny wan tiny --trained`, then torchrun --nproc_per_node 2
+else:  # to try it: first `dbsp tiny wan-trained tiny`, then torchrun --nproc_per_node 2
     MODEL, MASK, SIZE, STEPS = "tiny", "sparge:cdf=0.85,block_q=16,block_k=16", (3, 12, 20), 3
 
 gpu = torch.cuda.is_available()

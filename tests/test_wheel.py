@@ -70,14 +70,15 @@ def test_it_has_types_models_and_configurations_and_no_laboratory(wheel):
         names = set(content.namelist())
         metadata = content.read(next(name for name in names if name.endswith("/METADATA"))).decode()
     tops = {name.partition("/")[0] for name in names}
-    assert tops == {*PACKAGES, "dbsp_configs", next(top for top in tops if top.endswith(".dist-info"))}
+    assert tops == {*PACKAGES, next(top for top in tops if top.endswith(".dist-info"))}
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    for folder, pattern in (
-        ("dbsp_configs", "**/*.yaml"),
-        ("dbsp_core/reports/pages", "*"),
-        ("dbsp_cli/weights", "**/*"),
+    for folder, pattern, target in (
+        ("configs", "**/*.yaml", "dbsp_core/configs"),
+        ("dbsp_core/reports/pages", "*", "dbsp_core/reports/pages"),
+        ("dbsp_cli/weights", "**/*", "dbsp_cli/weights"),
     ):
-        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob(pattern) if path.is_file()}
+        found = [path.relative_to(ROOT / folder) for path in (ROOT / folder).glob(pattern) if path.is_file()]
+        files = {f"{target}/{path.as_posix()}" for path in found}
         assert files <= names
         assert files
     said = message_from_string(metadata)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import entry_points
@@ -14,14 +15,15 @@ from importlib.metadata import entry_points
 import torch
 import torch.distributed as dist
 
-from dbsp_cli.generate.hosts import missing_packages
 from dbsp_cli.interfaces import choice_of_gloo, choice_of_nccl
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
+from dbsp_core.cost.machine import kernel_order
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import installed_version
+from dbsp_engines import lightx2v, sglang, vllm_omni_plugin
 from dbsp_kernels import KERNELS, available, choose_kernel
-from dbsp_kernels.errors import install_command, page
-from dbsp_sglang import plugin as sglang_plugin
+from dbsp_kernels.errors import install_command
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
 
@@ -90,7 +92,7 @@ class Importable:
 
     def check(self) -> Check:
         fix = "; ".join(filter(None, (self.use, install_command(self.extra))))
-        lacking = missing_packages(self.needs)
+        lacking = [name for name in self.needs if importlib.util.find_spec(name) is None]
         if lacking:
             return Check(self.what, "missing", f"lacks {', '.join(lacking)}", fix)
         code = self.code or f"import {', '.join(self.needs)}"
@@ -107,8 +109,9 @@ HOSTS = (
         "xDiT",
         ("xfuser", "diffusers", "transformers", "triton"),
         "xdit",
-        "from dbsp_xdit.patches import install; install(active=True); import xfuser.runner, dbsp_xdit.attachment",
-        "for dbsp generate and xdit --sp-backend dbsp",
+        "from dbsp_cli.import_hook import after_import; from dbsp_xdit.runner import install; "
+        "install(after_import); import xfuser.runner, dbsp_xdit.attachment",
+        "for xdit --sp-backend dbsp",
     ),
     Importable(
         "ParaAttention",
@@ -122,7 +125,7 @@ HOSTS = (
         ("diffusers", "transformers"),
         "diffusers",
         "import dbsp_diffusers; from diffusers import CogVideoXPipeline, WanPipeline",
-        "for dbsp generate --host diffusers, dbsp_para and dbsp_diffusers",
+        "for dbsp generate, dbsp_diffusers and dbsp_para",
     ),
 )
 _PACKAGES = (
@@ -137,32 +140,31 @@ class Engine:
     """A serving engine that looks for plug-ins itself; nothing is said of one that is not installed.
 
     Attributes:
-        package: As pip knows it.
         group: Entry points that it loads, db-SP's among them.
-        knows: Whether db-SP's plug-in was made for a version.
+        expected: What db-SP's plug-in uses of it.
     """
 
     what: str
-    package: str
     group: str
-    knows: Callable[[str], bool] = lambda found: True
+    expected: ExpectedHost
 
     def check(self) -> Check | None:
-        found = installed_version(self.package)
+        found = installed_version(self.expected.package)
         if found is None:
             return None
         if "dbsp" not in {one.name for one in entry_points(group=self.group)}:
             fix = "install dbsp-attention again, so that pip writes its entry points"
             return Check(self.what, "missing", f"{found}, which does not see db-SP", fix)
-        if not self.knows(found):
-            return Check(self.what, "missing", f"{found} is not known to db-SP", f"see {page('engines')} for versions")
+        problem, _, fix = (self.expected.problem() or "").partition("; ")
+        if problem:
+            return Check(self.what, "missing", problem, fix)
         return Check(self.what, "ok", f"{found}, sees db-SP")
 
 
 ENGINES = (
-    Engine("vLLM-Omni", "vllm-omni", "vllm_omni.general_plugins"),
-    Engine("SGLang Diffusion", "sglang", "sglang.multimodal_gen.plugins", sglang_plugin.knows),
-    Engine("LightX2V", "lightx2v", "lightx2v.platform_plugins"),
+    Engine("vLLM-Omni", "vllm_omni.general_plugins", vllm_omni_plugin.EXPECTED),
+    Engine("SGLang Diffusion", "sglang.multimodal_gen.plugins", sglang.EXPECTED),
+    Engine("LightX2V", "lightx2v.platform_plugins", lightx2v.EXPECTED),
 )
 
 
@@ -190,7 +192,7 @@ def verdict(checks: list[Check]) -> str:
     where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"
     if hosts:
         return f"db-SP {own_version()} generates with {', '.join(hosts)}; {where}"
-    return f"db-SP {own_version()} can plan and simulate; to generate, {install_command(HOSTS[0].extra)}"
+    return f"db-SP {own_version()} can plan and simulate; to generate, {install_command('diffusers')}"
 
 
 def own_version() -> str:
@@ -240,8 +242,10 @@ def _kernels() -> list[Check]:
         else:
             findings.append(Check(f"kernel {name}", "missing", reason, f"kernel {usable} serves instead"))
     try:
-        chosen, set_name = choose_kernel("auto", device, dtype).name, os.environ.get("DBSP_KERNEL")
+        order, set_name = kernel_order("auto", None, torch.device(device)), os.environ.get("DBSP_KERNEL")
+        chosen = choose_kernel(order, device, dtype).name
         why = f"because DBSP_KERNEL={set_name}" if set_name else f"the first that supports {dtype} on {device}"
+        why = why if order == "auto" else "as dbsp bench has measured"
         findings.append(Check("kernel auto", "ok", f"{chosen}, {why}"))
     except UserError as error:
         fix = "unset DBSP_KERNEL" if os.environ.get("DBSP_KERNEL") else "see the line of kernel triton"

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import typer
 
-from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording
+from dbsp_cli.mask_tools.convert import (
+    CONVERT_KEYS,
+    ConvertOptions,
+    RecordingOptions,
+    convert_masks,
+    convert_recording,
+    read_options,
+)
 from dbsp_cli.mask_tools.fit import fit_recording
-from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, MaskSeries, examine_masks
-from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
+from dbsp_cli.mask_tools.info import MaskInfo, MaskSeries, examine_masks
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.output import (
     MOST_GPUS,
     PATH,
     JsonFlag,
     TextTable,
-    options_for,
     print_json,
     print_tables,
     require_apart,
@@ -33,18 +36,14 @@ from dbsp_cli.output import (
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
-from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size, require_folder_place, write_atomically
-from dbsp_core.utils.process import RECORD, RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, printable
+from dbsp_core.utils.process import RECORD, RECORD_LAYERS, RECORD_LIMIT, environment_value, printable
 
 __all__ = ["masks_app"]
 
 masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None)
-
-Thw = Annotated[str | None, typer.Option("--thw", help="Frames, rows and columns of the video's tokens: T,H,W.")]
-Branch = Annotated[int, typer.Option(help="Of a recording: which pass of each step (guidance).")]
 
 
 @masks_app.callback(invoke_without_command=True)
@@ -59,46 +58,20 @@ def convert(
         Path, typer.Argument(metavar="IN", help="Masks of another project, or a recording's folder.", **PATH)
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Mask file to write (.safetensors).", **PATH)],
-    key: Annotated[str | None, typer.Option(help="Name of the tensor of masks in IN.")] = None,
-    thw: Thw = None,
-    tokens: Annotated[int | None, typer.Option(help="Text and video tokens together; or give --thw.")] = None,
-    text_tokens: Annotated[int, typer.Option(help="Text tokens among them, which come first.")] = 0,
-    block_q: Annotated[int, typer.Option(help="Tokens per query block.")] = 64,
-    block_k: Annotated[int, typer.Option(help="Tokens per key block.")] = 64,
-    orders: Annotated[
-        str | None,
-        typer.Option(help="Token order, one per head with commas between, or PAROAttention's permute plan (a file)."),
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help=f"How to read IN: {', '.join(CONVERT_KEYS)}.")
     ] = None,
-    head_permutation: Annotated[
-        str | None, typer.Option(help="File that says which head is at each place, where they were reordered.")
-    ] = None,
-    groups: Annotated[str | None, typer.Option(help="Steps of each group, 5-9,10-24,25-49; before: dense.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps, divided evenly over the groups.")] = None,
-    dense_steps: Annotated[int, typer.Option(help="With --steps: leading steps that are dense.")] = 0,
-    packed: Annotated[bool, typer.Option(help="Eight blocks in a byte.")] = True,
-    lut: Annotated[str | None, typer.Option(help="IN lists blocks by row: absolute, or delta (SpargeAttn).")] = None,
-    counts: Annotated[str | None, typer.Option(help="With --lut: name of the tensor with lengths of lists.")] = None,
-    joined_text: Annotated[
-        bool | None,
-        typer.Option("--joined-text/--own-text", help="Whether blocks of IN run on from text into video."),
-    ] = None,
-    skip_empty: Annotated[bool, typer.Option(help="Heads that the permute plan calls empty skip the video.")] = False,
-    crop: Annotated[bool, typer.Option(help="Drop rows and columns beyond the last block.")] = False,
-    tail_dense: Annotated[
-        bool | None, typer.Option(help="Make a short last block dense; default: for PAROAttention's sparse plans.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Of a recording: which step.")] = None,
-    branch: Branch = 0,
 ) -> None:
-    """Write a mask file from .safetensors, .pt, .pth, .npy or .npz (never unpickled), or from a recording."""
-    given = locals()
+    """Write a mask file from .safetensors, .pt, .pth, .npy or .npz (never unpickled), or from a recording.
+
+    For example: dbsp masks convert sparse_plan.pth masks.safetensors thw=21,45,80 steps=50
+    """
     require_file_place(target, "OUT")
     require_apart({"OUT": target}, inputs={"IN": source})
     if os.path.isdir(source):
-        layout = convert_recording(source, target, step, branch, packed)
+        layout = convert_recording(source, target, read_options(settings or (), RecordingOptions))
     else:
-        options = ConvertOptions(**options_for(ConvertOptions, given | {"thw": parse_thw(thw)}))
-        layout = convert_masks(source, target, options)
+        layout = convert_masks(source, target, read_options(settings or (), ConvertOptions))
     print(f"wrote {target}: {_in_words(layout)}", file=sys.stderr)
 
 
@@ -108,21 +81,21 @@ def record(
         Path, typer.Argument(metavar="OUT", help="Folder for the recording; must be new or empty.", **PATH)
     ],
     command: Annotated[list[str], typer.Argument(help="What to run, after --: xdit …, torchrun ….")],
-    every: Annotated[int, typer.Option(min=1, help="Keep each n-th denoising step.")] = 1,
-    layers: Annotated[str | None, typer.Option(help="Which layers: 0,5,10-12. Default: all.")] = None,
-    limit: Annotated[str, typer.Option(help="Most to write, for example 500MiB.")] = "2GiB",
 ) -> None:
-    """Run a command and keep the masks of its attentions, on rank 0. The run itself is not changed."""
-    parse_size(limit)
-    settings = {RECORD: str(folder.absolute()), RECORD_EVERY: str(every), RECORD_LIMIT: limit}
-    if layers is not None:
-        parse_layers(layers)
-        settings[RECORD_LAYERS] = layers
+    """Run a command and keep the masks of its attentions, on rank 0. The run itself is not changed.
+
+    $DBSP_RECORD_EVERY, $DBSP_RECORD_LAYERS and $DBSP_RECORD_LIMIT say which: each n-th step, layers such as 0,5,10-12,
+    and the most to write, such as 500MiB.
+    """
+    for name, parse in ((RECORD_LIMIT, parse_size), (RECORD_LAYERS, parse_layers)):
+        given = environment_value(name)
+        if given is not None:
+            parse(given)
     if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
     require_folder_place(folder.absolute(), "OUT")
     try:
-        code = subprocess.call(command, env=os.environ | settings)
+        code = subprocess.call(command, env=os.environ | {RECORD: str(folder.absolute())})
     except OSError as error:
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
     print(_summary(folder), file=sys.stderr)
@@ -131,20 +104,16 @@ def record(
 
 @masks_app.command()
 def fit(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write (.safetensors).", **PATH)],
     recordings: Annotated[
-        list[Path], typer.Argument(metavar="RECORDING...", help="Folders of mask source record_qk.", **PATH)
+        list[Path], typer.Argument(metavar="RECORDING", help="Folders of mask source record_qk.", **PATH)
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write (.safetensors).", **PATH)],
     rank: Annotated[int, typer.Option(help="Dimensions that each head's queries and keys are projected to.")] = 8,
-    as_json: JsonFlag = False,
 ) -> None:
     """Fit low-rank projections of each layer's and head's queries and keys, for mask source lowrank."""
-    require_file_place(out, "--out")
-    require_apart({"--out": out}, inputs={str(recording): recording for recording in recordings})
+    require_file_place(out, "OUT")
+    require_apart({"OUT": out}, inputs={str(recording): recording for recording in recordings})
     found = fit_recording(recordings, out, rank)
-    if as_json:
-        print_json(**asdict(found))
-        return
     rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in found.kept.items()]
     title = f"{found.heads} heads of size {found.width} at rank {found.rank}: share of E[(q·k)²] kept"
     print_tables([TextTable(title, ("layer", "kept, mean over heads"), rows)])
@@ -155,13 +124,8 @@ def fit(
 def info(
     file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.", **PATH)],
     gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs for ρ_s.")] = 8,
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
-    threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made again.")] = DbspConfig.reuse,
-    sample: Annotated[int, typer.Option(min=0, help="How many layers to plan and compare; 0: all.")] = 4,
     quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,
-    limit: Annotated[float, typer.Option(help="Relative L1 error above which to warn.")] = DEFAULT_LIMIT,
-    thw: Thw = None,
-    branch: Branch = 0,
+    branch: Annotated[int, typer.Option(help="Of a recording: which pass of each step (guidance).")] = 0,
     picture: Annotated[Path | None, typer.Option(help="PNG to write.", **PATH)] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -171,29 +135,16 @@ def info(
         require_apart({"--picture": picture}, inputs={"the mask file": file})
         require_pictures()
     series = MaskSeries.read(file, branch)
-    planners = tuple(planner.split(","))
-    options = InfoOptions(gpus, planners, threshold, sample, quality, limit, parse_thw(thw))
-    found = examine_masks(series, options)
+    found = examine_masks(series, gpus, quality)
     if picture is not None:
         write_atomically(picture, found.picture(file.name, series))
     if as_json:
         print_json(file=str(file), gpus=gpus, **found.as_json())
         return
     print(printable(_headline(file, found)), end="\n\n")
-    print_tables(_tables(found, options))
+    print_tables(_tables(found, gpus))
     for warning in found.warnings:
         print(printable(f"warning: {warning}"), file=sys.stderr)
-
-
-def parse_thw(text: str | None) -> tuple[int, int, int] | None:
-    """Parses "21,45,80" or "21x45x80". Raises UserError for anything else."""
-    if text is None:
-        return None
-    parts = text.replace("x", ",").split(",")
-    if len(parts) != 3 or not all(re.fullmatch(r"\s*\d{1,9}\s*", part, re.ASCII) and int(part) > 0 for part in parts):
-        raise UserError(f"--thw {text!r} is not of the form T,H,W, such as 21,45,80")
-    frames, rows, columns = map(int, parts)
-    return frames, rows, columns
 
 
 def _in_words(layout: MaskLayout) -> str:
@@ -233,7 +184,7 @@ def _headline(file: Path, found: MaskInfo) -> str:
     )
 
 
-def _tables(found: MaskInfo, options: InfoOptions) -> Iterator[TextTable]:
+def _tables(found: MaskInfo, gpus: int) -> Iterator[TextTable]:
     rows: list[tuple[str, ...]] = [
         (str(layer), f"{heads.min():.3f}", f"{heads.mean():.3f}", f"{heads.max():.3f}")
         for layer, heads in zip(found.layers, found.densities, strict=True)
@@ -244,14 +195,14 @@ def _tables(found: MaskInfo, options: InfoOptions) -> Iterator[TextTable]:
         for b in found.balance
     ]
     names: tuple[str, ...] = ("strategy", "planner", "ρ_s before", "ρ_s", "max", "moved")
-    title = f"balance on {options.gpus} GPUs, mean over sampled layers"
+    title = f"balance on {gpus} GPUs, mean over sampled layers"
     yield TextTable(title, names, rows, left=("strategy", "planner"))
     if found.drift:
         rows = [
             (str(d.layer), f"{min(d.iou):.3f}", f"{fmean(d.iou):.3f}", f"{fmean(d.changed):.2%}", str(d.replans))
             for d in found.drift
         ]
-        names = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {options.threshold:g}")
+        names = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {DbspConfig.reuse:g}")
         yield TextTable(f"from step to step, {len(found.steps)} steps", names, rows)
     if found.errors is not None:
         rows = [(str(e.layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for e in found.errors]

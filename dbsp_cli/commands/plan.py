@@ -1,15 +1,17 @@
-"""`dbsp plan`: plans of one attention of a mask file."""
+"""`dbsp plan`: plans of one attention of a mask file, or a model's modelled seconds on a number of GPUs."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 
+from dbsp_cli.modelled import modelled_table, modelled_videos
 from dbsp_cli.output import (
     MOST_GPUS,
     PATH,
@@ -22,37 +24,38 @@ from dbsp_cli.output import (
     require_pictures,
 )
 from dbsp_cli.owners_picture import owners_picture
+from dbsp_core.cost.machine import hardware_for, load_hardware
 from dbsp_core.cost.prediction import candidates, traffic_of
-from dbsp_core.layout.sequence_layout import LAYOUTS, SequenceLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.models.table import MODEL_SPECS, find_model_spec
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
-from dbsp_core.planning.wire_format import MODEL, require_wire_format
+from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.files import write_atomically
 from dbsp_core.utils.process import printable
 
 __all__ = ["plan_command"]
 
-TOKEN = 128, 2
-"""Numbers of a token of one head, and bytes of each, as most models have them."""
 _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 
 def plan_command(
-    file: Annotated[Path, typer.Argument(help="Mask file (.safetensors).", **PATH)],
-    gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs.")],
+    gpus: Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="Number of GPUs.")],
+    file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors); or give --model.", **PATH)] = None,
+    model: Annotated[str | None, typer.Option(help="Instead of FILE: model the seconds of this one's video.")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="With --model: a800, h100, … or a file; default: measured here, or h100."),
+    ] = None,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[
         str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between, or all.")
     ] = "dbsp",
-    layout: Annotated[
-        str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUTS)}; default: the planner's own.")
-    ] = None,
     keys: Annotated[str, typer.Option(help="all or needed: what ranks are sent.")] = ALL,
-    precision: Annotated[str, typer.Option(help="model or int8: how q, k and v travel.")] = MODEL.name,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     picture: Annotated[
         Path | None,
@@ -61,72 +64,77 @@ def plan_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Plan one attention of a mask file: how even the work is before and after, and what moves."""
+    if model is not None and file is None:
+        _show_model(model, gpus, machine, as_json)
+        return
+    if file is None or model is not None:
+        raise UserError("dbsp plan needs either a mask file or --model; for example --model wan2.1-t2v-14b")
     if picture is not None:
         require_file_place(picture, "--picture")
         require_apart({"--picture": picture}, inputs={"the mask file": file})
         require_pictures()
-    request = _FileRequest(gpus, strategy, planner, layout, keys, precision)
     source = MaskFile(file)
-    of_layer = source.layer(layer)
-    plans = _plans(of_layer, request)
+    mask = source.layer(layer)
+    plans = _plans(mask, gpus, strategy, planner, keys)
     if picture is not None:
-        write_atomically(picture, _picture(f"{file.name}, layer {layer}", of_layer, plans, request))
+        write_atomically(picture, _picture(f"{file.name}, layer {layer}", mask, [one.plan for one in plans]))
     if as_json:
-        rows = [_record(one, keys, precision) for one in plans]
-        print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
+        print_json(file=str(file), gpus=gpus, density=mask.density, plans=[_record(one, keys) for one in plans])
         return
     if source.per_layer:
         print(printable(f"{file}: layer {layer} of {source.layers}"), file=sys.stderr)
-    print_tables([_table(of_layer, gpus, plans)])
+    print_tables([_table(mask, gpus, plans)])
 
 
-@dataclass(frozen=True)
-class _FileRequest:
-    """The options of `dbsp plan` for a mask file; see its help."""
-
-    gpus: int
-    strategy: str
-    planner: str
-    layout: str | None
-    keys: str
-    precision: str
+def _show_model(model: str, gpus: int, machine: str | None, as_json: bool) -> None:
+    """Prints modelled seconds of a model's usual video, by strategy."""
+    spec = find_model_spec(model)
+    if spec is None:
+        raise UserError(f"no model {model!r}{did_you_mean(model, MODEL_SPECS)}; use one of {', '.join(MODEL_SPECS)}")
+    measured = hardware_for(machine, "cuda", "auto") if machine or torch.cuda.is_available() else None
+    hardware = measured or load_hardware("h100")
+    videos = modelled_videos(spec, gpus, hardware)
+    if as_json:
+        rows = [asdict(one) for one in videos]
+        print_json(model=spec.name, gpus=gpus, machine=hardware.name, label="modelled", videos=rows)
+        return
+    print_tables([modelled_table(spec, gpus, hardware, videos)])
 
 
 class _FilePlan(NamedTuple):
     plan: Plan
     kv_received: float
-    """K and V that a rank receives, mean, in shares of one rank's Q in the model's precision, of tokens of `TOKEN`."""
+    """K and V that a rank receives, mean, in shares of one rank's Q."""
 
 
-def _plans(mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
+def _plans(mask: BlockMask, gpus: int, strategy: str, planner: str, keys: str) -> list[_FilePlan]:
     """Plans the mask, a layer's of the file, for every strategy and planner asked for."""
-    strategies = candidates(request.gpus, mask.grid) if request.strategy == "all" else (request.strategy,)
+    strategies = candidates(gpus, mask.grid) if strategy == "all" else (strategy,)
     strategies = tuple(map(Strategy.parse, strategies))
-    for strategy in strategies:
-        strategy.require_world(request.gpus)
-    require_keys(request.keys)
-    wire = require_wire_format(request.precision)
-    names = tuple(PLANNERS) if request.planner == "all" else tuple(request.planner.split(","))
+    for one in strategies:
+        one.require_world(gpus)
+    require_keys(keys)
+    names = tuple(PLANNERS) if planner == "all" else tuple(planner.split(","))
     for name in names:
         require_planner(name)
-    share = mask.heads * mask.grid.tokens / request.gpus / (wire.token_bytes(*TOKEN) / MODEL.token_bytes(*TOKEN))
+    share = mask.heads * mask.grid.tokens / gpus
     plans = []
-    for strategy in strategies:
+    for one in strategies:
         for name in names:
-            usual = "contiguous" if request.keys == NEEDED else require_planner(name).layout
-            layout = SequenceLayout.named(request.layout or usual, mask.grid, strategy)
-            plan = make_plan(mask, strategy, name, layout=layout, keys=request.keys, precision=request.precision)
+            usual = "contiguous" if keys == NEEDED else require_planner(name).layout
+            layout = SequenceLayout.named(usual, mask.grid, one)
+            plan = make_plan(mask, one, name, layout=layout, keys=keys)
             plans.append(_FilePlan(plan, traffic_of(plan, layout).kv_received / share))
     return plans
 
 
-def _record(one: _FilePlan, keys: str, precision: str) -> dict[str, Any]:
+def _record(one: _FilePlan, keys: str) -> dict[str, Any]:
     plan = one.plan
     return (
         {"strategy": str(plan.strategy)}
         | {name: getattr(plan, name) for name in _VALUES}
         | {"split_heads": plan.split_heads, "extra_kv": plan.extra_kv, "plan_ms": plan.plan_ms}
-        | {"keys": keys, "precision": precision, "kv_received": one.kv_received}
+        | {"keys": keys, "kv_received": one.kv_received}
     )
 
 
@@ -150,11 +158,10 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
     )
 
 
-def _picture(title: str, mask: BlockMask, plans: list[_FilePlan], request: _FileRequest) -> bytes:
+def _picture(title: str, mask: BlockMask, plans: list[Plan]) -> bytes:
     """PNG of the most even plan, below the contiguous one of the same strategy."""
-    best = _most_even([one.plan for one in plans])
-    blind = replace(request, strategy=str(best.strategy), planner="contiguous", layout=None, keys=ALL)
-    ((contiguous, _),) = _plans(mask, blind)
+    best = _most_even(plans)
+    ((contiguous, _),) = _plans(mask, best.strategy.world, str(best.strategy), "contiguous", ALL)
     rows = [("plain sequence parallelism", contiguous), (best.planner, best)]
     figure = owners_picture(f"{title}: {best.strategy}", rows if best.planner != "contiguous" else rows[:1])
     content = BytesIO()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dbsp_cli.output import LARGEST_SEED, PATH
+from dbsp_cli.output import PATH
 from dbsp_cli.tiny_models import MAKERS, make_tiny, silence_libraries
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_place
@@ -16,24 +16,16 @@ from dbsp_kernels.errors import install_command
 
 __all__ = ["tiny_command"]
 
-_TRAINED = "-trained"
-
 
 def tiny_command(
     model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(MAKERS)}.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.", **PATH)],
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random weights.")] = 0,
-    trained: Annotated[bool, typer.Option("--trained", help="The same as MODEL-trained.")] = False,
 ) -> None:
     """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
-    if trained and not model.endswith(_TRAINED):
-        if model + _TRAINED not in MAKERS:
-            raise UserError(f"{model!r} has no trained weights, only wan has; leave out --trained")
-        model += _TRAINED
     require_place(folder, "FOLDER")
     try:
         silence_libraries()
-        make_tiny(model, folder, seed)
+        make_tiny(model, folder)
     except ImportError as error:
         raise UserError(f"{error.name} is needed to make checkpoints; {install_command('diffusers')}") from error
     print(f"wrote a tiny {model} checkpoint to {folder}", file=sys.stderr)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,9 +25,24 @@ from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.masks.mask_file import MaskFile, one_or_each
 from dbsp_core.masks.mask_writer import MaskLayout, write_masks
 from dbsp_core.masks.steps import DenoisingStep, StepGroups
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, in_short
+from dbsp_core.utils.schema import build, setting_names
+from dbsp_core.utils.yaml_file import parse_value
 
-__all__ = ["ENCODINGS", "ConvertOptions", "convert_masks", "convert_recording", "even_groups", "lut_bits"]
+__all__ = [
+    "CONVERT_KEYS",
+    "ENCODINGS",
+    "ConvertOptions",
+    "RecordingOptions",
+    "convert_masks",
+    "convert_recording",
+    "even_groups",
+    "lut_bits",
+    "parse_thw",
+    "read_options",
+]
+
+Options = TypeVar("Options")
 
 ENCODINGS = ("absolute", "delta")
 """Key blocks by number ("absolute"), or the first by number and each later one by its distance to the one before it
@@ -62,7 +79,7 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
         beyond = int(blocks[valid & ~named][0])
         other = "absolute" if encoding == "delta" else "delta"
         raise UserError(
-            f"the lists name block {beyond}, there are {nk} key blocks; are they {other} (--lut {other}), or "
+            f"the lists name block {beyond}, there are {nk} key blocks; are they {other} (lut={other}), or "
             "tokens or block_k others?"
         )
     bits = torch.zeros(heads, rows, nk + 1, dtype=torch.bool, device="cpu")
@@ -93,6 +110,20 @@ _MASKS = ("", "mask", "sparse", "masks", "lut")
 _COUNTS = ("counts", "count", "valid_block_num")
 
 
+def parse_thw(text: str) -> tuple[int, int, int]:
+    """Parses "21,45,80" or "21x45x80". Raises UserError for anything else."""
+    parts = text.replace("x", ",").split(",")
+    if len(parts) != 3 or not all(re.fullmatch(r"\s*\d{1,9}\s*", part, re.ASCII) and int(part) > 0 for part in parts):
+        raise UserError(f"thw={text} is not of the form T,H,W, such as thw=21,45,80")
+    frames, rows, columns = map(int, parts)
+    return frames, rows, columns
+
+
+def _read_thw(value: Any, name: str) -> Any:
+    sizes = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return None if value is None else parse_thw(sizes)
+
+
 @dataclass(frozen=True)
 class ConvertOptions:
     """How to read a file. Raises UserError for options that contradict one another.
@@ -116,7 +147,7 @@ class ConvertOptions:
 
     key: str | None = None
     tokens: int | None = None
-    thw: tuple[int, int, int] | None = None
+    thw: tuple[int, int, int] | None = field(default=None, metadata={"read": _read_thw})
     text_tokens: int = 0
     block_q: int = 64
     block_k: int = 64
@@ -136,12 +167,12 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         if self.tokens is None and self.thw is None:
             raise UserError(
-                "the file does not say how many tokens there are; give --thw T,H,W (with --text-tokens) or --tokens"
+                "the file does not say how many tokens there are; give thw=T,H,W (with text_tokens=N) or tokens=N"
             )
         if self.groups is not None and (self.steps is not None or self.dense_steps):
-            raise UserError("--groups says which steps groups have; leave out --steps and --dense-steps")
+            raise UserError("groups says which steps groups have; leave out steps and dense_steps")
         if self.dense_steps and self.steps is None:
-            raise UserError("--dense-steps needs --steps, the number of denoising steps")
+            raise UserError("dense_steps needs steps, the number of denoising steps")
         if self.lut is not None and self.lut not in ENCODINGS:
             raise UserError(f"unknown lut encoding {self.lut!r}; use one of {', '.join(ENCODINGS)}")
 
@@ -166,7 +197,7 @@ def convert_masks(
     _require_foreign(source)
     arrays = read_arrays(source)
     masks, name = _masks(arrays, options, source)
-    counts = find_array(arrays, options.counts, _COUNTS, source, "--counts") if options.lut else None
+    counts = find_array(arrays, options.counts, _COUNTS, source, "counts") if options.lut else None
     stack = masks.reshape(-1, *masks.shape[-3:])
     flat_counts = None if counts is None else _counts(counts, masks)
     grid, groups = options.grid, _groups(masks, options)
@@ -199,26 +230,52 @@ def convert_masks(
     return layout
 
 
+@dataclass(frozen=True)
+class RecordingOptions:
+    """Which pass of a recording becomes a mask file.
+
+    Attributes:
+        step: The denoising step; not needed where only one was recorded.
+        branch: The guidance pass of the step.
+        packed: Whether eight blocks are in a byte.
+    """
+
+    step: int | None = None
+    branch: int = 0
+    packed: bool = True
+
+
+CONVERT_KEYS = (*setting_names(ConvertOptions), *(f"{name} of a recording" for name in ("step", "branch")))
+"""What `dbsp masks convert` takes after its files, in words."""
+
+
+def read_options(words: Iterable[str], kind: type[Options]) -> Options:
+    """Builds the options from words KEY=VALUE, with values in YAML. Raises UserError for anything else."""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise UserError(f"{in_short(word)} is not of the form KEY=VALUE; for example thw=21,45,80")
+        if key in values:
+            raise UserError(f"{key} is given twice; give it once")
+        values[key] = parse_value(value, key)
+    options: Options = build(kind, values, "the settings of dbsp masks convert")
+    return options
+
+
 def convert_recording(
-    folder: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    step: int | None = None,
-    branch: int = 0,
-    packed: bool = True,
+    folder: str | os.PathLike[str], target: str | os.PathLike[str], options: RecordingOptions | None = None
 ) -> MaskLayout:
     """Writes the masks of one recorded forward pass as a mask file, every layer of the model.
-
-    Args:
-        step: The denoising step; not needed where only one was recorded.
 
     Raises:
         UserError: The pass was not recorded, or not in all layers, or its layers differ in grid.
     """
-    recording = Recording.read(folder)
+    recording, options = Recording.read(folder), options or RecordingOptions()
     steps = sorted({moment.step for moment in recording.passes})
-    if step is None and len(steps) != 1:
-        raise UserError(f"{folder} has steps {steps}; say which with --step")
-    moment = DenoisingStep(steps[0] if step is None else step, branch)
+    if options.step is None and len(steps) != 1:
+        raise UserError(f"{folder} has steps {steps}; say which with step=N")
+    moment = DenoisingStep(steps[0] if options.step is None else options.step, options.branch)
     masks = (recording.mask(i, moment) for i in range(recording.layers))
     found = [(mask.grid, mask.heads) for mask in masks]
     grids, heads = {grid.with_orders((CANONICAL,)) for grid, _ in found}, {heads for _, heads in found}
@@ -227,7 +284,7 @@ def convert_recording(
             raise UserError(f"{folder}: layers differ in their {what} at step {moment.step}; record fewer layers")
     orders = tuple(one_or_each(grid.orders) for grid, _ in found)
     layout = MaskLayout(grids.pop(), heads.pop(), recording.layers, orders=orders)
-    write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed)
+    write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), options.packed)
     return layout
 
 
@@ -246,10 +303,10 @@ def _masks(
     """Finds the tensor of masks, [H, nq, nk] after up to two leading dimensions, and its name."""
     large = [name for name, array in arrays.items() if array.ndim >= 3]
     usual = tuple(name for name in _MASKS if name in large) or (tuple(large) if len(large) == 1 else ())
-    masks = find_array(arrays, options.key, usual, source, "--key")
+    masks = find_array(arrays, options.key, usual, source, "key")
     if masks is None:
         shapes = ", ".join(f"{name or '(unnamed)'} {list(array.shape)}" for name, array in arrays.items())
-        raise UserError(f"{source} has no tensor that is plainly the masks ({shapes}); name it with --key")
+        raise UserError(f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME")
     if masks.ndim not in (3, 4, 5) or 0 in masks.shape:
         raise UserError(
             f"{source}: masks of shape {list(masks.shape)}; expected [heads, rows, columns], [layers, heads, …] or "
@@ -268,7 +325,7 @@ def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
     if not torch.equal(bits.to(one.dtype), one):
         raise UserError(
             f"{source}: masks have values other than 0 and 1 (up to {one.max().item()}); if they are lists of blocks, "
-            "say how these are written with --lut absolute or --lut delta"
+            "say how these are written with lut=absolute or lut=delta"
         )
     return bits
 
@@ -284,16 +341,16 @@ def _counts(counts: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 def _groups(masks: torch.Tensor, options: ConvertOptions) -> StepGroups | None:
     if masks.ndim < 5:
         if options.groups is not None or options.steps is not None:
-            raise UserError(f"masks of shape {list(masks.shape)} have no step groups; leave out --groups and --steps")
+            raise UserError(f"masks of shape {list(masks.shape)} have no step groups; leave out groups and steps")
         return None
     if options.groups is None and options.steps is None:
         raise UserError(
-            f"masks have {masks.shape[0]} step groups; say which steps they are for: --steps 50 shares 50 out evenly, "
-            "--groups 5-9,10-24,25-49 says it in full"
+            f"masks have {masks.shape[0]} step groups; say which steps they are for: steps=50 shares 50 out evenly, "
+            "groups=5-9,10-24,25-49 says it in full"
         )
     if options.steps is not None:
         return even_groups(masks.shape[0], options.steps, options.dense_steps)
     groups = StepGroups.parse(options.groups or "")
     if len(groups) != masks.shape[0]:
-        raise UserError(f"--groups {groups} names {len(groups)} groups, the masks have {masks.shape[0]}")
+        raise UserError(f"groups={groups} names {len(groups)} groups, the masks have {masks.shape[0]}")
     return groups

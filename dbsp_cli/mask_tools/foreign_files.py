@@ -142,7 +142,7 @@ def token_orders(given: str | None, stored: Mapping[str, torch.Tensor], shape: t
         for name in names:
             require_order(name)
         if len(names) not in (1, shape[-3]):
-            raise UserError(f"--orders names {len(names)} token orders, the masks have {shape[-3]} heads")
+            raise UserError(f"orders names {len(names)} token orders, the masks have {shape[-3]} heads")
         return (one_or_each(names),)
     if given is None and "permute" not in stored:
         return ((CANONICAL,),)
@@ -156,7 +156,7 @@ def empty_heads(given: str | None, stored: Mapping[str, torch.Tensor], shape: tu
     """bool[masks, H]: heads that a permute plan calls empty, in the file `given` or in the masks' own file."""
     plan = read_arrays(given) if given is not None and is_file(given) else stored
     if "empty" not in plan:
-        raise UserError("--skip-empty needs a permute plan with a tensor 'empty'; name its file with --orders")
+        raise UserError("skip_empty needs a permute plan with a tensor 'empty'; name its file with orders=FILE")
     return by_mask(plan["empty"], shape, "empty heads").bool()
 
 
@@ -228,8 +228,8 @@ class BlockReading:
             fitting = [r for r in readings if r.text and r.rows <= rows and r.columns <= (columns or r.columns)]
         if len(fitting) > 1:
             raise UserError(
-                f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: --own-text or "
-                "--joined-text"
+                f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: "
+                "joined_text=false or joined_text=true"
             )
         if not fitting:
             wanted = ", or ".join(f"{r.rows}×{r.columns} ({r})" for r in readings)
@@ -237,8 +237,8 @@ class BlockReading:
             raise UserError(
                 f"masks have {rows}×{'?' if columns is None else columns} blocks; {grid.tokens} tokens "
                 f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {wanted}; correct "
-                "--thw (or --tokens), --text-tokens, --block-q, --block-k"
-                + ("; or drop what is beyond the last block with --crop" if surplus else "")
+                "thw (or tokens), text_tokens, block_q, block_k"
+                + ("; or drop what is beyond the last block with crop=true" if surplus else "")
             )
         return fitting[0]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from dbsp_cli.mask_tools.plots import heads_to_draw, mask_picture
-from dbsp_cli.mask_tools.quality import HeadError, smooth_tokens, sparse_errors
+from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT, HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import candidates
@@ -28,7 +28,6 @@ from dbsp_core.utils.errors import UserError
 __all__ = [
     "Balance",
     "Drift",
-    "InfoOptions",
     "LayerError",
     "MaskInfo",
     "MaskSeries",
@@ -38,6 +37,10 @@ __all__ = [
     "examine_masks",
     "spread_out",
 ]
+
+_SAMPLE = 4
+"""Layers that are planned and compared, spread over all."""
+_PLANNER = "dbsp"
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,9 @@ class MaskSeries:
             stopped or None,
         )
 
-    def first(self, layer: int, thw: tuple[int, int, int] | None = None) -> BlockMask:
-        """Returns a layer's first mask, with token grid `thw` if given. Raises UserError where that does not fit."""
-        mask = self.get(self.steps[0], layer)
-        return mask if thw is None else replace(mask, grid=replace(mask.grid, thw=thw))
+    def first(self, layer: int) -> BlockMask:
+        """Returns a layer's first mask."""
+        return self.get(self.steps[0], layer)
 
 
 @dataclass(frozen=True)
@@ -182,28 +184,6 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, thresh
     return Drift(layer, tuple(steps), tuple(iou), tuple(changed), made)
 
 
-@dataclass(frozen=True)
-class InfoOptions:
-    """Options of `dbsp masks info`.
-
-    Attributes:
-        gpus: Ranks for which ρ_s is computed, by each of `planners`.
-        threshold: P_s, above which plans are made again.
-        sample: Number of layers to plan and compare; 0 for all.
-        quality: Whether to measure errors.
-        limit: Relative L1 error above which it warns.
-        thw: The token grid, where the masks lack it.
-    """
-
-    gpus: int = 8
-    planners: tuple[str, ...] = ("dbsp",)
-    threshold: float = DbspConfig.reuse
-    sample: int = 4
-    quality: bool = False
-    limit: float = 0.1
-    thw: tuple[int, int, int] | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerError(HeadError):
     """A head's error in one layer's first mask."""
@@ -255,30 +235,34 @@ class MaskInfo:
         return mask_picture(title, self.layers, self.densities, drawn, similarity)
 
 
-def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
-    """Examines masks, reading one at a time. Raises UserError for options that don't fit them."""
-    sampled = spread_out(series.layers, options.sample)
-    first = series.first(series.layers[0], options.thw)
+def examine_masks(series: MaskSeries, gpus: int = 8, quality: bool = False) -> MaskInfo:
+    """Examines masks, reading one at a time. Plans, changes and errors are those of a few layers.
+
+    Args:
+        gpus: Ranks for which ρ_s is computed.
+        quality: Whether to measure errors, which needs masks that have a token grid.
+    """
+    sampled = spread_out(series.layers, _SAMPLE)
+    first = series.first(series.layers[0])
     densities = densities_of(series, series.layers)
-    balance = balance_of(series, sampled, options.gpus, options.planners)
-    strategy, planner = str(Strategy(options.gpus, 1)), options.planners[0]
-    drift = [drift_of(series, layer, strategy, planner, options.threshold) for layer in sampled]
+    balance = balance_of(series, sampled, gpus, [_PLANNER])
+    drift = [drift_of(series, layer, str(Strategy(gpus, 1)), _PLANNER, DbspConfig.reuse) for layer in sampled]
     drift = [each for each in drift if each.iou]
-    errors = _errors(series, sampled, options) if options.quality else None
-    warnings = [*([series.notice] if series.notice else []), *_warnings(series, densities, sampled, errors, options)]
+    errors = _errors(series, sampled) if quality else None
+    warnings = [*([series.notice] if series.notice else []), *_warnings(series, densities, sampled, errors)]
     return MaskInfo(first, series.steps, series.layers, series.branches, densities, balance, drift, errors, warnings)
 
 
-def _errors(series: MaskSeries, layers: list[int], options: InfoOptions) -> list[LayerError]:
+def _errors(series: MaskSeries, layers: list[int]) -> list[LayerError]:
     """Measures some heads of each sampled layer, from the emptiest to the densest, on one head of synthetic tokens."""
     tokens = None
     errors = []
     for layer in layers:
-        mask = series.first(layer, options.thw)
+        mask = series.first(layer)
         if mask.grid.packed_from:
             raise UserError("--quality measures masks of one sequence; these are of several that are packed")
         if mask.grid.thw is None:
-            raise UserError("the masks don't say the size of the video's token grid; give --thw T,H,W for --quality")
+            raise UserError("the masks don't say the size of the video's token grid; convert them with thw=T,H,W")
         tokens = tokens or smooth_tokens(mask.grid.thw, mask.grid.text_tokens)
         heads = [head for _, head in heads_to_draw(mask.counts.rows.sum(axis=1)[None], 4)]
         errors += [LayerError(layer=layer, **vars(one)) for one in sparse_errors(*tokens, mask, heads=heads)]
@@ -290,7 +274,6 @@ def _warnings(
     densities: np.ndarray,
     sampled: list[int],
     errors: list[LayerError] | None,
-    options: InfoOptions,
 ) -> list[str]:
     warnings = []
     idle = {layer: int((series.first(layer).counts.rows == 0).sum()) for layer in sampled}
@@ -303,12 +286,12 @@ def _warnings(
             f"{int((densities == 0).sum())} heads have no block at all, the first is layer {series.layers[row]}, "
             f"head {head}"
         )
-    above = [one for one in errors or () if one.error > options.limit]
+    above = [one for one in errors or () if one.error > DEFAULT_LIMIT]
     if above:
         one = max(above, key=lambda error: error.error)
         warnings.append(
-            f"relative L1 error above {options.limit:g} in {len(above)} of {len(errors or ())} heads, up to "
-            f"{one.error:.3f} in layer {one.layer}, head {one.head} (density {one.density:.3f}): check --thw, token "
+            f"relative L1 error above {DEFAULT_LIMIT:g} in {len(above)} of {len(errors or ())} heads, up to "
+            f"{one.error:.3f} in layer {one.layer}, head {one.head} (density {one.density:.3f}): check thw, token "
             "orders and whether the masks are for this model and video size"
         )
     return warnings

@@ -55,9 +55,13 @@ class FailureBoard:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, number: int) -> FailureBoard:
-        """Makes the board of a group; `number` is the same on all ranks, and of no other board."""
-        board = _BOARDS[group] = cls(f"{group.group_name}/{number}", tuple(dist.get_process_group_ranks(group)))
-        return board
+        """Returns the board of a group, which is made at the first call.
+
+        `number` is the same on all ranks, and of no other board.
+        """
+        if group not in _BOARDS:
+            _BOARDS[group] = cls(f"{group.group_name}/{number}", tuple(dist.get_process_group_ranks(group)))
+        return _BOARDS[group]
 
     def begin_pass(self, patience: timedelta | None) -> None:
         """Begins a forward pass; after a failed one, once every rank has failed in that too or waits in a later one.

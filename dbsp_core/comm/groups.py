@@ -242,14 +242,14 @@ class SequenceGroup:
         return [rank_values.tolist() for rank_values in self.for_host_tensors().all_gather(mine)]
 
     def failure_board(self, number: int) -> FailureBoard | None:
-        """The board where these ranks post failures, which waits in the group look at.
+        """The board where these ranks post failures, which waits in the group and in groups made from it look at.
 
         `number` names it where there is none yet: the same on all ranks, and of no other board.
         """
         group = self.group
         if group is None or self.size == 1:
             return None
-        return board_of(group) or FailureBoard.of(group, number)
+        return FailureBoard.of(group, number)
 
     def _board(self, sent: torch.Tensor) -> FailureBoard | None:
         """The failures that end a wait for these values; None on a device, whose waits are not the host's."""

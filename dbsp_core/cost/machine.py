@@ -7,15 +7,17 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+import yaml
 
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of, in_short, require_value
-from dbsp_core.utils.files import require_file, user_path
+from dbsp_core.utils.files import require_file, user_path, write_atomically
 from dbsp_core.utils.schema import build, convert, require_known
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
+from dbsp_kernels import KERNELS
 
 __all__ = [
     "RULE",
@@ -26,8 +28,10 @@ __all__ = [
     "cost_basis",
     "device_class",
     "hardware_for",
+    "kernel_order",
     "load_hardware",
     "measured_file",
+    "save_hardware",
 ]
 
 
@@ -35,7 +39,7 @@ SHIPPED = shipped_configs() / "hardware"
 LABELS = ("measured", "fitted", "published", "derived", "assumed")
 RECORDED = ("versions", "residuals", "date", "notes")
 """Keys of a file that say for its readers how it was made."""
-REDO = "measure again, in a checkout of db-SP, with: python -m scripts.calibrate"
+REDO = "measure again with: torchrun --nproc-per-node GPUS -m dbsp_cli bench MODEL"
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ class Hardware:
         gpus_per_node: Ranks on each node; traffic between nodes has the `network_*` constants. None: not known.
         kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what differs from `constants`, which are the
             block-sparse kernels' in `dtype`.
+        exact_kernels: Kernels that were exact on this device, the fastest first, which `kernel: auto` takes in this
+            order. Empty: not measured.
     """
 
     name: str
@@ -136,6 +142,7 @@ class Hardware:
     sources: Mapping[str, str]
     gpus_per_node: int | None = None
     kernels: Mapping[str, KernelConstants] = field(default_factory=dict, metadata={"read": _read_kernels})
+    exact_kernels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         fits = self.gpus_per_node is None or self.gpus_per_node >= 1
@@ -174,7 +181,7 @@ class Hardware:
 
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:
-    """Reads a shipped machine by its name, for example "h800", or a YAML file that `scripts.calibrate` wrote.
+    """Reads a shipped machine by its name, for example "h800", or a YAML file that `dbsp bench` wrote.
 
     Raises UserError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
     """
@@ -200,6 +207,17 @@ def _read(path: Path, _changed_ns: int) -> Hardware:
     return hardware
 
 
+def save_hardware(
+    path: str | os.PathLike[str], hardware: Hardware, record: Mapping[str, object] | None = None
+) -> None:
+    """Writes a YAML file that `load_hardware` reads, whole or not at all. `record` says how it was made."""
+    values = {key: value for key, value in asdict(hardware).items() if value is not None} | dict(record or {})
+    for given in (values["constants"], *values["kernels"].values()):
+        for key in [key for key, value in given.items() if value is None]:
+            del given[key]
+    write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
+
+
 def device_class(device: torch.device | str) -> str:
     """Returns the model of a device, or of the current GPU for "cuda": no host name, nothing of this one copy."""
     if torch.device(device).type == "cuda":
@@ -216,12 +234,12 @@ def _cpu() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-RULE = "rules without constants; `python -m scripts.calibrate`, in a checkout, measures this machine"
+RULE = "rules without constants; `dbsp bench MODEL` on all ranks measures this machine"
 """What costs are estimated by if `hardware_for` returns None, in words."""
 
 
 def measured_file(device: str) -> Path:
-    """Returns the file in which `scripts.calibrate` keeps the constants of this machine's "cuda" or "cpu" device.
+    """Returns the file in which `dbsp bench` keeps the constants of this machine's "cuda" or "cpu" device.
 
     Machines with other devices may share the folder: `$XDG_CACHE_HOME/dbsp/hardware`, or ~/.cache/dbsp/hardware.
     """
@@ -245,11 +263,28 @@ def hardware_for(machine: str | None, device: str, kernel: str) -> Hardware | No
     return load_hardware(machine).with_kernel(kernel)
 
 
+def kernel_order(kernel: str, machine: str | None, device: torch.device) -> str:
+    """Returns what `choose_kernel` is asked for: for "auto" the kernels that were exact on this device, then "auto".
+
+    Args:
+        kernel: Setting of that name. Any other than "auto" is returned as it is, and "auto" if $DBSP_KERNEL is set.
+        machine: See `hardware_for`. What was measured on another device counts for nothing.
+    """
+    if kernel != "auto" or os.environ.get("DBSP_KERNEL"):
+        return kernel
+    hardware = hardware_for(machine, device.type, kernel)
+    if hardware is None or not hardware.exact_kernels or hardware.device != device_class(device):
+        return kernel
+    return ",".join([*(name for name in hardware.exact_kernels if name in KERNELS), kernel])
+
+
 def cost_basis(hardware: Hardware | None) -> str:
     """Returns what costs are estimated by, in words for the log."""
     if hardware is None:
         return RULE
     if hardware.measured:
-        return f"constants of {hardware.name}, measured on {hardware.device}"
+        label = hardware.sources["exchange_bytes_per_s"]
+        exchanges = "" if label == "measured" else f"; exchanges {label}, not measured"
+        return f"constants of {hardware.name}, measured on {hardware.device}{exchanges}"
     labels = ", ".join(dict.fromkeys(hardware.sources.values()))
     return f"constants of {hardware.name}, modelled, not measured ({labels})"

@@ -21,12 +21,16 @@ class Pipeline:
             two of those at a time.
         text_tokens: Number of text tokens in self-attention's sequence.
         images: The fewest and the most that a video is made from: its first frame, and its last.
+        from_video: diffusers' class for the same checkpoint that starts from a video, where there is one.
+        float32_vae: Whether diffusers' examples load the VAE in float32, with other parts in bfloat16.
     """
 
     title: str
     frame_stride: int
     text_tokens: int
     images: tuple[int, int] = (0, 0)
+    from_video: str | None = None
+    float32_vae: bool = True
 
     def frames_complaint(self, frames: int) -> str | None:
         """Says what is wrong with a number of frames, which such a pipeline would change or refuse; None: nothing."""
@@ -37,10 +41,12 @@ class Pipeline:
 
 
 PIPELINES = {
-    "WanPipeline": Pipeline("Wan text-to-video", 4, 0),
+    "WanPipeline": Pipeline("Wan text-to-video", 4, 0, from_video="WanVideoToVideoPipeline"),
     "WanImageToVideoPipeline": Pipeline("Wan image-to-video", 4, 0, images=(1, 2)),
     "WanVACEPipeline": Pipeline("Wan VACE", 4, 0, images=(2, 2)),
-    "CogVideoXPipeline": Pipeline("CogVideoX text-to-video", 8, 226),
+    "CogVideoXPipeline": Pipeline(
+        "CogVideoX text-to-video", 8, 226, from_video="CogVideoXVideoToVideoPipeline", float32_vae=False
+    ),
 }
 """Pipelines by the name of diffusers' class."""
 

@@ -30,7 +30,7 @@ class ModelSpec:
     """A published video diffusion transformer, with the settings of its model card.
 
     Attributes:
-        name: Short name, also of its files in dbsp_configs/.
+        name: Short name, also of its files in configs/.
         hub: Repository on Hugging Face.
         aliases: Other names, of other repositories or in xfuser's registry.
         pipeline: Name of diffusers' class.

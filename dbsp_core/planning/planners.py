@@ -36,7 +36,7 @@ KEY_PRICE = 2048
 """Scores that take as long as receiving one token's key and value of one head, where no kernel hides the receipt.
 
 FLOP/s · (1 / bytes/s of an all-to-all + 1 / bytes/s of packing), for 2-byte elements: 4·D bytes a token come, and a
-score takes 4·D FLOP. By the constants in dbsp_configs/hardware: 1,850 on an H200, 1,953 on an H100, 2,157 on an A800
+score takes 4·D FLOP. By the constants in configs/hardware: 1,850 on an H200, 1,953 on an H100, 2,157 on an A800
 and 3,995 on an H800; docs/results/even.md shows how little plans differ between them.
 """
 MOST_PRICE = 50

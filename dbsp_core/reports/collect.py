@@ -33,7 +33,7 @@ __all__ = ["is_writer", "make_report", "write_report_files"]
 
 def is_writer(group: SequenceGroup) -> bool:
     """Returns whether this rank writes the files: only the first of all groups that share prompts or guidance does."""
-    return group.rank == 0 and (group.alone or SequenceGroup.of().rank == 0)
+    return group.rank == 0 and SequenceGroup.of().rank == 0
 
 
 def make_report(session: AttentionSession, model: str, host: str) -> RunReport:

@@ -69,7 +69,7 @@ def observe_run(sessions: Sequence[AttentionSession]) -> None:
     group, own = sessions[0].group, sessions[0].config.report or ""
     group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
     folders = [own] if group.alone else gather_texts(group.control(), own)
-    observer, layers = RunObserver(next(filter(None, folders))), 0
+    observer, layers = RunObserver(next(filter(None, folders), "")), 0  # "": the report is wanted in another half
     for session in sessions:
         session.observers.append(observer)
         session.first_layer = layers
@@ -177,7 +177,6 @@ class RunObserver(SessionObserver):
         calls: Attentions of the run so far, oldest first.
         seconds: Time of the last pipeline call, if there is a pipeline.
         latents: The last result of the pipeline's scheduler.
-        postponed: Whether the report is written by others, after several pipeline calls.
     """
 
     compares = True
@@ -186,7 +185,6 @@ class RunObserver(SessionObserver):
     calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
     seconds: float | None = None
     latents: torch.Tensor | None = None
-    postponed: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
     _kernels: dict[str, None] = field(default_factory=dict)

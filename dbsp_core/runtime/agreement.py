@@ -56,6 +56,7 @@ class HasSettings(Protocol):
     """A session, or what has the same settings."""
 
     config: DbspConfig
+    group: SequenceGroup
     strategy: Strategy | None
     heads: int
     layers: int
@@ -73,6 +74,7 @@ def agree_on_settings(
     """Lets ranks compare the settings of their sessions, which are told the ranks' nodes and wishes. Collective.
 
     Args:
+        group: The ranks, of which a session's group may be a part: consecutive ranks.
         sessions: All that the ranks make now; none where there is a problem.
         problem: What this rank found wrong already.
         more: Further numbers to compare, by complaint.
@@ -89,7 +91,7 @@ def agree_on_settings(
         for session in sessions:
             strategy, kernel = session.strategy, session.config.kernel
             if strategy is not None:
-                strategy.require_world(group.size)
+                strategy.require_world(session.group.size)
             require_supported(kernel, KernelRequirements(lse=strategy is not None and strategy.ring > 1))
             merged.append(supports(kernel, KernelRequirements(lse=True)))  # the strategies to choose from depend on it
     except Exception as error:  # any error: this rank must not stop alone
@@ -102,7 +104,9 @@ def agree_on_settings(
     )
     nodes = number_nodes(group, [row[1:4] for row in rows])
     for session in sessions:
-        session.nodes, session.report = nodes, any(row[0] for row in rows)
+        first = group.rank - session.group.rank
+        session.nodes = nodes[first : first + session.group.size]
+        session.report = any(row[0] for row in rows)
     return [row[4:] for row in rows]
 
 

@@ -13,7 +13,7 @@ import torch
 from dbsp_core.comm.consistency import QKV, InputKind, InputsAgreed, problem_of_inputs, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import cost_basis, hardware_for
+from dbsp_core.cost.machine import cost_basis, hardware_for, kernel_order
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
@@ -48,6 +48,7 @@ class SizeContext:
     Attributes:
         strategy: How the ranks are used, or None if `selector` chooses a strategy for each plan.
         masks: The session's masks, begun for this size.
+        kernel: The configuration's kernel, or for "auto" those that were measured here and then "auto".
         inputs_agreed: Kinds of q, k and v that all ranks have compared.
     """
 
@@ -61,6 +62,7 @@ class SizeContext:
     layout: SequenceLayout
     selector: StrategySelector | None
     keeper: PlanKeeper
+    kernel: str
     inputs_agreed: InputsAgreed = field(default_factory=InputsAgreed)
     _no_gradients: str | None = field(init=False)
     _plan_keys: dict[int, Hashable] = field(default_factory=dict)
@@ -103,7 +105,8 @@ class SizeContext:
             strategies = candidates(group.size, grid, supports(config.kernel, KernelRequirements(lse=True)))
             selector = StrategySelector(strategies, hardware, nodes, layout)
         keeper = PlanKeeper(config.reuse, any(observer.compares for observer in observers), statistics)
-        return cls(config, group, strategy, masks, observers, key, grid, layout, selector, keeper)
+        kernel = kernel_order(config.kernel, config.machine, device)
+        return cls(config, group, strategy, masks, observers, key, grid, layout, selector, keeper, kernel)
 
     def __post_init__(self) -> None:
         self._no_gradients = self.config.wire.no_gradients
@@ -121,7 +124,7 @@ class SizeContext:
         merged = self.strategy is not None and self.strategy.ring > 1
         blocks = self.grid.block_q, self.grid.block_k
         needs = KernelRequirements(blocks, head_dim, lse=merged or gradients, backward=gradients)
-        return choose_kernel(self.config.kernel, device, dtype, needs)
+        return choose_kernel(self.kernel, device, dtype, needs)
 
     @property
     def hardware_mark(self) -> int:
@@ -239,7 +242,7 @@ class SizeContext:
         before = None if last is None else self._prepared.get(last)
         if before is not None and before.device == device and plan.same_routes(before.plan):
             return before.for_mask(plan, mask, mark=mark)
-        where = self.layout, self.group, self.config.kernel
+        where = self.layout, self.group, self.kernel
         return PreparedAttention.of(plan, mask, *where, device=device, mark=mark)
 
     def _keep(self, layer: int, key: Hashable, plan_key: Hashable, prepared: PreparedAttention) -> None:

@@ -15,18 +15,23 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, kind_of
-from dbsp_core.utils.schema import require_choice
+from dbsp_core.utils.schema import convert, require_choice
 
 __all__ = ["CallableSource"]
 
 
+def _read_function(value: Any, name: str) -> Any:
+    return value if callable(value) else convert(value, str, name)
+
+
 @dataclass(frozen=True)
 class CallableSource(BlockSizes):
-    """Imports a function and gets masks from it: function(grid, request, **parameters).
+    """Calls a function and gets masks from it: function(grid, request, **parameters).
 
     Attributes:
-        function: "package.module:name". It is given the BlockGrid and the MaskRequest, and returns a bool numpy array
-            or tensor [heads, nq, nk], or [nq, nk] for all heads; the same on every rank.
+        function: "package.module:name", or in Python the function itself, which is kept by its name. It is given the
+            BlockGrid and the MaskRequest, and returns a bool numpy array or tensor [heads, nq, nk], or [nq, nk] for
+            all heads; the same on every rank.
         parameters: Passed to it as keywords.
         depends_on: "nothing": one mask for all layers and steps; "layer": one per layer; "step": one per layer,
             denoising step and guidance pass. The request has 0 for what the mask must not depend on.
@@ -36,13 +41,17 @@ class CallableSource(BlockSizes):
         UserError: When the function cannot be imported, raises, or returns something else.
     """
 
-    function: str = ""
+    function: str | Callable[..., Any] = field(default="", metadata={"read": _read_function})
     parameters: Mapping[str, Any] = field(default_factory=dict)
     depends_on: str = "layer"
     token_orders: tuple[str, ...] = (CANONICAL,)
+    _given: Callable[..., Any] | None = field(default=None, init=False, repr=False, metadata={"setting": False})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if callable(self.function):
+            object.__setattr__(self, "_given", self.function)
+            object.__setattr__(self, "function", _name_of(self.function))
         require_choice("depends_on", self.depends_on, ("nothing", "layer", "step"), "mask.")
         strange = [name for name in self.parameters if not isinstance(name, str)]
         if strange:
@@ -53,7 +62,9 @@ class CallableSource(BlockSizes):
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
-        module, colon, path = self.function.partition(":")
+        if self._given is not None:
+            return self._given
+        module, colon, path = str(self.function).partition(":")
         if not (colon and module and path):
             raise UserError(
                 f"mask source 'callable' needs function: package.module:name, got {self.function!r}; for example "
@@ -124,3 +135,9 @@ class CallableSource(BlockSizes):
             )
         bits = torch.from_numpy(np.array(result)) if isinstance(result, np.ndarray) else result.detach().clone()
         return bits.expand(wanted).contiguous()
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Returns "package.module:name" of a function, or of the class of another object that can be called."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"

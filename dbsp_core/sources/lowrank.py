@@ -34,7 +34,7 @@ __all__ = ["LowRankProjections", "LowRankSource", "RecordQKSource"]
 
 CHUNK = 1 << 23
 """Scores of one head that are held at a time."""
-FIT = "fit one with: dbsp masks fit RECORDING -o FILE.safetensors"
+FIT = "fit one with: dbsp masks fit FILE.safetensors RECORDING"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,9 @@
-"""Mask sources on a command line."""
+"""The one spelling of masks, in YAML, in Python and on a command line.
+
+A mask is a source's name ("sparge"), a name with settings ("sparge:cdf=0.92,block_q=128", values in YAML), several of
+these with "+" between them, a mask file's path, a function's name ("my_masks:diagonal"), or a mapping such as
+{source: sparge, cdf: 0.92}; and in Python also the function itself, or a `MaskSource`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, cast
 
-from dbsp_core.sources import SOURCES, MaskSource, UnionSource
+from dbsp_core.sources import SOURCES, CallableSource, MaskSource, UnionSource
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, why_removed
 from dbsp_core.utils.schema import build, plain_value
 from dbsp_core.utils.yaml_file import parse_value
@@ -20,6 +25,7 @@ _LOOKS_LIKE_A_SOURCE = re.compile(r"\w+(:|\+|$)")
 _NAME_ENDS = re.compile(r"[:+]")
 _BETWEEN_SOURCES = re.compile(r"\+(?=[A-Za-z_]\w*(?:[:+]|$))")
 _BETWEEN_KEYS = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def names_mask(text: str) -> bool:
@@ -28,15 +34,21 @@ def names_mask(text: str) -> bool:
     if text.endswith(".safetensors") or os.path.isfile(os.path.expanduser(text)):
         return text.endswith(".safetensors")
     meant = meant or bool(did_you_mean(name, SOURCES))
-    return name in SOURCES or bool(meant and _LOOKS_LIKE_A_SOURCE.match(text))
+    return name in SOURCES or _is_function(text) or bool(meant and _LOOKS_LIKE_A_SOURCE.match(text))
+
+
+def _is_function(text: str) -> bool:
+    """Returns whether text is a function's name, package.module:name, and not a misspelled source's."""
+    name = text.partition(":")[0]
+    return bool(_FUNCTION.fullmatch(text)) and name not in SOURCES and not did_you_mean(name, SOURCES)
 
 
 def mask_settings(text: str) -> dict[str, Any]:
-    """Returns the mapping under `mask:` of a configuration, from one word of a command line.
+    """Returns the mapping that a mask written in one word stands for.
 
     Args:
         text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); several of these with "+"
-            between them, for their union; or a mask file's path.
+            between them, for their union; a mask file's path; or a function's name, package.module:name.
 
     Raises:
         UserError: For anything else. Keys and values are checked by the source.
@@ -46,6 +58,8 @@ def mask_settings(text: str) -> dict[str, Any]:
         return {"source": "union", "of": [mask_settings(part) for part in parts]}
     name, colon, rest = text.partition(":")
     if name not in SOURCES:
+        if _is_function(text) and not os.path.exists(os.path.expanduser(text)):
+            return {"source": "callable", "function": text}
         if _LOOKS_LIKE_A_SOURCE.match(text) and not os.path.exists(os.path.expanduser(text)):
             hint = did_you_mean(name, SOURCES) or f"; sources: {', '.join(SOURCES)}"
             raise UserError(f"{in_short(text)} is neither a mask source nor a mask file that exists{hint}")
@@ -65,15 +79,22 @@ def mask_settings(text: str) -> dict[str, Any]:
 
 
 def read_mask(value: Any, name: str) -> MaskSource:
-    """Returns the source that a mapping such as {source: window} describes, or a source as it is.
+    """Returns the source that a mask in any of its spellings stands for; see this module's text.
 
     Raises:
         UserError: For anything else, called `name`.
     """
     if hasattr(value, "mask"):
         return cast(MaskSource, value)
+    if callable(value):
+        return CallableSource(function=value)
+    if isinstance(value, (str, os.PathLike)):
+        value = mask_settings(os.fspath(value))
     if not isinstance(value, Mapping):
-        raise UserError(f"{name} must be a mapping such as {{source: dense}}, got {in_short(value)}")
+        raise UserError(
+            f"{name} must be a mask such as sparge, sparge:cdf=0.92 or {{source: sparge, cdf: 0.92}}, "
+            f"got {in_short(value)}"
+        )
     source, values = value.get("source"), {key: inner for key, inner in value.items() if key != "source"}
     if isinstance(source, str) and source in SOURCES:
         if SOURCES[source] is UnionSource and isinstance(values.get("of"), (list, tuple)):

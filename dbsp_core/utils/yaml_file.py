@@ -72,7 +72,7 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str)
     key, *rest = path
     inner = values.get(key)
     if rest and not isinstance(inner, (Mapping, type(None))):
-        no_mapping = f"{key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}"
+        no_mapping = f"{key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}; set {key!r} as a whole"
         raise UserError(f"{place}: {why_removed(f'{key}.{rest[0]}') or why_removed(key) or no_mapping}")
     return {**values, key: _put(inner or {}, rest, value, place) if rest else value}
 
@@ -177,8 +177,10 @@ class _Places:
 
 
 def shipped_configs() -> Path:
-    """Folder of the configurations that come with db-SP: beside this package, in the repository and installed."""
-    return Path(__file__).resolve().parents[2] / "dbsp_configs"
+    """Returns the folder of shipped configurations: inside the installed package, or beside it in the repository."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def shown_config(origin: str) -> str:

@@ -158,6 +158,8 @@ class Architecture:
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
         own_mask: The sparse mask that it brings, if any.
         gate_names: What checkpoints call the layer of VSA's gate, from the block on, where the class lacks it.
+        guidance: How diffusers' pipelines run classifier-free guidance: "calls", under `cache_context("cond")` and
+            ("uncond"); "batch", both in one batch; or None, in another way or not at all.
         refused: Returns why a transformer of the class cannot be run, or None.
     """
 
@@ -173,6 +175,7 @@ class Architecture:
     pipeline: str = ""
     own_mask: OwnMask | None = None
     gate_names: tuple[str, ...] = ()
+    guidance: Literal["calls", "batch"] | None = None
     refused: Callable[[Any], str | None] = lambda transformer: None
 
     def attentions_of(self, transformer: nn.Module) -> list[nn.Module]:

@@ -148,8 +148,8 @@ def _ernie_lengths(inputs: Inputs) -> list[int]:
 
 
 IMAGE_MODELS = {
-    "FluxTransformer2DModel": _FLUX,
-    "Flux2Transformer2DModel": _FLUX,
+    "FluxTransformer2DModel": replace(_FLUX, guidance="calls"),
+    "Flux2Transformer2DModel": replace(_FLUX, guidance="calls"),
     # Not the first few layers, of each kind of token alone: every rank computes them.
     "Flux3Transformer2DModel": replace(
         _FLUX,
@@ -172,8 +172,8 @@ IMAGE_MODELS = {
             whole=("proj_out",),
         ),
     ),
-    "LongCatImageTransformer2DModel": _WITHOUT_PLAN,
-    "OvisImageTransformer2DModel": _WITHOUT_PLAN,
+    "LongCatImageTransformer2DModel": replace(_WITHOUT_PLAN, guidance="calls"),
+    "OvisImageTransformer2DModel": replace(_WITHOUT_PLAN, guidance="calls"),
     "QwenImageTransformer2DModel": Architecture(
         attention=("transformer_blocks.*.attn",),
         sequence=_qwen,
@@ -182,6 +182,7 @@ IMAGE_MODELS = {
         ),
         text="first",
         padded_text=True,
+        guidance="calls",
     ),
     # Not the refiners' few layers, of the image alone and of the caption alone: every rank computes them.
     "ZImageTransformer2DModel": Architecture(

@@ -60,6 +60,7 @@ _WAN = Architecture(
     sequence=_wan,
     cuts=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}, {"patch_embedding": _EMBEDDED, **_WAN_ROPE}, OUTPUT),
     gate_names=("attn1.to_gate_compress", "to_gate_compress"),  # of FastWan2.2; of FastWan2.1, as FastVideo's block
+    guidance="calls",
 )
 
 
@@ -256,9 +257,10 @@ VIDEO_MODELS = {
         pipeline="WanAnimatePipeline",
     ),
     "SkyReelsV2Transformer3DModel": replace(_WAN, refused=_causal),
-    "ChronoEditTransformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": replace(_WAN, guidance=None),
     "AnyFlowTransformer3DModel": replace(
         _WAN,
+        guidance=None,
         sequence=_anyflow,
         cuts=Cuts(
             outputs={
@@ -269,7 +271,7 @@ VIDEO_MODELS = {
             gathered=OUTPUT,
         ),
     ),
-    "CogVideoXTransformer3DModel": replace(_COGVIDEOX, pipeline="CogVideoXPipeline"),
+    "CogVideoXTransformer3DModel": replace(_COGVIDEOX, pipeline="CogVideoXPipeline", guidance="batch"),
     "ConsisIDTransformer3DModel": replace(
         _COGVIDEOX,
         # There, as text is then cut off by the length of all of it.
@@ -291,7 +293,7 @@ VIDEO_MODELS = {
             gathered=OUTPUT,
         ),
     ),
-    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, guidance="calls"),
     "HunyuanVideo15Transformer3DModel": replace(
         _HUNYUAN,
         attention=("transformer_blocks.*.attn",),

@@ -161,24 +161,37 @@ class Generations:
         def agree(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if args and isinstance(args[0], PackedBatch):
                 return None  # of samples that each rank brings its own of: all are gathered before the pass
-            inputs = signature_of(module).bind(*args, **kwargs).arguments
-            training = module.training and torch.is_grad_enabled()
-            first = self._begins(None if training else inputs.get("timestep"))
-            self._passes = 0 if first else self._passes + 1
-            if first:
-                self._compared.clear()
-            tensors = {name: one for key, value in inputs.items() for name, one in named_tensors(key, value)}
-            own = training or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors.values()))
-            kinds = tuple((name, one.shape, one.dtype) for name, one in tensors.items())
-            place = min(self._passes, _COMPARED - 1), kinds
-            if always or own or place not in self._compared:
-                values, session.meeting = self._compare(inputs)
-                self._compared.add(place)
-            else:
-                values = self.agreement.first_rank_values([*tensors.values()])
-            return None if own else self._with_values(args, kwargs, [*tensors.values()], values)
+            arguments, meeting = self.agree_on_inputs(module, args, kwargs, always=always)
+            session.meeting = meeting or session.meeting
+            return arguments
 
         patches.hook(transformer.register_forward_pre_hook, agree, with_kwargs=True)
+
+    def agree_on_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool
+    ) -> tuple[Arguments, Meeting | None]:
+        """Begins a pass: returns its arguments with the first rank's inputs, and what is to be compared. Collective.
+
+        See `hook`, which does so before each forward pass.
+        """
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
+        training = module.training and torch.is_grad_enabled()
+        first = self._begins(None if training else inputs.get("timestep"))
+        self._passes = 0 if first else self._passes + 1
+        if first:
+            self._compared.clear()
+        tensors = {name: one for key, value in inputs.items() for name, one in named_tensors(key, value)}
+        own = training or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors.values()))
+        kinds = tuple((name, one.shape, one.dtype) for name, one in tensors.items())
+        place, meeting = (min(self._passes, _COMPARED - 1), kinds), None
+        if always or own or place not in self._compared:
+            values, meeting = self._compare(inputs)
+            self._compared.add(place)
+        else:
+            values = self.agreement.first_rank_values([*tensors.values()])
+        if own:
+            return (args, kwargs), meeting
+        return self._with_values(args, kwargs, [*tensors.values()], values), meeting
 
     def _with_values(
         self,

@@ -19,7 +19,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
-__all__ = ["ForwardRanks", "StepCaches", "may_skip"]
+__all__ = ["ForwardRanks", "StepCaches", "may_skip", "names_of_caches"]
 
 
 class _Sharded(Protocol):
@@ -80,10 +80,14 @@ They go by step, timestep, another hook's decision or the whole input, or skip n
 
 def may_skip(transformer: nn.Module, block: nn.Module) -> bool:
     """Returns True if a step cache or layer skip may leave out the attention of a block."""
-    if getattr(transformer, "_is_cached", False):  # cache-dit and para-attn's first-block cache
-        return True
-    hooks = (hook for module in _places(transformer, [block]) for hook in _skipping_hooks(module))
-    return any(type(hook).__name__ != SKIPS_NOTHING for hook in hooks)
+    return bool(names_of_caches(transformer, [block]))
+
+
+def names_of_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> set[str]:
+    """Returns the names of what may leave out attentions of some blocks: classes of diffusers' hooks, libraries."""
+    hooks = (hook for module in _places(transformer, blocks) for hook in _skipping_hooks(module))
+    names = {type(hook).__name__ for hook in hooks} - {SKIPS_NOTHING}
+    return names | ({"cache-dit or ParaAttention"} if getattr(transformer, "_is_cached", False) else set())
 
 
 class StepCaches:

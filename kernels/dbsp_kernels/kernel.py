@@ -225,12 +225,15 @@ def choose_kernel(
 ) -> Kernel:
     """Returns the kernel called `name`; for "auto" $DBSP_KERNEL if set, else the first that `auto` may take here.
 
+    Of several names with commas between, such as "fa4,auto", it is the first that serves.
+
     Raises:
         UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
     """
-    wanted, reasons = _wanted(name), {}
-    of_auto = [kernel for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
-    for kernel in of_auto if wanted == "auto" else [KERNELS[wanted]]:
+    *_, wanted = asked = [_wanted(one) for one in name.split(",")]
+    reasons = {}
+    of_auto = [kernel.name for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
+    for kernel in (KERNELS[one] for first in asked for one in (of_auto if first == "auto" else [first])):
         reason = kernel.why_unsupported(device, dtype, needs)
         if reason is None:
             return kernel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -18,19 +18,35 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_cli.measure import uneven_mask
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.plan import make_plan
 from dbsp_core.planning.planners import require_planner
-from scripts.calibrate.cases import Case
-from scripts.calibrate.measure import Setting, measure_attentions
-from scripts.calibrate.timing import Samples, run_ranks, undisturbed_samples
+from scripts.bench.timing import Samples, Timer, run_ranks, undisturbed_samples
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention over `tokens` tokens under an uneven mask."""
+
+    heads: int
+    tokens: int
+    head_dim: int
+    density: float
+    seed: int
+    slope: float
+
+    def mask(self) -> BlockMask:
+        return uneven_mask(self.heads, BlockGrid.uniform(self.tokens, 64), self.density, self.seed, self.slope)
+
 
 PLANNERS = ("contiguous", "dbsp")
 CASES = (
-    ("Ulysses", Case(12, 4096, 64, 0.3, seed=1, slope=0.6)),
-    ("Ring", Case(12, 4096, 64, 0.3, seed=2, slope=0.5)),
+    Case(12, 4096, 64, 0.3, seed=1, slope=0.6),
+    Case(12, 4096, 64, 0.3, seed=2, slope=0.5),
 )
 
 
@@ -79,9 +95,8 @@ def compare(cases: Sequence[Case], args: argparse.Namespace, device: str) -> lis
     """Measures the first case on Ulysses and the second on Ring, each with both planners, all in turns in one run."""
     strategies = (Strategy(args.ranks, 1), Strategy(1, args.ranks))
     ways = [(case, str(one), planner) for case, one in zip(cases, strategies, strict=True) for planner in PLANNERS]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    setting = Setting(device, dtype, args.kernel, args.repeats, args.patience)
-    by_rank = run_ranks(measure_attentions, args.ranks, device, tuple(ways), setting)
+    how = device, args.kernel, args.repeats, args.patience
+    by_rank = run_ranks(measure_attentions, args.ranks, device, tuple(ways), *how)
     laps = list(zip(*by_rank, strict=True))
     found = []
     for number, (case, strategy) in enumerate(zip(cases, strategies, strict=True)):
@@ -92,6 +107,38 @@ def compare(cases: Sequence[Case], args: argparse.Namespace, device: str) -> lis
         core = [core_seconds(one) for one in pair]
         found.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds, *core))
     return found
+
+
+def measure_attentions(
+    rank: int,
+    world: int,
+    ways: tuple[tuple[Case, str, str], ...],
+    device: str,
+    kernel: str,
+    repeats: int,
+    wait_s: float,
+) -> list[Samples]:
+    """Measures whole attentions of (case, strategy, planner), one of each in turn, so that drift hits all alike."""
+    group, timer = SequenceGroup.of(), Timer(device, wait_s)
+    calls = [_attention(*way, group, device, kernel) for way in ways]
+    samples: list[Samples] = [[] for _ in calls]
+    for turn in range(repeats):
+        for mine, call in zip(samples, calls, strict=True):
+            mine += timer.samples(call, 1, warm_up=int(turn == 0))
+    return samples
+
+
+def _attention(
+    case: Case, strategy: str, planner: str, group: SequenceGroup, device: str, kernel: str
+) -> Callable[[], object]:
+    """Prepares an attention, and returns a call of it on this rank's random q, k, v."""
+    mask = case.mask()
+    layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, Strategy.parse(strategy))
+    plan = make_plan(mask, strategy, planner, layout=layout)
+    attend = DualBalancedAttention.prepare(plan, mask, layout, group, device=device, kernel=kernel)
+    where = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+    q, k, v = (torch.randn(1, case.heads, layout.shard, case.head_dim, **where) for _ in range(3))
+    return lambda: attend(q, k, v)
 
 
 def core_seconds(by_rank: Sequence[Samples]) -> float:
@@ -105,7 +152,7 @@ def cases(args: argparse.Namespace) -> tuple[Case, ...]:
         replace(
             case, heads=args.heads, tokens=round(case.tokens * scale), head_dim=args.head_dim, density=args.density
         )
-        for _, case in CASES
+        for case in CASES
     )
 
 

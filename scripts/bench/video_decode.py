@@ -28,7 +28,7 @@ from dbsp_core.cost.machine import device_class
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
-from scripts.calibrate.timing import run_ranks
+from scripts.bench.timing import run_ranks
 from scripts.checks.csv_table import update_table
 
 CASES = ("wan", "cogvideox", "hunyuan")

@@ -25,8 +25,6 @@ What each package exports, from its docstrings (`python -m scripts.docs_site.api
 `dbsp_diffusers.enable`. The command line says its own: `dbsp --help`.
 
 """
-_NO_API = {"NEEDS"}
-"""Exported for other parts of db-SP."""
 
 
 def main() -> None:
@@ -45,7 +43,7 @@ def page() -> str:
 
 
 def _package(name: str, package: griffe.Object | griffe.Alias) -> str:
-    exported = sorted(str(one).strip("\"'") for one in package.exports or () if str(one) not in _NO_API)
+    exported = sorted(str(one).strip("\"'") for one in package.exports or ())
     found = {one: package[one] if one in package.members else _lazily(package, one) for one in exported}
     return "".join(_member(f"{name}.{one}", member) for one, member in found.items())
 

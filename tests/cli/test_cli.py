@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
-from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.planning.planners import PLANNERS
 from tests.support.generators import random_bits
 
@@ -47,7 +46,6 @@ class TestPlan:
             "extra_kv",
             "plan_ms",
             "keys",
-            "precision",
             "kv_received",
         ]
         assert list(plan) == names
@@ -105,18 +103,6 @@ class TestPlan:
 
         paper = ("--planner", "paper")
         assert moved("--planner", "contiguous") < moved(*paper)
-        assert moved(*paper, "--layout", "striped") != moved(*paper)
-
-    def test_int8_receives_fewer_bytes_by_the_same_plan(self, dbsp, mask_file):
-        ask = ("plan", mask_file, "--gpus", 4, "--json")
-        whole, rounded = (json.loads(dbsp(*ask, "--precision", one)[1])["plans"] for one in ("model", "int8"))
-        for one, other in zip(whole, rounded, strict=True):
-            assert other["kv_received"] == pytest.approx(one["kv_received"] * 132 / 256)
-            assert [one[name] for name in ("strategy", "rho", "moved")] == [
-                other[name] for name in ("strategy", "rho", "moved")
-            ]
-        code, _, err = dbsp(*ask, "--precision", "int4")
-        assert (code, err.count("\n")) == (2, 1) or "precision cannot be 'int4'" in err
 
     def test_each_layer_has_its_own_plan(self, dbsp, mask_file):
         densities = [
@@ -150,29 +136,57 @@ class TestPlan:
         assert min(imread(picture).shape[:2]) > 300
 
 
+class TestPlanOfModel:
+    def test_the_table_answers_what_a_newcomer_asks(self, dbsp):
+        ask = ("plan", "--model", "wan2.1-t2v-1.3b", "--gpus", 4, "--machine", "h100")
+        report = json.loads(dbsp(*ask, "--json")[1])
+        assert [report[key] for key in ("model", "gpus", "machine", "label")] == [
+            "wan2.1-t2v-1.3b",
+            4,
+            "h100",
+            "modelled",
+        ]
+        dense, *sparse = report["videos"]
+        assert (dense["attention"], dense["strategy"], dense["speedup"]) == ("dense", "U4R1", 1)
+        assert [(one["strategy"], one["planner"]) for one in sparse] == [
+            (str(strategy), planner) for strategy in Strategy.all_for(4) for planner in ("contiguous", "dbsp")
+        ]
+        for plain, balanced in zip(sparse[::2], sparse[1::2], strict=True):
+            assert 1 <= balanced["rho"] < 1.02 < plain["rho"]
+            assert balanced["seconds"] < plain["seconds"] < dense["seconds"]
+            assert balanced["speedup"] == pytest.approx(dense["seconds"] / balanced["seconds"])
+            assert balanced["attention_s"] < balanced["seconds"]
+        code, out, err = dbsp(*ask)
+        assert (code, err) == (0, "")
+        assert "wan2.1-t2v-1.3b on 4 GPUs (h100), modelled" in out
+        assert "not measured: synthetic masks" in out
+
+
 HUGE = "99999999999999999999"
 MISTAKES = [
-    (["plan", "--gpus", "2"], "Missing argument 'file'"),
-    (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8"], "dbsp plan --model was removed; write strategy: auto"),
+    (["plan", "--gpus", "2"], "dbsp plan needs either a mask file or --model"),
+    (["plan", "MASK", "--model", "wan2.1-t2v-14b", "--gpus", "8"], "dbsp plan needs either a mask file or --model"),
+    (["plan", "--model", "wan2.1-t2v-14c", "--gpus", "8"], "did you mean 'wan2.1-t2v-14b'?"),
+    (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),
     (["plan", "--sequences=g2b1i128"], "dbsp plan --sequences was removed; write bags: auto"),
-    (["calibrate", "--ranks", "8"], "dbsp calibrate was removed; run python -m scripts.calibrate in a checkout"),
-    (["simulate", "--gpus", "8"], "dbsp simulate was removed; compare the plans of a mask file with dbsp plan"),
+    (["calibrate", "--ranks", "8"], "dbsp calibrate was removed; dbsp bench MODEL measures"),
+    (["simulate", "--gpus", "8"], "dbsp simulate was removed; dbsp plan --model NAME --gpus N models"),
     (["plan", "MASK", "--gpus", HUGE], "--gpus"),
     (["plan", "MASK"], "--gpus"),
     (["plan", "MASK", "--gpus", "many"], "--gpus"),
-    (["plan", "MASK", "--gpus", "0"], "at least 1, got 0"),
+    (["plan", "MASK", "--gpus", "0"], "--gpus"),
     (["plan", "MASK", "--gpus", "4", "--strategy", "U2R3"], "use one of U4R1, U2R2, U1R4"),
     (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
     (["plan", "MASK", "--gpus", "4", "--planner", "paper,greedy"], "unknown planner 'greedy'; use one of"),
-    (["plan", "MASK", "--gpus", "4", "--layout", "random"], f"use one of {', '.join(LAYOUTS)}"),
+    (["plan", "MASK", "--gpus", "4", "--layout", "striped"], "dbsp plan --layout was removed; leave it out"),
     (["plan", "MASK", "--gpus", "4", "--reward", "1"], "dbsp plan --reward was removed; "),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),
     (["plan", "MASK", "--gpus", "4", "--ring", "2"], "--ring"),
     (["plam"], "plam"),
-    (["tiny", "wan", "new", "--seed", HUGE], "--seed"),
+    (["tiny", "wan", "new", "--trained"], "dbsp tiny --trained was removed; write dbsp tiny wan-trained FOLDER"),
     (["tiny", "sora", "new"], "use one of wan, wan-trained, wan2.2"),
     (["tiny", "wan", "notes.txt"], "is not a checkpoint folder"),
     (["tiny", "wan", "notes.txt/new"], "notes.txt"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_cli.mask_tools.info import MaskSeries, densities_of, drift_of, spread_out
+from dbsp_cli.mask_tools.info import MaskSeries, balance_of, densities_of, drift_of, spread_out
 from dbsp_cli.mask_tools.plots import heads_to_draw
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
@@ -80,21 +80,22 @@ class TestInfo:
         assert found["quality"] is None
 
     def test_balance_is_that_of_plans_for_each_strategy_and_planner(self, dbsp, file):
-        rows = info(dbsp, file, "--gpus", 4, "--planner", "paper,contiguous", "--sample", 0)["balance"]
-        assert [(row["strategy"], row["planner"]) for row in rows] == [
+        assert [row["strategy"] for row in info(dbsp, file, "--gpus", 4)["balance"]] == ["U4R1", "U2R2", "U1R4"]
+        rows = balance_of(MaskSeries.read(file), range(3), 4, ["paper", "contiguous"])
+        assert [(row.strategy, row.planner) for row in rows] == [
             (strategy, planner) for strategy in ("U4R1", "U2R2", "U1R4") for planner in ("paper", "contiguous")
         ]
         for row in rows:
-            plans = [make_plan(drifting(layer, 0), row["strategy"], row["planner"]) for layer in range(3)]
-            assert row["rho_before"] == pytest.approx(np.mean([plan.rho_before for plan in plans]))
-            assert row["rho"] == pytest.approx(np.mean([plan.rho for plan in plans]))
-            assert row["rho_max"] == pytest.approx(max(plan.rho for plan in plans))
+            plans = [make_plan(drifting(layer, 0), row.strategy, row.planner) for layer in range(3)]
+            assert row.rho_before == pytest.approx(np.mean([plan.rho_before for plan in plans]))
+            assert row.rho == pytest.approx(np.mean([plan.rho for plan in plans]))
+            assert row.rho_max == pytest.approx(max(plan.rho for plan in plans))
 
     def test_drift_of_a_recording_by_branch(self, dbsp, recording):
         for branch in (0, 1):
-            found = info(dbsp, recording, "--branch", branch, "--sample", 2)
+            found = info(dbsp, recording, "--branch", branch)
             assert (found["branches"], found["steps"]) == ([0, 1], [0, 1, 2, 3, 4])
-            assert [row["layer"] for row in found["drift"]] == [0, 2]
+            assert [row["layer"] for row in found["drift"]] == [0, 1, 2]
             for row in found["drift"]:
                 masks = [drifting(row["layer"], step + 7 * branch).bits for step in range(5)]
                 pairs = list(itertools.pairwise(masks))
@@ -117,7 +118,6 @@ class TestInfo:
         assert found["warnings"] == []
         assert {row["head"] for row in found["quality"]} == {0, 1}
         assert all(row["error"] < 0.05 for row in found["quality"])
-        assert "relative L1 error above 0.0001" in info(dbsp, path, "--quality", "--limit", 0.0001)["warnings"][0]
         save_mask(path, BlockMask(good.bits.roll(11, dims=1), good.grid))
         (warning,) = info(dbsp, path, "--quality")["warnings"]
         assert "relative L1 error above 0.1 in 2 of 2 heads" in warning
@@ -128,9 +128,7 @@ class TestInfo:
         save_mask(path, BlockMask(random_bits(2, GRID, 0), replace(GRID, thw=None)))
         code, out, err = dbsp("masks", "info", path, "--quality")
         assert (code, out) == (2, "")
-        assert "give --thw T,H,W" in err
-        assert info(dbsp, path, "--quality", "--thw", "3,8,16")["quality"]
-        assert "makes 90 tokens" in dbsp("masks", "info", path, "--quality", "--thw", "3,5,6")[2]
+        assert "convert them with thw=T,H,W" in err
 
     def test_rows_and_heads_without_blocks_are_warned_of(self, dbsp, tmp_path):
         bits = np.ones((2, 24, 24), bool)
@@ -146,11 +144,11 @@ class TestInfo:
         assert info(dbsp, recording)["warnings"] == ["the recording stopped before the run did: the limit was reached"]
 
     def test_the_tables_say_the_same(self, dbsp, recording):
-        code, out, err = dbsp("masks", "info", recording, "--quality", "--limit", 0)
+        code, out, err = dbsp("masks", "info", recording, "--quality")
         assert code == 0
         for text in ("24×24 blocks of 16×16", "U8R1", "mean IoU", "relative L1 error"):
             assert text in " ".join(out.split())
-        assert err.startswith("warning: relative L1 error above 0 in")
+        assert err.startswith("warning: relative L1 error above 0.1 in")
 
     def test_the_picture_is_a_png_of_everything(self, dbsp, recording, tmp_path):
         pytest.importorskip("matplotlib")
@@ -197,8 +195,8 @@ class TestConvert:
         bits = torch.from_numpy(np.random.default_rng(0).random((2, 1, 3, 24, 24)) < 0.5)
         torch.save({"sparse": bits, "permute": torch.tensor([[0, 2, 5]])}, tmp_path / "plan.pth")
         out = tmp_path / "out.safetensors"
-        options = ("--thw", "3x8x16", "--block-q", 16, "--block-k", 16, "--steps", 10, "--dense-steps", 1)
-        code, said, err = dbsp("masks", "convert", tmp_path / "plan.pth", out, *options, "--no-packed")
+        options = ("thw=3x8x16", "block_q=16", "block_k=16", "steps=10", "dense_steps=1", "packed=false")
+        code, said, err = dbsp("masks", "convert", tmp_path / "plan.pth", out, *options)
         assert (code, said) == (0, "")
         assert "step groups 1-4,5-9, 1 layers, 3 heads, 24×24 blocks, token orders hwt, thw, wth" in err
         file = MaskFile(out)
@@ -207,7 +205,7 @@ class TestConvert:
 
     def test_a_recording(self, dbsp, recording, tmp_path):
         out = tmp_path / "out.safetensors"
-        assert dbsp("masks", "convert", recording, out, "--step", 3, "--branch", 1)[0] == 0
+        assert dbsp("masks", "convert", recording, out, "step=3", "branch=1")[0] == 0
         assert torch.equal(MaskFile(out).layer(2).bits, drifting(2, 10).bits)
 
 
@@ -230,16 +228,28 @@ sys.exit(7)
 
 
 class TestRecord:
-    def test_a_command_is_recorded_and_its_exit_code_kept(self, dbsp, tmp_path):
+    def test_a_command_is_recorded_and_its_exit_code_kept(self, dbsp, tmp_path, monkeypatch):
         folder = tmp_path / "out"
-        options = ("--every", 2, "--layers", "0,2", "--limit", "1MiB")
-        code, out, err = dbsp("masks", "record", folder, *options, "--", sys.executable, "-c", RUN, tmp_path / "end")
+        for name, value in (("EVERY", "2"), ("LAYERS", "0,2"), ("LIMIT", "1MiB")):
+            monkeypatch.setenv(f"DBSP_RECORD_{name}", value)
+        code, out, err = dbsp("masks", "record", folder, "--", sys.executable, "-c", RUN, tmp_path / "end")
         assert (code, out) == (7, "")
         assert (tmp_path / "end").read_text() == "done"
         assert "recorded 2 passes of 2 layers to" in err
         recording = Recording.read(folder)
         assert list(recording.passes) == [DenoisingStep(0), DenoisingStep(2)]
         assert torch.equal(recording.mask(2, DenoisingStep(2)).bits, drifting(2, 2).bits)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "complaint"), [("LIMIT", "lots", "size 'lots'"), ("LAYERS", "1-", "layers '1-'")]
+    )
+    def test_a_variable_that_makes_no_sense_is_refused_before_the_run(
+        self, dbsp, tmp_path, monkeypatch, name, value, complaint
+    ):
+        monkeypatch.setenv(f"DBSP_RECORD_{name}", value)
+        code, _, err = dbsp("masks", "record", tmp_path / "out", "--", "no-such-program")
+        assert code == 2
+        assert complaint in err
 
     def test_a_command_without_attention_leaves_nothing_and_that_is_said(self, dbsp, tmp_path):
         code, _, err = dbsp("masks", "record", tmp_path / "out", "--", sys.executable, "-c", "")
@@ -251,22 +261,28 @@ class TestRecord:
 MISTAKES = [
     (["info", "none.safetensors"], "none.safetensors does not exist"),
     (["info", "."], "is no recording of masks"),
-    (["info", "FILE", "--planner", "greedy"], "unknown planner 'greedy'"),
+    (["info", "FILE", "--planner", "snake"], "dbsp masks info --planner was removed; leave it out; dbsp plan"),
     (["info", "FILE", "--gpus", "0"], "at least 1, got 0"),
-    (["info", "FILE", "--sample", "-1"], "--sample"),
-    (["info", "FILE", "--thw", "3,8"], "is not of the form T,H,W"),
     (["info", "RECORDING", "--branch", "2"], "has no masks of branch 2; it has branches [0, 1]"),
     (["convert", "FILE"], "OUT"),
-    (["convert", "none.pt", "out.safetensors", "--tokens", "4"], "none.pt does not exist"),
-    (["convert", "masks.pt", "out.safetensors"], "give --thw T,H,W"),
-    (["convert", "FILE", "out.safetensors", "--tokens", "384"], "is a mask file already"),
-    (["convert", "FILE", "out.safetensors", "--thw", "1,2,x"], "is not of the form T,H,W"),
-    (["convert", "RECORDING", "out.safetensors"], "say which with --step"),
+    (["convert", "none.pt", "out.safetensors", "tokens=4"], "none.pt does not exist"),
+    (["convert", "masks.pt", "out.safetensors"], "give thw=T,H,W"),
+    (["convert", "FILE", "out.safetensors", "tokens=384"], "is a mask file already"),
+    (["convert", "FILE", "out.safetensors", "thw=1,2,x"], "is not of the form T,H,W"),
+    (["convert", "RECORDING", "out.safetensors"], "say which with step=N"),
+    (
+        ["convert", "masks.pt", "out.safetensors", "thv=1,2,3"],
+        "unknown key 'thv' in the settings",
+    ),
+    (
+        ["convert", "masks.pt", "out.safetensors", "thw"],
+        "'thw' is not of the form KEY=VALUE; for",
+    ),
+    (["convert", "masks.pt", "out.safetensors", "steps=5", "steps=6"], "steps is given twice"),
+    (["convert", "masks.pt", "out.safetensors", "--block-q=16"], "was removed; write block_q=VALUE after OUT"),
     (["record", "new"], "Missing argument"),
     (["record", "RECORDING", "--", "true"], "is not an empty folder"),
-    (["record", "new", "--limit", "lots", "--", "true"], "size 'lots'"),
-    (["record", "new", "--layers", "1-", "--", "true"], "layers '1-'"),
-    (["record", "new", "--every", "0", "--", "true"], "--every"),
+    (["record", "new", "--limit", "1GiB", "--", "true"], "was removed; set $DBSP_RECORD_LIMIT"),
     (["record", "new", "--", "no-such-program"], "cannot run 'no-such-program'"),
 ]
 

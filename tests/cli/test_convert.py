@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording, lut_bits
+from dbsp_cli.mask_tools.convert import ConvertOptions, RecordingOptions, convert_masks, convert_recording, lut_bits
 from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS, BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
 from dbsp_core.masks.steps import DenoisingStep
@@ -149,7 +149,7 @@ class TestForms:
             masks[step, branch, layer] = BlockMask(random_bits(3, GRID, 4 * step + 2 * branch + layer), grid)
             recorder.mask_made(layer, layer, masks[step, branch, layer], False)
             recorder.mask_used(layer, layer)
-        convert_recording(tmp_path / "r", tmp_path / "out.safetensors", step=1, branch=1)
+        convert_recording(tmp_path / "r", tmp_path / "out.safetensors", RecordingOptions(step=1, branch=1))
         file = MaskFile(tmp_path / "out.safetensors")
         for layer in range(2):
             assert torch.equal(file.layer(layer).bits, masks[1, 1, layer].bits)
@@ -159,7 +159,7 @@ class TestForms:
             ({"step": 5}, "no mask of layer 0 at step 5"),
         ):
             with pytest.raises(ValueError, match=complaint):
-                convert_recording(tmp_path / "r", tmp_path / "out.safetensors", **wrong)
+                convert_recording(tmp_path / "r", tmp_path / "out.safetensors", RecordingOptions(**wrong))
 
 
 def row_lists(bits, encoding, padding):
@@ -201,7 +201,7 @@ class TestLists:
         ("lut", "counts", "complaint"),
         [
             (torch.zeros(1, 1, 3), None, "must be integers"),
-            (torch.tensor([[[0, 9, 0]]]), torch.tensor([[2]]), r"name block 9, there are 7 .*--lut delta"),
+            (torch.tensor([[[0, 9, 0]]]), torch.tensor([[2]]), r"name block 9, there are 7 .*lut=delta"),
             (torch.tensor([[[0, 1, 2]]]), torch.tensor([[4]]), "between 0 and 3"),
             (torch.tensor([[[0, 1, 2]]]), torch.tensor([[-1]]), "between 0 and 3"),
         ],
@@ -271,11 +271,16 @@ class TestTextBlocks:
     @pytest.mark.parametrize(
         ("shape", "grid", "options", "complaint"),
         [
-            ((8, 8), BlockGrid(40, 0, 8, 8), {}, "8×8 blocks; 40 tokens .* make 5×5 .*--crop"),
-            ((4, 5), BlockGrid(40, 0, 8, 8), {}, r"make 5×5 \(blocks\); correct --thw"),
-            ((5, 5), BlockGrid(40, 4, 8, 8), {}, "left out or blocks that run on .* say which: --own-text or --join"),
+            ((8, 8), BlockGrid(40, 0, 8, 8), {}, "8×8 blocks; 40 tokens .* make 5×5 .*crop=true"),
+            ((4, 5), BlockGrid(40, 0, 8, 8), {}, r"make 5×5 \(blocks\); correct thw"),
+            (
+                (5, 5),
+                BlockGrid(40, 4, 8, 8),
+                {},
+                "left out or blocks that run on .* say which: joined_text=false",
+            ),
             ((6, 5), BlockGrid(40, 4, 8, 8), {}, "make 6×6 .*, or 5×5 .*, or 5×5 .*, or 4×4 "),
-            ((6, 6), BlockGrid(40, 4, 8, 8), {"joined": True}, "make 5×5 .*, or 4×4 .*--crop"),
+            ((6, 6), BlockGrid(40, 4, 8, 8), {"joined": True}, "make 5×5 .*, or 4×4 .*crop=true"),
         ],
     )
     def test_what_does_not_fit_raises_and_names_the_option(self, shape, grid, options, complaint):
@@ -353,12 +358,12 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("content", "changes", "complaint"),
         [
-            (bits_of(2, 3) * 2, {}, r"values other than 0 and 1 \(up to 2\).*--lut"),
+            (bits_of(2, 3) * 2, {}, r"values other than 0 and 1 \(up to 2\).*lut="),
             (bits_of(3).float() * 0.5, {}, "values other than 0 and 1"),
             (bits_of(3).float() * torch.nan, {}, "values other than 0 and 1"),
             (torch.zeros(5, 5), {}, "no tensor that is plainly the masks"),
-            ({"a": bits_of(3), "b": bits_of(3)}, {}, r"plainly the masks \(a \[3, 5, 5\], b \[3, 5, 5\]\).*--key"),
-            ({"a": bits_of(3)}, {"key": "b"}, "has no tensor 'b'; --key can be one of a"),
+            ({"a": bits_of(3), "b": bits_of(3)}, {}, r"plainly the masks \(a \[3, 5, 5\], b \[3, 5, 5\]\).*key="),
+            ({"a": bits_of(3)}, {"key": "b"}, "has no tensor 'b'; key can be one of a"),
             (torch.zeros(1, 1, 1, 1, 5, 5), {}, "expected .heads, rows, columns"),
             (torch.zeros(0, 3, 5, 5), {}, "expected .heads, rows, columns"),
             ({"a": "text"}, {}, "has no tensors in it"),
@@ -390,9 +395,9 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "complaint"),
         [
-            ({}, "--thw T,H,W"),
-            ({"tokens": 4, "groups": "0-", "steps": 4}, "leave out --steps"),
-            ({"tokens": 4, "dense_steps": 4}, "needs --steps"),
+            ({}, "thw=T,H,W"),
+            ({"tokens": 4, "groups": "0-", "steps": 4}, "leave out steps"),
+            ({"tokens": 4, "dense_steps": 4}, "needs steps"),
             ({"tokens": 4, "lut": "relative"}, "use one of absolute, delta"),
         ],
     )

@@ -2,57 +2,68 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import dbsp_cli
+import dbsp_core
 from dbsp_cli.commands.doctor import Importable
-from dbsp_start.module import module_command
-from dbsp_start.parents import with_parent
 from tests.support.repository import child_environment
 
-NAMES = ("random", "queue", "logging", "token", "runpy", "ctypes", "torch", "dbsp_start")
-SAYS = "import random, queue, sys\nprint('arguments', sys.argv[1:])\nprint('folders', sys.path)\n"
+PROGRAM = Path(dbsp_cli.__file__).with_name("__main__.py")
+"""What torchrun runs in each rank."""
+LOOKS = """
+import sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "dbsp_cli.cli":
+            print([path for path in sys.path if path.endswith("dbsp_cli")])
+
+sys.meta_path.insert(0, Finder())
+"""
+"""Says, while the command is being imported, whether the folder of its program is searched."""
+NAMES = ("random", "queue", "logging", "token", "runpy", "ctypes", "torch", "dbsp_cli", "dbsp_core")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A user's folder, with files that are called as modules are, beside a folder with a rank program."""
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    here.mkdir()
-    elsewhere.mkdir()
+    """A user's folder, with files that are called as modules are."""
     for name in NAMES:
-        (here / f"{name}.py").write_text("raise SystemExit('the file of the user ran')\n", encoding="utf-8")
-    (here / "own.py").write_text("print('own')\n", encoding="utf-8")
-    (elsewhere / "rank_program.py").write_text(SAYS, encoding="utf-8")
-    return here
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user ran')\n", encoding="utf-8")
+    return tmp_path
 
 
-def run(command, folder, *path):
-    done = subprocess.run(
-        [*map(str, command)], cwd=folder, env=child_environment(*path), capture_output=True, text=True, timeout=120
+def run(folder, *path):
+    return subprocess.run(
+        [sys.executable, PROGRAM, "--version"],
+        cwd=folder,
+        env=child_environment(*path),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_ranks_find_pythons_own_modules(folder):
-    """The chain that `dbsp generate` starts: a parent's watch, torchrun, and a rank."""
-    rank = module_command("dbsp_start.rank", "rank_program", "a", "--b=c")
-    torchrun = [sys.executable, *module_command("torch.distributed.run", "--standalone", "--nproc-per-node=1", *rank)]
-    code, out, err = run(with_parent(torchrun), folder, folder.parent / "elsewhere")
-    assert code == 0, err
-    assert "arguments ['a', '--b=c']" in out
-    assert str(folder) not in out
-    assert os.path.dirname(module_command("x")[0]) not in out, "nor does db-SP's own folder of starters come first"
+    done = run(folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("db-SP ")
 
 
-def test_a_module_of_the_current_folder_is_found_by_pythonpath_alone(folder):
+def test_modules_of_the_current_folder_are_found_by_pythonpath_alone(folder):
+    assert "the file of the user ran" in run(folder, folder).stderr
+
+
+def test_db_sps_own_folder_is_not_searched(folder):
+    """Or `import output` would find `dbsp_cli.output`."""
     for name in NAMES:
         (folder / f"{name}.py").unlink()
-    assert run([sys.executable, *module_command("own")], folder)[0] != 0
-    assert run([sys.executable, *module_command("own")], folder, ".") == (0, "own\n", "")
+    (folder / "sitecustomize.py").write_text(LOOKS)
+    assert run(folder, folder).stdout.splitlines() == ["[]", "db-SP " + dbsp_core.__version__]
 
 
 def test_doctor_tries_imports_without_them(folder, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 from dbsp_cli import interfaces
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import HOSTS, Importable
-from dbsp_cli.generate import hosts
+from dbsp_core.utils import expected_host
 from dbsp_kernels import KERNELS
 from tests.support.programs import children_forked
 from tests.support.repository import ROOT
@@ -75,14 +75,16 @@ def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatc
         (None, ("dbsp",), None),
         ("0.5.23", ("dbsp",), ("ok", "0.5.23, sees db-SP")),
         ("0.5.23.post1", ("dbsp",), ("ok", "0.5.23.post1, sees db-SP")),
-        ("0.6.0", ("dbsp",), ("missing", "0.6.0 is not known to db-SP")),
+        ("0.6.0", ("dbsp",), ("missing", "db-SP expects SGLang 0.5.23, and this is 0.6.0")),
         ("0.5.23", ("another",), ("missing", "0.5.23, which does not see db-SP")),
     ],
 )
 def test_it_says_of_each_engine_that_is_installed_whether_it_sees_dbsp(monkeypatch, found, seen, said):
-    monkeypatch.setattr(doctor, "installed_version", lambda package: found)
+    for module in (doctor, expected_host):
+        monkeypatch.setattr(module, "installed_version", lambda package: found)
+    monkeypatch.setattr(expected_host, "is_defined", lambda name: True)
     monkeypatch.setattr(doctor, "entry_points", lambda group: [EntryPoint(name, "", group) for name in seen])
-    check = next(engine for engine in doctor.ENGINES if engine.package == "sglang").check()
+    check = next(engine for engine in doctor.ENGINES if engine.expected.package == "sglang").check()
     assert (check and (check.state, check.detail)) == said
     assert check is None or bool(check.fix) != check.ok
 
@@ -90,6 +92,7 @@ def test_it_says_of_each_engine_that_is_installed_whether_it_sees_dbsp(monkeypat
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_on_a_gpu_doctor_names_the_kernel_that_auto_takes(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.delenv("DBSP_KERNEL", raising=False)
     for name in ("fa4", "triton"):
@@ -113,6 +116,7 @@ def test_doctor_says_which_kernel_auto_takes_and_why(monkeypatch):
 
 def test_on_a_gpu_without_triton_doctor_names_the_command(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("DBSP_KERNEL", raising=False)
@@ -142,7 +146,7 @@ def extras() -> dict[str, set[str]]:
     return {extra: packages(extra) for extra in named}
 
 
-@pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES, *hosts.HOSTS.values()], ids=str)
+@pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES], ids=str)
 def test_an_extra_alone_brings_what_it_is_named_for(needs):
     assert set(needs.needs) <= extras()[needs.extra]
 

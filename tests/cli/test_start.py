@@ -10,9 +10,8 @@ from importlib import import_module
 import pytest
 
 from dbsp_core.utils.errors import UserError
-from tests.support.programs import children_forked
 from tests.support.repository import ROOT as REPOSITORY
-from tests.support.repository import child_environment, python_path
+from tests.support.repository import child_environment
 
 SLOW = "print('importing', flush=True)\nimport time\ntime.sleep(600)\n"
 
@@ -67,40 +66,6 @@ class TestFaultsOfOurOwn:
         with pytest.raises(IndexError, match="a fault"):
             dbsp("doctor")
 
-    @pytest.mark.parametrize(
-        ("error", "ends"), [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
-    )
-    def test_of_xdit_before_and_in_its_ranks(self, monkeypatch, error, ends, capfd):
-        import types
-
-        from dbsp_diffusers.patching import PatchSet
-        from dbsp_xdit import patches
-
-        def broken(*_: object) -> None:
-            raise error
-
-        cli = types.ModuleType("xfuser.cli")
-        cli.main = broken
-        base = types.ModuleType("base_model")
-        base.xFuserModel = type("xFuserModel", (), dict.fromkeys(("initialize", "run"), broken))
-        base.xFuserModel._post_load_and_state_initialization = lambda self, arguments: None
-        patches._patch_cli(cli, PatchSet())
-        patches._patch_base_model(base, PatchSet())
-        monkeypatch.setattr("dbsp_xdit.models.preflight", broken)
-        monkeypatch.setattr("dbsp_xdit.flags.config_from", broken)
-        model = base.xFuserModel()
-        calls = (
-            lambda: cli.main([]),
-            lambda: model.initialize({}),
-            lambda: model._post_load_and_state_initialization({}),
-        )
-        for call in calls:
-            with pytest.raises(ends) as raised:
-                call()
-            assert raised.value is error or raised.value.code == 2
-        said = capfd.readouterr().err
-        assert said == ("" if ends is ValueError else "dbsp: error: yours\n" * len(calls))
-
     @pytest.mark.parametrize(("error", "ours"), [(IndexError("a fault"), True), (OSError("the disk is full"), False)])
     def test_of_making_a_report_does_not_end_what_has_succeeded(self, monkeypatch, capfd, error, ours):
         from types import SimpleNamespace
@@ -115,26 +80,3 @@ class TestFaultsOfOurOwn:
         *before, last = capfd.readouterr().err.splitlines()
         assert last == f"dbsp: no report in there: {error}"
         assert ("Traceback (most recent call last):" in before) is ours
-
-    def test_of_a_rank_of_dbsp_generate(self, tmp_path, monkeypatch):
-        from dbsp_cli.generate.launch import Launch
-        from dbsp_cli.generate.rank_output import LogFollower, RunFailed
-        from dbsp_cli.generate.supervisor import run_watched
-
-        (tmp_path / "broken_rank.py").write_text(
-            "import sys\nimport dbsp_para.generate as host\n"
-            "def generate(config, video):\n    return [][1]\n"
-            "host.generate = generate\n"
-            "host.main(sys.argv[1:])\n"
-        )
-        (tmp_path / "dbsp.yaml").write_text("model: tiny-wan\n")
-        monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-        arguments = [str(tmp_path / "dbsp.yaml"), str(tmp_path / "video.mp4"), "60"]
-        with children_forked(), pytest.raises(RunFailed) as raised:
-            run_watched(
-                Launch().command("broken_rank", arguments), tmp_path / "log", tmp_path / "ranks", LogFollower(1)
-            )
-        said = str(raised.value)
-        assert said.startswith("rank 0 failed (exit code 1); the end of its output:")
-        assert "Traceback (most recent call last)" in said
-        assert "IndexError: list index out of range" in said

@@ -15,7 +15,8 @@ BEGIN = """
 import sys, threading, torch, torch.distributed as dist
 from datetime import timedelta
 from dbsp_diffusers import rank_program
-from dbsp_diffusers.rank_program import exit_on_failure, process_group
+from dbsp_cli.quick_end import quick_end
+from dbsp_diffusers.rank_program import process_group
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import exit_on_user_error
 
@@ -28,7 +29,7 @@ def collective():
     dist.all_reduce(torch.ones(1))
 
 rank = int(sys.argv[2])
-with join(rank, 2), exit_on_failure(), exit_on_user_error():
+with quick_end(), join(rank, 2), exit_on_user_error():
     dist.barrier()
     if rank == 0:
         collective()
@@ -69,9 +70,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
         ("raise RuntimeError('a fault')", 1, "RuntimeError: a fault"),
         ("raise UserError('a mistake')", 2, "dbsp: error: a mistake"),
         ("sys.exit('no video')", 1, "no video"),
-        ("threading.Thread(target=dist.recv, args=(torch.ones(1), 0)).start(); raise ValueError('early')", 1, "early"),
     ],
-    ids=["a fault", "a mistake of the user", "exit", "while a thread waits for the other rank"],
+    ids=["a fault", "a mistake of the user", "exit"],
 )
 def test_all_ranks_end_when_one_fails(tmp_path, fails, code, said):
     ranks = [start(RANK_IN_A_COLLECTIVE.format(fails=fails), tmp_path / "store", rank) for rank in range(2)]
@@ -83,7 +83,7 @@ def test_all_ranks_end_when_one_fails(tmp_path, fails, code, said):
 
 @pytest.mark.parametrize("aborts", ["None", "threading.Event().wait()"], ids=["", "abort hangs"])
 def test_after_a_failure_nccl_is_aborted_and_not_destroyed(tmp_path, aborts):
-    body = "with join(), exit_on_failure():\n    raise ValueError('a fault')\n"
+    body = "with quick_end(), join():\n    raise ValueError('a fault')\n"
     code, out, err = ended(start(OVER_NCCL.format(aborts=aborts) + body, tmp_path / "store"))
     assert (code, out) == (1, "aborted\n" if aborts == "None" else "")
     assert err.endswith("ValueError: a fault\n")
@@ -96,7 +96,7 @@ def test_a_failure_that_is_raised_on_leaves_no_communicator(tmp_path):
 
 
 def test_after_a_success_the_groups_are_destroyed(tmp_path):
-    body = "with join(), exit_on_failure():\n    print('done', flush=True)\n"
+    body = "with quick_end(), join():\n    print('done', flush=True)\n"
     code, out, err = ended(start(OVER_NCCL.format(aborts="None") + body, tmp_path / "store"))
     assert (code, out) == (0, "done\ndestroyed\n"), err
 

@@ -8,17 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from diffusers import WanTransformer3DModel
 
 import tests.support.single_process
-from dbsp_cli.generate.job import GenerateRequest, resolve
-from dbsp_cli.generate.rank_output import LogFollower
-from dbsp_core import Strategy
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, published_model
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_start.module import module_command
-from dbsp_xdit.flags import config_from, parse_known
+from dbsp_xdit.command_line import config_from
 from tests.diffusers.resolve_cases import attach_to_another_model, settings_by_rank
 from tests.support.models.transformers_for_tests import make_transformer
 from tests.support.repository import ROOT
@@ -93,14 +90,14 @@ def test_all_ranks_refuse_together(pool):
 
 
 def test_xdit_without_a_configuration():
-    def asked(*arguments: str) -> DbspConfig | None:
-        return config_from(parse_known(["--sp-backend", "dbsp", *arguments]))
+    def asked(model: str, given: str | None = None) -> DbspConfig | None:
+        return config_from({"sp_backend": "dbsp", "model": model, "sp_config": given})
 
-    assert asked("--model", "Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
-    assert asked("--model", "Wan2.1-T2V", "--sp-config", "radial") != asked("--model", "Wan2.1-T2V")
-    assert asked("--model", "unheard-of") == DbspConfig()
+    assert asked("Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
+    assert asked("Wan2.1-T2V", "radial") != asked("Wan2.1-T2V")
+    assert asked("unheard-of") == DbspConfig()
     with pytest.raises(ValueError, match=r"is for cogvideox1\.5-5b, the model is wan2.1-t2v-14b"):
-        asked("--model", "Wan2.1-T2V", "--sp-config", "cogvideox1.5-5b-sparge")
+        asked("Wan2.1-T2V", "cogvideox1.5-5b-sparge")
 
 
 class TestGenerateRefuses:
@@ -126,12 +123,8 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --set generate.num_frames=32", "generate.num_frames=32 must be 4k + 1"),
             ("--config tiny-wan --prompt x --seed -1", "--seed: generate.seed=-1 must be at least 0"),
             ("--config tiny-wan --prompt x --out a.avi", "--out a.avi must end in .mp4"),
-            ("--config tiny-wan --prompt x --host xfuser", "unknown host 'xfuser'; use xdit or diffusers"),
-            ("--config tiny-wan --prompt x --nproc 0", "--nproc 0 must be at least 1"),
+            ("--config tiny-wan --prompt x --nproc 0", "Invalid value for '--nproc': "),
             ("--config tiny-wan --prompt x --nproc 3 --set strategy=U2R2", "strategy U2R2 needs 2·2 = 4 GPUs but"),
-            ("--config tiny-wan --prompt x --nnodes 2", "--nnodes 2 needs a place to meet"),
-            ("--config tiny-wan --prompt x --nnodes 2 --master-addr a", "--master-addr needs a --node-rank"),
-            ("--config tiny-wan --prompt x --node-rank 1", "--node-rank 1 needs as many nodes; add --nnodes"),
             ("--config tiny-wan --prompt x --set machine=h300", "--set machine: no hardware 'h300'; use "),
             (
                 "--config tiny-wan-sparge --prompt x --set layout=learned",
@@ -153,52 +146,28 @@ class TestGenerateRefuses:
         assert len(err.splitlines()) == 1
         assert list(tmp_path.iterdir()) == []
 
-    def test_more_processes_than_gpus(self, monkeypatch):
-        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # mocked: there is no GPU here
-        request = GenerateRequest(config="tiny-wan", prompt="x", host="para", nproc=3)
-        with pytest.raises(ValueError, match="--nproc 3 is more than the 2 GPUs of this machine"):
-            resolve(request)
-        assert resolve(GenerateRequest(config="tiny-wan", prompt="x", host="para")).launch.nproc == 2
 
-    def test_para_is_another_name_of_diffusers(self):
-        requests = [GenerateRequest(config="tiny-wan", prompt="x", host=name) for name in ("para", "diffusers")]
-        assert [resolve(request).host for request in requests] == ["diffusers", "diffusers"]
-
-
-class TestWhatWouldRun:
+class TestWhatWouldBeMade:
     def asked(self, dbsp, *arguments):
-        code, out, err = dbsp("generate", "--prompt", "x", "--dry-run", "--json", *arguments)
+        code, out, err = dbsp("generate", "--prompt", "x", "--dry-run", *arguments)
         assert (code, err) == (0, "")
-        return json.loads(out)
+        return yaml.safe_load(out)
 
     def test_everything_is_filled_in_from_the_checkpoint(self, dbsp):
-        said = self.asked(dbsp, "--model", "Wan2.1-T2V-1.3B", "--host", "para", "--nproc", 8)
-        video = said["settings"]["generate"]
+        said = self.asked(dbsp, "--model", "Wan2.1-T2V-1.3B", "--nproc", 8)
+        video = said["generate"]
         assert (video["height"], video["width"], video["num_frames"], video["flow_shift"]) == (480, 832, 81, 3.0)
         assert video["negative_prompt"].startswith("Bright tones")
-        assert said["settings"]["model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-        assert said["settings"]["mask"]["cdf"] == 0.92
-        assert said["settings"]["strategy"] == "U8R1"
-        assert said["command"][1:4] == [*module_command("torch.distributed.run"), "--standalone"]
-        assert said["command"][-3:] == ["WORK/dbsp.yaml", "WORK/video.mp4", "600"]
-        assert said["command"][-6:-3] == module_command("dbsp_start.rank", "dbsp_para.generate")
+        assert said["model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        assert said["mask"]["cdf"] == 0.92
+        assert said["strategy"] == "U8R1"
 
     def test_changes_go_before_the_file(self, dbsp):
         changes = ("--set", "mask.density=0.5", "--set", "strategy=auto", "--set", "dense_schedule={first_steps: 1}")
-        settings = self.asked(dbsp, "--config", "tiny-wan", *changes, "--seed", 3)["settings"]
-        assert settings["mask"] == {"source": "synthetic", "density": 0.5, "block_q": 32, "block_k": 32}
-        assert (settings["strategy"], settings["dense_schedule"], settings["generate"]["seed"]) == (
-            "auto",
-            {"first_steps": 1},
-            3,
-        )
-
-    def test_several_nodes_meet_as_torchrun_has_it(self, dbsp):
-        meeting = ("--nnodes", 2, "--rdzv-endpoint", "host:29500", "--rdzv-id", "a", "--nproc", 4)
-        said = self.asked(dbsp, "--config", "tiny-wan", *meeting)
-        options = ["--nproc-per-node=4", "--nnodes=2", "--rdzv-endpoint=host:29500", "--rdzv-id=a"]
-        assert {*options, "--rdzv-backend=c10d"} <= set(said["command"])
-        assert said["settings"]["strategy"] == str(Strategy(4, 2))
+        said = self.asked(dbsp, "--config", "tiny-wan", *changes, "--seed", 3)
+        assert (said["mask"]["source"], said["mask"]["density"], said["mask"]["block_q"]) == ("synthetic", 0.5, 32)
+        assert (said["strategy"], said["generate"]["seed"]) == ("auto", 3)
+        assert said["dense_schedule"]["first_steps"] == 1
 
     def test_an_unknown_local_model_runs_dense(self, dbsp, tmp_path):
         folder = tmp_path / "model"
@@ -210,31 +179,7 @@ class TestWhatWouldRun:
         assert code == 2
         assert "generate.height is not set, and no default size is known for this model" in err
         size = [part for name in ("height=64", "width=64", "num_frames=5") for part in ("--set", f"generate.{name}")]
-        assert "mask" not in self.asked(dbsp, "--model", folder, *size)["settings"]
-
-
-class TestWatcher:
-    def test_progress_is_that_of_rank_0_and_of_the_denoising(self):
-        done: list[int] = []
-        watcher = LogFollower(steps=8, on_step=done.append)
-        for line in (
-            "(rank 0) Loading:  50%|#####     | 1/2 [00:00<00:00]",
-            "(rank 1)  38%|###8      | 3/8 [00:01<00:02]",
-            "(rank 0)  12%|#2        | 1/8 [00:01<00:02](rank 0) ",
-            "(rank 0)  25%|##5       | 2/8 [00:01<00:02](rank 1)  25%|##5       | 5/8 [00:01<00:02]",
-        ):
-            watcher.line(line)
-        assert done == [1, 2]
-
-    def test_what_ranks_have_for_the_user_is_told_once(self):
-        told: list[str] = []
-        watcher = LogFollower(steps=8, on_notice=told.append)
-        for rank in range(3):
-            watcher.line(f"(rank {rank}) dbsp: no accelerator found")
-            watcher.line(f"(rank {rank}) dbsp: error: the mask is for another video")
-        watcher.line("(rank 0) a library's remark")
-        assert told == ["dbsp: no accelerator found"]
-        assert set(watcher.user_errors.values()) == {"the mask is for another video"}
+        assert self.asked(dbsp, "--model", folder, *size)["mask"]["source"] == "dense"
 
 
 def test_documentation_names_no_flag_that_is_not_there():

@@ -20,7 +20,7 @@ def test_the_script_makes_a_video_and_shows_what_sparse_attention_does(tmp_path,
     text = (ROOT / "docs" / f"{page}.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", text, re.S)
     script, instead = [code for code in programs if "MODEL =" in code]
-    (command,) = re.findall(r"`dbsp (tiny wan \S+ --trained)`", text)
+    (command,) = re.findall(r"`dbsp (tiny wan-trained \S+)`", text)
     monkeypatch.chdir(tmp_path)
     code, _, err = dbsp(*command.split())
     assert code == 0, err

@@ -75,7 +75,7 @@ def test_no_message_names_a_file_that_a_wheel_lacks_or_a_package_that_is_not_pub
         for folder in ("kernels", *PACKAGES)
         for path in (ROOT / folder).rglob("*.py")
         for text in strings_of(path)
-        if re.search(r"docs/[\w-]+\.md|dbsp_configs/|pip install '?dbsp", text)
+        if re.search(r"docs/[\w-]+\.md|\bconfigs/|pip install '?dbsp", text)
     }
     assert said == set()
 

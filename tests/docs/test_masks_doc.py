@@ -1,4 +1,4 @@
-"""docs/masks.md and dbsp_configs/ say what is true."""
+"""docs/masks.md and configs/ say what is true."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def test_the_function_to_write_oneself(tmp_path, monkeypatch):
 
 
 def test_the_window_for_wan_has_blocks_that_are_tiles():
-    mask = DbspConfig.load(REPOSITORY / "dbsp_configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
+    mask = DbspConfig.load(REPOSITORY / "configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
     assert (mask.counts.rows == 3 * 5 * 5).all()
     assert round(mask.density, 3) == 0.119

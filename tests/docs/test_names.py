@@ -15,8 +15,15 @@ from pathlib import Path
 from tests.support.repository import ROOT
 from tests.support.texts import PAGES, docstrings_of, nodes_of, strings_of, tree_of, without_code_blocks
 
-ENGINES = ("dbsp_vllm_omni", "dbsp_sglang", "dbsp_lightx2v")
-PRODUCT = ("kernels", "dbsp_core", "dbsp_diffusers", "dbsp_xdit", "dbsp_para", *ENGINES, "dbsp_cli", "dbsp_start")
+PRODUCT = (
+    "kernels",
+    "dbsp_core",
+    "dbsp_diffusers",
+    "dbsp_xdit",
+    "dbsp_para",
+    "dbsp_engines",
+    "dbsp_cli",
+)
 SOURCES = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
 OTHER_CODE = [path for folder in ("tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 VOCABULARY = ROOT / "docs" / "vocabulary.md"
@@ -68,7 +75,7 @@ def words_of_code() -> frozenset[str]:
             )
             if isinstance(node, (ast.Global, ast.Nonlocal)):
                 words.update(node.names)
-    for pattern in ("dbsp_configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
+    for pattern in ("configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
         for path in filter(Path.is_file, ROOT.glob(pattern)):
             words.update(_WORD.findall(path.name))
             if path.suffix in {"", ".yaml", ".yml", ".toml", ".sh"}:

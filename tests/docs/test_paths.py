@@ -11,22 +11,19 @@ from tests.support.texts import PAGES
 UPSTREAM = ROOT / "scripts" / "checks" / "upstream"
 """Names files of other projects."""
 PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if not path.is_relative_to(UPSTREAM)]
-TEXTS = [*PAGES, *sorted((ROOT / "dbsp_configs").rglob("*.yaml")), *PROGRAMS]
+TEXTS = [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml")), *PROGRAMS]
 PACKAGES = (
     "kernels",
     "dbsp_core",
     "dbsp_diffusers",
     "dbsp_xdit",
     "dbsp_para",
-    "dbsp_vllm_omni",
-    "dbsp_sglang",
-    "dbsp_lightx2v",
+    "dbsp_engines",
     "dbsp_cli",
-    "dbsp_start",
-    "dbsp_configs",
+    "configs",
 )
 FOLDERS = (*PACKAGES, "scripts", "tests", "docs")
-USERS = {"dbsp_configs/hardware/mine.yaml"}
+USERS = {"configs/hardware/mine.yaml"}
 """Files that a reader is told to make."""
 _COMMAND = re.compile(r"python3? -m ((?:scripts|tests|dbsp_\w+)(?:\.\w+)+)")
 

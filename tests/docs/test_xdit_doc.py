@@ -8,39 +8,39 @@ import shlex
 
 import pytest
 
-from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_xdit.flags import _SWITCHES, add_flags
-from dbsp_xdit.models import find_model, preflight
+from dbsp_xdit.command_line import _RIVALS, add_flags, config_from, source_of
 from tests.support.repository import ROOT
 
-REPOSITORY = ROOT
-PAGE = (REPOSITORY / "docs" / "xdit.md").read_text()
+PAGE = (ROOT / "docs" / "xdit.md").read_text()
 COMMANDS = re.findall(r"^xdit (?:.*\\\n)*.*", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_its_commands_are_right(tmp_path, monkeypatch, command):
-    (tmp_path / "dbsp_configs").symlink_to(REPOSITORY / "dbsp_configs")
-    make_tiny("cogvideox", tmp_path / "tiny")
-    for name in ("first.png", "last.png"):
-        (tmp_path / name).touch()
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
-    arguments = shlex.split(command.replace("\\\n", " "))[1:]
-    assert "dbsp" in arguments
-    preflight(arguments)
+    parser = add_flags(argparse.ArgumentParser())
+    for name in ("--model", "--prompt", "--output_directory"):
+        parser.add_argument(name, required=True)
+    for name in ("--ulysses_degree", "--ring_degree", "--height", "--width", "--num_frames", "--num_inference_steps"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--input_images", nargs="+")
+    parser.add_argument("--use_cfg_parallel", action="store_true")
+    words = shlex.split(command.replace("\\\n", " "))[1:]
+    args = vars(parser.parse_args([word.replace("--sp-", "--sp_") for word in words]))
+    assert config_from(args) is not None
+    source_of(args["model"])
 
 
-def test_it_has_a_command_for_each_model_and_all_their_names():
-    models = {re.search(r"--model (\S+)", command)[1] for command in COMMANDS}  # type: ignore[index]
-    assert {find_model(name).like.name for name in models - {"./tiny"}} == set(MODEL_SPECS)
-    missing = [name for c in MODEL_SPECS.values() for name in c.names if f"`{name}`".casefold() not in PAGE.casefold()]
-    assert not missing
+def test_it_names_all_checkpoints():
+    names = [name for spec in MODEL_SPECS.values() for name in spec.names]
+    assert not [name for name in names if f"`{name}`".casefold() not in PAGE.casefold()]
 
 
 def test_it_names_every_flag_and_what_does_not_go_with_them():
-    parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser)
+    parser = add_flags(argparse.ArgumentParser(add_help=False))
     flags = {option.replace("_", "-") for action in parser._actions for option in action.option_strings}
     assert all(f"`{flag}" in PAGE for flag in flags)
-    assert all(f"`--{switch}`" in PAGE for switch in _SWITCHES)
+    assert all(f"`--{name}`" in PAGE for name in _RIVALS)

@@ -37,8 +37,3 @@ def assert_exact(cases: Iterable[Case], found: list[dict[str, Any]]) -> None:
 def assert_another_mask_is_seen(engine: str) -> None:
     (found,) = run(engine, 2, 1, Case(3, (UNEVEN,), KNOWN, wrong=OTHER))
     assert found["error"] > 1e-2
-
-
-def assert_names_found(engine: str) -> None:
-    """What the plug-in uses is there, looked up in a process with the stand-ins that make engines importable."""
-    assert run(engine, 1, 1, Case(3, (EVEN,), KNOWN), DBSP_LOOK_UP=f"dbsp_{engine}.plugin:NAMES")

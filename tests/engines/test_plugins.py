@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import re
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import dbsp_sglang.plugin
+import dbsp_engines.lightx2v
+import dbsp_engines.sglang
+import dbsp_engines.vllm_omni_plugin
 from dbsp_core import SequenceGroup
+from dbsp_core.utils import expected_host
 from dbsp_core.utils.errors import UserError
-from dbsp_lightx2v.attention import DbspAttention
+from dbsp_core.utils.expected_host import ExpectedHost
+from dbsp_engines.lightx2v import DbspAttention
 from scripts.checks.engines.reference import attend_under
+from tests.support.repository import ROOT
 from tests.support.thread_ranks import ThreadRanks
 
 MASK, THW, LAYERS, HEADS, STEPS = "sparge:cdf=0.6,block_q=16,block_k=8", (3, 5, 5), 2, 3, 2
@@ -94,15 +101,93 @@ def test_settings_that_do_not_go_with_it_are_refused_on_every_rank(settings, sai
     assert all(said in one and "\n" not in one for one in ThreadRanks(2).run(refusal))
 
 
-def test_sglang_is_left_alone_without_a_configuration(monkeypatch):
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A stand-in on the path for an engine, of version 1.2.3, which cannot be imported; and what is expected of it."""
+    package = tmp_path / "engine_stand_in" / "inner"
+    package.mkdir(parents=True)
+    (tmp_path / "engine_stand_in" / "__init__.py").write_text("raise RuntimeError\nfrom x import helper as renamed\n")
+    source = "LIMIT = 1\nclass Layer:\n    size: int\n    def __init__(self):\n        self.kernel = local = 1\n"
+    (package / "layer.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(expected_host, "installed_version", lambda package: "1.2.3")
+    names = ("inner.layer:Layer.__init__", "inner.layer:Layer.kernel", "inner.layer:Layer.size", "inner.layer:LIMIT")
+    of_package = [f"engine_stand_in.{name}" for name in names]
+    return ExpectedHost("Engine", "engine", "1.2", (*of_package, "engine_stand_in:renamed"))
+
+
+def test_a_host_that_is_as_expected_is_read_and_not_imported(host):
+    assert host.problem() is None
+    assert "engine_stand_in" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "gone", ["inner.layer:Layer.gone", "inner.layer:Gone", "inner.gone:Layer", "inner.layer:gone"]
+)
+def test_a_name_that_is_gone_is_found_and_said_in_one_line(host, gone):
+    problem = replace(host, names=(*host.names, f"engine_stand_in.{gone}")).problem()
+    assert problem.startswith(
+        f"db-SP expects engine_stand_in.{gone}, which this Engine (1.2.3) does not define; install"
+    )
+    assert "\n" not in problem
+
+
+def test_a_host_that_is_not_installed_or_of_no_release_is_a_problem_by_its_names_alone(host, monkeypatch):
+    monkeypatch.setattr(expected_host, "installed_version", lambda package: None)
+    assert "this is of unknown version; install" in host.problem()
+    assert replace(host, version=None).problem() is None
+    assert "expects no_such_engine:Layer" in replace(host, version=None, names=("no_such_engine:Layer",)).problem()
+
+
+@pytest.mark.parametrize("known", ["1.2.3", "1.2", "1"])
+def test_a_release_admits_its_corrections(host, known):
+    assert replace(host, version=known).problem() is None
+
+
+@pytest.mark.parametrize("known", ["1.2.30", "1.20", "1.2.3.4", "0.1"])
+def test_another_release_is_a_problem(host, known):
+    assert (
+        replace(host, version=known).problem().startswith(f"db-SP expects Engine {known}, and this is 1.2.3; install")
+    )
+
+
+@pytest.fixture
+def gone(host):
+    return replace(host, names=("engine_stand_in:gone",))
+
+
+def test_sglang_is_left_alone_without_a_configuration(monkeypatch, gone):
     monkeypatch.delenv("DBSP_CONFIG", raising=False)
-    monkeypatch.setattr(dbsp_sglang.plugin, "version", lambda package: pytest.fail("looked for SGLang"))
-    dbsp_sglang.plugin.register()
+    monkeypatch.setattr(dbsp_engines.sglang, "EXPECTED", gone)
+    dbsp_engines.sglang.register()
 
 
-@pytest.mark.parametrize("found", ["0.5.22", "0.5.230", "0.6.0"])
-def test_another_sglang_stops_its_workers(monkeypatch, found):
-    monkeypatch.setitem(os.environ, "DBSP_CONFIG", MASK)
-    monkeypatch.setattr(dbsp_sglang.plugin, "version", lambda package: found)
-    with pytest.raises(SystemExit, match=f"this is {found}"):
-        dbsp_sglang.plugin.register()
+def test_another_sglang_stops_its_workers(monkeypatch, gone):
+    monkeypatch.setenv("DBSP_CONFIG", MASK)
+    monkeypatch.setattr(dbsp_engines.sglang, "EXPECTED", gone)
+    with pytest.raises(
+        SystemExit, match=r"expects engine_stand_in:gone.*, or unset DBSP_CONFIG to run without db-SP$"
+    ):
+        dbsp_engines.sglang.register()
+
+
+def test_another_lightx2v_gets_no_attention(monkeypatch, gone):
+    monkeypatch.setattr(dbsp_engines.lightx2v, "EXPECTED", gone)
+    with pytest.raises(UserError, match="expects engine_stand_in:gone"):
+        dbsp_engines.lightx2v.register()
+
+
+def test_another_vllm_omni_gets_no_backend_and_one_line(monkeypatch, gone, capfd):
+    monkeypatch.setattr(dbsp_engines.vllm_omni_plugin, "EXPECTED", gone)
+    dbsp_engines.vllm_omni_plugin.register()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("dbsp: db-SP expects engine_stand_in:gone")
+    assert line.endswith("; attention backend DBSP is not there")
+
+
+def test_each_plugin_expects_its_own_engine_in_the_version_that_its_extra_installs():
+    text = (ROOT / "pyproject.toml").read_text()
+    for plugin in (dbsp_engines.sglang, dbsp_engines.vllm_omni_plugin):
+        expected = plugin.EXPECTED
+        assert re.search(rf'"{expected.package}(\[\w+\])?>={re.escape(expected.version)},<', text)
+    assert dbsp_engines.lightx2v.EXPECTED.version is None, "it has no releases"

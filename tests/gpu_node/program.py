@@ -27,10 +27,10 @@ def become_rank() -> None:
 
 if __name__ == "__main__":
     sys.orig_argv[:] = [sys.executable, "-m", *sys.argv[1:]]  # by which db-SP knows xfuser's runner
+    sys.argv[:] = sys.argv[1:]
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     become_rank()
     import torch
 
     torch._import_device_backends()  # now: they look for devices
-    sys.argv[:] = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -145,6 +145,25 @@ def test_para_attn_learns_the_argument_and_forgets_it():
     assert dbsp_para.install()
 
 
+def test_para_attn_that_lacks_a_name_is_left_as_it_is(monkeypatch):
+    pytest.importorskip("para_attn")
+    dbsp_para = importlib.import_module("dbsp_para")
+    wan, cogvideox = (
+        importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
+        for name in ("wan", "cogvideox")
+    )
+    dbsp_para.uninstall()
+    own = cogvideox.parallelize_transformer
+    monkeypatch.setattr(wan, "parallelize_transformer", lambda transformer: transformer)
+    with pytest.raises(
+        UserError, match=r"wan:parallelize_transformer\(mesh\), which db-SP expects; install para-attn"
+    ):
+        dbsp_para.install()
+    assert cogvideox.parallelize_transformer is own
+    monkeypatch.undo()
+    assert dbsp_para.install()
+
+
 FRESH = """
 from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
 from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel

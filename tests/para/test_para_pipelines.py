@@ -114,7 +114,7 @@ def test_ranks_decide_alike_where_stock_averages_would_not():
     from dbsp_core import SequenceGroup, SequenceLayout
     from dbsp_diffusers.sharding.step_caches import ForwardRanks
     from dbsp_diffusers.sharding.stream_shards import StreamShards
-    from dbsp_para.first_block_cache import over_real_tokens
+    from dbsp_para.patches import _over_real_tokens
 
     class Sharding:
         video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
@@ -124,7 +124,7 @@ def test_ranks_decide_alike_where_stock_averages_would_not():
     now = before * 1.1
     now[:, 2] = 50.0
     alone = ForwardRanks(SequenceGroup(0, 1), Sharding())
-    similar = over_real_tokens(lambda *_, **__: pytest.fail("para-attn's own must not be asked"))
+    similar = _over_real_tokens(lambda *_, **__: pytest.fail("para-attn's own must not be asked"))
     assert Sharding.video.tokens_here == 2
     assert similar(before, now, threshold=0.11, parallelized=alone)
     assert not similar(before, now, threshold=0.09, parallelized=alone)

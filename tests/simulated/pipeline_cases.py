@@ -38,6 +38,7 @@ class Generation:
         settled: How many steps it takes until the others are like one another.
         second: Whether another transformer takes the late steps (Wan2.2).
         tiled: Whether ranks decode together, tile by tile.
+        guided: Whether two halves of the ranks compute a step's two guidance passes.
         offload: Whether parts are on the GPU only while they run.
     """
 
@@ -48,6 +49,7 @@ class Generation:
     settled: int = 2
     second: bool = False
     tiled: bool = False
+    guided: bool = False
     offload: bool = False
     output: str = "latent"
 
@@ -94,7 +96,8 @@ def generated_on_gpus(rank: int, world: int, generation: Generation, folder: str
         pipe.enable_model_cpu_offload(device=device)
     else:
         pipe.to(device)
-    dbsp_diffusers.enable(pipe, generation.config | {"strategy": generation.strategy}, vae=generation.tiled)
+    config = generation.config | {"strategy": generation.strategy}
+    dbsp_diffusers.enable(pipe, config, vae=generation.tiled, guidance=generation.guided)
     steps = SteadySteps(generation)
     found = generation.call(pipe, callback_on_step_end=steps)
     dbsp_diffusers.disable(pipe)

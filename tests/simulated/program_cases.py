@@ -108,14 +108,15 @@ def parallelized_pipe(rank: int, world: int, folder: str, module: str) -> float:
 
 
 def generated(rank: int, world: int, folder: str, config_file: str, video: str) -> tuple[float, int]:
-    """Runs the rank program of `dbsp generate`.
+    """Runs what `dbsp generate` runs in each rank.
 
     Returns how far its frames are from one process's, and the bytes of the video; of other ranks than the first 0.
     """
     import diffusers.utils
 
-    from dbsp_core.config import DbspConfig
-    from dbsp_para import generate
+    from dbsp_cli.generate.ranks import Place
+    from dbsp_cli.generate.request import GenerationRequest, resolve
+    from dbsp_cli.generate.videos import make_videos
 
     frames: list[Any] = []
     write = diffusers.utils.export_to_video
@@ -124,16 +125,17 @@ def generated(rank: int, world: int, folder: str, config_file: str, video: str) 
         frames.append(made)
         return write(made, *args, **options)
 
+    generation = resolve(GenerationRequest(config=config_file, out=video), Place(rank, world, rank, world))
     with mock.patch.object(diffusers.utils, "export_to_video", written):
-        generate.main([config_file, video, "120"])
+        make_videos(generation)
     assert not dist.is_initialized()
     if rank:
         return 0.0, 0
-    config = DbspConfig.load(config_file)
-    pipe, wanted = load("wan", folder), config.generate
+    pipe, wanted = load("wan", folder), generation.config.generate
     attach_single_process(pipe.transformer, {"mask": MASKS["static"]})
     noise = torch.Generator().manual_seed(wanted.seed or 0)
-    expected = pipe(prompt=wanted.prompt, num_inference_steps=wanted.steps, generator=noise, **VIDEO).frames[0]
+    size = VIDEO | {"negative_prompt": wanted.negative_prompt}
+    expected = pipe(prompt=wanted.prompt, num_inference_steps=wanted.steps, generator=noise, **size).frames[0]
     return float(abs(frames[0] - expected).max()), os.path.getsize(video)
 
 

@@ -15,12 +15,14 @@ CASES = {
     "two transformers": (2, Generation("predicted", second=True)),
     "tiled decode": (2, Generation(steps=1, guidance=1.0, tiled=True, output="pt")),
     "tiled decode on four ranks": (4, Generation(steps=1, guidance=1.0, strategy="U4R1", tiled=True, output="pt")),
+    "guidance on two halves": (4, Generation("predicted", tiled=True, guided=True, output="pt")),
     "parts that are on the GPU while they run": (2, Generation(steps=1, offload=True, output="pt")),
 }
 STEADY = {
     "static masks": (2, Generation(steps=4)),
     "predicted masks": (2, Generation("predicted", steps=4)),
     "two transformers": (2, Generation(steps=6, settled=4, second=True)),
+    "guidance on two halves": (4, Generation(steps=4, guided=True)),
 }
 
 

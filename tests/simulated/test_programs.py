@@ -83,7 +83,7 @@ def test_parallelized_pipe_equals_one_process(ranks: GpuProcesses, folder: str, 
     assert max(ranks.run(program_cases.parallelized_pipe, folder, module)) <= TOLERANCE
 
 
-def test_rank_program_of_generate_makes_the_video_of_one_process(
+def test_ranks_of_dbsp_generate_make_the_video_of_one_process(
     ranks: GpuProcesses, folder: str, config_file: str, tmp_path: Path
 ) -> None:
     (difference, size), _ = ranks.run(program_cases.generated, folder, config_file, str(tmp_path / "ball.mp4"))
@@ -98,15 +98,14 @@ def test_xfusers_transformer_equals_one_process(ranks: GpuProcesses, mask: str) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("module", ["dbsp_para.generate", "dbsp_xdit.generate"])
-def test_torchrun_starts_rank_programs_on_gpus(config_file: str, tmp_path: Path, module: str) -> None:
-    """In the working folder of the test, as xfuser writes beside the video."""
+def test_torchrun_starts_ranks_of_dbsp_generate_on_gpus(config_file: str, tmp_path: Path) -> None:
     video = tmp_path / "ball.mp4"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    command += ["tests.gpu_node.program", module, config_file, str(video), "120"]
+    command += ["tests.gpu_node.program", "dbsp_cli", "generate", "--config", config_file, "--out", str(video)]
     done = subprocess.run(command, env=child_environment(), cwd=tmp_path, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert video.stat().st_size > 1000
+    assert "kernel triton" in done.stderr, "the ranks must have found their GPUs"
 
 
 @pytest.mark.long

@@ -1,8 +1,7 @@
-"""What torch calls at the end of its import: whom it acts on, and what scripts with our flags are told."""
+"""What torch calls at the end of its import: the processes it acts on, and those that it leaves alone."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import subprocess
 import sys
@@ -11,98 +10,66 @@ from types import SimpleNamespace
 import pytest
 
 from dbsp_cli.autoload import autoload
-from dbsp_diffusers.patching import PatchSet
-from dbsp_xdit.command_line import FLAGS, dbsp_requested, full_name, is_xfuser_run
-from dbsp_xdit.flags import add_flags, parse_known
-from dbsp_xdit.models import preflight
-from dbsp_xdit.patches import _patch_parser
+from dbsp_xdit import autoload as for_xdit
+from dbsp_xdit.autoload import requested
 from tests.support.repository import child_environment
+
+FLAG = ["--model", "m", "--sp-backend", "dbsp"]
 
 
 @pytest.mark.parametrize(
-    ("command", "expected"),
+    ("command", "words"),
     [
-        (["python", "-W", "ignore", "/venv/bin/xdit"], True),
-        (["python", "-Wignore", "-X", "dev", "-m", "xfuser.runner"], True),
-        (["python", "-Xdev", "-um", "xfuser.runner"], True),
-        (["python", "-uW", "ignore", "/venv/bin/xdit"], True),
-        (["python", "--check-hash-based-pycs", "always", "/venv/bin/xdit"], True),
-        (["python", "-W", "xdit", "train.py"], False),
-        (["python", "-c", "import torch", "xdit"], False),
-        (["python", "-", "xdit"], False),
-        (["python", "-m", "pytest", "xdit"], False),
+        (["python", "/venv/bin/xdit", *FLAG], 5),
+        (["python", "-W", "ignore", "/venv/bin/xdit", *FLAG], 5),
+        (["python", "-u", "-m", "xfuser.runner", *FLAG], 5),
+        (["python", "-uWignore", "-mxfuser.runner", *FLAG], 5),
+        (["python", "-m", "xfuser.cli", "--sp_backend=dbsp"], 2),
     ],
 )
-def test_python_s_own_options_stand_before_the_program(command, expected):
-    assert is_xfuser_run(command) is expected
+def test_xfuser_runs_with_the_flag_are_recognised(command, words):
+    assert requested(command, words)
 
 
-@pytest.mark.parametrize("flag", ["--sp-back", "--sp_b", "--sp-backen"])
-def test_an_abbreviated_flag_is_the_flag_as_for_xfuser_s_parser(flag):
-    for words in ([flag, "dbsp"], [f"{flag}=dbsp"]):
-        assert dbsp_requested(["xdit", *words])
-        assert parse_known(words)["sp_backend"] == "dbsp"
-        with pytest.raises(ValueError, match="did you mean 'radial'"):
-            preflight([*words, "--sp-c", "radail:width=1", "--model", "m"])
-    assert not dbsp_requested(["xdit", flag, "usp"])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["python", "/venv/bin/xdit", "--model", "m"], 3),
+        (["python", "/venv/bin/xdit", "--prompt", "sp-backend"], 3),
+        (["python", "-m", "torch.distributed.run", "-m", "xfuser.runner", *FLAG], 7),
+        (["python", "-W", "xdit", "train.py", *FLAG], 5),
+        (["python", "-c", "import torch", "xdit", *FLAG], 6),
+        (["python", "-m", "pytest", "xdit", *FLAG], 6),
+        (["python"], 1),
+        (["python"], 0),
+        (["python"], 3),
+    ],
+)
+def test_other_processes_are_left_alone(command, words):
+    assert not requested(command, words)
 
 
-def test_every_flag_is_known_to_who_must_not_import_the_parser():
-    parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser)
-    assert tuple(option for action in parser._actions for option in action.option_strings) == FLAGS
-    assert full_name("--sp_") == "--sp_", "which of them is not said"
-    assert full_name("--split_scheme") == "--split_scheme"
+def test_importing_torch_without_the_flag_imports_and_prints_nothing(tmp_path):
+    """Neither in xfuser's own runs nor elsewhere."""
+    (tmp_path / "xdit").write_text(
+        "import sys, torch\nfrom dbsp_cli.autoload import autoload\nautoload()\n"
+        "names = ('dbsp_core', 'dbsp_diffusers', 'dbsp_kernels', 'dbsp_xdit.runner')\n"
+        "print([name for name in sys.modules if name.startswith(names)])\n"
+    )
+    run = [sys.executable, str(tmp_path / "xdit"), "--model", "m", "--sp-config", "sparge"]
+    done = subprocess.run(run, env=child_environment(tmp_path), capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-class Parser(argparse.ArgumentParser):
-    """As xfuser has one."""
+def test_failure_in_an_xfuser_run_is_one_line(monkeypatch, capfd):
+    def broken(_: object) -> None:
+        raise ImportError("no memory")
 
-
-class TestScripts:
-    """They take xfuser's arguments by `xFuserArgs.add_cli_args`, and make the pipeline themselves."""
-
-    @pytest.fixture
-    def parser(self):
-        patches = PatchSet()
-        _patch_parser(SimpleNamespace(FlexibleArgumentParser=Parser), patches)
-        yield Parser()
-        patches.detach()
-        assert "parse_args" not in vars(Parser)
-
-    def test_our_flag_is_refused_in_one_line(self, parser, capfd):
-        with pytest.raises(SystemExit) as ended:
-            parser.parse_args(["--sp-backend", "dbsp"])
-        assert ended.value.code == 2
-        (line,) = capfd.readouterr().err.splitlines()
-        assert line.startswith("dbsp: error: --sp-backend dbsp is for the command xdit; ")
-        assert "call dbsp_xdit.attach(pipe, config)" in line
-
-    def test_a_flag_of_their_own_is_theirs(self, parser):
-        parser.add_argument("--sp-backend")
-        assert parser.parse_args(["--sp-backend", "dbsp"]).sp_backend == "dbsp"
-
-    def test_without_our_flag_nothing_changes(self, parser):
-        parser.add_argument("--model")
-        assert parser.parse_args(["--model", "m"]).model == "m"
-
-    def test_they_are_found_by_their_command_line(self, tmp_path):
-        """xfuser is a stand-in: the real one wants a GPU."""
-        package = tmp_path / "xfuser" / "config"
-        package.mkdir(parents=True)
-        for folder in (package, package.parent):
-            (folder / "__init__.py").touch()
-        parser = "import argparse\nclass FlexibleArgumentParser(argparse.ArgumentParser): ...\n"
-        (package / "args.py").write_text(parser)
-        (tmp_path / "script.py").write_text(
-            "import torch\nfrom dbsp_cli.autoload import autoload\nautoload()\n"
-            "from xfuser.config.args import FlexibleArgumentParser\nFlexibleArgumentParser().parse_args()\n"
-        )
-        script = [sys.executable, str(tmp_path / "script.py"), "--sp-back", "dbsp"]
-        done = subprocess.run(script, env=child_environment(tmp_path), capture_output=True, text=True)
-        assert done.returncode == 2
-        assert done.stderr.splitlines()[-1].startswith("dbsp: error: --sp-backend dbsp is for the command xdit")
-        assert "usage:" not in done.stderr
+    monkeypatch.setattr("dbsp_xdit.runner.install", broken)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "xdit", *FLAG])
+    monkeypatch.setattr(sys, "argv", ["xdit", *FLAG])
+    for_xdit.autoload(lambda actions: lambda: None)
+    assert capfd.readouterr().err == "dbsp: not loaded into this xfuser run: ImportError: no memory\n"
 
 
 @pytest.mark.parametrize("off", [False, True])

@@ -6,8 +6,10 @@ import pytest
 
 from tests.xdit.xdit_cases import run_family, start_xfuser
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-6
 FAMILIES = {
+    "wan": "transformer_wan:xFuserWanTransformer3DWrapper",
+    "vace": "transformer_wan_vace:xFuserWanVACETransformer3DWrapper",
     "hunyuan": "transformer_hunyuan_video:xFuserHunyuanVideoTransformer3DWrapper",
     "hunyuan1.5": "transformer_hunyuan_video15:xFuserHunyuanVideo15Transformer3DWrapper",
     "ltx2": "transformer_ltx2:xFuserLTX2VideoTransformer3DWrapper",
@@ -16,6 +18,7 @@ FAMILIES = {
     "qwen": "transformer_qwen:xFuserQwenImageTransformerWrapper",
     "z-image": "transformer_z_image:xFuserZImageTransformer2DWrapper",
     "krea2": "transformer_krea2:xFuserKrea2Transformer2DWrapper",
+    "minimax-h3": "transformer_minimax_h3:xFuserMiniMaxH3Transformer3DWrapper",
 }
 
 

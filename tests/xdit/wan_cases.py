@@ -30,18 +30,17 @@ class WanCase:
 
 def _load(case: WanCase) -> Any:
     """xfuser's own pipeline, with its transformers."""
+    import diffusers
     from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
     from xfuser.model_executor.models.transformers.transformer_wan_vace import xFuserWanVACETransformer3DWrapper
+    from xfuser.model_executor.pipelines.pipeline_wan_i2v import xFuserWanImageToVideoPipeline
 
-    from dbsp_xdit.models import find_model
-    from dbsp_xdit.runner_models import _pipeline
-
-    model, task = find_model(case.folder), "i2v" if case.image else "t2v"
     vace = case.kind == "wan-vace"
     wrapper, options = (xFuserWanVACETransformer3DWrapper, {}) if vace else (xFuserWanTransformer3DWrapper, THW)
     names = ("transformer", "transformer_2") if case.kind == "wan2.2" else ("transformer",)
     parts = {name: wrapper.from_pretrained(case.folder, subfolder=name, **options) for name in names}
-    return _pipeline(model, task).from_pretrained(case.folder, **parts)
+    stock = diffusers.WanVACEPipeline if vace else diffusers.WanPipeline
+    return (xFuserWanImageToVideoPipeline if case.image else stock).from_pretrained(case.folder, **parts)
 
 
 def run_wan_pipeline(rank: int, world: int, case: WanCase) -> tuple[float, float, list[int]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
 import inspect
+import io
 import logging
 import os
 import types
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,14 +51,16 @@ def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> Non
     Its degrees are all that is left, and 1: configurations name the strategy. Groups that are there are kept: gloo's
     threads outlive a group that is destroyed.
     """
-    from dbsp_xdit.patches import install
+    from dbsp_cli.import_hook import after_import
+    from dbsp_diffusers.patching import PatchSet
+    from dbsp_xdit.runner import allow_all_degrees, install
 
     if _started == [(guidance, data)]:
         return
     _started[:] = [(guidance, data)]
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    install(active=True)
+    install(after_import)
     from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
     from xfuser.core.distributed.parallel_state import destroy_model_parallel, model_parallel_is_initialized
 
@@ -63,6 +68,7 @@ def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> Non
     init_distributed_environment()
     if model_parallel_is_initialized():
         destroy_model_parallel()
+    allow_all_degrees(PatchSet())
     config = types.SimpleNamespace(num_attention_heads=6)
     pipe = types.SimpleNamespace(transformer=types.SimpleNamespace(config=config), vae=None)
     initialize_runtime_state(pipe, engine_config(world, guidance, data))
@@ -108,24 +114,51 @@ def differences_of(case: XditCase, dense: torch.Tensor, expected: torch.Tensor) 
 
 
 def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
-    """What the runner model has in mind that xfuser's registry has for a name after db-SP registered it."""
+    """Returns what the runner model that `--model name` means has in mind, by which name, and whose it is."""
     from xfuser import xFuserArgs
     from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
 
     from dbsp_core.config import DbspConfig
-    from dbsp_xdit.models import find_model
-    from dbsp_xdit.runner_models import register
+    from dbsp_xdit.command_line import xfuser_name
 
-    usual = vars(MODEL_REGISTRY[name].default_input_values) if name in MODEL_REGISTRY else None
-    register(name, find_model(name), DbspConfig())
-    model = MODEL_REGISTRY[name](xFuserArgs(model=name, task="t2v" if "TI2V" in name else None))
+    key = xfuser_name(name, DbspConfig())
+    cls = MODEL_REGISTRY[key]
+    model = cls(xFuserArgs(model=key, task="t2v" if "TI2V" in key else None))
     return {
-        "model_name": model.settings.model_name,
-        "fps": model.settings.fps,
+        "name": key,
+        "class": cls.__name__,
+        "source": model.settings.model_name,
         "height": model.default_input_values.height,
-        "cfg": model.capabilities.use_cfg_parallel,
-        "as usual": usual in (None, vars(model.default_input_values)),
+        "fps": model.settings.fps,
     }
+
+
+def preflight_error(rank: int, world: int, argv: list[str]) -> str:
+    """Returns what a command line is refused with before anything is launched; "" if it is not."""
+    from dbsp_core.utils.errors import UserError
+    from dbsp_xdit.runner import preflight
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), mock.patch("dbsp_xdit.runner.require_checkpoint"):
+            preflight(argv)
+    except UserError as error:
+        return str(error)
+    except SystemExit:  # by xfuser's parser
+        return said.getvalue()
+    return ""
+
+
+def rank_error(rank: int, world: int, name: str) -> str:
+    """Returns what a rank writes when it is given a wrong `--model`, and ends with exit code 2."""
+    import xfuser.model_executor.models.runner_models.base_model  # noqa: F401  as xfuser's runner does first
+    from xfuser import xFuserArgs
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
+        xFuserArgs.from_runner_args({"sp_backend": "dbsp", "sp_config": "sparge:cdf=0.9", "model": name})
+    assert ended.value.code == 2
+    return said.getvalue()
 
 
 def hosted_transformer(model: str, **options: Any) -> Any:
@@ -155,6 +188,8 @@ def run_family(rank: int, world: int, model: str, place: str) -> tuple[float, fl
     settings = {key: value for key, value in stock.config.items() if not key.startswith("_")}
     wrapped = cls(**{key: value for key, value in settings.items() if anything or key in known}).eval()
     wrapped.load_state_dict(stock.state_dict())
+    if model == "minimax-h3":
+        wrapped.fuse_qkv_projections()  # as xfuser's runner does
     config = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}, "strategy": "U1R2"}
     with torch.no_grad():
         dense = outputs(stock, inputs)

@@ -19,7 +19,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-import dbsp_lightx2v.plugin
+import dbsp_engines.lightx2v
 from scripts.checks.engines.lightx2v_checkpoint import weights
 from scripts.checks.engines.lightx2v_stand_ins import in_float32, put_in_place
 from scripts.checks.engines.reference import attend_under, inputs_of
@@ -28,7 +28,7 @@ from scripts.checks.engines.runs import LAYERS, LEAVE_OUT, STEPS, Case, cases_of
 torch.set_num_threads(1)
 put_in_place()
 if os.environ.get(LEAVE_OUT):
-    dbsp_lightx2v.plugin.register = lambda: None
+    dbsp_engines.lightx2v.register = lambda: None
 
 import lightx2v_platform.set_ai_device  # noqa: E402, F401  loads plug-ins, as LightX2V's commands do
 

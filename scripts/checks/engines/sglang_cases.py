@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dbsp_sglang.attention import attach
+from dbsp_engines.sglang import attach
 from scripts.checks.engines.reference import attend_under, fill, inputs_of
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, cases_of, report
 from scripts.checks.engines.sglang_stand_ins import put_in_place

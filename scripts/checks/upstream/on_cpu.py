@@ -9,6 +9,7 @@ Stood in for, all of it:
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ RANKS = 2
 
 def prepare_xfuser(enabled: bool) -> None:
     """Before xfuser is imported: with all of db-SP's patches, or only with those that make it work without a GPU."""
+    from dbsp_cli.import_hook import after_import
     from dbsp_diffusers.patching import PatchSet
-    from dbsp_start.import_hook import after_import
     from dbsp_xdit.cpu_shim import cpu_patches
-    from dbsp_xdit.patches import install, undoable
+    from dbsp_xdit.runner import install
 
     if enabled:
-        install(active=True)
+        install(after_import)
     else:
         patches = PatchSet()
-        after_import(undoable(cpu_patches(patches), patches))
+        changes = cpu_patches(patches)
+        after_import({name: functools.partial(change, patches=patches) for name, change in changes.items()})
 
 
 def prepare_para() -> None:

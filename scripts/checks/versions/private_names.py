@@ -169,12 +169,12 @@ _PARA_ATTN = (
     ),
     PrivateName(
         "para_attn.first_block_cache.utils:are_two_tensors_similar",
-        "dbsp_para.first_block_cache",
+        "dbsp_para.patches",
         ("t1", "t2", "threshold", "parallelized"),
     ),
     PrivateName(
         "para_attn.first_block_cache.utils",
-        "dbsp_para.first_block_cache",
+        "dbsp_para.patches",
         says=('getattr(self.transformer, "_is_parallelized", False)',),
     ),
     PrivateName(
@@ -211,10 +211,6 @@ _TORCH = (
     PrivateName("torch.distributed:ProcessGroup._device_types", "dbsp_core.comm.process_groups"),
     PrivateName("torch.distributed:ProcessGroup._get_backend", "dbsp_core.comm.process_groups"),
     PrivateName("torch.distributed:ProcessGroupGloo._Options._timeout", "dbsp_core.comm.process_groups"),
-    PrivateName(
-        "torch.distributed.distributed_c10d:init_process_group", "dbsp_diffusers.group_timeouts", ("timeout",)
-    ),
-    PrivateName("torch.distributed.distributed_c10d:new_group", "dbsp_diffusers.group_timeouts", ("timeout",)),
     PrivateName("torch.distributed:ProcessGroup.group_name", "dbsp_core.comm.process_groups"),
     PrivateName(
         "torch.distributed.distributed_c10d:_new_process_group_helper",
@@ -226,7 +222,6 @@ _TORCH = (
     PrivateName("torch.distributed:ProcessGroup.bound_device_id", "dbsp_core.comm.process_groups"),
     PrivateName("torch.distributed.distributed_c10d:_world.pg_group_ranks", "dbsp_core.comm.process_groups"),
     PrivateName("torch.distributed.distributed_c10d:_abort_process_group", "dbsp_diffusers.rank_program"),
-    PrivateName("torch.distributed.device_mesh:new_group", "dbsp_diffusers.group_timeouts"),
     PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dbsp_para.attach"),
     PrivateName("torch.accelerator:is_available", "dbsp_xdit.cpu_shim"),
     PrivateName("torch._C._functorch:is_functorch_wrapped_tensor", "dbsp_core.comm.consistency"),

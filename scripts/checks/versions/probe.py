@@ -30,11 +30,12 @@ Run = Callable[[WorkerPool], float]
 
 
 def private_names() -> dict[str, Any]:
-    from dbsp_xdit.patches import install
+    from dbsp_cli.import_hook import after_import
+    from dbsp_xdit.runner import install
     from scripts.checks.versions.looking_up import belongs, complaint
     from scripts.checks.versions.private_names import PRIVATE_NAMES
 
-    install(active=True)  # without which xfuser cannot be imported where there is no accelerator
+    install(after_import)  # without which xfuser cannot be imported where there is no accelerator
     found = {}
     for package, those in PRIVATE_NAMES.items():
         names = [one for one in those if belongs(one, package)]

@@ -1,4 +1,4 @@
-"""Fits a800 and h800 (dbsp_configs/hardware) to half of what the db-SP paper's authors measured; prints constants.
+"""Fits a800 and h800 (configs/hardware) to half of what the db-SP paper's authors measured; prints constants.
 
 What they are fitted to is chosen by a seed; fig8 and fig10 show both halves beside the model, with the constants of
 the hardware files and what stands here.

@@ -2,7 +2,7 @@
 
 The paper measures FLUX on H100s. Here one plain layer (12·d² weights, as Eq. 1 counts) is measured on one CPU core,
 processor time, lengths in turns, the least of each, as other programs share the machine; beside it stands γ as it
-falls out of the constants in dbsp_configs/hardware.
+falls out of the constants in configs/hardware.
 """
 
 from __future__ import annotations

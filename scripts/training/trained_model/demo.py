@@ -5,11 +5,15 @@ Run by scripts/demo, or `python -m scripts.training.trained_model.demo --out DIR
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +26,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from safetensors.torch import load_file
 
 from dbsp_cli.commands.report import run_tables
-from dbsp_cli.generate.rank_output import LogFollower
-from dbsp_cli.generate.supervisor import run_watched
 from dbsp_cli.mask_tools.info import MaskSeries
 from dbsp_cli.output import print_tables
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
@@ -40,6 +42,7 @@ from tests.support.single_process import attach_single_process
 __all__ = ["FIXED", "PREDICTED", "Settings", "last_density", "run_demo"]
 
 PREDICTED = {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16}
+_LOOK_S, _TAIL = 0.2, 30  # seconds between looks at a log, and lines of it that are shown
 FIXED = {"source": "radial", "width": 0.5, "block_q": 16, "block_k": 16}
 
 
@@ -170,12 +173,26 @@ def _run(command: list[str], log: Path, work: Path, progress: Progress, task: An
         "OMP_NUM_THREADS": "1",
         "DBSP_DEBUG": "1",
         "DBSP_RECORD": str(work / "masks"),
+        "TQDM_MININTERVAL": "0",
+        "PYTHONUNBUFFERED": "1",
     }
     if torch.cuda.device_count() < 2:  # a single GPU cannot serve several ranks
         environment["CUDA_VISIBLE_DEVICES"] = ""
     steps = int(progress.tasks[task].total or 0)
-    watcher = LogFollower(steps, on_step=lambda done: progress.update(task, completed=done))
-    run_watched(command, log, work / "ranks", watcher, environment)
+    with log.open("wb") as file:
+        run = subprocess.Popen(command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            while run.poll() is None:
+                done = re.findall(rf"(\d+)/{steps} \[", log.read_text(encoding="utf-8", errors="replace"))
+                progress.update(task, completed=int(done[-1]) if done else 0)
+                time.sleep(_LOOK_S)
+        finally:
+            run.terminate()  # an interrupt: torchrun ends its ranks
+            run.wait()
+    if run.returncode:
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+        raise RuntimeError("\n".join([f"xdit failed (exit code {run.returncode}); the end of its output:", *tail]))
+    progress.update(task, completed=steps)
 
 
 def single_process_latents(model: Path, settings: Settings, device: str, sparse: bool = True) -> torch.Tensor:

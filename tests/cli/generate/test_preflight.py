@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,16 +11,15 @@ import torch
 from safetensors.torch import save_file
 
 from dbsp_cli.generate import resources
-from dbsp_cli.generate.job import GenerateRequest, resolve
+from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_cli.generate.resources import duration_notice, memory_complaint
-from dbsp_cli.generate.running import require_runnable
+from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_diffusers.preflight import require_checkpoint, require_possible
-from dbsp_xdit.models import find_model
-from tests.support.programs import run
 
 WAN = MODEL_SPECS["wan2.1-t2v-14b"]
 ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
@@ -78,19 +76,20 @@ def tiny(tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["vae", "transformer/diffusion_pytorch_model.safetensors"])
-def test_a_folder_that_is_not_whole_is_refused(tiny, gone):
+def test_a_folder_that_is_not_whole_is_refused(tiny, gone, monkeypatch):
     require_checkpoint(str(tiny))
     path = tiny / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     named = "vae/" if gone == "vae" else gone
-    for require in (require_checkpoint, lambda model: require_runnable(job_of(tiny))):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for require in (require_checkpoint, lambda model: make_videos(decided(tiny))):
         with pytest.raises(UserError, match=f"^checkpoint {tiny} lacks {named}; download it again, whole$"):
             require(str(tiny))
 
 
-def job_of(folder):
+def decided(folder, out="video.mp4"):
     sizes = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
-    return resolve(GenerateRequest(model=str(folder), prompt="x", host="para", nproc=1, changes=sizes))
+    return resolve(GenerationRequest(model=str(folder), prompt="x", changes=sizes, out=str(out)), Place())
 
 
 def test_a_repository_of_which_the_cache_has_a_part_is_named_with_what_it_lacks(cache, tiny):
@@ -104,17 +103,11 @@ def test_a_repository_of_which_the_cache_has_a_part_is_named_with_what_it_lacks(
         require_checkpoint("some/wan")
 
 
-def test_a_variant_is_loaded_by_diffusers_and_refused_for_xdit(tiny, tmp_path):
+def test_a_variant_is_loaded(tiny, tmp_path, one_rank):
     for file in list(tiny.rglob("*.safetensors")):
         file.rename(file.with_name(f"{file.stem}.fp16.safetensors"))
     require_checkpoint(str(tiny))
-    with pytest.raises(UserError, match="of variant fp16 alone, which xDiT does not load; use dbsp generate --host"):
-        find_model(str(tiny))
-    asked = ["generate", "--model", tiny, "--prompt", "x", "--nproc", "1", "--host", "diffusers"]
-    sizes = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
-    asked += [part for size in sizes for part in ("--set", size)]
-    done = run([sys.executable, "-m", "dbsp_cli", *map(str, asked), "--out", str(tmp_path / "v.mp4")])
-    assert done.returncode == 0, done.stderr
+    make_videos(decided(tiny, tmp_path / "v.mp4"))
     assert (tmp_path / "v.mp4").stat().st_size > 0
 
 

@@ -2,52 +2,228 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
-from dbsp_cli.generate.job import GenerateRequest, resolve
-from dbsp_cli.tiny_models import make_tiny
+from dbsp_cli.generate.pipeline import Features
+from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
+from dbsp_cli.tiny_models import TRAINED_WAN, make_tiny, unknown_words
 from dbsp_core.utils.errors import UserError
 
 SIZE = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
 
 
-def request(folder: Path, **given: object) -> GenerateRequest:
-    usual = {"config": "tiny-wan", "prompt": "a red ball", "out": folder / "v.mp4", "changes": SIZE, "nproc": 1}
-    return GenerateRequest(**usual | given)
+def decided(folder: Path, place: Place = Place(), **given: object) -> Generation:  # noqa: B008  it is frozen
+    """What a request means, for a rank."""
+    usual = {"config": "tiny-wan", "prompt": "a red ball", "out": str(folder / "v.mp4"), "changes": SIZE}
+    return resolve(GenerationRequest(**usual | given), place)
 
 
 class TestPrompts:
     def test_an_empty_prompt_is_a_prompt(self, tmp_path):
-        assert resolve(request(tmp_path, prompt="")).config.generate.prompt == ""
-        by_setting = resolve(request(tmp_path, prompt=None, changes=(*SIZE, "generate.prompt=''")))
-        assert by_setting.settings["generate"]["prompt"] == ""
+        assert decided(tmp_path, prompt="").config.generate.prompt == ""
+        by_setting = decided(tmp_path, prompt=None, changes=(*SIZE, "generate.prompt=''"))
+        assert [output.prompt for output in by_setting.outputs] == [""]
 
     def test_none_is_refused(self, tmp_path):
         with pytest.raises(UserError, match="there is no prompt; give one with --prompt"):
-            resolve(request(tmp_path, prompt=None))
+            decided(tmp_path, prompt=None)
 
     def test_a_command_line_that_the_locale_cannot_read_is_utf_8(self, tmp_path):
         """Python hands bytes beyond a locale's encoding on as surrogates."""
         as_read = "ein Bär".encode().decode("ascii", "surrogateescape")
         changes = (*SIZE, f"generate.negative_prompt={as_read}")
-        video = resolve(request(tmp_path, prompt=as_read, changes=changes)).config.generate
+        video = decided(tmp_path, prompt=as_read, changes=changes).config.generate
         assert (video.prompt, video.negative_prompt) == ("ein Bär", "ein Bär")
         with pytest.raises(UserError, match=r"--prompt .* is not text in UTF-8"):
-            resolve(request(tmp_path, prompt="ein Bär".encode("latin-1").decode("ascii", "surrogateescape")))
+            decided(tmp_path, prompt="ein Bär".encode("latin-1").decode("ascii", "surrogateescape"))
+
+    def test_a_file_has_a_prompt_on_each_line(self, tmp_path):
+        (tmp_path / "p.txt").write_text("a red ball\n\n  a blue cube \n", encoding="utf-8")
+        made = decided(tmp_path, prompt=f"@{tmp_path / 'p.txt'}", out=str(tmp_path / "{index}.mp4"))
+        assert [output.prompt for output in made.outputs] == ["a red ball", "a blue cube"]
+        (tmp_path / "empty.txt").write_text("\n")
+        (tmp_path / "binary.txt").write_bytes(b"\xff")
+        for name, said in (
+            ("empty.txt", "has no prompts; write one a line"),
+            ("binary.txt", "is not text in UTF-8"),
+            ("gone.txt", "gone.txt does not exist; give a text, or @FILE with one prompt a line"),
+        ):
+            with pytest.raises(UserError, match=f"^--prompt: .*{said}$"):
+                decided(tmp_path, prompt=f"@{tmp_path / name}")
+
+    @pytest.mark.parametrize(
+        ("prompt", "unknown"),
+        [
+            ("a red ball bounces over a blue checkered floor", None),
+            ("a purple dog bounces, over a dog", "purple, dog, ,"),
+            ("A red ball", "A"),
+        ],
+    )
+    def test_words_that_a_model_cannot_know_are_named(self, tmp_path, prompt, unknown):
+        copy = tmp_path / "mine" / "tokenizer"
+        copy.mkdir(parents=True)
+        shutil.copy(TRAINED_WAN / "tokenizer" / "tokenizer.json", copy)
+        expected = None
+        if unknown:
+            expected = (
+                f"the prompt has words that this model has never seen: {unknown}; it knows a, ball, behind, blue"
+            )
+        for folder in (TRAINED_WAN, tmp_path / "mine"):
+            said = unknown_words(folder, prompt)
+            assert (said and said[: len(expected or "")]) == expected
+        assert unknown_words(tmp_path, prompt) is None
+        warnings = decided(tmp_path, config="tiny-wan-trained", prompt=prompt, videos=2, out="{seed}.mp4").warnings
+        assert len(warnings) == (unknown is not None)
+
+
+class TestVideos:
+    def test_each_prompt_has_its_seeds_and_each_video_a_file(self, tmp_path):
+        (tmp_path / "p.txt").write_text("a red ball\nthe sea, at dusk!\n")
+        made = decided(
+            tmp_path, prompt=f"@{tmp_path / 'p.txt'}", seed=7, videos=2, out=str(tmp_path / "{prompt}-{seed}.mp4")
+        )
+        assert [(output.path.name, output.prompt, output.seed) for output in made.outputs] == [
+            ("a-red-ball-7.mp4", "a red ball", 7),
+            ("a-red-ball-8.mp4", "a red ball", 8),
+            ("the-sea-at-dusk-7.mp4", "the sea, at dusk!", 7),
+            ("the-sea-at-dusk-8.mp4", "the sea, at dusk!", 8),
+        ]
+
+    @pytest.mark.parametrize(
+        ("out", "said"),
+        [
+            ("v.mp4", "names one file for several of 3 videos; put {index} in the name"),
+            ("{prompt}.mp4", "names one file for several of 3 videos"),
+            ("{number}.mp4", "use the fields {index}, {seed}, {prompt}, or double the braces of a name"),
+            ("{.mp4", "use the fields {index}, {seed}, {prompt}"),
+            ("{index:x!}.mp4", "use the fields {index}, {seed}, {prompt}"),
+            ("{index.real}.mp4", "use the fields {index}, {seed}, {prompt}"),
+            ("{index}.avi", "must end in .mp4"),
+        ],
+    )
+    def test_a_pattern_that_does_not_do_is_refused(self, tmp_path, out, said):
+        with pytest.raises(UserError, match=re.escape(said)):
+            decided(tmp_path, videos=3, out=str(tmp_path / out))
+
+    @pytest.mark.parametrize("videos", [0, -1, 100_001])
+    def test_a_number_of_videos_that_is_none_is_refused(self, tmp_path, videos):
+        with pytest.raises(UserError, match=f"--videos {videos} must be at least 1, and all videos at most 100,000"):
+            decided(tmp_path, videos=videos, out=str(tmp_path / "{index}.mp4"))
+
+    def test_what_is_there_is_left_out_when_resuming(self, tmp_path):
+        (tmp_path / "1.mp4").write_bytes(b"made before")
+        asked = {"videos": 3, "out": str(tmp_path / "{index}.mp4"), "report": tmp_path / "r"}
+        assert [output.path.stem for output in decided(tmp_path, **asked).outputs] == ["0", "1", "2"]
+        left = decided(tmp_path, resume=True, **asked)
+        assert [output.path.stem for output in left.outputs] == ["0", "2"]
+        assert (left.done, left.report_of(left.outputs[1])) == (1, tmp_path / "r" / "2")
+
+    def test_one_video_has_the_report_to_itself(self, tmp_path):
+        made = decided(tmp_path, report=tmp_path / "r")
+        assert made.report_of(made.outputs[0]) == tmp_path / "r"
+
+    def test_a_video_to_start_from_must_be_there_and_be_of_use(self, tmp_path):
+        (tmp_path / "from.mp4").touch()
+        assert decided(tmp_path, video=tmp_path / "from.mp4").video == tmp_path / "from.mp4"
+        with pytest.raises(UserError, match=r"--video .*gone.mp4 does not exist; give a video file, such as an mp4"):
+            decided(tmp_path, video=tmp_path / "gone.mp4")
+        with pytest.raises(UserError, match=r"--video: tiny-wan2.2 does not start from a video; Wan text-to-video"):
+            decided(tmp_path, config=None, model="tiny-wan2.2", video=tmp_path / "from.mp4")
+        with pytest.raises(UserError, match="--out and --video are the same place"):
+            decided(tmp_path, video=tmp_path / "from.mp4", out=str(tmp_path / "from.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [
+        ({"offload": "disk"}, "--offload disk: use model, sequential"),
+        ({"offload": "model"}, "--offload needs a GPU; without one, weights are in the host's memory already"),
+        ({"quantize": "int3"}, "--quantize int3: use int8, fp8, nf4"),
+        ({"quantize": "nf4"}, "bitsandbytes is not installed; pip install bitsandbytes"),
+        ({"cache": "teacache"}, "--cache teacache: use first-block, or first-block=0.1 with a threshold above 0"),
+        ({"cache": "first-block=0"}, "--cache first-block=0: use first-block, or first-block=0.1"),
+        ({"cache": "first-block=much"}, "--cache first-block=much: 'much' is not a number"),
+        ({"lora": ("a=b",)}, "--lora a=b: 'b' is not a number"),
+    ],
+)
+def test_features_that_cannot_be_had_are_refused(tmp_path, monkeypatch, features, said):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+        decided(tmp_path, features=Features(**features))
+
+
+def test_features_with_numbers():
+    features = Features(lora=("some/lora", "a.safetensors=0.5"), cache="first-block=0.2")
+    assert features.loras() == [("some/lora", 1.0), ("a.safetensors", 0.5)]
+    assert (features.cache_threshold(), Features(cache="first-block").cache_threshold()) == (0.2, 0.05)
 
 
 class TestPlaces:
+    @pytest.mark.parametrize(
+        ("changed", "complaint"),
+        [
+            ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
+            ({"out": "file/ball.mp4"}, "--out .*/file/ball.mp4: .*/file is a file, not a folder; give another place"),
+            ({"report": "file"}, "--report .*/file is a file; give the name of a folder"),
+            ({"report": "file/new/report"}, "--report .*/file/new/report: .*/file is a file, not a folder"),
+            ({"changes": ["report={}/file"]}, "--set report: report .*/file is a file; give"),
+            ({"config": "{}/my.yaml"}, r"my.yaml:2: report .*/file is a file; give the name of a folder"),
+        ],
+    )
+    def test_a_place_that_is_none_is_refused(self, tmp_path, changed, complaint):
+        (tmp_path / "folder.mp4").mkdir()
+        (tmp_path / "file").touch()
+        (tmp_path / "my.yaml").write_text(f"model: tiny-wan\nreport: {tmp_path}/file\n")
+        given = dict(changed)
+        if "out" in given:
+            given["out"] = str(tmp_path / given["out"])
+        if "report" in given:
+            given["report"] = tmp_path / given["report"]
+        if "changes" in given:
+            given["changes"] = [given["changes"][0].format(tmp_path), *SIZE]
+        if "config" in given:
+            given["config"] = given["config"].format(tmp_path)
+        with pytest.raises(UserError, match=complaint):
+            decided(tmp_path, **given)
+
+    def test_a_folder_that_cannot_be_written_to_is_refused(self, tmp_path, monkeypatch):
+        closed = tmp_path / "closed"  # the tests may run as root, who may write everywhere
+        closed.mkdir()
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed)
+        with pytest.raises(
+            UserError,
+            match=r"--report .*/closed/new/report: folder .*/closed cannot be written to; give another place",
+        ):
+            decided(tmp_path, report=closed / "new" / "report")
+        with pytest.raises(UserError, match=r"--out .*/closed/ball.mp4: folder .*/closed cannot be written to"):
+            decided(tmp_path, out=str(closed / "ball.mp4"))
+
+    def test_only_the_first_rank_must_be_able_to_write_the_report(self, tmp_path):
+        (tmp_path / "file").touch()
+        decided(tmp_path, Place(rank=1, world=2), report=tmp_path / "file")
+        with pytest.raises(UserError, match="is a file"):
+            decided(tmp_path, Place(rank=0, world=2), report=tmp_path / "file")
+
+    def test_nothing_is_made_by_looking(self, tmp_path):
+        decided(tmp_path, out=str(tmp_path / "a" / "ball.mp4"), report=tmp_path / "b" / "report")
+        assert list(tmp_path.iterdir()) == []
+
     @pytest.mark.parametrize(
         ("place", "said"),
         [
             ("v.mp4", "--out and --report are the same place"),
             ("link", "--out and --report are the same place"),
-            ("v.log", "the log of --out and --report are the same place"),
             ("v.mp4/report", "--report .* is inside --out, a file"),
-            ("v.log/report", "--report .* is inside the log of --out, a file"),
         ],
     )
     @pytest.mark.parametrize("by", ["option", "setting"])
@@ -55,30 +231,30 @@ class TestPlaces:
         (tmp_path / "link").symlink_to("v.mp4")
         changes = SIZE if by == "option" else (*SIZE, f"report={tmp_path / place}")
         with pytest.raises(UserError, match=said):
-            resolve(request(tmp_path, report=tmp_path / place if by == "option" else None, changes=changes))
+            decided(tmp_path, report=tmp_path / place if by == "option" else None, changes=changes)
 
     def test_masks_are_not_recorded_over_the_video_or_a_file(self, tmp_path, monkeypatch):
         monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "v.mp4"))
         with pytest.raises(UserError, match=r"--out and \$DBSP_RECORD are the same place"):
-            resolve(request(tmp_path, changes=SIZE))
+            decided(tmp_path, changes=SIZE)
         (tmp_path / "file").touch()
         monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "file"))
         with pytest.raises(UserError, match=r"\$DBSP_RECORD .*/file is a file; give the name of a folder"):
-            resolve(request(tmp_path, changes=SIZE))
+            decided(tmp_path, changes=SIZE)
 
     def test_what_the_video_is_made_from_is_kept(self, tmp_path):
         (tmp_path / "c.yaml").write_text("model: tiny-wan\n", encoding="utf-8")
         Image.new("RGB", (96, 64)).save(tmp_path / "first.png")
         (tmp_path / "v.mp4").symlink_to("c.yaml")
         with pytest.raises(UserError, match="--out and --config are the same place"):
-            resolve(request(tmp_path, config=str(tmp_path / "c.yaml")))
+            decided(tmp_path, config=str(tmp_path / "c.yaml"))
         (tmp_path / "w.mp4").symlink_to("first.png")
-        images = {"model": "tiny-wan-i2v", "config": None, "image": tmp_path / "first.png"}
+        images = {"model": "tiny-wan-i2v", "config": None, "images": (tmp_path / "first.png",)}
         with pytest.raises(UserError, match="--out and --image are the same place"):
-            resolve(request(tmp_path, out=tmp_path / "w.mp4", **images))
+            decided(tmp_path, out=str(tmp_path / "w.mp4"), **images)
 
     def test_a_report_around_the_video_is_fine(self, tmp_path):
-        assert resolve(request(tmp_path, report=tmp_path)).report == tmp_path
+        assert decided(tmp_path, report=tmp_path).report == tmp_path
 
 
 class TestHome:
@@ -91,23 +267,23 @@ class TestHome:
 
     def test_a_checkpoint_is_found_there(self, home):
         make_tiny("wan", home / "wan")
-        by_option = resolve(request(home, config=None, model="~/wan"))
-        by_setting = resolve(request(home, changes=(*SIZE, "model=~/wan")))
+        by_option = decided(home, config=None, model="~/wan")
+        by_setting = decided(home, changes=(*SIZE, "model=~/wan"))
         assert by_option.model == by_setting.model == str(home / "wan")
         with pytest.raises(UserError, match=f"--model {home}/won: neither a known model"):
-            resolve(request(home, config=None, model="~/won"))
+            decided(home, config=None, model="~/won")
 
     def test_options_of_the_command_are_read_so(self, home, dbsp):
-        asked = ("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", "1", "--dry-run", "--json")
+        asked = ("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", "1", "--dry-run")
         sizes = [part for size in SIZE for part in ("--set", size)]
         code, out, _ = dbsp(*asked, *sizes, "--out=~/v.mp4", "--report=~/r")
         assert code == 0
-        assert f'"video": "{home}/v.mp4"' in out
-        assert f'"report": "{home}/r"' in out
-        for option in ("--out", "--report", "--image"):
+        assert f"# {home}/v.mp4: seed 42, 'x'\n" in out
+        assert f"\nreport: {home}/r\n" in out
+        for option in ("--out", "--report", "--image", "--video"):
             code, _, err = dbsp(*asked, *sizes, option, "")
             assert (code, err.count("\n")) == (2, 1)
-            assert f"'{option}': path '' is empty; give the name of a file or folder, or leave it out" in err
+            assert re.search(f"{option}'?: path '' is empty; give the name of a file or folder, or leave it out", err)
 
     @pytest.mark.parametrize(
         ("command", "said"),
@@ -115,8 +291,8 @@ class TestHome:
             (("plan", "~/m", "--gpus", 2), "mask file HOME/m does not exist"),
             (("plan", "x", "--gpus", 2, "--picture", "~/m/p"), "--picture HOME/m/p: HOME/m is a file"),
             (("masks", "info", "~/m"), "mask file HOME/m does not exist"),
-            (("masks", "convert", "~/m.npy", "out", "--tokens", "64"), "file HOME/m.npy does not exist"),
-            (("masks", "fit", "~/m", "--out", "x"), "HOME/m holds no recording"),
+            (("masks", "convert", "~/m.npy", "out", "tokens=64"), "file HOME/m.npy does not exist"),
+            (("masks", "fit", "x", "~/m"), "HOME/m holds no recording"),
             (("report", "~/m"), "report HOME/m does not exist; a run leaves one in"),
         ],
     )
@@ -137,10 +313,10 @@ GENERATE = ("generate", "--prompt", "x", "--nproc", "1", *(part for size in SIZE
     [
         ("plan", LONG, "--gpus", "2"),
         ("masks", "info", LONG),
-        ("masks", "convert", f"{LONG}.npy", "out", "--tokens", "64"),
-        ("masks", "convert", "in.npy", LONG, "--tokens", "64"),
+        ("masks", "convert", f"{LONG}.npy", "out", "tokens=64"),
+        ("masks", "convert", "in.npy", LONG, "tokens=64"),
         ("masks", "record", LONG, "--", "true"),
-        ("masks", "fit", LONG, "--out", "x"),
+        ("masks", "fit", "x", LONG),
         ("report", LONG),
         ("tiny", "wan", LONG),
         (*GENERATE, "--config", LONG),
@@ -165,10 +341,10 @@ def test_a_name_that_is_too_long_is_one_line(tmp_path, dbsp, monkeypatch, comman
 @pytest.mark.parametrize(
     "command",
     [
-        ("masks", "convert", "FILE", "FILE", "--tokens", "64"),
-        ("masks", "convert", "FILE", "LINK", "--tokens", "64"),
+        ("masks", "convert", "FILE", "FILE", "tokens=64"),
+        ("masks", "convert", "FILE", "LINK", "tokens=64"),
         ("masks", "info", "FILE", "--picture", "FILE"),
-        ("masks", "fit", "FILE", "--out", "FILE"),
+        ("masks", "fit", "FILE", "FILE"),
         ("plan", "FILE", "--gpus", "2", "--picture", "FILE"),
         ("report", "FILE", "--html", "FILE"),
     ],

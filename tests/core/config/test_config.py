@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,16 +20,21 @@ from dbsp_core.sources import (
     CallableSource,
     DenseSource,
     FileSource,
+    MaskRequest,
     RadialSource,
     SpargeSource,
     SvgSource,
     SyntheticSource,
+    UnionSource,
     WindowSource,
+    parts_of,
 )
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_core.utils.schema import setting_names
+from dbsp_core.utils.yaml_file import parse_value, read_settings
 from dbsp_kernels import KERNELS
+from tests.support.user_masks import band
 
 
 def test_nothing_gives_the_defaults():
@@ -164,6 +170,7 @@ class TestMasksOnACommandLine:
             ("a,b=.safetensors", {"source": "file", "path": "a,b=.safetensors"}),
             ("masks/wan.safetensors", {"source": "file", "path": "masks/wan.safetensors"}),
             ("/masks:x", {"source": "file", "path": "/masks:x"}),
+            ("my.masks:band", {"source": "callable", "function": "my.masks:band"}),
         ],
     )
     def test_say_what_a_file_would(self, text, settings):
@@ -209,7 +216,14 @@ MISTAKES = {
     "an unknown source": ({"mask": {"source": "dens"}}, "unknown mask source 'dens'; set mask.source to one of dense"),
     "no source": ({"mask": {}}, "unknown mask source None; set mask.source to one of dense, file"),
     "a source that is no text": ({"mask": {"source": ["dense"]}}, "unknown mask source"),
-    "a mask that is no mapping": ({"mask": "dense"}, "must be a mapping such as {source: dense}, got 'dense'"),
+    "a mask that is no mask": ({"mask": 5}, "'mask' in the configuration must be a mask such as sparge"),
+    "a mask misspelled": ({"mask": "sparg:cdf=0.9"}, "neither a mask source nor a mask file that exists; did you"),
+    "a setting of a mask misspelled": ({"mask": "sparge:cfd=0.9"}, "unknown key 'cfd' in mask source 'sparge'"),
+    "a configuration that is none": (5, "config must be a DbspConfig, a mapping, a YAML file or a mask, got"),
+    "a mask beside other settings": (
+        {"source": "sparge", "planner": "paper"},
+        "unknown key 'source' in the configuration; it belongs under 'mask'",
+    ),
     "a source without its path": ({"mask": {"source": "file"}}, "needs a path"),
     "a mask file that is not there": ({"mask": {"source": "file", "path": "/no/such"}}, "/no/such does not exist"),
     "a window of two sizes": ({"mask": {"source": "window", "window": [3, 3]}}, "needs three sizes"),
@@ -415,6 +429,63 @@ def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeyp
 def test_a_file_that_is_not_there_raises(tmp_path):
     with pytest.raises(ValueError, match="does not exist; give the path of a YAML file or a shipped one"):
         DbspConfig.load(tmp_path / "none.yaml")
+
+
+MASKS = {
+    "name": ("window", WindowSource()),
+    "name with settings": ("window:window=[1,3,3],block_q=32", WindowSource(32, window=(1, 3, 3))),
+    "mapping": ({"source": "window", "block_q": 32}, WindowSource(32)),
+    "source": (WindowSource(32), WindowSource(32)),
+    "union": ("window+dense", UnionSource((WindowSource(), DenseSource()))),
+    "function": (band, CallableSource(function=band)),
+    "name of a function": ("tests.support.user_masks:band", CallableSource(function="tests.support.user_masks:band")),
+    "mapping with a function": (
+        {"source": "callable", "function": band, "depends_on": "step"},
+        CallableSource(function=band, depends_on="step"),
+    ),
+}
+
+
+class TestMaskSpellings:
+    @pytest.mark.parametrize(("mask", "expected"), MASKS.values(), ids=MASKS)
+    def test_every_spelling_is_read_alone_and_under_mask(self, mask, expected):
+        assert DbspConfig.load(mask) == DbspConfig(mask=mask) == DbspConfig(mask=expected)
+        second = DbspConfig.load({"transformer_2": {"mask": mask}}).for_transformer("transformer_2")
+        assert second.mask == expected
+        parts = DbspConfig(mask={"source": "union", "of": ["dense", mask]}).mask.of
+        assert parts[1:] == parts_of(expected)
+
+    def test_a_file_is_read_alone_and_under_mask(self, tmp_path):
+        file = tmp_path / "masks.safetensors"
+        save_mask(file, BlockMask(torch.ones(2, 2, 2, dtype=torch.bool), BlockGrid(100, 0, 50, 50)))
+        for path in (file, str(file)):
+            assert DbspConfig.load(path).mask == DbspConfig(mask=path).mask == FileSource(str(file))
+
+    def test_yaml_and_set_take_one_word(self, tmp_path):
+        path = tmp_path / "my.yaml"
+        path.write_text("planner: paper\nmask: sparge:cdf=0.9,block_q=32\n", encoding="utf-8")
+        assert DbspConfig.load(path).mask == SpargeSource(32, cdf=0.9)
+        settings = read_settings(path, "configuration file")
+        changed = settings.changed(["mask"], parse_value("window:window=[1,3,3]", "--set mask"), "--set mask")
+        assert DbspConfig.load(changed).mask == WindowSource(window=(1, 3, 3))
+        with pytest.raises(UserError, match="set 'mask' as a whole"):
+            settings.changed(["mask", "cdf"], 0.8, "--set mask.cdf")
+        path.write_text("planner: paper\nmask: sparge:cdf=3\n", encoding="utf-8")
+        with pytest.raises(UserError, match=r"my\.yaml:2: .*cdf=3"):
+            DbspConfig.load(path)
+
+    def test_a_function_keeps_its_name_and_makes_the_mask(self):
+        def diagonal(grid, request):
+            return np.eye(grid.nq, grid.nk, dtype=bool)
+
+        config = DbspConfig.load(diagonal)
+        name = config.to_values()["mask"]["function"]
+        assert name.endswith("test_a_function_keeps_its_name_and_makes_the_mask.<locals>.diagonal")
+        assert "0x" not in repr(config)
+        assert config.fingerprint == DbspConfig.load(diagonal).fingerprint
+        mask = config.mask.mask(MaskRequest(0, 2, (2, 8, 16)))
+        assert torch.equal(mask.bits, torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
+        assert config != DbspConfig.load(lambda grid, request: None)
 
 
 class TestShortForms:

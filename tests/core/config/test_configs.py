@@ -1,4 +1,4 @@
-"""dbsp_configs/: every file loads, by path and by name, is for its model, and has blocks that fit its video."""
+"""configs/: every file loads, by path and by name, is for its model, and has blocks that fit its video."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_cli.generate.job import require_video
+from dbsp_cli.generate.request import require_video
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.models.settings import GenerateSettings

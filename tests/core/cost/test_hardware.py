@@ -9,8 +9,7 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from dbsp_core.cost.machine import RECORDED, SHIPPED, Constants, load_hardware
-from scripts.calibrate.hardware_file import save_hardware
+from dbsp_core.cost.machine import RECORDED, SHIPPED, Constants, load_hardware, save_hardware
 
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
@@ -56,7 +55,7 @@ MISTAKES = {
     "unknown key 'flop_per_s' in 'constants'.*did you mean 'flops_per_s'": lambda v: v["constants"].update(
         flop_per_s=1.0
     ),
-    "'constants' lacks row_s; add .* or measure again, .* with: python -m scripts.calibrate": lambda v: v[
+    "'constants' lacks row_s; add .* or measure again with: torchrun .* -m dbsp_cli bench MODEL": lambda v: v[
         "constants"
     ].pop("row_s"),
     "the file lacks sources": lambda v: v.pop("sources"),

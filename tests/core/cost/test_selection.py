@@ -11,9 +11,8 @@ import pytest
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost import prediction
-from dbsp_core.cost.machine import RULE, Hardware, load_hardware, measured_file
+from dbsp_core.cost.machine import RULE, Hardware, load_hardware, measured_file, save_hardware
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, by_rule, candidates, predict
-from scripts.calibrate.hardware_file import save_hardware
 from tests.core.cost.latency_cases import machine
 from tests.core.cost.selection_cases import choose_together, choose_unmeasured
 from tests.para.para_cases import ParaCase, run_sparge_case

@@ -15,9 +15,9 @@ from dbsp_core.utils.files import require_folder_place
 COMMANDS = {
     "tiny": ("make_tiny", ["tiny", "wan", "PLACE"], "FOLDER"),
     "report": ("RunReport", ["report", "run", "--html", "PLACE"], "--html"),
-    "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PLACE", "--tokens", "64"], "OUT"),
+    "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PLACE", "tokens=64"], "OUT"),
     "masks record": ("subprocess", ["masks", "record", "PLACE", "--", "true"], "OUT"),
-    "masks fit": ("fit_recording", ["masks", "fit", "run", "--out", "PLACE"], "--out"),
+    "masks fit": ("fit_recording", ["masks", "fit", "PLACE", "run"], "OUT"),
     "masks info": ("MaskSeries", ["masks", "info", "in.safetensors", "--picture", "PLACE"], "--picture"),
 }
 

@@ -13,13 +13,12 @@ import pytest
 from dbsp_cli.output import require_apart, require_file_place
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import load_hardware
+from dbsp_core.cost.machine import load_hardware, save_hardware
 from dbsp_core.models.table import signature_of_model
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import expand_path, require_file, require_folder_place, user_path
-from scripts.calibrate.hardware_file import save_hardware
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)

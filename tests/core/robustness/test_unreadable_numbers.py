@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_cli.commands.masks import parse_thw
+from dbsp_cli.mask_tools.convert import parse_thw
 from dbsp_core import Strategy
 from dbsp_core.masks.grid import require_order
 from dbsp_core.masks.steps import StepGroups

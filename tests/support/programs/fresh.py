@@ -140,6 +140,7 @@ def run_program(beginning: Beginning, command: Command, environment: dict[str, s
     if threads.isdecimal() and int(threads) != torch.get_num_threads():
         torch.set_num_threads(int(threads))
     sys.orig_argv[:] = command.line
+    sys.argv = [command.mode or command.program, *command.arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     _set_path(beginning, command, environment)
@@ -147,14 +148,11 @@ def run_program(beginning: Beginning, command: Command, environment: dict[str, s
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":  # as the import of torch does
         torch._import_device_backends()
     if command.mode == "-m":
-        sys.argv = ["-m", *command.arguments]
         runpy._run_module_as_main(command.program)  # type: ignore[attr-defined]
     elif command.mode == "-c":
-        sys.argv = ["-c", *command.arguments]
         main.__loader__ = importlib.machinery.BuiltinImporter
         exec(compile(command.program, "<string>", "exec"), vars(main))
     else:
-        sys.argv = [command.program, *command.arguments]
         path = os.path.abspath(command.program)
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
         vars(main).update(__file__=path, __cached__=None)

@@ -1,4 +1,4 @@
-"""`dbsp generate` on a tiny model, with its own torchrun and ranks; what it was asked for, and what must be left."""
+"""`dbsp generate` on a tiny model, alone or with ranks; what it was asked for, and what must be left."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import re
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.checks.campaign.faults import rank as faulty_rank
 from scripts.checks.campaign.faults.acts import CHECKPOINT, FILLER, RESULTS, Injection
 from scripts.checks.campaign.faults.nursery import Ended, Task
-from scripts.checks.campaign.faults.rank import variables
 
 TIMEOUT_S = 25.0
-"""That ranks wait for one another: more than the time between the first and the last of them to have started."""
+"""In which the last rank has ended after the first: torchrun looks at them every tenth of a second."""
 SPARE_S = 5.0
 """Within the group's timeout and these seconds all must have ended."""
 REST_S = 60.0
@@ -24,21 +24,19 @@ OLDER = {"ball.mp4": b"an older video", "report/report.json": b'"an older report
 SIZES = {"height": 64, "width": 64, "num_frames": 5, "steps": 2, "guidance_scale": 1.0}
 MASK = '{"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 8, "block_k": 8}'
 PARENT = -1
-RUNNING, IN_RANK = "dbsp_cli.generate.running", "diffusers.utils"
 PHASES = {
-    "starting": (PARENT, f"{RUNNING}.run_watched", 1),
-    "making the checkpoint": (PARENT, f"{RUNNING}.make_tiny", 1),
+    "starting": (PARENT, "dbsp_cli.commands.generate.run_ranks", 1),
+    "making the checkpoint": (0, "dbsp_cli.generate.videos.make_tiny", 1),
     "loading": (0, "diffusers.DiffusionPipeline.from_pretrained", 1),
     "mask exchange": (0, "dbsp_core.sources.head_shares.gather_bits", 3),
     "denoising": (0, "dbsp_core.runtime.chunk_attention.block_attention", 3),
     "decoding": (0, "diffusers.AutoencoderKLWan.decode", 1),
     "report": (0, "dbsp_core.reports.collect.report_page", 1),
-    "mp4": (0, f"{IN_RANK}.export_to_video", 1),
+    "mp4": (0, "diffusers.utils.export_to_video", 1),
     "mp4: a frame": (0, "imageio.core.format.Format.Writer.append_data", 2),
-    "placing the video": (PARENT, f"{RUNNING}._put_in_place", 1),
-    "placing the report": (PARENT, f"{RUNNING}.put_folder", 1),
+    "placing the video": (0, "pathlib.Path.replace", 1),
 }
-"""Where it happens (a rank, or the command's own process), the function, and in which of its calls."""
+"""Where it happens (a rank, or the command that starts ranks), the function, and in which of its calls."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Generation:
 
     nproc: ranks, of which the fault is in the last, but for what rank 0 alone does
     told:  what the command's process is sent;  own: whether the checkpoint is a folder of the user's
-    kept:  whether a hidden folder with what was made may be left
+    kept:  whether a hidden file with what was made may be left
     """
 
     act: str
@@ -58,7 +56,6 @@ class Generation:
     nproc: int = 1
     told: signal.Signals | None = None
     own: bool = False
-    host: str = "diffusers"
     kept: bool = False
     or_code: int | None = None
 
@@ -90,10 +87,8 @@ class Generation:
                 wrong.append(f"{name} is gone")
             elif (path.read_bytes() != older) is not (name in self.new):
                 wrong.append(f"{name} is {'new' if name not in self.new else 'the older one'}")
-        expected = {"ball.mp4", "ball.log", "report", FILLER}
+        expected = {"ball.mp4", "report", FILLER}
         more = [path.name for path in results.iterdir() if path.name not in expected]
-        if self.told is signal.SIGKILL:  # the next run removes it
-            more = [name for name in more if name != ".ball.lock" and not name.startswith(".ball.dbsp-")]
         wrong += [f"left behind: {name}" for name in more if not self.kept]
         wrong += [f"half-written: {path}" for path in (results / "report").iterdir() if path.name.startswith(".")]
         return "; ".join(wrong) or None
@@ -102,10 +97,10 @@ class Generation:
 def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     """The command, as it is installed."""
     from dbsp_cli.entry import dbsp
-    from dbsp_cli.generate.hosts import HOSTS
+    from dbsp_cli.generate import ranks
     from dbsp_cli.tiny_models import make_tiny
 
-    results, host = folder / "results", HOSTS[generation.host]
+    results = folder / "results"
     results.mkdir()
     if generation.act == "disk fills":
         ctypes.CDLL(None).mount(b"tmpfs", str(results).encode(), b"tmpfs", 0, b"size=64m")
@@ -116,60 +111,52 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     if generation.own:
         model += ["--model", str(make_tiny("wan", folder / "checkpoint"))]
     injection = generation.injection
-    os.environ.update(variables(host.module, folder, injection))
+    os.environ.update(faulty_rank.variables(folder, injection))
     os.environ.update({RESULTS: str(results), CHECKPOINT: str(folder / "checkpoint")})
-    HOSTS[generation.host] = replace(host, module="scripts.checks.campaign.faults.rank")
-    injection.arm(PARENT, folder)
+    ranks._PROGRAM = Path(faulty_rank.__file__)
+    injection.arm(PARENT if generation.nproc > 1 else 0, folder)
     sizes = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
     places = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]
-    ranks = ["--host", generation.host, "--nproc", str(generation.nproc), "--timeout", f"{TIMEOUT_S:g}"]
-    sys.argv = ["dbsp", "generate", *model, "--prompt", "x", *ranks, *sizes, "--set", f"mask={MASK}", *places]
+    asked = ["--prompt", "x", "--nproc", str(generation.nproc), "--set", f"mask={MASK}"]
+    sys.argv = ["dbsp", "generate", *model, *asked, *sizes, *places]
     os.chdir(folder)
     dbsp()
 
 
 BOTH = tuple(OLDER)
 VIDEO = ("ball.mp4",)
-KILLED = r"rank {} failed \(exit code -9: killed"
-RAISED = r"rank {} failed \(exit code 1\); the end of its output:.*injected"
-BROKEN = r"rank 0 failed \(exit code 1\).*one of the other ranks may have died, or was too late"
+KILLED = r"rank 1 failed \(exit code -9: killed"
+RAISED = r"rank 1 failed \(exit code 1\); the end of its output:.*injected"
 SENT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 def _generations() -> dict[str, Generation]:
     found: list[Generation] = []
     for phase in ("loading", "denoising"):
-        found.append(Generation("kill", phase, 1, KILLED.format(1), nproc=2))
-        found.append(Generation("raise", phase, 1, RAISED.format(1), nproc=2))
-    found.append(Generation("stop", "denoising", 1, BROKEN, nproc=2))
+        found.append(Generation("kill", phase, 1, KILLED, nproc=2))
+        found.append(Generation("raise", phase, 1, RAISED, nproc=2))
     found.append(Generation("slow", "denoising", 0, "", BOTH, nproc=2))
-    found.append(Generation("out of memory", "decoding", 1, RAISED.format(1), nproc=2))
+    found.append(Generation("out of memory", "decoding", 1, RAISED, nproc=2))
     for phase in ("mp4", "mp4: a frame"):
-        found.append(Generation("kill", phase, 1, KILLED.format(0)))
-        found.append(Generation("raise", phase, 1, RAISED.format(0)))
+        found.append(Generation("kill", phase, -9, "", kept=True, new=("report/report.json",)))
+        found.append(Generation("raise", phase, 1, "injected: a fault", new=("report/report.json",)))
         found.append(Generation("slow", phase, 0, "", BOTH))
-        # the log has no room either, unless what is still to be said fits in its last page
-        full = r"dbsp: error: .*No space left|could not be written whole; ffmpeg says why"
-        found.append(Generation("disk fills", phase, 1, full, or_code=2))
-    found.append(Generation("raise", "report", 3, "the ranks made no report", VIDEO))
-    found.append(Generation("disk full", "report", 3, "the ranks made no report", VIDEO))
-    found.append(Generation("kill", "report", 1, KILLED.format(0)))
-    found.append(Generation("disk fills", "making the checkpoint", 2, "dbsp: error: .*No space left"))
-    found.append(
-        Generation("read-only", "placing the report", 3, "the report cannot be put in its place", VIDEO, kept=True)
-    )
-    found.append(Generation("weights vanish", "loading", 1, "rank 0 failed", own=True))
-    found.append(Generation("weights are truncated", "loading", 1, "rank 0 failed", own=True))
-    for told in SENT:
-        for phase in ("starting", "loading", "denoising", "mp4: a frame"):
-            found.append(Generation("go on", phase, SENT[told], "", told=told))
+        full = r"dbsp: error: .*(No space left|could not be written whole; ffmpeg says why)"
+        found.append(Generation("disk fills", phase, 2, full, new=("report/report.json",)))
+    found.append(Generation("raise", "report", 3, "no report in .*injected", VIDEO))
+    found.append(Generation("disk full", "report", 3, "no report in .*No space left", VIDEO))
+    found.append(Generation("kill", "report", -9, ""))
+    found.append(Generation("raise", "making the checkpoint", 1, "injected: a fault"))
+    lost = "cannot be put in its place .*it is kept: "
+    found.append(Generation("read-only", "placing the video", 2, lost, ("report/report.json",), kept=True))
+    for act in ("weights vanish", "weights are truncated"):
+        found.append(Generation(act, "loading", 1, "Error|dbsp: error: ", own=True, or_code=2))
+    for told, code in SENT.items():
+        for phase in ("starting", "loading", "denoising"):
+            found.append(Generation("go on", phase, code, "", told=told, nproc=2))
+        found.append(Generation("go on", "mp4: a frame", code, "", told=told, new=("report/report.json",)))
     found.append(Generation("go on", "denoising", -9, "", told=signal.SIGKILL))
-    found.append(
-        Generation("kill torchrun", "denoising", 1, "torchrun, which runs the ranks, was ended from outside", nproc=2)
-    )
-    found.append(Generation("kill", "denoising", 1, KILLED.format(1), nproc=2, host="xdit"))
-    found.append(Generation("go on", "denoising", 143, "", told=signal.SIGTERM, host="xdit"))
-    return {f"dbsp generate, {g.nproc} × {g.host}: {g.told.name if g.told else g.act} in {g.phase}": g for g in found}
+    return {f"dbsp generate on {g.nproc}: {g.told.name if g.told else g.act} in {g.phase}": g for g in found}
 
 
 GENERATIONS = _generations()

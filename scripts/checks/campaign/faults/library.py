@@ -68,6 +68,6 @@ def preload() -> None:
     import torch._dynamo  # noqa: F401
 
     import dbsp_cli.cli
-    import dbsp_cli.generate.running  # noqa: F401
+    import dbsp_cli.generate.videos  # noqa: F401
     from tests.support import interpreter  # noqa: F401  before anything else imports triton
     from tests.support.models import transformers_for_tests  # noqa: F401

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbsp_cli.commands.masks import parse_thw
+from dbsp_cli.mask_tools.convert import parse_thw
 from dbsp_core import Strategy
 from dbsp_core.config import DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import load_hardware
@@ -31,7 +31,7 @@ from scripts.checks.campaign.fuzz.mutations import (
 from scripts.checks.campaign.fuzz.originals import Originals
 from scripts.reproduce.knapformer.drawing import parse_streams
 
-SIZES = "--thw 3,4,8 --block-q 16 --block-k 16"
+SIZES = "thw=3,4,8 block_q=16 block_k=16"
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def _recording(rng: random.Random, originals: Originals, folder: Path) -> Trial:
             json = name.endswith(".json")
             content = mutated_json(rng, content.decode()) if json else mutated_safetensors(rng, content)
         _write(folder / "recording" / name, content)
-    command = rng.choice(["masks info recording --gpus 2", "masks convert recording out.safetensors --step 1"])
+    command = rng.choice(["masks info recording --gpus 2", "masks convert recording out.safetensors step=1"])
     return Trial(f"a recording with another {broken} for dbsp {command}", command.split())
 
 
 def _foreign(rng: random.Random, originals: Originals, folder: Path) -> Trial:
     suffix, content = rng.choice(originals.foreign)
     _write(folder / f"foreign{suffix}", mutated_bytes(rng, content))
-    more = rng.choice(["", "--lut absolute", "--lut delta --counts counts", "--crop", "--steps 20", "--key mask"])
+    more = rng.choice(["", "lut=absolute", "lut=delta counts=counts", "crop=true", "steps=20", "key=mask"])
     command = f"masks convert foreign{suffix} out.safetensors {SIZES} {more}"
     return Trial(f"a foreign file for dbsp {command}", command.split())
 
@@ -141,7 +141,7 @@ def _report(rng: random.Random, originals: Originals, folder: Path) -> Trial:
     return Trial(f"{command} with {text[:1500]!r}", ["report", *command.split()])
 
 
-_FIT = "masks fit moments -o fitted --rank 2"
+_FIT = "masks fit fitted moments --rank 2"
 
 
 def _fitted(rng: random.Random, originals: Originals, folder: Path) -> Trial:
@@ -153,8 +153,6 @@ def _fitted(rng: random.Random, originals: Originals, folder: Path) -> Trial:
 
 
 def _model(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    from dbsp_xdit.models import find_model
-
     index, transformer = rng.choice(originals.models)
     if rng.random() < 0.5:
         index = mutated_json(rng, index)
@@ -167,21 +165,20 @@ def _model(rng: random.Random, originals: Originals, folder: Path) -> Trial:
     def read() -> None:
         signature = signature_of_model("model")
         default_config(signature)
-        find_model("model")
         require_same_model(DbspConfig.load("tiny-wan"), signature)
 
     return Trial(f"a model with {index[:700]!r} and {transformer[:700]!r}", read)
 
 
 COMMANDS = (
-    "plan masks.safetensors --gpus 4 --strategy U2R2 --planner dbsp --layout striped --keys needed --target-rho 1.01",
+    "plan masks.safetensors --gpus 4 --strategy U2R2 --planner dbsp --keys needed",
     "plan masks.safetensors --gpus 4 --strategy all --planner all --json",
-    "masks info masks.safetensors --gpus 2 --planner dbsp,snake --threshold 1.1 --sample 1 --thw 3,4,8",
-    "masks info masks.safetensors --gpus 2 --quality --thw 3,4,8 --json",
-    f"masks convert foreign.pt out.safetensors --key sparse {SIZES} --orders hwt,thw --text-tokens 0 --groups 0-4",
-    f"masks convert foreign.npz out.safetensors --key mask {SIZES} --tail-dense --joined-text --crop",
-    "masks convert recording out.safetensors --step 1 --branch 0",
-    "masks fit recording -o out.safetensors --rank 4",
+    "masks info masks.safetensors --gpus 2",
+    "masks info masks.safetensors --gpus 2 --quality --json",
+    f"masks convert foreign.pt out.safetensors key=sparse {SIZES} orders=hwt,thw text_tokens=0 groups=0-4",
+    f"masks convert foreign.npz out.safetensors key=mask {SIZES} tail_dense=true joined_text=true crop=true",
+    "masks convert recording out.safetensors step=1 branch=0",
+    "masks fit out.safetensors recording --rank 4",
     "report report.json report.json --json --html out.html",
     "masks --help",
 )

@@ -40,10 +40,8 @@ class Originals:
 
 def make_originals(folder: Path) -> Originals:
     """folder: an empty one to work in"""
-    configs = [path.read_text(encoding="utf-8") for path in sorted((REPO / "dbsp_configs").glob("*.yaml"))]
-    hardware = [
-        path.read_text(encoding="utf-8") for path in sorted((REPO / "dbsp_configs" / "hardware").glob("*.yaml"))
-    ]
+    configs = [path.read_text(encoding="utf-8") for path in sorted((REPO / "configs").glob("*.yaml"))]
+    hardware = [path.read_text(encoding="utf-8") for path in sorted((REPO / "configs" / "hardware").glob("*.yaml"))]
     recording, report = _recording(folder), _report().to_json()
     masks, foreign, (moments, fitted) = _mask_files(folder), _foreign(), _fitted(folder)
     return Originals(configs, hardware, masks, foreign, recording, report, moments, fitted, _models())

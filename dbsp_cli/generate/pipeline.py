@@ -1,0 +1,209 @@
+"""Loads a model's pipeline as a user asks: dtypes, LoRA, quantization, offloading, a cache, compilation."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dbsp_core.models.settings import GenerateSettings
+from dbsp_core.models.signature import PIPELINES, ModelSignature
+from dbsp_core.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Features", "arguments_of", "load_pipeline", "speed_up"]
+
+OFFLOADS = ("model", "sequential")
+QUANTIZATIONS = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+"""Weights' formats by name, each with the package that has it."""
+_CACHE = "first-block"
+_CACHE_THRESHOLD = 0.05
+
+
+@dataclass(frozen=True)
+class Features:
+    """What is done to a pipeline besides db-SP, all of it by diffusers.
+
+    Attributes:
+        lora: Files, folders or repositories of LoRA weights, each maybe with "=WEIGHT".
+        offload: "model" or "sequential": weights wait in the host's memory until they are needed.
+        quantize: A key of `QUANTIZATIONS`, for the transformers' weights.
+        compile: Whether the transformers' blocks are compiled.
+        cache: "first-block", maybe with "=THRESHOLD": steps whose first block changes little are not computed.
+    """
+
+    lora: Sequence[str] = ()
+    offload: str | None = None
+    quantize: str | None = None
+    compile: bool = False
+    cache: str | None = None
+
+    def require_possible(self) -> None:
+        """Raises UserError for what does not exist, or cannot be had on this machine."""
+        for option, value, known in (
+            ("--offload", self.offload, OFFLOADS),
+            ("--quantize", self.quantize, QUANTIZATIONS),
+        ):
+            if value is not None and value not in known:
+                raise UserError(f"{option} {value}: use {', '.join(known)}")
+        if self.offload is not None and not torch.accelerator.is_available():
+            raise UserError("--offload needs a GPU; without one, weights are in the host's memory already")
+        lacking = [QUANTIZATIONS[self.quantize]] if self.quantize else []
+        lacking += ["peft"] if self.lora else []
+        for package in lacking:
+            if importlib.util.find_spec(package) is None:
+                raise UserError(f"{package} is not installed; pip install {package}")
+        self.loras()
+        self.cache_threshold()
+
+    def loras(self) -> list[tuple[str, float]]:
+        """Returns the files, folders or repositories of LoRA weights, and the weight of each."""
+        return [_split_number(one, "--lora", 1.0) for one in self.lora]
+
+    def cache_threshold(self) -> float | None:
+        """Returns the relative change of the first block below which a step is not computed; None: no cache."""
+        if self.cache is None:
+            return None
+        name, threshold = _split_number(self.cache, "--cache", _CACHE_THRESHOLD)
+        if name != _CACHE or not threshold > 0:
+            raise UserError(f"--cache {self.cache}: use {_CACHE}, or {_CACHE}=0.1 with a threshold above 0")
+        return threshold
+
+
+def _split_number(text: str, option: str, usual: float) -> tuple[str, float]:
+    """Returns the name and the number of "NAME=NUMBER", the usual number of "NAME"."""
+    name, equals, number = text.rpartition("=")
+    if not equals:
+        return text, usual
+    try:
+        return name, float(number)
+    except ValueError:
+        raise UserError(f"{option} {text}: {number!r} is not a number") from None
+
+
+def load_pipeline(
+    model: str,
+    identity: ModelSignature,
+    settings: GenerateSettings,
+    features: Features,
+    device: torch.device,
+    *,
+    from_video: bool = False,
+) -> Any:
+    """Loads a checkpoint on a device, with LoRA weights, quantized, or offloaded to the host.
+
+    Args:
+        model: Folder or repository.
+        settings: Their dtype is the weights', but for Wan's VAE, which has float32 at least, as in diffusers'
+            examples.
+        from_video: Whether the pipeline starts from a video.
+    """
+    import diffusers
+
+    from dbsp_diffusers.patching import in_float64
+    from dbsp_diffusers.preflight import local_checkpoint
+
+    # 1. The class, the dtypes and the files.
+    kind = PIPELINES[identity.pipeline]
+    cls = diffusers.DiffusionPipeline
+    if from_video:
+        cls = getattr(diffusers, str(kind.from_video))
+    elif settings.image is not None and identity.variant == "ti2v":
+        cls = diffusers.WanImageToVideoPipeline  # the checkpoint names the other one
+    dtype = settings.torch_dtype
+    dtypes: Any = dtype
+    if kind.float32_vae and dtype.itemsize < 4:
+        dtypes = {"default": dtype, "vae": torch.float32}
+    checkpoint = local_checkpoint(model)
+    options = {} if features.quantize is None else {"quantization_config": _quantization(features.quantize, identity)}
+    variant = None if checkpoint is None else checkpoint.variant
+    pipe = cls.from_pretrained(model, torch_dtype=dtypes, variant=variant, **options)
+    if dtype == torch.float64:
+        pipe = in_float64(pipe)
+    if settings.flow_shift is not None and "flow_shift" in pipe.scheduler.config:
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=settings.flow_shift)
+    # 2. LoRA weights.
+    weights = {}
+    for number, (name, weight) in enumerate(features.loras()):
+        _load_lora(pipe, name, f"lora_{number}")
+        weights[f"lora_{number}"] = weight
+    if weights:
+        pipe.set_adapters(list(weights), adapter_weights=list(weights.values()))
+    # 3. The place of the weights.
+    if features.offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
+    elif features.offload == "sequential":
+        pipe.enable_sequential_cpu_offload(device=device)
+    else:
+        pipe.to(device)
+    return pipe
+
+
+def _load_lora(pipe: Any, name: str, adapter: str) -> None:
+    """Loads LoRA weights. Raises UserError where they are not of this model, or not there."""
+    try:
+        pipe.load_lora_weights(name, adapter_name=adapter)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--lora {name} cannot be loaded into {type(pipe).__name__} ({reason})") from error
+
+
+def _quantization(name: str, identity: ModelSignature) -> Any:
+    """Returns diffusers' settings for weights of the transformers in this format."""
+    import diffusers
+
+    parts = ["transformer", "transformer_2"] if identity.variant == "two" else ["transformer"]
+    if name == "nf4":
+        kind: Any = diffusers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    else:
+        from torchao import quantization
+
+        of = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}
+        kind = diffusers.TorchAoConfig(of[name]())
+    return diffusers.PipelineQuantizationConfig(quant_mapping=dict.fromkeys(parts, kind))
+
+
+def speed_up(transformers: Mapping[str, nn.Module], features: Features) -> None:
+    """Gives transformers a cache, and compiles their blocks, after db-SP is enabled on them."""
+    from diffusers import FirstBlockCacheConfig
+
+    threshold = features.cache_threshold()
+    for transformer in transformers.values():
+        if threshold is not None:
+            transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))  # type: ignore[operator]
+        if features.compile:
+            transformer.compile_repeated_blocks()  # type: ignore[operator]
+
+
+def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], video: Path | None) -> dict[str, Any]:
+    """Returns the arguments of a pipeline's call that only some have.
+
+    Args:
+        frames: Images of the first frame and of the last, in the video's size.
+        video: A video to start from.
+    """
+    from diffusers.utils import load_video
+    from PIL import Image
+
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    found: dict[str, Any] = {}
+    if settings.guidance_scale_2 is not None and pipe.config.get("boundary_ratio") is not None:
+        found["guidance_scale_2"] = settings.guidance_scale_2
+    if video is not None:
+        return found | {"video": load_video(str(video))[: settings.num_frames]}
+    found["num_frames"] = settings.num_frames
+    if "reference_images" not in parameters:
+        return found | dict(zip(("image", "last_image"), frames, strict=False))
+    # VACE invents the frames between, as in xDiT
+    first, last = frames
+    between, size = (settings.num_frames or 0) - 2, first.size
+    found["video"] = [first, *[Image.new("RGB", size, (128, 128, 128))] * between, last]
+    found["mask"] = [Image.new("L", size, 0), *[Image.new("L", size, 255)] * between, Image.new("L", size, 0)]
+    return found

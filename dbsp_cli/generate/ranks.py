@@ -1,0 +1,199 @@
+"""The ranks of a command: joined where torchrun, Slurm or MPI has started them, else started here by torchrun."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dbsp_cli
+from dbsp_core.comm.groups import BROKE_OFF
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import ERROR, NOTICE, environment_number, printable
+
+__all__ = ["Place", "processes_here", "run_ranks"]
+
+_STARTERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # of srun, not of sbatch
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+)
+"""Variables that say rank, ranks, rank on this node, and ranks on each node."""
+_PORT = 29500  # torchrun's default
+_PROGRAM = Path(dbsp_cli.__file__).with_name("__main__.py")
+_TAIL = 30  # lines
+_USER_ERROR = 2  # exit code
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place among the ranks of a run, one process each.
+
+    Attributes:
+        local: Rank on this node.
+        local_world: Number of ranks on this node.
+        address: Host of rank 0, where ranks meet at `port`; any free port for 0, of one rank alone.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+    local_world: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place | None:
+        """Returns what the environment says, None where it names no other rank.
+
+        Raises:
+            UserError: Nothing says where ranks of several nodes meet, or MASTER_PORT is no port.
+        """
+        for *placed, local_world in _STARTERS:
+            rank, world, local = (environment_number(name, environment) for name in placed)
+            if rank is None or world is None or local is None or world < 2:
+                continue
+            here = re.match(r"[1-9]\d{0,8}", environment.get(local_world, ""))  # of Slurm's "2(x3),1"
+            on_this_node = int(here[0]) if here else world
+            address = environment.get("MASTER_ADDR") or _address(environment, on_this_node == world)
+            return cls(rank, world, local, on_this_node, address, _port(environment))
+        return None
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.world // self.local_world)
+
+    def export(self) -> None:
+        """Sets the environment variables that torch.distributed reads.
+
+        A rank that sees one GPU, as launchers may bind it to its own, takes that one.
+
+        Raises:
+            UserError: The node has fewer GPUs than ranks.
+        """
+        gpus = torch.cuda.device_count()
+        if 1 < gpus < self.local_world:
+            raise UserError(
+                f"{self.local_world} ranks were started on this node, which has {gpus} GPUs; start one each"
+            )
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local if gpus != 1 else 0),
+            "LOCAL_WORLD_SIZE": str(self.local_world),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """Returns the port where ranks meet, which several jobs on a machine do not share."""
+    given = environment.get("MASTER_PORT")
+    if not given:
+        return _PORT + (environment_number("SLURM_JOB_ID", environment) or 0) % 1000
+    port = environment_number("MASTER_PORT", environment)
+    if port is None or not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={given!r} is no port; set a number from 1 to 65535, or none")
+    return port
+
+
+def _address(environment: Mapping[str, str], one_node: bool) -> str:
+    """Returns the host of rank 0's node."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if nodes:  # such as "gpu[07-09,12],login": the first of the first brackets
+        first = re.match(r"([^,\[]*)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
+        if first:
+            return "".join(part or "" for part in first.groups())
+    if one_node:
+        return "127.0.0.1"
+    raise UserError(
+        "ranks were started on several nodes, and nothing says where they meet; set MASTER_ADDR to rank 0's"
+    )
+
+
+def processes_here(given: int | None) -> int:
+    """Returns how many ranks to start: as many as given, or one for each GPU, or one.
+
+    Raises:
+        UserError: There are fewer GPUs than that.
+    """
+    gpus = torch.cuda.device_count()
+    count = max(1, gpus) if given is None else given
+    if 0 < gpus < count:
+        raise UserError(
+            f"--nproc {count} is more than the {gpus} GPUs of this machine; a GPU serves one process "
+            "(CUDA_VISIBLE_DEVICES= runs them on the CPU)"
+        )
+    return count
+
+
+def run_ranks(count: int, arguments: Sequence[str]) -> int:
+    """Runs `dbsp ARGUMENTS` in two ranks or more by torchrun, and returns the exit code: 0, or a failed rank's.
+
+    Rank 0 has the terminal. What the others say is kept in files, whose ends are shown where one fails.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told below
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    with tempfile.TemporaryDirectory(prefix="dbsp-ranks-") as logs:
+        launch = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # any free port
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
+        )
+        try:
+            elastic_launch(launch, sys.executable)("-u", str(_PROGRAM), *arguments)
+        except ChildFailedError as failed:
+            return _explain(failed.failures, Path(logs))
+        except SignalException as ended:
+            return 128 + int(ended.sigval)
+    return 0
+
+
+def _explain(failures: Mapping[int, Any], logs: Path) -> int:
+    """Says which rank failed first, and how, unless it is rank 0 and has said so itself; returns the exit code."""
+    said = {rank: _output_of(logs, rank) for rank in failures}
+
+    def is_consequence(rank: int) -> bool:
+        return failures[rank].exitcode == -signal.SIGTERM or any(BROKE_OFF in line for line in said[rank])
+
+    rank = min(failures, key=lambda rank: (is_consequence(rank), rank == 0, rank))
+    code = failures[rank].exitcode
+    errors = [line for line in said[rank] if line.startswith(ERROR)]
+    if code == _USER_ERROR and 0 in failures and failures[0].exitcode == code:
+        return _USER_ERROR  # of all ranks, and rank 0 has shown it
+    if code == _USER_ERROR and errors:
+        print(errors[-1], file=sys.stderr)
+    elif rank or code < 0:
+        killed = ": killed; out of memory? see dmesg" if code == -signal.SIGKILL else ""
+        ends = ["; the end of its output:", *said[rank]] if said[rank] else [""]
+        print(f"{NOTICE}rank {rank} failed (exit code {code}{killed}){ends[0]}", *ends[1:], sep="\n", file=sys.stderr)
+    return code if code > 0 else 1
+
+
+def _output_of(logs: Path, rank: int) -> list[str]:
+    """Returns the last lines that a rank has left in a file; of rank 0 there is none."""
+    lines: list[str] = []
+    for name in ("stdout.log", "stderr.log"):
+        for path in logs.glob(f"*/attempt_*/{rank}/{name}"):
+            lines += printable(path.read_text(encoding="utf-8", errors="replace")).splitlines()[-_TAIL:]
+    return lines[-_TAIL:]

@@ -1,0 +1,193 @@
+"""What each rank of `dbsp generate` runs: the pipeline is loaded once, then makes one video after another."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from dbsp_cli.generate.images import fitted
+from dbsp_cli.generate.pipeline import arguments_of, load_pipeline, speed_up
+from dbsp_cli.generate.request import Generation, Output
+from dbsp_cli.generate.resources import memory_complaint
+from dbsp_cli.tiny_models import make_tiny, silence_libraries
+from dbsp_core.models.settings import GenerateSettings
+from dbsp_core.models.table import tiny_architecture
+from dbsp_core.reports.observer import run_observer
+from dbsp_core.reports.run_report import RunReport
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import log
+
+__all__ = ["make_videos"]
+
+_ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def make_videos(generation: Generation) -> list[RunReport | None]:
+    """Makes the videos on this rank, together with the others, whose places the environment says. Rank 0 writes.
+
+    Each video's file appears when it is complete; an older one stays until then, and after a failure.
+
+    Returns:
+        On rank 0 what each video's attention did, None where no report could be made; nothing on others.
+
+    Raises:
+        UserError: This machine lacks the memory for the checkpoint, or the checkpoint is not whole.
+        OSError: A video could not be written.
+    """
+    from dbsp_diffusers.rank_program import process_group, use_local_device  # here: it takes seconds to import
+
+    device = use_local_device()
+    _require_runnable(generation)
+    silence_libraries()
+    with tempfile.TemporaryDirectory(prefix="dbsp-") as folder:
+        model, tiny = generation.model, tiny_architecture(generation.model)
+        if tiny:  # by each rank, before it joins the others: transformers lets only the first of them save
+            model = str(make_tiny(tiny, Path(folder) / model))
+        with process_group(device):
+            return _make_videos(generation, model, device, Path(folder) / "report")
+
+
+def _require_runnable(generation: Generation) -> None:
+    """Raises UserError where this machine lacks the memory for the checkpoint, or the checkpoint is not whole."""
+    from dbsp_diffusers.preflight import require_checkpoint
+
+    if tiny_architecture(generation.model):
+        return
+    features = generation.features
+    if features.offload is None and features.quantize is None:
+        processes = int(os.environ["LOCAL_WORLD_SIZE"])
+        complaint = memory_complaint(generation.model, generation.config.generate.torch_dtype, processes)
+        if complaint is not None:
+            raise UserError(
+                f"{complaint}; take a smaller model, --offload model, fewer --nproc, or --set generate.dtype=bfloat16"
+            )
+    require_checkpoint(generation.model)
+
+
+def _make_videos(generation: Generation, model: str, device: torch.device, unwanted: Path) -> list[RunReport | None]:
+    """Makes the videos; `unwanted` is the folder for reports that nobody asked for."""
+    from dbsp_diffusers import enable
+    from dbsp_diffusers.attached import transformers_in
+
+    # 1. The pipeline: db-SP comes after LoRA weights and offloading, and before compilation.
+    settings = generation.config.generate
+    pipe = load_pipeline(
+        model,
+        generation.identity,
+        settings,
+        generation.features,
+        device,
+        from_video=generation.video is not None,
+    )
+    pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
+    session = enable(pipe, replace(generation.config, report=str(generation.report or unwanted)))
+    speed_up(transformers_in(pipe), generation.features)
+    # 2. One video after another.
+    frames = [fitted(path, settings) for path in generation.images.values()]
+    given = arguments_of(pipe, settings, frames, generation.video)
+    reports, observer = [], run_observer(session)
+    for number, output in enumerate(generation.outputs, 1):
+        if dist.get_rank() == 0 and len(generation.outputs) > 1:
+            log.info("video %d of %d: %s", number, len(generation.outputs), output.path)
+        report = generation.report_of(output) or unwanted
+        before = _time_of(report)
+        if observer is not None:
+            observer.folder = str(report)
+        pictures = _call(pipe, settings, output, device, given)
+        if dist.get_rank() == 0:
+            _write(pictures, output.path, settings.fps or 16)
+            reports.append(_report_in(report) if _time_of(report) != before else None)
+    return reports
+
+
+def _call(pipe: Any, settings: GenerateSettings, output: Output, device: torch.device, given: dict[str, Any]) -> Any:
+    """Returns a video's pictures."""
+    return pipe(
+        prompt=output.prompt,
+        negative_prompt=settings.negative_prompt,
+        height=settings.height,
+        width=settings.width,
+        num_inference_steps=settings.steps,
+        guidance_scale=settings.guidance_scale,
+        generator=torch.Generator(device).manual_seed(output.seed),
+        **given,
+    ).frames[0]
+
+
+def _write(pictures: Any, path: Path, fps: int) -> None:
+    """Writes an mp4, which appears when it is complete; one that cannot be put in its place is kept beside it.
+
+    Raises:
+        OSError: ffmpeg did not come to its end, or the place has been taken by something else.
+    """
+    from diffusers.utils import export_to_video
+
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.mp4")
+    try:
+        with _ending_in_order():
+            export_to_video(pictures, str(made), fps=fps)
+        if not _whole(made):
+            raise OSError(f"{path} could not be written whole; ffmpeg says why above (is the disk full?)")
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+    try:
+        made.replace(path)
+    except OSError as error:
+        raise OSError(f"the video cannot be put in its place ({error}); it is kept: {made}") from error
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Lets signals that end this process raise SystemExit, so that nothing half-written is left."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number in _ENDING:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _whole(video: Path) -> bool:
+    """Returns whether ffmpeg came to the file's end, where it writes the index. diffusers does not ask it."""
+    import imageio_ffmpeg
+
+    try:
+        with closing(imageio_ffmpeg.read_frames(str(video))) as frames:
+            next(frames)
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
+def _time_of(report: Path) -> int | None:
+    """Returns when a folder's report was written, in nanoseconds; None where there is none."""
+    with suppress(OSError):
+        return (report / "report.json").stat().st_mtime_ns
+    return None
+
+
+def _report_in(folder: Path) -> RunReport | None:
+    """Returns the report that ranks have left, or None."""
+    with suppress(UserError):
+        return RunReport.read(folder)
+    return None

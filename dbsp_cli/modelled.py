@@ -1,0 +1,109 @@
+"""Modelled seconds of a model's usual video: dense Ulysses, and sparse attention under each strategy, by constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dbsp_cli.generate.resources import linear_flops, passes
+from dbsp_cli.output import TextTable
+from dbsp_core.cost.machine import Hardware
+from dbsp_core.cost.prediction import AttentionShape, candidates, predict
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.models.table import ModelSpec
+from dbsp_core.planning.plan import make_plan
+from dbsp_core.planning.planners import require_planner
+from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.sources.synthetic.source import PRESETS
+from dbsp_core.utils.errors import in_number
+
+__all__ = ["ModelledVideo", "modelled_table", "modelled_videos"]
+
+_LAYERS = 2
+"""Layers whose masks stand for all."""
+
+
+@dataclass(frozen=True)
+class ModelledVideo:
+    """The modelled time of one video.
+
+    Attributes:
+        attention: "dense" or "sparse".
+        rho: ρ_s of the plans, mean over layers.
+        attention_s: Seconds of all self-attentions.
+        seconds: Seconds of the whole video.
+        speedup: Over dense Ulysses, of the whole video.
+    """
+
+    attention: str
+    strategy: str
+    planner: str
+    rho: float
+    attention_s: float
+    seconds: float
+    speedup: float
+
+
+def modelled_videos(spec: ModelSpec, gpus: int, hardware: Hardware) -> list[ModelledVideo]:
+    """Predicts dense Ulysses, then plain and db-SP's sparse attention for each strategy.
+
+    Masks are synthetic, of the model's preset where there is one; their blocks are of 64 tokens.
+    """
+    source = SyntheticSource(preset=spec.name) if spec.name in PRESETS else SyntheticSource()
+    requests = [MaskRequest(layer, spec.heads, spec.thw, spec.text_tokens) for layer in range(_LAYERS)]
+    sparse = [source.mask(request) for request in requests]
+    dense = [BlockMask.dense(spec.heads, sparse[0].grid)]
+    runs = [("dense", dense, Strategy(gpus, 1), "contiguous")]
+    for strategy in candidates(gpus, sparse[0].grid):
+        runs += [("sparse", sparse, strategy, planner) for planner in ("contiguous", "dbsp")]
+    known = hardware.constants
+    other_s = passes(spec) * linear_flops(spec) / known.linear_flops_per_s / gpus + known.serial_s
+    videos: list[ModelledVideo] = []
+    for attention, masks, strategy, planner in runs:
+        rho, one_s = _of_layers(masks, strategy, planner, spec, hardware)
+        attention_s = passes(spec) * spec.layers * one_s
+        seconds = attention_s + other_s
+        speedup = (videos[0].seconds if videos else seconds) / seconds
+        videos.append(ModelledVideo(attention, str(strategy), planner, rho, attention_s, seconds, speedup))
+    return videos
+
+
+def _of_layers(
+    masks: Sequence[BlockMask], strategy: Strategy, planner: str, spec: ModelSpec, hardware: Hardware
+) -> tuple[float, float]:
+    """Returns ρ_s and the seconds of one attention, means over the masks."""
+    nodes = [rank // (hardware.gpus_per_node or 8) for rank in range(strategy.world)]
+    shape = AttentionShape(1, spec.heads, spec.head_dim)
+    rho, seconds = [], []
+    for mask in masks:
+        layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
+        plan = make_plan(mask, strategy, planner, layout=layout, compare=False)
+        rho.append(plan.rho)
+        seconds.append(predict(plan, shape, hardware, nodes, layout).total_s)
+    return math.fsum(rho) / len(rho), math.fsum(seconds) / len(seconds)
+
+
+def modelled_table(spec: ModelSpec, gpus: int, hardware: Hardware, videos: Sequence[ModelledVideo]) -> TextTable:
+    """Returns the table that a newcomer reads; its last line names the fastest way."""
+    rows = [
+        (
+            *(one.attention, one.strategy, one.planner, f"{one.rho:.3f}"),
+            *(f"{one.attention_s:.1f}", f"{one.seconds:.1f}", f"{one.speedup:.2f}×"),
+        )
+        for one in videos
+    ]
+    best = min(videos, key=lambda one: one.seconds)
+    video = spec.video
+    size = f"{video.num_frames} frames of {video.height}×{video.width}, {in_number(video.steps or 0, 'step')}"
+    return TextTable(
+        f"{spec.name} on {gpus} GPUs ({hardware.name}), modelled: {size}, {spec.tokens:,} tokens",
+        ("attention", "strategy", "planner", "ρ_s", "attention s", "video s", "over dense"),
+        rows,
+        f"fastest, modelled: {best.attention} {best.strategy}, {best.planner}: {best.seconds:.0f} s, dense Ulysses "
+        f"{videos[0].seconds:.0f} s\nnot measured: synthetic masks, constants of {hardware.name}; dbsp bench measures "
+        "your GPUs",
+        left=("attention", "strategy", "planner"),
+    )

@@ -1,1 +1,0 @@
-"""Constants of machines that come with db-SP, as YAML files, for the latency model."""

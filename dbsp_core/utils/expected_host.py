@@ -1,0 +1,73 @@
+"""What a plug-in uses of its host beyond the host's interface, looked for before anything of the host is wrapped."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from dbsp_core.utils.process import installed_version
+from dbsp_kernels.errors import page
+
+__all__ = ["ExpectedHost", "is_defined"]
+
+
+@dataclass(frozen=True)
+class ExpectedHost:
+    """The release of a host that a plug-in was written for, and what it takes from it.
+
+    Attributes:
+        name: Name in messages.
+        package: Name for pip.
+        version: Release, of which 0.30 admits 0.30.1. None if the host has no releases.
+        names: Functions, classes and attributes as "module:Class.attribute".
+    """
+
+    name: str
+    package: str
+    version: str | None
+    names: tuple[str, ...]
+
+    def problem(self) -> str | None:
+        """Returns in one line how the installed host differs, or None; reads its source and imports none of it."""
+        found = installed_version(self.package) or "of unknown version"
+        fix = f"install a version that {page('engines')} names"
+        if self.version is not None and not f"{found}.".startswith(f"{self.version}."):
+            return f"db-SP expects {self.name} {self.version}, and this is {found}; {fix}"
+        missing = [name for name in self.names if not is_defined(name)]
+        if missing:
+            return f"db-SP expects {', '.join(missing)}, which this {self.name} ({found}) does not define; {fix}"
+        return None
+
+
+def is_defined(name: str) -> bool:
+    """Returns True if the source of "module:Class.attribute" defines or imports it, or a method sets the attribute."""
+    module, _, inside = name.partition(":")
+    scope = _tree_of(module)
+    for part in inside.split("."):
+        nodes = () if scope is None else ast.walk(scope)
+        scope = next((node for node in nodes if _defines(node, part)), None)
+    return scope is not None
+
+
+@lru_cache(maxsize=1)
+def _tree_of(module: str) -> ast.AST | None:
+    package, *folders = module.split(".")
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], *folders)
+    file = next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
+    return None if file is None else ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return node.name == name
+    if isinstance(node, ast.alias):
+        return (node.asname or node.name) == name
+    if isinstance(node, ast.Name):
+        return node.id == name and isinstance(node.ctx, ast.Store)
+    return isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)

@@ -1,0 +1,216 @@
+"""Hooks on SGLang Diffusion's Wan: its self-attention hands this rank's shard to the session of its transformer.
+
+SGLang has a closed list of attention backends; what it has for third parties are hooks on functions that they name.
+Each worker calls `register`, entry point `sglang.multimodal_gen.plugins`, and puts the hooks on itself, until it ends.
+SGLang's layer keeps everything else: with `skip_sequence_parallel` it calls its kernel with the shard as it is, and
+the kernel is `DbspImpl`. What hooks need is imported when a hook runs: before, SGLang forbids it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.engine_session import CONFIG_VARIABLE, EngineSession
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.expected_host import ExpectedHost
+from dbsp_core.utils.process import not_compiled
+
+__all__ = ["EXPECTED", "DbspImpl", "attach", "register"]
+
+_within_block: ContextVar[bool] = ContextVar("_within_block", default=False)
+_SESSION = "_dbsp_session"
+"""Attribute of a transformer that `attach` has served."""
+_INSTEAD = "unset DBSP_CONFIG to run this model without db-SP"
+
+
+class DbspImpl:
+    """What SGLang's attention layer calls as its kernel: one layer of a session, once `attach` has given it one."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.session: EngineSession | None = None
+        self.layer = -1
+
+    @not_compiled
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any = None) -> torch.Tensor:
+        """Attention of [B, this rank's tokens, H, D], padding of the last rank included, which is no key."""
+        if self.session is None:
+            raise UserError(f"SGLang has not loaded this transformer as part of a pipeline; {_INSTEAD}")
+        return self.session.attend(self.layer, query, key, value, self.scale)
+
+
+def _make_block(original: Callable[..., None], block: Any, *args: Any, prefix: str = "", **options: Any) -> None:
+    """Around WanTransformerBlock.__init__: gives its self-attention db-SP's kernel, if it is only a softmax."""
+    within = _within_block.set(True)
+    try:
+        original(block, *args, prefix=prefix, **options)
+    finally:
+        _within_block.reset(within)
+    from sglang.multimodal_gen.runtime.layers.attention.layer import USPAttention
+
+    attention = block.attn1
+    if type(attention) is USPAttention:
+        attention.attn_impl = DbspImpl(attention.softmax_scale)
+        attention._attn_impl_by_backend = {attention.backend: attention.attn_impl}
+        attention._required_attention_backend = attention.backend  # so that no request names another
+
+
+def _make_attention(
+    original: Callable[..., None], attention: Any, *args: Any, is_cross_attention: bool = False, **options: Any
+) -> None:
+    """Around USPAttention.__init__: a Wan block's self-attention exchanges nothing, so a ring needs no LSE."""
+    if _within_block.get() and not is_cross_attention:
+        options["skip_sequence_parallel"] = True
+    original(attention, *args, is_cross_attention=is_cross_attention, **options)
+
+
+def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Around build_pipeline, which each worker calls once: a session for each of its transformers. Collective.
+
+    Raises:
+        UserError: On all ranks, for a transformer that is not served, which SGLang would run dense.
+    """
+    from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
+    from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    pipeline = original(*args, **options)
+    kinds = tuple(TransformerLoader.component_names)
+    transformers = [module for name, module in pipeline.modules.items() if name.startswith(kinds)]
+    role = getattr(get_global_server_args(), "disagg_role", RoleType.MONOLITHIC)
+    if not transformers and role in (RoleType.MONOLITHIC, RoleType.DENOISER):
+        raise UserError(f"db-SP serves SGLang's own Wan, and this is {type(pipeline).__name__}; {_INSTEAD}")
+    for transformer in transformers:
+        attach(transformer)
+    return pipeline
+
+
+def attach(transformer: Any) -> None:
+    """Gives a transformer its session. Collective. Raises UserError, on all ranks, for one that is not served."""
+    from sglang.multimodal_gen.runtime.distributed.parallel_state import (
+        get_ring_parallel_world_size,
+        get_sp_group,
+        get_tp_world_size,
+        get_ulysses_parallel_world_size,
+    )
+    from sglang.multimodal_gen.runtime.models.dits.wanvideo import WanTransformer3DModel
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    if type(transformer) is not WanTransformer3DModel:
+        raise UserError(f"db-SP serves SGLang's own Wan, and this is {_name(transformer)}; {_INSTEAD}")
+    kernels: list[DbspImpl] = []
+    for block in transformer.blocks:
+        kernel = getattr(block.attn1, "attn_impl", None)
+        if not isinstance(kernel, DbspImpl):
+            raise UserError(
+                f"this Wan's self-attention is {_name(block.attn1)} in {_name(block)}, which has parts besides its "
+                "softmax; leave out --attention-backend video_sparse_attn, or unset DBSP_CONFIG for an SLA checkpoint"
+            )
+        kernels.append(kernel)
+    settings = get_global_server_args()
+    if get_tp_world_size() > 1:
+        raise UserError("db-SP does not go with SGLang's tensor parallelism; set --tp-size 1")
+    if getattr(settings, "kv_gather_degree", 1) > 1 and not getattr(settings, "sp_split_auto", False):
+        raise UserError("db-SP takes Ulysses × ring, not K/V gathering; set --ulysses-degree, not --kv-gather-degree")
+    if getattr(settings, "enable_breakable_cuda_graph", False):
+        raise UserError("CUDA graphs repeat a pass without its step; leave out --enable-breakable-cuda-graph")
+    strategy = Strategy(get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
+    ranks = get_sp_group()
+    group = SequenceGroup.of(ranks.device_group) if ranks.world_size > 1 else SequenceGroup(0, 1)
+    session = EngineSession(group, strategy, transformer.blocks[0].local_num_heads, len(kernels))
+    for layer, kernel in enumerate(kernels):
+        kernel.session, kernel.layer = session, layer
+    setattr(transformer, _SESSION, session)
+
+
+def _begin_pass(
+    original: Callable[..., Any], model: Any, hidden_states: torch.Tensor, *args: Any, **options: Any
+) -> Any:
+    """Around WanTransformer3DModel.forward."""
+    _begin(model, hidden_states)
+    return original(model, hidden_states, *args, **options)
+
+
+def _skip_together(original: Callable[..., bool], model: Any, **options: Any) -> bool:
+    """Around TeaCache's decision, by a rank's own timesteps: all ranks skip a pass, or none. Collective."""
+    skip = original(model, **options)
+    return bool(getattr(model, _SESSION).all_agree(skip)) if model.enable_teacache else skip
+
+
+@not_compiled
+def _begin(model: Any, hidden_states: torch.Tensor) -> None:
+    from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
+
+    session: EngineSession | None = getattr(model, _SESSION, None)
+    if session is None:
+        return  # which its first attention refuses
+    context = get_forward_context()
+    request = context.forward_batch
+    frames, height, width = (n // p for n, p in zip(hidden_states.shape[2:], model.patch_size, strict=True))
+    ranks = session.session.group.size
+    if ranks > 1 and not request.enable_sequence_shard:
+        if not getattr(request, "did_sp_shard_latents", False):
+            raise UserError("SGLang gave every rank the whole video; leave out --enable-sequence-shard false")
+        frames *= ranks  # of its own a rank has
+    negative = getattr(request, "is_cfg_negative", None)
+    branch = None if negative is None else int(negative)
+    session.begin(Video((frames, height, width)), hidden_states.device, int(context.current_timestep), branch)
+
+
+def _name(thing: Any) -> str:
+    return f"{type(thing).__module__.partition('.')[0]}'s {type(thing).__name__}"
+
+
+_RUNTIME = "sglang.multimodal_gen.runtime"
+_LAYER = f"{_RUNTIME}.layers.attention.layer:USPAttention"
+_WAN = f"{_RUNTIME}.models.dits.wanvideo"
+_HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_WAN}:WanTransformerBlock.__init__": _make_block,
+    f"{_LAYER}.__init__": _make_attention,
+    f"{_WAN}:WanTransformer3DModel.forward": _begin_pass,
+    f"{_WAN}:WanTransformer3DModel.should_skip_forward_for_cached_states": _skip_together,
+    f"{_RUNTIME}.pipelines_core:build_pipeline": _attach_pipeline,
+}
+"""Functions of SGLang, and what each is wrapped in."""
+_OF_LAYERS = ("attn_impl", "backend", "softmax_scale", "_attn_impl_by_backend", "_required_attention_backend")
+_OF_GROUPS = ("get_sp_group", "get_tp_world_size", "get_ulysses_parallel_world_size", "get_ring_parallel_world_size")
+EXPECTED = ExpectedHost(
+    "SGLang",
+    package="sglang",
+    version="0.5.23",
+    names=(
+        *_HOOKS,
+        *(f"{_LAYER}.{name}" for name in _OF_LAYERS),
+        *(f"{_RUNTIME}.distributed.parallel_state:{name}" for name in _OF_GROUPS),
+        f"{_RUNTIME}.disaggregation.roles:RoleType.DENOISER",
+        f"{_RUNTIME}.loader.component_loaders.transformer_loader:TransformerLoader.component_names",
+        f"{_RUNTIME}.managers.forward_context:get_forward_context",
+        f"{_RUNTIME}.platforms.plugins:plugin_hook",
+        f"{_RUNTIME}.server_args:get_global_server_args",
+    ),
+)
+
+
+def register() -> None:
+    """Registers the hooks if $DBSP_CONFIG names a configuration; without it nothing changes.
+
+    Raises:
+        SystemExit: For another SGLang than expected. SGLang logs other errors of plug-ins and goes on, and would run
+            dense attention where a mask was asked for.
+    """
+    if not os.environ.get(CONFIG_VARIABLE):
+        return
+    if problem := EXPECTED.problem():
+        raise SystemExit(f"{problem}, or unset {CONFIG_VARIABLE} to run without db-SP")
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookType, plugin_hook
+
+    for target, wrapper in _HOOKS.items():
+        plugin_hook(target.replace(":", "."), HookType.AROUND)(wrapper)

@@ -1,0 +1,207 @@
+"""Attention backend DBSP of vLLM-Omni: each layer hands its rank's shard to the session of its transformer.
+
+`dbsp_engines.vllm_omni_plugin` makes it known, and calls `attach` once a pipeline has been loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm_omni.diffusion.attention.backends.abstract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    VideoTokenLayout,
+)
+from vllm_omni.diffusion.attention.layer import Attention
+from vllm_omni.diffusion.attention.selector import get_attn_backend_for_role
+from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.distributed.parallel_state import get_sp_group
+from vllm_omni.diffusion.forward_context import get_forward_context
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.steps import StepClock
+from dbsp_core.runtime.engine_session import QKV, EngineLayout, EngineSession
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import not_compiled
+from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.patching import signature_of
+
+__all__ = ["DbspBackend", "DbspImpl", "attach"]
+
+_AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
+"""Values of `cache_backend`: by all ranks' tokens (tea, sea), by the step (mag), or polled (cache-dit)."""
+_JOINT = {"Flux2Transformer2DModel", "QwenImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"}
+"""Classes whose text every rank has whole. They take diffusers' arguments, and diffusers' entries read them."""
+
+
+class DbspTransformer:
+    """One transformer: told of each forward pass by a hook, of each layer's attention by `DbspImpl`."""
+
+    def __init__(self, module: torch.nn.Module, session: EngineSession) -> None:
+        self._session = session
+        self._joint = not _JOINT.isdisjoint(cls.__name__ for cls in type(module).__mro__)
+        self._begun = False
+        module.register_forward_pre_hook(self._pass, with_kwargs=True)
+
+    @torch.compiler.disable
+    def _pass(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._begun = self._joint
+        if self._joint:
+            architecture, inputs = architecture_of(module), signature_of(module).bind(*args, **kwargs).arguments
+            tokens = architecture.sequence(module, inputs)
+            tokens.require_grid(self._session.session.config.mask)
+            layout = EngineLayout(tokens.thw, text=tokens.text, text_last=architecture.text == "last")
+            self._begin(layout, inputs["hidden_states"].device, tokens.timestep)
+        cache = vars(module).get("_context_manager")  # cache-dit's
+        if cache is not None and "can_cache" not in vars(cache):
+            cache.can_cache = functools.partial(self._all_can, cache.can_cache)
+
+    @torch.compiler.disable
+    def _all_can(self, can_cache: Callable[..., bool], *args: Any, **options: Any) -> bool:
+        """Polls all ranks for cache-dit's decision, which looks at one rank's tokens: all skip a layer, or none."""
+        return self._session.all_agree(can_cache(*args, **options))
+
+    def attend(self, layer: int, qkv: QKV, metadata: AttentionMetadata | None, scale: float) -> torch.Tensor:
+        """Attention of q, k and v [B, this rank's tokens, H, D]; see `DbspImpl.forward`."""
+        if not self._begun:
+            self._begin(_published(metadata, qkv[0].shape[1]), qkv[0].device)
+            self._begun = True
+        text: QKV | None = None
+        if metadata is not None and metadata.joint_query is not None:
+            text = metadata.joint_query, metadata.joint_key, metadata.joint_value
+        elif self._joint:  # one rank, which has it in its sequence
+            qkv, text = self._session.without_text(qkv)
+        return self._session.attend(layer, *qkv, scale=scale, text=text)
+
+    def _begin(self, layout: EngineLayout, device: torch.device, timestep: Any = None) -> None:
+        self._session.begin(layout, device, get_forward_context().denoise_step_idx, timestep=timestep)
+
+
+def _published(metadata: AttentionMetadata | None, shard: int) -> EngineLayout:
+    """What a model says of its sequence: [prefix | video | padding]; of several, only the target is video here."""
+    layout = (metadata and metadata.video_layout) or VideoTokenLayout()
+    targets = [span for span in layout.video_spans if span.role == "target"]
+    first = targets[-1].start if targets else layout.prefix_len or 0
+    thw = targets[-1].latent_grid if targets else layout.latent_grid
+    if thw is None:
+        raise UserError(
+            "this model publishes no grid of video tokens (video_layout), which masks need; DBSP serves vLLM-Omni's "
+            "Wan, MiniMax-H3, HunyuanVideo-1.5, Qwen-Image and Flux.2; use another attention backend for others"
+        )
+    end = first + math.prod(thw)
+    return EngineLayout(tuple(thw), first, (layout.used_len or end) - end, shard)
+
+
+class DbspImpl(AttentionImpl[AttentionMetadata]):
+    """The self-attention of one layer. Its communication is its own: see `attach`."""
+
+    def __init__(self, num_heads: int, head_size: int, softmax_scale: float, prefix: str = "", **_: Any) -> None:
+        self.scale, self.where = softmax_scale, prefix or "this attention"
+        self.transformer: DbspTransformer | None = None
+        self.layer = -1
+
+    @not_compiled
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """Attention of [B, this rank's tokens, H, D], padding of the last rank included, which no token attends to.
+
+        Text that all ranks have (joint_query and so on) is attended over with them, and is in the output where
+        joint_strategy says. Masks are not read: by contract they hide padding alone.
+        """
+        if self.transformer is None:
+            raise UserError(f"{self.where}: vLLM-Omni has not loaded this transformer as part of a pipeline")
+        return self.transformer.attend(self.layer, (query, key, value), attn_metadata, self.scale)
+
+
+class DbspBackend(AttentionBackend):
+    """What vLLM-Omni asks of a backend."""
+
+    @classmethod
+    def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
+        return True  # of padding, which is never a key here
+
+    @classmethod
+    def supports_packed_mask_free(cls) -> bool:
+        return True
+
+    @staticmethod
+    def get_name() -> str:
+        return "DBSP"
+
+    @staticmethod
+    def get_impl_cls() -> type[DbspImpl]:
+        return DbspImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        return AttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> None:
+        return None
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        return []  # any
+
+
+def attach(transformer: torch.nn.Module, config: OmniDiffusionConfig, clock: StepClock) -> None:
+    """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
+
+    Their exchange of vLLM-Omni's own is switched off: a layer hands over its rank's shard as it is. Attention outside
+    the sharded sequence, such as that of MiniMax-H3's token refiner, gets vLLM-Omni's default backend.
+    """
+    attentions = [one for one in transformer.modules() if isinstance(one, Attention)]
+    layers = [one for one in attentions if isinstance(one.attention, DbspImpl)]
+    for layer in [one for one in layers if one.skip_sequence_parallel]:
+        _give_back(layer)
+        layers.remove(layer)
+    if not layers:
+        return
+    for layer in layers:
+        _require_served(layer)
+    parallel = config.parallel_config
+    if getattr(parallel, "allgather_degree", 1) > 1:
+        raise UserError("DBSP takes Ulysses × Ring, not AllGather-KV; set --allgather-degree 1 and --usp or --ring")
+    world = parallel.sequence_parallel_size or 1
+    if world > 1 and (config.cache_backend or "none") not in _AGREEING_CACHES:
+        raise UserError(
+            f"db-SP does not know whether cache_backend {config.cache_backend} skips the same layers on all ranks; "
+            f"set it to one of {', '.join(_AGREEING_CACHES)}, or name another attention backend"
+        )
+    group = SequenceGroup.of(get_sp_group().device_group) if world > 1 else SequenceGroup(0, 1)
+    strategy = Strategy(parallel.ulysses_degree or 1, parallel.ring_degree or 1)
+    session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock)
+    attached = DbspTransformer(transformer, session)
+    for index, layer in enumerate(layers):
+        layer.attention.transformer, layer.attention.layer = attached, index
+        layer.parallel_strategy = layer._no_parallel_strategy
+
+
+def _give_back(layer: Attention) -> None:
+    """Gives a layer what it has where no backend is named."""
+    layer.attn_backend, _ = get_attn_backend_for_role(layer.role, layer.head_size)
+    names = ("num_heads", "head_size", "softmax_scale", "causal", "num_kv_heads", "qkv_layout", "prefix", "role")
+    layer.attention = layer.attn_backend.get_impl_cls()(**{name: getattr(layer, name) for name in names})
+
+
+def _require_served(layer: Attention) -> None:
+    reasons = {
+        f"is {layer.role} attention": layer.role != "self",
+        "is causal": layer.causal,
+        "has fewer key than query heads": layer.num_kv_heads != layer.num_heads,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        problem = f"{layer.prefix or 'an attention'} {reason}, which DBSP does not support"
+        raise UserError(f"{problem}; name DBSP in per_role.self.backend alone, or use another backend")

@@ -1,1 +1,0 @@
-"""db-SP in SGLang Diffusion, which finds it by entry point `sglang.multimodal_gen.plugins`."""

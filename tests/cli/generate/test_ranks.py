@@ -1,0 +1,165 @@
+"""The ranks of a command: what each launcher says by its own variables, how many are started, which one failed."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dbsp_cli.generate import ranks
+from dbsp_cli.generate.ranks import Place, processes_here
+from dbsp_cli.generate.request import GenerationRequest, resolve
+from dbsp_core.comm.groups import BROKE_OFF
+from dbsp_core.utils.errors import UserError
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "4321",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.fixture
+def exported(monkeypatch):
+    """exported(place, gpus): the variables that a rank leaves for torch.distributed."""
+
+    def variables(place: Place, gpus: int) -> dict[str, str]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        for name in (*TORCHRUN, *MEETING):
+            monkeypatch.setenv(name, "")  # restored after the test
+        place.export()
+        return {name: os.environ[name] for name in (*TORCHRUN, *MEETING)}
+
+    return variables
+
+
+class TestJoining:
+    @pytest.mark.parametrize(
+        ("environment", "local_world", "address", "port"),
+        [
+            (TORCHRUN | MEETING, 2, "node0", 1234),
+            (SLURM, 2, "gpu07", 29500 + 321),
+            (SLURM | MEETING, 2, "node0", 1234),
+            (SLURM | {"SLURM_JOB_ID": "x", "MASTER_PORT": ""}, 2, "gpu07", 29500),
+            (OPEN_MPI, 4, "127.0.0.1", 29500),
+            (MPICH | {"MASTER_ADDR": "node0"}, 2, "node0", 29500),
+        ],
+    )
+    def test_each_launcher_is_understood(self, exported, environment, local_world, address, port):
+        place = Place.of(environment)
+        assert place == Place(3, 4, 1, local_world, address, port)
+        assert exported(place, gpus=8) == {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": str(local_world),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+
+    @pytest.mark.parametrize(
+        ("nodes", "first"),
+        [("node0", "node0"), ("a,b[1-2]", "a"), ("n[3,5-7]", "n3"), ("n[01-16],m1", "n01"), ("r[1-2]n[1-4]", "r1n")],
+    )
+    def test_ranks_of_slurm_meet_on_the_first_node(self, nodes, first):
+        assert Place.of(SLURM | {"SLURM_STEP_NODELIST": nodes}).address.startswith(first)
+
+    @pytest.mark.parametrize(
+        "environment",
+        [
+            {},
+            {"RANK": "0", "WORLD_SIZE": "2"},  # of a pod, in which torchrun is yet to be started
+            {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},  # the batch script itself
+            TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            TORCHRUN | {"WORLD_SIZE": "²"},
+            TORCHRUN | {"WORLD_SIZE": "9" * 5000},  # more digits than Python reads
+        ],
+    )
+    def test_a_process_that_is_alone_joins_nobody(self, environment):
+        assert Place.of(environment) is None
+
+    def test_a_gpu_bound_to_its_rank_is_the_first_one_that_it_sees(self, exported):
+        place = Place.of(SLURM)
+        assert exported(place, gpus=1)["LOCAL_RANK"] == "0"
+        assert exported(place, gpus=0)["LOCAL_RANK"] == "1"
+        with pytest.raises(UserError, match="5 ranks were started on this node, which has 4 GPUs"):
+            exported(Place(1, 5, 1, 5, "a", 1), gpus=4)
+
+    def test_nowhere_to_meet_is_the_users_to_mend(self):
+        with pytest.raises(UserError, match="set MASTER_ADDR to rank 0's"):
+            Place.of(MPICH)
+
+    @pytest.mark.parametrize("port", ["http", "0", "65536", "9" * 5000], ids=lambda port: port[:9])
+    def test_a_port_that_is_none_is_the_users_to_mend(self, port):
+        with pytest.raises(UserError, match=f"^MASTER_PORT='{port}' is no port"):
+            Place.of(TORCHRUN | MEETING | {"MASTER_PORT": port})
+
+    def test_heads_are_divided_within_a_node_and_blocks_between_nodes(self, tmp_path):
+        asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
+        assert str(resolve(asked, Place.of(SLURM)).config.strategy) == "U2R2"
+
+
+class TestStarting:
+    @pytest.mark.parametrize(("gpus", "given", "count"), [(0, None, 1), (0, 3, 3), (8, None, 8), (8, 2, 2), (1, 1, 1)])
+    def test_there_is_a_rank_for_each_gpu(self, monkeypatch, gpus, given, count):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        assert processes_here(given) == count
+
+    def test_a_gpu_serves_one_rank(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(UserError, match="--nproc 3 is more than the 2 GPUs of this machine; a GPU serves one"):
+            processes_here(3)
+
+
+LOST = f"CommunicationError: {BROKE_OFF}: one of the other ranks may have died"
+"""The last words of a rank whose neighbour is gone."""
+
+
+class TestExplaining:
+    """torchrun says which ranks had failed when it saw the first, and the files what they said; rank 0 has said it."""
+
+    @staticmethod
+    def explain(folder, codes: dict[int, int], said: dict[int, str]) -> int:
+        for rank, text in said.items():
+            log = folder / "run" / "attempt_0" / str(rank) / "stderr.log"
+            log.parent.mkdir(parents=True)
+            log.write_text(text)
+        return ranks._explain({rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}, folder)
+
+    def test_a_killed_rank_is_named_with_its_last_words(self, tmp_path, capsys):
+        assert self.explain(tmp_path, {0: 1, 1: -9, 2: 1, 3: -15}, {1: "step 1\nstep 2", 2: LOST}) == 1
+        assert capsys.readouterr().err == (
+            "dbsp: rank 1 failed (exit code -9: killed; out of memory? see dmesg); the end of its output:\n"
+            "step 1\nstep 2\n"
+        )
+
+    def test_a_rank_that_missed_another_is_not_blamed(self, tmp_path, capsys):
+        assert self.explain(tmp_path, {0: 1, 1: 1, 2: -15}, {1: LOST}) == 1
+        assert capsys.readouterr().err == "", "rank 0 has the terminal"
+
+    def test_a_rank_that_said_nothing(self, tmp_path, capsys):
+        assert self.explain(tmp_path, {0: -15, 2: 7}, {}) == 7
+        assert capsys.readouterr().err == "dbsp: rank 2 failed (exit code 7)\n"
+
+    def test_rank_0_that_was_killed_is_named(self, tmp_path, capsys):
+        assert self.explain(tmp_path, {0: -9, 1: 1}, {1: LOST}) == 1
+        assert "rank 0 failed (exit code -9: killed; out of memory? see dmesg)\n" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("first", [2, -15])
+    def test_a_mistake_of_the_users_is_one_line_of_one_rank(self, tmp_path, capsys, first):
+        text = "a warning\ndbsp: error: yours to mend\n"
+        assert self.explain(tmp_path, {0: first, 1: 2}, {1: text}) == 2
+        assert capsys.readouterr().err == ("" if first == 2 else "dbsp: error: yours to mend\n")
+
+    def test_control_characters_are_shown(self, tmp_path, capsys):
+        assert self.explain(tmp_path, {1: 1}, {1: "\x1b[31mred"}) == 1
+        assert "\\x1b[31mred" in capsys.readouterr().err

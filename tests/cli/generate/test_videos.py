@@ -1,0 +1,269 @@
+"""Videos of one rank, made in this process: shipped configurations, images, a video, LoRA, a cache, reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from safetensors.torch import load_file, save_file
+
+from dbsp_cli.generate import videos
+from dbsp_cli.generate.pipeline import Features
+from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
+from dbsp_cli.generate.videos import make_videos
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_core import BlockMask, save_mask
+from dbsp_core.sources import DenseSource, MaskRequest
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.yaml_file import read_settings, shipped_configs
+from dbsp_diffusers.attached import transformers_of
+from tests.support.single_process import attach_single_process
+
+FILES = {path.stem: path for path in sorted(shipped_configs().glob("tiny-*.yaml"))}
+TOKENS = {"tiny-wan": ((9, 7, 13), 12, 0), "tiny-cogvideox": ((3, 6, 10), 6, 226)}
+PROMPT = "a red ball bounces over a blue floor"
+SIZES = {"height": 64, "width": 96, "num_frames": 17, "steps": 2, "guidance_scale": 2.0}
+SMALL = tuple(f"generate.{name}={value}" for name, value in SIZES.items())
+MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def decided(folder: Path, **given: object) -> Generation:
+    usual = {"config": "tiny-wan", "prompt": PROMPT, "seed": 7, "out": str(folder / "ball.mp4"), "changes": SMALL}
+    return resolve(GenerationRequest(**usual | given), Place())
+
+
+def movie(path: Path) -> tuple[tuple[int, int], int]:
+    """((width, height), frames) of an mp4, read back."""
+    with imageio.get_reader(path, "ffmpeg") as reader:
+        frames = [frame.shape[:2] for frame in reader]
+    assert len(set(frames)) == 1
+    return (frames[0][1], frames[0][0]), len(frames)
+
+
+def latents_of(report: Path) -> torch.Tensor:
+    return load_file(report / "latents.safetensors")["latents"]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def save_masks_of_the_users(model: str, file: Path) -> None:
+    """Masks of the right size, which are the user's to supply."""
+    thw, heads, text = TOKENS[model]
+    grid = DenseSource(block_q=64, block_k=64).grid(MaskRequest(0, heads, thw, text_tokens=text))
+    bits = torch.rand(heads, grid.nq, grid.nk, generator=torch.Generator().manual_seed(0)) < 0.5
+    save_mask(file, BlockMask(bits, grid))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_shipped_tiny_configuration_makes_a_video(tmp_path, name):
+    settings = read_settings(FILES[name], "configuration file").values
+    changes = ["generate.steps=1"]
+    if settings["mask"]["source"] == "paro":
+        save_masks_of_the_users(settings["model"], tmp_path / "masks.safetensors")
+        changes.append(f"mask.path={tmp_path / 'masks.safetensors'}")
+    (did,) = make_videos(decided(tmp_path, config=name, prompt="a red ball", changes=changes))
+    assert movie(tmp_path / "ball.mp4")[1] == settings.get("generate", {}).get("num_frames", 17) or did is not None
+    assert did.world_size == 1
+
+
+@pytest.mark.parametrize("model", ["wan-vace", "wan-i2v", "wan2.2", "wan from a video"])
+def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
+    """Stock diffusers, with the same masks, in this process."""
+    import diffusers
+
+    # 1. As the command makes it.
+    pictures = []
+    for number in range({"wan-vace": 2, "wan-i2v": 1}.get(model, 0)):
+        pixels = np.random.RandomState(number).rand(70, 110, 3) * 255
+        Image.fromarray(pixels.astype("uint8")).save(tmp_path / f"{number}.png")
+        pictures.append(tmp_path / f"{number}.png")
+    video = tmp_path / "from.mp4" if model == "wan from a video" else None
+    if video is not None:
+        frames = [np.full((64, 96, 3), 15 * number, dtype=np.uint8) for number in range(17)]
+        imageio.mimwrite(video, frames, fps=16)
+    settings = tuple(f"mask.{key}={value}" for key, value in MASK.items())
+    settings += (*SMALL, "generate.dtype=float32", "generate.flow_shift=3.0")
+    name = model.partition(" ")[0]
+    asked = {"config": None, "model": f"tiny-{name}", "images": pictures, "video": video, "changes": settings}
+    (did,) = make_videos(decided(tmp_path, report=tmp_path / "report", **asked))
+    assert movie(tmp_path / "ball.mp4") == ((SIZES["width"], SIZES["height"]), SIZES["num_frames"])
+    assert did.model == f"tiny-{name}" or did.model.startswith(f"tiny-{name}, layers")
+    # 2. As diffusers does.
+    cls = diffusers.DiffusionPipeline if video is None else diffusers.WanVideoToVideoPipeline
+    pipe = cls.from_pretrained(make_tiny(name, tmp_path / "tiny"), local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    for transformer in transformers_of(pipe).values():
+        attach_single_process(transformer, {"mask": MASK})
+    call = {{"steps": "num_inference_steps"}.get(key, key): value for key, value in SIZES.items()}
+    fitted = [ImageOps.fit(Image.open(one), (96, 64), Image.Resampling.LANCZOS) for one in pictures]
+    call |= dict(zip(("image", "last_image"), fitted, strict=False))
+    if model == "wan-vace":
+        between = [Image.new("RGB", (96, 64), (128, 128, 128))] * 15
+        call |= {"video": [fitted[0], *between, fitted[1]]}
+        call |= {"mask": [Image.new("L", (96, 64), level) for level in (0, *[255] * 15, 0)]}
+        del call["image"], call["last_image"]
+    if video is not None:
+        call |= {"video": diffusers.utils.load_video(str(video))}
+        del call["num_frames"]
+    generator = torch.Generator().manual_seed(7)
+    expected = pipe(prompt=PROMPT, negative_prompt="", output_type="latent", generator=generator, **call).frames
+    assert float((latents_of(tmp_path / "report") - expected).abs().max()) <= 1e-5
+
+
+def test_several_videos_are_those_of_their_seeds(tmp_path):
+    asked = {"out": str(tmp_path / "{seed}.mp4"), "report": tmp_path / "report", "videos": 2}
+    first, second = make_videos(decided(tmp_path, **asked))
+    assert names(tmp_path) == {"7.mp4", "8.mp4", "report"}
+    assert names(tmp_path / "report") == {"7", "8"}
+    assert first.calls.layer == second.calls.layer
+    make_videos(decided(tmp_path, seed=8, out=str(tmp_path / "alone.mp4"), report=tmp_path / "alone"))
+    assert torch.equal(latents_of(tmp_path / "report" / "8"), latents_of(tmp_path / "alone"))
+    assert not torch.equal(latents_of(tmp_path / "report" / "7"), latents_of(tmp_path / "alone"))
+
+
+def test_lora_weights_of_zero_change_nothing_and_others_do(tmp_path):
+    pytest.importorskip("peft")
+    width = 12 * 24
+    random = torch.Generator().manual_seed(0)
+    key = "transformer.blocks.0.attn1.to_q.lora_"
+    weights = {f"{key}A.weight": torch.randn(4, width, generator=random)}
+    save_file(weights | {f"{key}B.weight": torch.randn(width, 4, generator=random)}, tmp_path / "lora.safetensors")
+    found = {}
+    for name, lora in (("none", ()), ("zero", ("=0",)), ("whole", ("",)), ("half", ("=0.5",))):
+        features = Features(lora=tuple(f"{tmp_path / 'lora.safetensors'}{weight}" for weight in lora))
+        brief = (*SMALL, "generate.steps=1", "generate.guidance_scale=1.0")
+        make_videos(decided(tmp_path, features=features, report=tmp_path / name, changes=brief))
+        found[name] = latents_of(tmp_path / name)
+    assert torch.equal(found["none"], found["zero"])
+    assert len({float(one.double().sum()) for one in found.values()}) == 3
+    save_file({"nothing.of.it": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match=r"^--lora .*other.safetensors cannot be loaded into WanPipeline \("):
+        make_videos(decided(tmp_path, features=Features(lora=(str(tmp_path / "other.safetensors"),))))
+
+
+def test_a_cache_that_takes_every_step_for_the_same_computes_the_first_alone(tmp_path):
+    changes = (*SMALL, "generate.steps=4")
+    (whole,) = make_videos(decided(tmp_path, changes=changes))
+    (cached,) = make_videos(decided(tmp_path, changes=changes, features=Features(cache="first-block=1000")))
+    assert whole.totals.calls == 4 * 4 * 2, "layers, steps, and two passes of guidance"
+    assert cached.totals.calls == (4 + 3) * 2, "of later steps, the first block"
+
+
+def test_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
+    from diffusers import WanTransformer3DModel
+
+    seen = []
+    monkeypatch.setattr(
+        WanTransformer3DModel, "compile_repeated_blocks", lambda self: seen.append(self.forward.__module__)
+    )
+    make_videos(decided(tmp_path, features=Features(compile=True)))
+    assert len(seen) == 1
+
+
+def test_quantized_weights_are_asked_for_by_transformer(monkeypatch):
+    """No weights: torchao stands in where it is not installed."""
+    import sys
+    import types
+
+    from dbsp_cli.generate.pipeline import _quantization
+    from dbsp_core.models.table import TINY_MODELS
+
+    quantization = types.ModuleType("quantization")
+    quantization.Int8WeightOnlyConfig = quantization.Float8WeightOnlyConfig = type("Config", (), {})
+    torchao = types.ModuleType("torchao")
+    torchao.quantization = quantization
+    monkeypatch.setitem(sys.modules, "torchao", torchao)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", quantization)
+    monkeypatch.setattr("diffusers.TorchAoConfig", lambda kind: {"quant_type": kind})
+    monkeypatch.setattr("diffusers.PipelineQuantizationConfig", lambda quant_mapping: quant_mapping)
+    assert set(_quantization("int8", TINY_MODELS["wan"])) == {"transformer"}
+    assert set(_quantization("fp8", TINY_MODELS["wan2.2"])) == {"transformer", "transformer_2"}
+
+
+def test_wans_vae_is_in_float32_and_cogvideox_in_the_dtype_of_all(tmp_path):
+    from dbsp_cli.generate.pipeline import load_pipeline
+    from dbsp_core.models.settings import GenerateSettings
+    from dbsp_core.models.table import TINY_MODELS
+
+    settings = GenerateSettings(dtype="bfloat16")
+    for name, expected in (("wan", torch.float32), ("cogvideox", torch.bfloat16)):
+        folder = str(make_tiny(name, tmp_path / name))
+        pipe = load_pipeline(folder, TINY_MODELS[name], settings, Features(), torch.device("cpu"))
+        assert (pipe.transformer.dtype, pipe.vae.dtype) == (torch.bfloat16, expected)
+
+
+class TestPlaces:
+    @pytest.fixture
+    def pictures(self):
+        return list(np.zeros((3, 16, 16, 3), dtype=np.float32))
+
+    def test_a_link_stays_a_link(self, tmp_path, pictures):
+        (tmp_path / "ball.mp4").symlink_to(tmp_path / "real.mp4")
+        videos._write(pictures, tmp_path / "ball.mp4", 16)
+        assert (tmp_path / "ball.mp4").is_symlink()
+        assert movie(tmp_path / "real.mp4") == ((16, 16), 3)
+        assert names(tmp_path) == {"ball.mp4", "real.mp4"}
+
+    @pytest.mark.parametrize("left", [0, -100], ids=["nothing", "without its end"])
+    def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, left):
+        import diffusers.utils
+
+        export = diffusers.utils.export_to_video
+
+        def cut_short(frames, path, fps):
+            export(frames, path, fps=fps)
+            content = Path(path).read_bytes()
+            Path(path).write_bytes(content[:left])
+
+        monkeypatch.setattr(diffusers.utils, "export_to_video", cut_short)
+        (tmp_path / "ball.mp4").write_bytes(b"an older video")
+        with pytest.raises(OSError, match=r"ball.mp4 could not be written whole; ffmpeg says why above"):
+            videos._write(pictures, tmp_path / "ball.mp4", 16)
+        assert (tmp_path / "ball.mp4").read_bytes() == b"an older video"
+        assert names(tmp_path) == {"ball.mp4"}
+
+    @pytest.mark.parametrize("number", videos._ENDING)
+    def test_a_signal_that_ends_it_while_writing_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, number):
+        import os
+        import signal
+
+        import diffusers.utils
+
+        before = signal.signal(number, signal.SIG_DFL)
+        monkeypatch.setattr(diffusers.utils, "export_to_video", lambda *_, **__: os.kill(os.getpid(), number))
+        (tmp_path / "ball.mp4").write_bytes(b"an older video")
+        with pytest.raises(SystemExit) as ended:
+            videos._write(pictures, tmp_path / "ball.mp4", 16)
+        assert ended.value.code == 128 + number
+        assert signal.signal(number, before) is signal.SIG_DFL, "the handler before is back"
+        assert names(tmp_path) == {"ball.mp4"}
+
+    def test_a_video_without_a_place_is_kept_and_named(self, tmp_path, pictures):
+        (tmp_path / "ball.mp4").mkdir()
+        with pytest.raises(OSError, match=r"cannot be put in its place \(.*it is kept: ") as raised:
+            videos._write(pictures, tmp_path / "ball.mp4", 16)
+        kept = Path(str(raised.value).rpartition(": ")[2])
+        assert movie(kept) == ((16, 16), 3)
+
+    def test_a_report_that_cannot_be_written_is_lacking_and_the_command_exits_with_3(self, tmp_path, dbsp):
+        older = tmp_path / "report" / "report.json"
+        older.parent.mkdir()
+        older.write_text('"an older report"')
+        (tmp_path / "report" / "report.html").mkdir()
+        sizes = [part for change in SMALL for part in ("--set", change)]
+        places = ["--out", tmp_path / "ball.mp4", "--report", tmp_path / "report"]
+        code, out, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", 1, *sizes, *places)
+        assert code == 3
+        assert f"dbsp: no report in {tmp_path / 'report'}: " in err
+        assert out.startswith(f"wrote {tmp_path / 'ball.mp4'}, but no report\n1 video in ")
+        assert older.read_text() == '"an older report"'
+        assert movie(tmp_path / "ball.mp4") == ((96, 64), 17)

@@ -1,0 +1,153 @@
+"""`dbsp bench`: fits recover known constants, and what it writes is what runs use."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+from dbsp_cli.commands import bench
+from dbsp_cli.commands.bench import KernelResult, exact_kernels
+from dbsp_cli.measure import _exchange_constants, fit, uneven_mask
+from dbsp_core import BlockGrid
+from dbsp_core.cost.machine import device_class, kernel_order, load_hardware, measured_file, save_hardware
+from dbsp_kernels import choose_kernel
+from tests.cli.bench_cases import measure_tiny
+
+CPU = torch.device("cpu")
+
+
+class TestFit:
+    def test_it_finds_the_constants_that_made_the_times(self):
+        columns = np.random.default_rng(0).uniform(1, 9, (12, 3)) * [1e6, 1.0, 1e-3]
+        found, error = fit(columns, columns @ [2e-6, 0.5, 300.0])
+        assert found == pytest.approx((2e-6, 0.5, 300.0))
+        assert error == pytest.approx(0, abs=1e-9)
+
+    def test_coefficients_are_never_negative(self):
+        columns = np.array([[1.0, 1], [2, 1], [3, 1], [4, 1]])
+        found, _ = fit(columns, np.array([1.0, 2.9, 5.1, 7.0]))  # a line through (1, 1) of slope 2 cuts below zero
+        assert found[1] == 0
+        assert 1 < found[0] < 2
+
+    def test_what_is_explained_already_is_left_out(self):
+        found, error = fit(np.array([[1.0], [2], [3]]), np.array([5.0, 7, 9]), given=np.full(3, 3.0))
+        assert found == pytest.approx((2.0,))
+        assert error == pytest.approx(0, abs=1e-12)
+
+    def test_relative_errors_count_not_seconds(self):
+        (found,), _ = fit(np.array([[1.0], [1000.0]]), np.array([1.1, 900.0]))
+        assert found == pytest.approx((1 / 1.1 + 1 / 0.9) / (1 / 1.1**2 + 1 / 0.9**2))
+
+    def test_exchanges_give_latency_and_rate_and_what_is_too_short_to_see_is_another_machine_s(self):
+        others, residual = load_hardware("h100").constants, {}
+        line = {size: 2e-4 + size / 2e9 for size in (1 << 12, 1 << 16, 1 << 20)}
+        known = _exchange_constants({"exchange": line, "p2p": dict.fromkeys(line, 1e-4)}, others, residual)
+        assert known["exchange_latency_s"] == pytest.approx(2e-4)
+        assert known["exchange_bytes_per_s"] == pytest.approx(2e9)
+        assert known["p2p_bytes_per_s"] == others.p2p_bytes_per_s
+        assert residual["exchange"] < 1e-6
+
+
+def test_an_uneven_mask_has_its_density_and_a_full_one_all_blocks():
+    grid = BlockGrid.uniform(1024, 16)
+    assert uneven_mask(4, grid, 0.25).density == pytest.approx(0.25, rel=0.05)
+    assert uneven_mask(4, grid, 1.0).density == 1
+    assert uneven_mask(4, grid, 0.0).density == 0
+
+
+def test_kernels_are_ordered_by_speed_and_those_that_were_wrong_once_are_left_out():
+    exact = {"error": 1e-4, "exact": True}
+    found = [
+        KernelResult("triton", (128, 64), **exact, seconds=2.0, speed=1.0),
+        KernelResult("fa4", (128, 64), "it serves blocks of 128×128, not 128×64"),
+        KernelResult("triton", (128, 128), **exact, seconds=2.0, speed=1.0),
+        KernelResult("fa4", (128, 128), **exact, seconds=1.0, speed=2.0),
+        KernelResult("sparge", (128, 64), error=0.1, exact=False, seconds=0.5, speed=4.0),
+    ]
+    assert exact_kernels(found) == ("fa4", "triton")
+    assert exact_kernels(found[:2]) == ("triton",)
+
+
+class TestKernelAuto:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.delenv("DBSP_KERNEL", raising=False)
+
+    def written(self, **changes):
+        here = replace(
+            load_hardware("cpu-demo"), device=device_class("cpu"), exact_kernels=("fa4", "reference", "old")
+        )
+        save_hardware(measured_file("cpu"), replace(here, **changes))
+
+    def test_it_takes_the_measured_order_and_then_its_own(self):
+        assert kernel_order("auto", None, CPU) == "auto"
+        self.written()
+        assert kernel_order("auto", None, CPU) == "fa4,reference,auto"
+        assert choose_kernel("fa4,reference,auto", "cpu", torch.float32).name == "reference"
+        assert choose_kernel("fa4,auto", "cpu", torch.float32).name == "cpu"
+
+    def test_a_named_kernel_and_the_environment_come_first(self, monkeypatch):
+        self.written()
+        assert kernel_order("cpu", None, CPU) == "cpu"
+        monkeypatch.setenv("DBSP_KERNEL", "cpu")
+        assert kernel_order("auto", None, CPU) == "auto"
+
+    def test_what_was_measured_on_another_device_counts_for_nothing(self):
+        self.written(device="NVIDIA H100 80GB HBM3")
+        assert kernel_order("auto", None, CPU) == "auto"
+        assert kernel_order("auto", "h100", CPU) == "auto"
+
+
+def test_one_process_measures_writes_where_runs_look_and_draws(dbsp, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench, "_ON_CPU", (2, 256))
+    code, out, err = dbsp("bench", "tiny-wan", "--picture", tmp_path / "bench.png", "--json")
+    assert code == 0, err
+    assert err.endswith(f"wrote {measured_file('cpu')}\n")
+    assert "rates of exchanges are those of cpu-demo, not measured" in err
+    report = json.loads(out)
+    assert (report["ranks"], report["file"], report["exchanges"]) == (1, str(measured_file("cpu")), {})
+    (cpu,) = report["kernels"]
+    assert (cpu["kernel"], cpu["exact"], cpu["problem"]) == ("cpu", True, None)
+    assert cpu["error"] < 1e-5
+    hardware = load_hardware(measured_file("cpu"))
+    assert hardware.exact_kernels == ("cpu",)
+    assert hardware.sources["flops_per_s"] == "measured"
+    assert hardware.sources["exchange_bytes_per_s"] == load_hardware("cpu-demo").sources["exchange_bytes_per_s"]
+    assert kernel_order("auto", None, CPU) == "cpu,auto"
+    assert imread(tmp_path / "bench.png").shape[1] > 1000
+
+
+def test_two_ranks_measure_exchanges_and_both_strategies(pool):
+    one, other = pool(2).run(measure_tiny)
+    assert one == other, "all ranks know the same"
+    assert one["runs"] == [
+        ("U2R1", "contiguous"),
+        *((strategy, planner) for strategy in ("U2R1", "U1R2") for planner in ("contiguous", "dbsp")),
+    ]
+    assert set(one["exchanges"]) == {"exchange", "p2p"}
+    assert all(np.isfinite(value) for value in one["constants"].values() if value is not None)
+    assert 0 <= one["constants"]["overlap"] <= 1
+    assert set(one["residual"]) == {"compute", "exchange", "p2p", "call"}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("wan2.1-t2v-14c",), "did you mean 'wan2.1-t2v-14b'?"),
+        (("tiny-wan", "--out", "."), "is a folder; give the name of a file"),
+        (("tiny-wan", "--out", "x.png", "--picture", "x.png"), "are the same place"),
+    ],
+)
+def test_a_mistake_is_one_line(dbsp, tmp_path, monkeypatch, words, complaint):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = dbsp("bench", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert complaint in err
+    assert not list(tmp_path.iterdir())
