@@ -31,11 +31,9 @@ def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[st
 
 
 def _compiled(transformer: Any, how: str) -> Any:
-    """Returns what is called of a transformer that is compiled in one of three ways."""
+    """Returns what is called of a transformer that is compiled in one of two ways."""
     if how == "blocks":
         transformer.compile_repeated_blocks(fullgraph=True, backend=GraphCounter())
-    elif how == "in place":
-        transformer.compile(backend=GraphCounter())
     else:
         return torch.compile(transformer, backend=GraphCounter())
     return transformer

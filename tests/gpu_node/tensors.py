@@ -69,15 +69,7 @@ class DeviceTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls,
-        values: torch.Tensor,
-        device: int | None = None,
-        memory: Memory | None = None,
-        requires_grad: bool = False,
-    ) -> Any:
-        if device is None:  # as accelerate makes a parameter of another one's class
-            return torch.nn.Parameter(values, requires_grad)
+    def __new__(cls, values: torch.Tensor, device: int, memory: Memory | None = None) -> DeviceTensor:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(),
             dtype=values.dtype, layout=values.layout, device=torch.device("cuda", device),

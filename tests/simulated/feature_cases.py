@@ -1,4 +1,4 @@
-"""What the simulated node runs: what diffusers, accelerate and peft offer besides, put on before db-SP and after."""
+"""What the simulated node runs: offloading, casting, quantised and fused weights, put on before db-SP and after."""
 
 from __future__ import annotations
 
@@ -18,38 +18,14 @@ from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
 HOST = torch.device("cpu")
-CONFIG = {"mask": MASKS["static"], "strategy": "U1R2"}
-_ONE_AT_A_TIME = threading.Lock()  # peft and torch's fork_rng have state of the whole process
+CONFIG = {"mask": MASKS["selected"], "strategy": "U1R2"}
+_ONE_AT_A_TIME = threading.Lock()  # backends are chosen for the whole process
 
 
 def _model_offload(transformer: Any, device: torch.device) -> None:
     from accelerate import cpu_offload_with_hook
 
     cpu_offload_with_hook(transformer, execution_device=device)
-
-
-def _sequential_offload(transformer: Any, device: torch.device) -> None:
-    from accelerate import cpu_offload
-
-    cpu_offload(transformer, execution_device=device)
-
-
-def _lora(transformer: Any, device: torch.device) -> None:
-    from peft import LoraConfig
-
-    modules = ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
-        transformer.add_adapter(LoraConfig(r=4, target_modules=modules))
-    draws = torch.Generator().manual_seed(5)
-    for name, parameter in transformer.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=draws).mul_(0.05).to(parameter.device)
-    transformer.to(device)
-
-
-def _fused_lora(transformer: Any, device: torch.device) -> None:
-    _lora(transformer, device)
-    transformer.fuse_lora()
 
 
 def _layerwise(transformer: Any, device: torch.device) -> None:
@@ -95,17 +71,12 @@ def _cross_backend(transformer: Any, device: torch.device) -> None:
 
 FEATURES: dict[str, Callable[[Any, torch.device], None]] = {
     "model offload": _model_offload,
-    "sequential offload": _sequential_offload,
-    "LoRA": _lora,
-    "fused LoRA": _fused_lora,
     "layerwise casting": _layerwise,
     "fused QKV": _fused_qkv,
     "int8 weights": _int8_weights,
     "another backend": _cross_backend,
 }
-WITH_AN_EFFECT = {"LoRA", "fused LoRA", "layerwise casting", "int8 weights"}
-_ON_DEVICE_ALONE = {"model offload", "sequential offload"}
-"""Features that bring a model to the device themselves."""
+WITH_AN_EFFECT = {"layerwise casting", "int8 weights"}
 
 
 def _transformer() -> Any:
@@ -138,7 +109,7 @@ def feature_on_gpus(rank: int, world: int, name: str, first: bool) -> tuple[floa
     with torch.no_grad():
         if first:
             put_on(ours, device)
-        elif name not in _ON_DEVICE_ALONE:
+        elif name != "model offload":
             ours.to(device)
         before = fingerprint(ours)
         dbsp_diffusers.enable(ours, CONFIG)

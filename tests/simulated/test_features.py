@@ -1,7 +1,7 @@
-"""Offloading, LoRA, casting, quantised and fused weights, backends on simulated GPUs: before db-SP and after it.
+"""Offloading, casting, quantised and fused weights, backends on simulated GPUs: before db-SP and after it.
 
-What the node cannot run is on gloo (tests/diffusers): group offload, which sets tensors' `data`; FSDP2, whose
-collectives are torch's own; torch.compile, which does not trace simulated tensors; cache-dit's and para-attn's caches.
+The others are on gloo (tests/diffusers): group and sequential offload, which set tensors' `data` and class; LoRA;
+FSDP2, whose collectives are torch's own; torch.compile, which does not trace simulated tensors; other caches.
 """
 
 from __future__ import annotations

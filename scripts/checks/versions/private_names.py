@@ -91,7 +91,7 @@ _DIFFUSERS = (
     *(
         PrivateName(
             f"diffusers.models.transformers.{file}:{cls}TransformerBlock.__init__",
-            "dbsp_diffusers.packed.joint",
+            "dbsp_diffusers.packed.mmdit",
             says=tuple(f"self.{name} =" for name in names),
         )
         for file, name in (("transformer_flux", "Flux"), ("transformer_hunyuan_video", "HunyuanVideo"))
@@ -100,14 +100,14 @@ _DIFFUSERS = (
     *(
         PrivateName(
             f"diffusers.models.normalization:{cls}.__init__",
-            "dbsp_diffusers.packed.joint",
+            "dbsp_diffusers.packed.mmdit",
             says=("self.silu =", "self.linear =", "self.norm ="),
         )
         for cls in ("AdaLayerNormZero", "AdaLayerNormZeroSingle", "AdaLayerNormContinuous")
     ),
     PrivateName("diffusers:WanTransformer3DModel.cache_context", "dbsp_diffusers.patching", ("name",)),
     PrivateName(
-        "diffusers:ModelMixin.__init__", "dbsp_diffusers.packed.tokens", says=("self._gradient_checkpointing_func =",)
+        "diffusers:ModelMixin.__init__", "dbsp_diffusers.packed.passes", says=("self._gradient_checkpointing_func =",)
     ),
     PrivateName("diffusers:ModelMixin._parallel_config", "dbsp_diffusers.attach"),
     PrivateName(
