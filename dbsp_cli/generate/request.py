@@ -21,6 +21,7 @@ from dbsp_cli.generate.resources import duration_notice
 from dbsp_cli.output import require_apart, require_file_place
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
+from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.settings import GenerateSettings, side_complaint
 from dbsp_core.models.signature import PIPELINES, ModelSignature
@@ -132,8 +133,9 @@ class Generation:
     def effective(self) -> dict[str, Any]:
         """Every setting, with "auto" and defaults replaced by what they mean here."""
         config = self.config
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        kernel = choose_kernel(config.kernel, device, config.generate.torch_dtype)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        order = kernel_order(config.kernel, config.machine, device)
+        kernel = choose_kernel(order, device.type, config.generate.torch_dtype)
         found = {"model": self.model, "layout": config.layout, "keys": config.keys, "kernel": kernel.name}
         values = config.to_values()
         generate = values["generate"] | {"dtype": str(config.generate.torch_dtype).removeprefix("torch.")}

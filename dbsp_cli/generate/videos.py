@@ -20,6 +20,7 @@ from dbsp_cli.generate.pipeline import arguments_of, load_pipeline, speed_up
 from dbsp_cli.generate.request import Generation, Output
 from dbsp_cli.generate.resources import memory_complaint
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
+from dbsp_core.cost.prediction import AUTO
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import tiny_architecture
 from dbsp_core.reports.observer import run_observer
@@ -90,7 +91,8 @@ def _make_videos(generation: Generation, model: str, device: torch.device, unwan
         from_video=generation.video is not None,
     )
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
-    session = enable(pipe, replace(generation.config, report=str(generation.report or unwanted)))
+    config = replace(generation.config, report=str(generation.report or unwanted))
+    session = enable(pipe, config, guidance=AUTO if config.strategy == AUTO else False)
     speed_up(transformers_in(pipe), generation.features)
     # 2. One video after another.
     frames = [fitted(path, settings) for path in generation.images.values()]

@@ -158,6 +158,23 @@ def test_a_cache_that_takes_every_step_for_the_same_computes_the_first_alone(tmp
     assert cached.totals.calls == (4 + 3) * 2, "of later steps, the first block"
 
 
+@pytest.mark.parametrize(("strategy", "guidance"), [("auto", "auto"), ("U1R1", False)])
+def test_strategy_auto_considers_two_halves_for_guidance(tmp_path, monkeypatch, strategy, guidance):
+    import dbsp_diffusers
+
+    enable, seen = dbsp_diffusers.enable, []
+
+    def noted(*args, **options):
+        seen.append(options)
+        return enable(*args, **options)
+
+    monkeypatch.setattr(dbsp_diffusers, "enable", noted)
+    brief = (*SMALL, "generate.steps=1", f"strategy={strategy}")
+    (did,) = make_videos(decided(tmp_path, changes=brief))
+    assert seen == [{"guidance": guidance}]
+    assert did.totals.strategies == {"U1R1": 8}, "one process has no halves"
+
+
 def test_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
     from diffusers import WanTransformer3DModel
 
