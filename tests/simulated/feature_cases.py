@@ -19,13 +19,31 @@ from tests.support.single_process import attach_single_process
 
 HOST = torch.device("cpu")
 CONFIG = {"mask": MASKS["selected"], "strategy": "U1R2"}
-_ONE_AT_A_TIME = threading.Lock()  # backends are chosen for the whole process
+_ONE_AT_A_TIME = threading.Lock()  # backends are chosen, and random weights drawn, for the whole process
 
 
 def _model_offload(transformer: Any, device: torch.device) -> None:
     from accelerate import cpu_offload_with_hook
 
     cpu_offload_with_hook(transformer, execution_device=device)
+
+
+def _lora(transformer: Any, device: torch.device) -> None:
+    from peft import LoraConfig
+
+    modules = ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]
+    with _ONE_AT_A_TIME:
+        transformer.add_adapter(LoraConfig(r=4, target_modules=modules))
+    draws = torch.Generator().manual_seed(5)
+    for name, parameter in transformer.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=draws).mul_(0.05))
+    transformer.to(device)
+
+
+def _fused_lora(transformer: Any, device: torch.device) -> None:
+    _lora(transformer, device)
+    transformer.fuse_lora()
 
 
 def _layerwise(transformer: Any, device: torch.device) -> None:
@@ -71,16 +89,19 @@ def _cross_backend(transformer: Any, device: torch.device) -> None:
 
 FEATURES: dict[str, Callable[[Any, torch.device], None]] = {
     "model offload": _model_offload,
+    "LoRA": _lora,
+    "fused LoRA": _fused_lora,
     "layerwise casting": _layerwise,
     "fused QKV": _fused_qkv,
     "int8 weights": _int8_weights,
     "another backend": _cross_backend,
 }
-WITH_AN_EFFECT = {"layerwise casting", "int8 weights"}
+WITH_AN_EFFECT = {"LoRA", "fused LoRA", "layerwise casting", "int8 weights"}
 
 
 def _transformer() -> Any:
-    return brief("wan", num_layers=2)
+    with _ONE_AT_A_TIME:
+        return brief("wan", num_layers=2)
 
 
 @shared
