@@ -11,6 +11,7 @@ import pytest
 
 from dbsp_cli.output import TextTable, as_text
 from dbsp_core import BlockGrid, BlockMask, save_mask
+from tests.support.programs import run
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
@@ -100,6 +101,6 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path):
         ("plan", folder / "0.safetensors", "--gpus", 2),
         ("report", folder / "index.json"),
     ):
-        done = dbsp(*asked)
+        done = run([sys.executable, "-m", "dbsp_cli", *asked], text=False)
         assert b"\x1b" not in done.stdout + done.stderr, asked
         assert b"\\x1b" in done.stdout + done.stderr or asked[0] == "plan"

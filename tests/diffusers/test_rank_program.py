@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import Program
+
 SAFETY_NET_S = 240  # ends a hang; the process group's own timeout is longer
 BEGIN = """
 import sys, threading, torch, torch.distributed as dist
@@ -45,8 +47,8 @@ rank_program.dist.destroy_process_group = lambda: print("destroyed", flush=True)
 """
 
 
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start(script: str, *arguments: object) -> Program:
+    return Program(
         [sys.executable, "-c", BEGIN + script, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -55,7 +57,7 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def ended(process: Program) -> tuple[int, str, str]:
     """(exit code, standard output, standard error)"""
     try:
         out, err = process.communicate(timeout=SAFETY_NET_S)

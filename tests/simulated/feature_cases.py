@@ -101,7 +101,7 @@ WITH_AN_EFFECT = {"LoRA", "fused LoRA", "layerwise casting", "int8 weights"}
 
 def _transformer() -> Any:
     with _ONE_AT_A_TIME:
-        return brief("wan", num_layers=2)
+        return brief("wan")
 
 
 @shared

@@ -14,7 +14,12 @@ TOLERANCE = 1e-5
 FIRST = {tiny.cls: name for name, tiny in reversed(TINY.items())}
 """By class, the first variant."""
 OTHERS = [name for name in TINY if name not in FIRST.values()]
-CASES = [(model, mask) for model in FIRST.values() for mask in ("static", "predicted")]
+CASES = [
+    pytest.param(model, mask, marks=() if (number + kind) % 2 else pytest.mark.long)
+    for number, model in enumerate(FIRST.values())
+    for kind, mask in enumerate(("static", "predicted"))
+]
+"""Each class with one kind of mask; with both in the long part."""
 
 
 @pytest.mark.parametrize(("model", "mask"), [*CASES, ("wan", "selected"), ("flux", "selected")])

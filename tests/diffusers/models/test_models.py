@@ -17,13 +17,13 @@ CASES = [
     pytest.param(
         model,
         strategy,
-        "processes" if number % 4 == way == 0 else "threads",
-        marks=() if way == 2 or way == number % 2 else pytest.mark.long,
+        "processes" if number % 6 == way == 0 else "threads",
+        marks=() if way == number % 3 else pytest.mark.long,
     )
     for number, model in enumerate(TINY)
     for way, strategy in enumerate(WAYS)
 ]
-"""Each model on four ranks, and every second one on two or on three; all in the long part."""
+"""Each model in one way, a third of the models in each; all of them in the long part."""
 
 
 @pytest.mark.parametrize(("model", "strategy", "on"), CASES)
