@@ -26,7 +26,8 @@ def dbsp() -> None:
 def _dbsp() -> None:
     before = _end_when_interrupted()
     passing = sys.stderr.isatty()
-    if passing or sys.argv[1:2] == ["generate"]:  # a log gets this line only for what takes long anyway
+    long = sys.argv[1:2] == ["generate"] and "RANK" not in os.environ  # the command has said it for its ranks
+    if passing or long:  # a log gets this line only for what takes long anyway
         print("dbsp: loading libraries", end="" if passing else "\n", file=sys.stderr, flush=True)
     from dbsp_cli.cli import main
 
