@@ -68,7 +68,7 @@ def test_the_papers_size_is_the_one_that_times_are_predicted_for(source):
     assert request.thw == MODEL_SPECS["cogvideox1.5-5b"].paper_thw
     assert config.generate.num_frames == 161
     if source == "paro":
-        assert "--thw " + ",".join(map(str, request.thw)) in FILES["cogvideox1.5-5b-161f-paro"].read_text()
+        assert "thw=" + ",".join(map(str, request.thw)) in FILES["cogvideox1.5-5b-161f-paro"].read_text()
 
 
 @pytest.mark.parametrize("name", FILES)
