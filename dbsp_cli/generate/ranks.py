@@ -150,6 +150,7 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     with tempfile.TemporaryDirectory(prefix="dbsp-ranks-") as logs:
+        os.environ["TMPDIR"] = logs  # for ranks, which may be ended before they have tidied up
         launch = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -7,7 +7,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,7 +50,8 @@ def make_videos(generation: Generation) -> list[RunReport | None]:
     device = use_local_device()
     _require_runnable(generation)
     silence_libraries()
-    with tempfile.TemporaryDirectory(prefix="dbsp-") as folder:
+    alone = os.environ["WORLD_SIZE"] == "1"  # a rank that waits for others in a collective would end too late
+    with _ending_in_order() if alone else nullcontext(), tempfile.TemporaryDirectory(prefix="dbsp-") as folder:
         model, tiny = generation.model, tiny_architecture(generation.model)
         if tiny:  # by each rank, before it joins the others: transformers lets only the first of them save
             model = str(make_tiny(tiny, Path(folder) / model))

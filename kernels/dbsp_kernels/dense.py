@@ -68,7 +68,8 @@ def attend_dense_part(
     if part.tokens is not None:
         keys, values = (t.index_select(1, part.tokens) for t in (keys, values))
     queries, keys, values = (t[:, None].contiguous() for t in (rows.flatten(1, 2), keys, values))
-    out, lse = found[1](queries, keys, values, scale)
+    _, operator = found
+    out, lse = operator(queries, keys, values, scale)
     return out.reshape(rows.shape), lse.reshape(rows.shape[:3])
 
 

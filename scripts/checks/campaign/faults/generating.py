@@ -126,6 +126,7 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
 BOTH = tuple(OLDER)
 VIDEO = ("ball.mp4",)
 KILLED = r"rank 1 failed \(exit code -9: killed"
+FIRST_KILLED = r"rank 0 failed \(exit code -9: killed"
 RAISED = r"rank 1 failed \(exit code 1\); the end of its output:.*injected"
 SENT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -138,14 +139,14 @@ def _generations() -> dict[str, Generation]:
     found.append(Generation("slow", "denoising", 0, "", BOTH, nproc=2))
     found.append(Generation("out of memory", "decoding", 1, RAISED, nproc=2))
     for phase in ("mp4", "mp4: a frame"):
-        found.append(Generation("kill", phase, -9, "", kept=True, new=("report/report.json",)))
+        found.append(Generation("kill", phase, 1, FIRST_KILLED, ("report/report.json",), nproc=2, kept=True))
         found.append(Generation("raise", phase, 1, "injected: a fault", new=("report/report.json",)))
         found.append(Generation("slow", phase, 0, "", BOTH))
         full = r"dbsp: error: .*(No space left|could not be written whole; ffmpeg says why)"
         found.append(Generation("disk fills", phase, 2, full, new=("report/report.json",)))
     found.append(Generation("raise", "report", 3, "no report in .*injected", VIDEO))
     found.append(Generation("disk full", "report", 3, "no report in .*No space left", VIDEO))
-    found.append(Generation("kill", "report", -9, ""))
+    found.append(Generation("kill", "report", 1, FIRST_KILLED, nproc=2))
     found.append(Generation("raise", "making the checkpoint", 1, "injected: a fault"))
     lost = "cannot be put in its place .*it is kept: "
     found.append(Generation("read-only", "placing the video", 2, lost, ("report/report.json",), kept=True))
@@ -155,7 +156,6 @@ def _generations() -> dict[str, Generation]:
         for phase in ("starting", "loading", "denoising"):
             found.append(Generation("go on", phase, code, "", told=told, nproc=2))
         found.append(Generation("go on", "mp4: a frame", code, "", told=told, new=("report/report.json",)))
-    found.append(Generation("go on", "denoising", -9, "", told=signal.SIGKILL))
     return {f"dbsp generate on {g.nproc}: {g.told.name if g.told else g.act} in {g.phase}": g for g in found}
 
 
