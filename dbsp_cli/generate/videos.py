@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -137,19 +138,27 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
 
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.mp4")
+    folder = tempfile.mkdtemp(dir=path.parent, prefix=f".{path.stem}.dbsp-")
+    made = Path(folder) / path.name
     try:
         with _ending_in_order():
             export_to_video(pictures, str(made), fps=fps)
         if not _whole(made):
             raise OSError(f"{path} could not be written whole; ffmpeg says why above (is the disk full?)")
-    except BaseException:
-        made.unlink(missing_ok=True)
-        raise
+        _put_in_place(made, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # ffmpeg may have begun to write after an error
+
+
+def _put_in_place(made: Path, path: Path) -> None:
+    """Moves a video to its place, or else beside it. Raises OSError that says where it is."""
     try:
         made.replace(path)
     except OSError as error:
-        raise OSError(f"the video cannot be put in its place ({error}); it is kept: {made}") from error
+        kept = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.mp4")
+        os.replace(made, kept)
+        raise OSError(f"the video cannot be put in its place ({error}); it is kept: {kept}") from error
 
 
 @contextmanager

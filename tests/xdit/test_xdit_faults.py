@@ -45,7 +45,6 @@ def assert_alike(messages, expected):
         ("unknown", {}, "does not know Identity; it knows WanTransformer3DModel, "),
         ("unknown of xfuser", {}, "does not know xFuserStrangeTransformer3DWrapper"),
         ("cached before", {}, "attach db-SP before step caches"),
-        ("compiled", {}, "parallelize first, then call torch.compile"),
         ("wrapper", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' cannot serve this plan"),
         ("stock", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' cannot serve this plan"),
         ("wrapper", {"strategy": "U3R1"}, "strategy U3R1 needs 3 GPUs"),

@@ -114,7 +114,6 @@ PIPES = {
     "unknown of xfuser": _unknown_of_xfuser,
     "cogvideox": lambda: _pipe(make_transformer("cogvideox")),
     "cached before": _cached_before,
-    "compiled": lambda: _pipe(torch.compile(make_transformer("wan"))),
 }
 
 

@@ -154,7 +154,9 @@ def _generations() -> dict[str, Generation]:
         found.append(Generation(act, "loading", 1, "Error|dbsp: error: ", own=True, or_code=2))
     for told, code in SENT.items():
         for phase in ("starting", "loading", "denoising"):
-            found.append(Generation("go on", phase, code, "", told=told, nproc=2))
+            # before torchrun listens, a signal is the system's
+            early = -told if phase == "starting" else None
+            found.append(Generation("go on", phase, code, "", told=told, nproc=2, or_code=early))
         found.append(Generation("go on", "mp4: a frame", code, "", told=told, new=("report/report.json",)))
     return {f"dbsp generate on {g.nproc}: {g.told.name if g.told else g.act} in {g.phase}": g for g in found}
 
