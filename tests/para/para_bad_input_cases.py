@@ -53,10 +53,6 @@ def _by_dbsp(transformer: Any, rank: int) -> None:
         dbsp_para.unparallelize(transformer)
 
 
-def _compiled(transformer: Any, rank: int) -> None:
-    dbsp_para.parallelize_transformer(torch.compile(make_transformer("wan")))
-
-
 def _half_way(transformer: Any, rank: int) -> None:
     """The last block cannot be changed, after all others have been."""
     last = transformer.blocks[-1].attn1
@@ -107,7 +103,6 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
     "parallelized by para-attn": (_by_para_attn, "parallelized already"),
     "parallelized by db-SP": (_by_dbsp, "parallelized already"),
     "xDiT's transformer": (_from_xdit, "use dbsp_xdit.attach"),
-    "compiled before": (_compiled, "parallelize first, then call torch.compile"),
     "a pipeline without transformer": (lambda *_: dbsp_para.parallelize_pipe(object()) and None, "object has none"),
     "a model that is not known": (
         lambda *_: dbsp_para.parallelize_transformer(nn.Linear(1, 1)) and None,
