@@ -9,10 +9,11 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,7 +22,7 @@ from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, environment_number, printable
 
-__all__ = ["Place", "processes_here", "run_ranks"]
+__all__ = ["Place", "ending_in_order", "processes_here", "run_ranks"]
 
 _STARTERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
@@ -34,6 +35,7 @@ _PORT = 29500  # torchrun's default
 _PROGRAM = Path(dbsp_cli.__file__).with_name("__main__.py")
 _TAIL = 30  # lines
 _USER_ERROR = 2  # exit code
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,24 @@ def processes_here(given: int | None) -> int:
     return count
 
 
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Lets signals that end this process raise SystemExit, so that nothing half-written is left."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number in ENDING:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_ranks(count: int, arguments: Sequence[str]) -> int:
     """Runs `dbsp ARGUMENTS` in two ranks or more by torchrun, and returns the exit code: 0, or a failed rank's.
 
@@ -149,7 +169,7 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    with tempfile.TemporaryDirectory(prefix="dbsp-ranks-") as logs:
+    with ending_in_order(), tempfile.TemporaryDirectory(prefix="dbsp-ranks-") as logs:
         os.environ["TMPDIR"] = logs  # for ranks, which may be ended before they have tidied up
         launch = LaunchConfig(
             min_nodes=1,

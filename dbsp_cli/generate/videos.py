@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.pipeline import arguments_of, load_pipeline, speed_up
+from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation, Output
 from dbsp_cli.generate.resources import memory_complaint
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
@@ -30,8 +29,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 
 __all__ = ["make_videos"]
-
-_ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def make_videos(generation: Generation) -> list[RunReport | None]:
@@ -52,7 +49,7 @@ def make_videos(generation: Generation) -> list[RunReport | None]:
     _require_runnable(generation)
     silence_libraries()
     alone = os.environ["WORLD_SIZE"] == "1"  # a rank that waits for others in a collective would end too late
-    with _ending_in_order() if alone else nullcontext(), tempfile.TemporaryDirectory(prefix="dbsp-") as folder:
+    with ending_in_order() if alone else nullcontext(), tempfile.TemporaryDirectory(prefix="dbsp-") as folder:
         model, tiny = generation.model, tiny_architecture(generation.model)
         if tiny:  # by each rank, before it joins the others: transformers lets only the first of them save
             model = str(make_tiny(tiny, Path(folder) / model))
@@ -141,7 +138,7 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
     folder = tempfile.mkdtemp(dir=path.parent, prefix=f".{path.stem}.dbsp-")
     made = Path(folder) / path.name
     try:
-        with _ending_in_order():
+        with ending_in_order():
             export_to_video(pictures, str(made), fps=fps)
         if not _whole(made):
             raise OSError(f"{path} could not be written whole; ffmpeg says why above (is the disk full?)")
@@ -159,24 +156,6 @@ def _put_in_place(made: Path, path: Path) -> None:
         kept = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.mp4")
         os.replace(made, kept)
         raise OSError(f"the video cannot be put in its place ({error}); it is kept: {kept}") from error
-
-
-@contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Lets signals that end this process raise SystemExit, so that nothing half-written is left."""
-
-    def end(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    for number in _ENDING:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _whole(video: Path) -> bool:

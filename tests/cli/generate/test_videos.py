@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dbsp_cli.generate import videos
 from dbsp_cli.generate.pipeline import Features
-from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.ranks import ENDING, Place
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
@@ -248,7 +248,7 @@ class TestPlaces:
         assert (tmp_path / "ball.mp4").read_bytes() == b"an older video"
         assert names(tmp_path) == {"ball.mp4"}
 
-    @pytest.mark.parametrize("number", videos._ENDING)
+    @pytest.mark.parametrize("number", ENDING)
     def test_a_signal_that_ends_it_while_writing_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, number):
         import os
         import signal
