@@ -22,7 +22,7 @@ from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, environment_number, printable
 
-__all__ = ["Place", "ending_in_order", "processes_here", "run_ranks"]
+__all__ = ["ENDING", "Place", "ending_in_order", "processes_here", "run_ranks"]
 
 _STARTERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
@@ -36,6 +36,7 @@ _PROGRAM = Path(dbsp_cli.__file__).with_name("__main__.py")
 _TAIL = 30  # lines
 _USER_ERROR = 2  # exit code
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""Signals that end the command."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,9 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
         )
+        if hasattr(launch, "signals_to_handle"):  # of newer torch; nohup has SIGHUP ignored
+            heard = [one.name for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
+            launch.signals_to_handle = ",".join(heard)
         try:
             elastic_launch(launch, sys.executable)("-u", str(_PROGRAM), *arguments)
         except ChildFailedError as failed:
