@@ -9,7 +9,7 @@ from tests.support.repository import ROOT
 
 PARTS = {f"scripts.checks.{name}" for name in ("campaign.faults.nursery", "campaign.faults.rank")}
 PARTS.add("scripts.checks.gpu.machine")
-PARTS |= {f"scripts.checks.versions.{name}" for name in ("probe", "xfuser_names")}
+PARTS.add("scripts.checks.versions.probe")
 PARTS |= {f"scripts.checks.engines.{name}" for name in ("sglang_command", "vllm_omni_command")}
 """Processes that other programs start."""
 

@@ -39,22 +39,11 @@ _PLANNED = (
     *("LTXVideoTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel"),
     *("QwenImageTransformer2DModel", "MiniMaxH3Transformer3DModel"),
 )
-_FAMILIES = {
-    "Wan": "wan",
-    "SkyReels": "wan",
-    "ChronoEdit": "wan",
-    "CogVideoX": "cogvideox",
-    "Hunyuan": "hunyuan",
-    "LTX": "ltx",
-    "Flux": "flux",
-    "Qwen": "qwen",
-    "MiniMax": "minimax",
-}
-"""By the beginning of a class's name, the file that knows it."""
+_IMAGE_MODELS = ("Flux", "Qwen", "ZImage", "Krea2", "Ernie", "LongCat", "Ovis")
 
 
 def _family(name: str) -> str:
-    return next(file for beginning, file in _FAMILIES.items() if name.startswith(beginning))
+    return "image_models" if name.startswith(_IMAGE_MODELS) else "video_models"
 
 
 _SINCE = {"MiniMaxH3Transformer3DModel": "0.40"}
@@ -80,12 +69,12 @@ _DIFFUSERS = (
     *(
         PrivateName(
             f"diffusers:{cls}.__init__",
-            f"dbsp_diffusers.packed.{file}",
+            "dbsp_diffusers.packed.mmdit",
             says=tuple(f"self.{name} =" for name in (*_JOINT, rotary)),
         )
-        for cls, file, rotary in (
-            ("FluxTransformer2DModel", "flux", "pos_embed"),
-            ("HunyuanVideoTransformer3DModel", "hunyuan", "rope"),
+        for cls, rotary in (
+            ("FluxTransformer2DModel", "pos_embed"),
+            ("HunyuanVideoTransformer3DModel", "rope"),
         )
     ),
     *(
@@ -237,7 +226,7 @@ _TORCH = (
         for name in ("flash", "efficient", "cudnn")
     ),
     PrivateName("torch:_fused_sdp_choice", "dbsp_kernels.dense"),
-    PrivateName("torch.distributed.run", "dbsp_cli.generate.launch"),
+    PrivateName("torch.distributed.launcher.api:elastic_launch", "dbsp_cli.generate.ranks"),
 )
 PRIVATE_NAMES = {
     "xfuser": XFUSER,

@@ -12,7 +12,7 @@ _BASE = f"{_RUNNERS}.base_model"
 _STATE = "xfuser.core.distributed.runtime_state"
 XFUSER = (
     PrivateName("xfuser.cli:main", "dbsp_xdit.runner", ("args",), ("xfuser.runner", "torch.distributed.run")),
-    PrivateName("xfuser.cli:extract_torchrun_args", "dbsp_xdit.runner", ("args",), ("--nnodes",)),
+    PrivateName("xfuser.cli:extract_torchrun_args", "dbsp_xdit.runner", ("args",), ("TORCHRUN_ARGS",)),
     PrivateName(
         "xfuser.runner", "dbsp_xdit.runner", says=("xFuserArgs.add_runner_args", "xFuserArgs.from_runner_args")
     ),
