@@ -142,8 +142,9 @@ def _generations() -> dict[str, Generation]:
         found.append(Generation("kill", phase, 1, FIRST_KILLED, ("report/report.json",), nproc=2, kept=True))
         found.append(Generation("raise", phase, 1, "injected: a fault", new=("report/report.json",)))
         found.append(Generation("slow", phase, 0, "", BOTH))
-        full = r"dbsp: error: .*(No space left|could not be written whole; ffmpeg says why)"
-        found.append(Generation("disk fills", phase, 2, full, new=("report/report.json",)))
+    # not while frames are written: so small a video may have all of its room by then
+    full = r"dbsp: error: .*(No space left|could not be written whole; ffmpeg says why)"
+    found.append(Generation("disk fills", "mp4", 2, full, new=("report/report.json",)))
     found.append(Generation("raise", "report", 3, "no report in .*injected", VIDEO))
     found.append(Generation("disk full", "report", 3, "no report in .*No space left", VIDEO))
     found.append(Generation("kill", "report", 1, FIRST_KILLED, nproc=2))
