@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,7 @@ import yaml
 
 from dbsp_cli.generate.pipeline import OFFLOADS, QUANTIZATIONS, Features
 from dbsp_cli.generate.ranks import Place, processes_here, run_ranks
-from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
+from dbsp_cli.generate.request import Generation, GenerationRequest, Output, resolve
 from dbsp_cli.output import PATH, options_for
 from dbsp_core.reports.page import in_a_line
 from dbsp_core.reports.run_report import RunReport
@@ -66,8 +66,8 @@ def generate_command(
     if place.rank == 0 and not joined:
         for line in generation.warnings:
             print(f"{NOTICE}{line}", file=sys.stderr)
-    if not generation.outputs:
-        print(f"nothing to make: {generation.done} of {generation.done} videos are there")
+    if not joined and not generation.left:  # ranks that are there decide together
+        _say_that_all_is_there(generation)
         return
     if count > 1:
         raise typer.Exit(run_ranks(count, sys.argv[1:]))
@@ -83,19 +83,27 @@ def _make(generation: Generation, place: Place) -> None:
     reports = make_videos(generation)
     if place.rank == 0:
         _say_what_was_made(generation, reports, time.perf_counter() - start)
-    if generation.report is not None and place.rank == 0 and not all(reports):
+    if generation.report is not None and place.rank == 0 and not all(reports.values()):
         raise typer.Exit(_NO_REPORT)
 
 
 def _say_what_would_be_made(generation: Generation, place: Place) -> None:
     print(f"# {place.world} rank{'s' if place.world > 1 else ''} would make, with these settings:")
-    for output in generation.outputs:
+    for output in generation.left:
         print(f"# {output.path}: seed {output.seed}, {output.prompt!r}")
     print(yaml.safe_dump(generation.effective, allow_unicode=True, sort_keys=False), end="")
 
 
-def _say_what_was_made(generation: Generation, reports: Sequence[RunReport | None], seconds: float) -> None:
-    for output, did in zip(generation.outputs, reports, strict=True):
+def _say_that_all_is_there(generation: Generation) -> None:
+    count = len(generation.outputs)
+    print(f"nothing to make: {count} of {count} videos are there")
+
+
+def _say_what_was_made(generation: Generation, reports: Mapping[Output, RunReport | None], seconds: float) -> None:
+    if not reports:
+        _say_that_all_is_there(generation)
+        return
+    for output, did in reports.items():
         if did is not None:
             print(in_a_line(did))
         folder = generation.report_of(output)

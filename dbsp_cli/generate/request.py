@@ -99,8 +99,9 @@ class Generation:
         config: The settings, with the model's usual video filled in.
         given: The settings as the user gave them, with the place of each.
         model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
-        outputs: The videos that are not there yet.
-        done: Number of those that are.
+        frames: Images of the first frame and the last that the video is made from, in its size.
+        outputs: All videos that are asked for.
+        resume: Whether those that are there already are left out.
         report: Folder for reports; with several videos, each has a folder in it.
         warnings: What the user should know before.
     """
@@ -111,10 +112,16 @@ class Generation:
     identity: ModelSignature
     features: Features
     video: Path | None
+    frames: tuple[Any, ...]
     outputs: tuple[Output, ...]
-    done: int
+    resume: bool
     report: Path | None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> tuple[Output, ...]:
+        """The videos to make, by the files on this node: rank 0's count, see `outputs_left`."""
+        return _left(self.outputs, self.resume)
 
     @property
     def images(self) -> dict[str, Path]:
@@ -125,7 +132,7 @@ class Generation:
 
     def report_of(self, output: Output) -> Path | None:
         """The folder of one video's report."""
-        if self.report is None or len(self.outputs) + self.done == 1:
+        if self.report is None or len(self.outputs) == 1:
             return self.report
         return self.report / output.path.stem
 
@@ -177,17 +184,16 @@ def resolve(request: GenerationRequest, place: Place) -> Generation:
     strategy = config.strategy or _default_strategy(place, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(place.world)
-    # 3. What is written, and where.
+    # 3. What is written, and where: rank 0 does it.
     outputs = _outputs(request, prompts or (video.prompt,), video)
-    for output in outputs:
+    for output in outputs if place.rank == 0 else ():
         require_file_place(output.path, "--out")
-    left = tuple(output for output in outputs if not (request.resume and output.path.is_file()))
     tiny, named = tiny_architecture(model), find_model_spec(model)
     vocabulary = TRAINED_WAN if tiny == "wan-trained" else Path(model)
     warnings = (
         config.dense_schedule.complaint(video.steps),
         duration_notice(spec, video, place.world),
-        *dict.fromkeys(unknown_words(vocabulary, output.prompt) for output in left),
+        *dict.fromkeys(unknown_words(vocabulary, output.prompt) for output in _left(outputs, request.resume)),
     )
     generation = Generation(
         config=replace(config, generate=video, strategy=strategy, origin=_origin(config, request.changes)),
@@ -196,16 +202,29 @@ def resolve(request: GenerationRequest, place: Place) -> Generation:
         identity=identity,
         features=request.features,
         video=request.video,
-        outputs=left,
-        done=len(outputs) - len(left),
+        frames=_frames(video, settings),
+        outputs=outputs,
+        resume=request.resume,
         report=_report(request, config, settings, here=place.rank == 0),
         warnings=tuple(filter(None, warnings)),
     )
-    _require_apart(generation, outputs)
-    for name, path in generation.images.items():
-        with settings.located(), blame_setting("generate"), blame_setting(name):
-            fitted(path, video)
+    _require_apart(generation)
     return generation
+
+
+def _left(outputs: Sequence[Output], resume: bool) -> tuple[Output, ...]:
+    return tuple(output for output in outputs if not (resume and output.path.is_file()))
+
+
+def _frames(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
+    """Returns the images that a video is made from, in its size."""
+    found = []
+    for name in ("image", "last_image"):
+        path = getattr(video, name)
+        if path is not None:
+            with settings.located(), blame_setting("generate"), blame_setting(name):
+                found.append(fitted(Path(path), video))
+    return tuple(found)
 
 
 def _require_installed() -> None:
@@ -268,7 +287,7 @@ def _in_utf8(text: str, option: str) -> str:
         raise UserError(f"{option} {in_short(text)} is not text in UTF-8; set a locale that can read it") from None
 
 
-def _outputs(request: GenerationRequest, prompts: Sequence[str], video: GenerateSettings) -> list[Output]:
+def _outputs(request: GenerationRequest, prompts: Sequence[str], video: GenerateSettings) -> tuple[Output, ...]:
     """Returns the videos of every prompt and seed, each with a file of its own."""
     count = len(prompts) * request.videos
     if not 0 < request.videos <= _MOST_VIDEOS or count > _MOST_VIDEOS:
@@ -286,7 +305,7 @@ def _outputs(request: GenerationRequest, prompts: Sequence[str], video: Generate
                     "for example video-{index:03}.mp4"
                 )
             found[path] = Output(prompt, seed, path)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _named(pattern: str, **fields: Any) -> str:
@@ -331,7 +350,7 @@ def _report(request: GenerationRequest, config: DbspConfig, settings: Settings, 
     return report
 
 
-def _require_apart(generation: Generation, outputs: Sequence[Output]) -> None:
+def _require_apart(generation: Generation) -> None:
     """Raises UserError where results would be written over one another, or over what the video is made from."""
     folders = {
         "--report": generation.report,
@@ -342,7 +361,7 @@ def _require_apart(generation: Generation, outputs: Sequence[Output]) -> None:
         inputs["--video"] = generation.video
     if os.path.isfile(generation.given.origin):
         inputs["--config"] = Path(generation.given.origin)
-    for output in outputs:
+    for output in generation.outputs:
         require_apart(
             {"--out": output.path},
             {name: path for name, path in folders.items() if path is not None},

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.pipeline import arguments_of, load_pipeline, speed_up
 from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation, Output
@@ -28,16 +27,17 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 
-__all__ = ["make_videos"]
+__all__ = ["make_videos", "outputs_left"]
 
 
-def make_videos(generation: Generation) -> list[RunReport | None]:
+def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
     """Makes the videos on this rank, together with the others, whose places the environment says. Rank 0 writes.
 
     Each video's file appears when it is complete; an older one stays until then, and after a failure.
 
     Returns:
-        On rank 0 what each video's attention did, None where no report could be made; nothing on others.
+        On rank 0 what the attention of each video that was made did, None where no report could be made; nothing on
+        others.
 
     Raises:
         UserError: This machine lacks the memory for the checkpoint, or the checkpoint is not whole.
@@ -54,7 +54,18 @@ def make_videos(generation: Generation) -> list[RunReport | None]:
         if tiny:  # by each rank, before it joins the others: transformers lets only the first of them save
             model = str(make_tiny(tiny, Path(folder) / model))
         with process_group(device):
-            return _make_videos(generation, model, device, Path(folder) / "report")
+            outputs = outputs_left(generation, device)
+            return _make_videos(generation, outputs, model, device, Path(folder) / "report") if outputs else {}
+
+
+def outputs_left(generation: Generation, device: torch.device) -> tuple[Output, ...]:
+    """Returns the videos to make, by rank 0's files: other nodes may not have them. Collective."""
+    if not generation.resume:
+        return generation.outputs
+    there = set(generation.left)
+    marks = torch.tensor([output in there for output in generation.outputs], dtype=torch.uint8, device=device)
+    dist.broadcast(marks, src=0)
+    return tuple(output for output, left in zip(generation.outputs, marks.tolist(), strict=True) if left)
 
 
 def _require_runnable(generation: Generation) -> None:
@@ -74,7 +85,9 @@ def _require_runnable(generation: Generation) -> None:
     require_checkpoint(generation.model)
 
 
-def _make_videos(generation: Generation, model: str, device: torch.device, unwanted: Path) -> list[RunReport | None]:
+def _make_videos(
+    generation: Generation, outputs: tuple[Output, ...], model: str, device: torch.device, unwanted: Path
+) -> dict[Output, RunReport | None]:
     """Makes the videos; `unwanted` is the folder for reports that nobody asked for."""
     from dbsp_diffusers import enable
     from dbsp_diffusers.models.transformers import transformers_in
@@ -94,12 +107,12 @@ def _make_videos(generation: Generation, model: str, device: torch.device, unwan
     session = enable(pipe, config, guidance=AUTO if config.strategy == AUTO else False)
     speed_up(transformers_in(pipe), generation.features)
     # 2. One video after another.
-    frames = [fitted(path, settings) for path in generation.images.values()]
-    given = arguments_of(pipe, settings, frames, generation.video)
-    reports, observer = [], run_observer(session)
-    for number, output in enumerate(generation.outputs, 1):
-        if dist.get_rank() == 0 and len(generation.outputs) > 1:
-            log.info("video %d of %d: %s", number, len(generation.outputs), output.path)
+    given = arguments_of(pipe, settings, generation.frames, generation.video)
+    reports: dict[Output, RunReport | None] = {}
+    observer = run_observer(session)
+    for number, output in enumerate(outputs, 1):
+        if dist.get_rank() == 0 and len(outputs) > 1:
+            log.info("video %d of %d: %s", number, len(outputs), output.path)
         report = generation.report_of(output) or unwanted
         before = _time_of(report)
         if observer is not None:
@@ -107,7 +120,7 @@ def _make_videos(generation: Generation, model: str, device: torch.device, unwan
         pictures = _call(pipe, settings, output, device, given)
         if dist.get_rank() == 0:
             _write(pictures, output.path, settings.fps or 16)
-            reports.append(_report_in(report) if _time_of(report) != before else None)
+            reports[output] = _report_in(report) if _time_of(report) != before else None
     return reports
 
 

@@ -121,10 +121,10 @@ class TestVideos:
     def test_what_is_there_is_left_out_when_resuming(self, tmp_path):
         (tmp_path / "1.mp4").write_bytes(b"made before")
         asked = {"videos": 3, "out": str(tmp_path / "{index}.mp4"), "report": tmp_path / "r"}
-        assert [output.path.stem for output in decided(tmp_path, **asked).outputs] == ["0", "1", "2"]
-        left = decided(tmp_path, resume=True, **asked)
-        assert [output.path.stem for output in left.outputs] == ["0", "2"]
-        assert (left.done, left.report_of(left.outputs[1])) == (1, tmp_path / "r" / "2")
+        assert [output.path.stem for output in decided(tmp_path, **asked).left] == ["0", "1", "2"]
+        made = decided(tmp_path, resume=True, **asked)
+        assert [output.path.stem for output in made.left] == ["0", "2"]
+        assert (len(made.outputs), made.report_of(made.left[1])) == (3, tmp_path / "r" / "2")
 
     def test_one_video_has_the_report_to_itself(self, tmp_path):
         made = decided(tmp_path, report=tmp_path / "r")
@@ -208,9 +208,12 @@ class TestPlaces:
         with pytest.raises(UserError, match=r"--out .*/closed/ball.mp4: folder .*/closed cannot be written to"):
             decided(tmp_path, out=str(closed / "ball.mp4"))
 
-    def test_only_the_first_rank_must_be_able_to_write_the_report(self, tmp_path):
+    def test_only_the_first_rank_must_be_able_to_write(self, tmp_path):
         (tmp_path / "file").touch()
         decided(tmp_path, Place(rank=1, world=2), report=tmp_path / "file")
+        decided(tmp_path, Place(rank=1, world=2), out=str(tmp_path / "file" / "v.mp4"))
+        with pytest.raises(UserError, match="file is a file, not a folder"):
+            decided(tmp_path, Place(rank=0, world=2), out=str(tmp_path / "file" / "v.mp4"))
         with pytest.raises(UserError, match="is a file"):
             decided(tmp_path, Place(rank=0, world=2), report=tmp_path / "file")
 

@@ -70,7 +70,7 @@ def test_every_shipped_tiny_configuration_makes_a_video(tmp_path, name):
     if settings["mask"]["source"] == "paro":
         save_masks_of_the_users(settings["model"], tmp_path / "masks.safetensors")
         changes.append(f"mask.path={tmp_path / 'masks.safetensors'}")
-    (did,) = make_videos(decided(tmp_path, config=name, prompt="a red ball", changes=changes))
+    (did,) = make_videos(decided(tmp_path, config=name, prompt="a red ball", changes=changes)).values()
     assert movie(tmp_path / "ball.mp4")[1] == settings.get("generate", {}).get("num_frames", 17) or did is not None
     assert did.world_size == 1
 
@@ -94,7 +94,7 @@ def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
     settings += (*SMALL, "generate.dtype=float32", "generate.flow_shift=3.0")
     name = model.partition(" ")[0]
     asked = {"config": None, "model": f"tiny-{name}", "images": pictures, "video": video, "changes": settings}
-    (did,) = make_videos(decided(tmp_path, report=tmp_path / "report", **asked))
+    (did,) = make_videos(decided(tmp_path, report=tmp_path / "report", **asked)).values()
     assert movie(tmp_path / "ball.mp4") == ((SIZES["width"], SIZES["height"]), SIZES["num_frames"])
     assert did.model == f"tiny-{name}" or did.model.startswith(f"tiny-{name}, layers")
     # 2. As diffusers does.
@@ -121,13 +121,37 @@ def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
 
 def test_several_videos_are_those_of_their_seeds(tmp_path):
     asked = {"out": str(tmp_path / "{seed}.mp4"), "report": tmp_path / "report", "videos": 2}
-    first, second = make_videos(decided(tmp_path, **asked))
+    first, second = make_videos(decided(tmp_path, **asked)).values()
     assert names(tmp_path) == {"7.mp4", "8.mp4", "report"}
     assert names(tmp_path / "report") == {"7", "8"}
     assert first.calls.layer == second.calls.layer
     make_videos(decided(tmp_path, seed=8, out=str(tmp_path / "alone.mp4"), report=tmp_path / "alone"))
     assert torch.equal(latents_of(tmp_path / "report" / "8"), latents_of(tmp_path / "alone"))
     assert not torch.equal(latents_of(tmp_path / "report" / "7"), latents_of(tmp_path / "alone"))
+
+
+def test_what_rank_0_has_is_left_out_whatever_this_node_has(tmp_path, monkeypatch):
+    """One process: rank 0's answer, of another node, is stood in for."""
+    import torch.distributed as dist
+
+    (tmp_path / "7.mp4").write_bytes(b"of this node")
+    asked = decided(tmp_path, videos=2, resume=True, out=str(tmp_path / "{seed}.mp4"))
+    assert [output.seed for output in asked.left] == [8]
+
+    def of_rank_0(marks: torch.Tensor, src: int) -> None:
+        marks.copy_(torch.tensor([1, 0]))
+
+    monkeypatch.setattr(dist, "broadcast", of_rank_0)
+    assert [output.seed for output in videos.outputs_left(asked, torch.device("cpu"))] == [7]
+
+
+def test_when_resuming_only_what_is_missing_is_made(tmp_path, capsys):
+    (tmp_path / "7.mp4").write_bytes(b"made before")
+    brief = (*SMALL, "generate.steps=1")
+    asked = {"videos": 2, "resume": True, "out": str(tmp_path / "{seed}.mp4"), "changes": brief}
+    assert [output.seed for output in make_videos(decided(tmp_path, **asked))] == [8]
+    assert (tmp_path / "7.mp4").read_bytes() == b"made before"
+    assert make_videos(decided(tmp_path, **asked)) == {}
 
 
 def test_lora_weights_of_zero_change_nothing_and_others_do(tmp_path):
@@ -152,8 +176,8 @@ def test_lora_weights_of_zero_change_nothing_and_others_do(tmp_path):
 
 def test_a_cache_that_takes_every_step_for_the_same_computes_the_first_alone(tmp_path):
     changes = (*SMALL, "generate.steps=4")
-    (whole,) = make_videos(decided(tmp_path, changes=changes))
-    (cached,) = make_videos(decided(tmp_path, changes=changes, features=Features(cache="first-block=1000")))
+    (whole,) = make_videos(decided(tmp_path, changes=changes)).values()
+    (cached,) = make_videos(decided(tmp_path, changes=changes, features=Features(cache="first-block=1000"))).values()
     assert whole.totals.calls == 4 * 4 * 2, "layers, steps, and two passes of guidance"
     assert cached.totals.calls == (4 + 3) * 2, "of later steps, the first block"
 
@@ -170,7 +194,7 @@ def test_strategy_auto_considers_two_halves_for_guidance(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(dbsp_diffusers, "enable", noted)
     brief = (*SMALL, "generate.steps=1", f"strategy={strategy}")
-    (did,) = make_videos(decided(tmp_path, changes=brief))
+    (did,) = make_videos(decided(tmp_path, changes=brief)).values()
     assert seen == [{"guidance": guidance}]
     assert did.totals.strategies == {"U1R1": 8}, "one process has no halves"
 
