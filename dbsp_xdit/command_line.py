@@ -18,7 +18,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import find_model_spec, published_model, signature_of_model
 from dbsp_core.utils.errors import UserError, did_you_mean
-from dbsp_diffusers.preflight import local_checkpoint
+from dbsp_diffusers.loading import load_stock_pipeline
 
 __all__ = ["add_flags", "config_from", "require_no_removed_flag", "source_of", "strategy_from", "xfuser_name"]
 
@@ -176,18 +176,8 @@ def _diffusers_model(source: str, dtype: torch.dtype) -> type:
         )
 
         def _load_model(self) -> Any:
-            import diffusers
-
-            cls = diffusers.DiffusionPipeline
-            if self.config.input_images and signature is not None and signature.variant == "ti2v":
-                cls = diffusers.WanImageToVideoPipeline  # the checkpoint names the other one
-            checkpoint = local_checkpoint(source)
-            variant = None if checkpoint is None else checkpoint.variant
-            pipe = cls.from_pretrained(source, torch_dtype=dtype, variant=variant)
-            shift = self.config.flow_shift or video.flow_shift
-            if shift is not None and "flow_shift" in pipe.scheduler.config:
-                pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=shift)
-            return pipe
+            from_image, shift = bool(self.config.input_images), self.config.flow_shift or video.flow_shift
+            return load_stock_pipeline(source, signature, from_image=from_image, flow_shift=shift, torch_dtype=dtype)
 
         def _run_pipe(self, input_args: dict[str, Any]) -> Any:
             taken = inspect.signature(type(self.pipe).__call__).parameters

@@ -213,6 +213,7 @@ ORDER = {
             "devices",
             "checkpoint",
             "preflight",
+            "loading",
             "bags",
             "packed_samples",
             "models",

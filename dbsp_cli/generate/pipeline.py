@@ -105,30 +105,23 @@ def load_pipeline(
             examples.
         from_video: Whether the pipeline starts from a video.
     """
-    import diffusers
-
+    from dbsp_diffusers.loading import load_stock_pipeline
     from dbsp_diffusers.patching import in_float64
-    from dbsp_diffusers.preflight import local_checkpoint
 
     # 1. The class, the dtypes and the files.
-    kind = PIPELINES[identity.pipeline]
-    cls = diffusers.DiffusionPipeline
-    if from_video:
-        cls = getattr(diffusers, str(kind.from_video))
-    elif settings.image is not None and identity.variant == "ti2v":
-        cls = diffusers.WanImageToVideoPipeline  # the checkpoint names the other one
-    dtype = settings.torch_dtype
-    dtypes: Any = dtype
+    kind, dtype = PIPELINES[identity.pipeline], settings.torch_dtype
+    options: dict[str, Any] = {"torch_dtype": dtype}
     if kind.float32_vae and dtype.itemsize < 4:
-        dtypes = {"default": dtype, "vae": torch.float32}
-    checkpoint = local_checkpoint(model)
-    options = {} if features.quantize is None else {"quantization_config": _quantization(features.quantize, identity)}
-    variant = None if checkpoint is None else checkpoint.variant
-    pipe = cls.from_pretrained(model, torch_dtype=dtypes, variant=variant, **options)
+        options["torch_dtype"] = {"default": dtype, "vae": torch.float32}
+    if features.quantize is not None:
+        options["quantization_config"] = _quantization(features.quantize, identity)
+    if from_video:
+        options["cls"] = str(kind.from_video)
+    pipe = load_stock_pipeline(
+        model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
+    )
     if dtype == torch.float64:
         pipe = in_float64(pipe)
-    if settings.flow_shift is not None and "flow_shift" in pipe.scheduler.config:
-        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=settings.flow_shift)
     # 2. LoRA weights.
     weights = {}
     for number, (name, weight) in enumerate(features.loras()):
