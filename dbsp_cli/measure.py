@@ -21,12 +21,10 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.process_groups import meet
 from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.cost.prediction import MERGE_BYTES, AttentionShape, Prediction, predict
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.plan import Plan, make_plan, usual_layout
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_kernels import KERNELS, PartialAttention, block_attention, merge_states
@@ -339,13 +337,9 @@ def _measure_attentions(work: Workload) -> list[Attention]:
     ]
 
 
-def _layout(planner: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-    return SequenceLayout.named(require_planner(planner).layout, grid, strategy)
-
-
 def _whole(work: Workload, mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, Action]:
     """Prepares an attention; returns its plan, and a call of it on this rank's random q, k, v."""
-    layout = _layout(planner, mask.grid, strategy)
+    layout = usual_layout(planner, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, layout=layout)
     attend = DualBalancedAttention.prepare(plan, mask, layout, work.group, device=work.device, kernel=work.kernel)
     q, k, v = (work.random(1, mask.heads, layout.shard, work.head_dim) for _ in range(3))
@@ -356,7 +350,7 @@ def _predict(work: Workload, plan: Plan, known: Constants) -> Prediction:
     shape = AttentionShape(1, plan.heads, work.head_dim, work.dtype.itemsize)
     labels = {key: "measured" for key, value in vars(known).items() if value is not None}
     machine = Hardware("being measured", "", "", known, labels)
-    return predict(plan, shape, machine, layout=_layout(plan.planner, plan.grid, plan.strategy))
+    return predict(plan, shape, machine, layout=usual_layout(plan.planner, plan.grid, plan.strategy))
 
 
 def _fit_overlap(work: Workload, ring: Sequence[Attention], known: Constants) -> float:

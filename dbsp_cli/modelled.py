@@ -10,12 +10,10 @@ from dbsp_cli.generate.resources import linear_flops, passes
 from dbsp_cli.output import TextTable
 from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, candidates, predict
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.table import ModelSpec
-from dbsp_core.planning.plan import make_plan
-from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.plan import make_plan, usual_layout
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.errors import in_number
@@ -79,7 +77,7 @@ def _of_layers(
     shape = AttentionShape(1, spec.heads, spec.head_dim)
     rho, seconds = [], []
     for mask in masks:
-        layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
+        layout = usual_layout(planner, mask.grid, strategy)
         plan = make_plan(mask, strategy, planner, layout=layout, compare=False)
         rho.append(plan.rho)
         seconds.append(predict(plan, shape, hardware, nodes, layout).total_s)

@@ -36,6 +36,7 @@ __all__ = [
     "make_plan",
     "plain_owners",
     "plan_from_counts",
+    "usual_layout",
 ]
 
 
@@ -241,6 +242,11 @@ class Plan:
 
 
 @not_compiled
+def usual_layout(planner: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
+    """Returns the sequence layout that a planner is meant for."""
+    return SequenceLayout.named(require_planner(planner).layout, grid, strategy)
+
+
 def make_plan(
     mask: BlockMask,
     strategy: Strategy | str,

@@ -21,10 +21,8 @@ from rich.table import Table
 from dbsp_cli.measure import uneven_mask
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.cost.machine import device_class
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.planning.plan import make_plan
-from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.plan import make_plan, usual_layout
 from scripts.bench.timing import Samples, Timer, run_ranks, undisturbed_samples
 
 
@@ -102,7 +100,7 @@ def compare(cases: Sequence[Case], args: argparse.Namespace, device: str) -> lis
     for number, (case, strategy) in enumerate(zip(cases, strategies, strict=True)):
         pair = laps[2 * number : 2 * number + 2]
         seconds = [float(np.median(undisturbed_samples(one))) for one in pair]
-        layout = SequenceLayout.named(require_planner("dbsp").layout, case.mask().grid, strategy)
+        layout = usual_layout("dbsp", case.mask().grid, strategy)
         plan = make_plan(case.mask(), strategy, "dbsp", layout=layout)
         core = [core_seconds(one) for one in pair]
         found.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds, *core))
@@ -133,7 +131,7 @@ def _attention(
 ) -> Callable[[], object]:
     """Prepares an attention, and returns a call of it on this rank's random q, k, v."""
     mask = case.mask()
-    layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, Strategy.parse(strategy))
+    layout = usual_layout(planner, mask.grid, Strategy.parse(strategy))
     plan = make_plan(mask, strategy, planner, layout=layout)
     attend = DualBalancedAttention.prepare(plan, mask, layout, group, device=device, kernel=kernel)
     where = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}

@@ -12,8 +12,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.table import ModelSpec
-from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.plan import Plan, make_plan, usual_layout
 from scripts.reproduce.lockstep import RingPlan, nodes_of, plan_ring, predict_ring, rho_before
 
 __all__ = [
@@ -39,7 +38,7 @@ class RunConfig:
 
     def layout(self, mask: BlockMask) -> SequenceLayout:
         """Returns the planner's layout for a mask."""
-        return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
+        return usual_layout(self.planner, mask.grid, self.strategy)
 
 
 @dataclass(frozen=True)
