@@ -179,7 +179,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `measure` found.
+    """Times of attention and exchanges, and the constants fitted to them.
 
     Attributes:
         dense_s: Dense attention of a rank's heads by torch.

@@ -107,7 +107,7 @@ class Bench:
 
     @property
     def warnings(self) -> list[str]:
-        """What the user should know before using the constants."""
+        """Lines that the user should read before using the constants."""
         said = []
         if self.work.group.size == 1:
             said.append(

@@ -29,7 +29,7 @@ _CACHE_THRESHOLD = 0.05
 
 @dataclass(frozen=True)
 class Features:
-    """What is done to a pipeline besides db-SP, all of it by diffusers.
+    """Features of diffusers that a pipeline is given besides db-SP.
 
     Attributes:
         lora: Files, folders or repositories of LoRA weights, each maybe with "=WEIGHT".

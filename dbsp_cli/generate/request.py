@@ -52,7 +52,7 @@ _LONGEST_SLUG = 48
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What a user asks for; None and empty mean the usual.
+    """The options of `dbsp generate`; None and empty mean the usual.
 
     Attributes:
         config: File, or name of a shipped one.

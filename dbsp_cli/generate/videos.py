@@ -1,4 +1,4 @@
-"""What each rank of `dbsp generate` runs: the pipeline is loaded once, then makes one video after another."""
+"""Makes the videos of `dbsp generate` on each rank: one pipeline, one video after another."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _read_thw(value: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to read a file. Raises UserError for options that contradict one another.
+    """Options for reading a file. Raises UserError for options that contradict one another.
 
     Attributes:
         key: Name of the tensor of masks; by default a usual one, or the only one.
@@ -232,7 +232,7 @@ def convert_masks(
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """Which pass of a recording becomes a mask file.
+    """Choice of the pass of a recording that becomes a mask file.
 
     Attributes:
         step: The denoising step; not needed where only one was recorded.

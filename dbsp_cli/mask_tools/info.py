@@ -193,7 +193,7 @@ class LayerError(HeadError):
 
 @dataclass(frozen=True, eq=False)
 class MaskInfo:
-    """What was found. `densities` is float64[layers, H]; `errors` is None where they were not asked for."""
+    """Statistics of masks. `densities` is float64[layers, H]; `errors` is None where they were not asked for."""
 
     first: BlockMask
     steps: tuple[int, ...]

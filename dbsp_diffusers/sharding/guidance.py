@@ -187,7 +187,8 @@ class GuidedCalls:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, new: bool) -> _Call:
         """Returns a call of the transformer in the current cache context."""
-        context, compute = self._context, nn.Module._call_impl  # within hooks, as Module.__call__ does
+        # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
+        context, compute = self._context, nn.Module._call_impl
 
         def forward() -> Any:
             if self.passes.board is not None and self.generations.board is not None:
