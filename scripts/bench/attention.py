@@ -1,17 +1,20 @@
-"""Wall time of one attention: USP's contiguous plan against planner "dbsp", in turns in one run.
+"""Time of one attention: USP's contiguous plan against planner "dbsp", alternately in one run.
 
-python -m scripts.bench.attention --ranks 2       gloo ranks with one core each (with GPUs: NCCL, a GPU each)
+python -m scripts.bench.attention --ranks 2       gloo ranks that take turns on a core (with GPUs: NCCL, a GPU each)
 python -m scripts.bench.attention --json > FILE   the same numbers for a program
 
-Balance is worth what it should be if the speed-up is ρ_s before over ρ_s after.
+Balance is worth what it should be if the speed-up is ρ_s before over ρ_s after. The time is that of the slowest rank:
+on GPUs by the clock, on a CPU what it computes alone (`timing.Turns`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +26,7 @@ from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.plan import make_plan, usual_layout
-from scripts.bench.timing import Samples, Timer, run_ranks, undisturbed_samples
+from scripts.bench.timing import Turns, TurnTakingGroup, gpu_seconds, run_ranks
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,7 @@ class Comparison:
     """One attention under two plans.
 
     rho_before, rho:         ρ_s of the contiguous plan and of planner "dbsp"
-    seconds_before, seconds: wall time
-    core_seconds_before, core_seconds: time on a core of the busiest rank
+    seconds_before, seconds: of the slowest rank
     """
 
     strategy: str
@@ -62,16 +64,10 @@ class Comparison:
     rho: float
     seconds_before: float
     seconds: float
-    core_seconds_before: float
-    core_seconds: float
 
     @property
     def speedup(self) -> float:
         return self.seconds_before / self.seconds
-
-    @property
-    def core_speedup(self) -> float:
-        return self.core_seconds_before / self.core_seconds
 
     @property
     def expected(self) -> float:
@@ -85,26 +81,30 @@ class Comparison:
 
     def record(self) -> dict[str, object]:
         """Returns the fields and ratios for JSON."""
-        derived = {"speedup": self.speedup, "expected": self.expected, "reached": self.reached}
-        return asdict(self) | derived | {"core_speedup": self.core_speedup}
+        return asdict(self) | {"speedup": self.speedup, "expected": self.expected, "reached": self.reached}
 
 
 def compare(cases: Sequence[Case], args: argparse.Namespace, device: str) -> list[Comparison]:
-    """Measures the first case on Ulysses and the second on Ring, each with both planners, all in turns in one run."""
+    """Measures the first case on Ulysses and the second on Ring, each with both planners, alternately in one run."""
     strategies = (Strategy(args.ranks, 1), Strategy(1, args.ranks))
     ways = [(case, str(one), planner) for case, one in zip(cases, strategies, strict=True) for planner in PLANNERS]
-    how = device, args.kernel, args.repeats, args.patience
-    by_rank = run_ranks(measure_attentions, args.ranks, device, tuple(ways), *how)
-    laps = list(zip(*by_rank, strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        turns_file = str(Path(folder, "turns"))
+        how = device, args.kernel, args.repeats, turns_file
+        by_rank = run_ranks(measure_attentions, args.ranks, device, tuple(ways), *how)
+    seconds = slowest_rank(by_rank)
     found = []
     for number, (case, strategy) in enumerate(zip(cases, strategies, strict=True)):
-        pair = laps[2 * number : 2 * number + 2]
-        seconds = [float(np.median(undisturbed_samples(one))) for one in pair]
         layout = usual_layout("dbsp", case.mask().grid, strategy)
         plan = make_plan(case.mask(), strategy, "dbsp", layout=layout)
-        core = [core_seconds(one) for one in pair]
-        found.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds, *core))
+        found.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds[2 * number : 2 * number + 2]))
     return found
+
+
+def slowest_rank(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """Returns the slowest rank's seconds for each thing timed, medians over turns. by_rank: [rank][thing][turn]"""
+    medians: list[float] = np.median(np.asarray(by_rank), axis=-1).max(axis=0).tolist()
+    return medians
 
 
 def measure_attentions(
@@ -114,16 +114,20 @@ def measure_attentions(
     device: str,
     kernel: str,
     repeats: int,
-    wait_s: float,
-) -> list[Samples]:
-    """Measures whole attentions of (case, strategy, planner), one of each in turn, so that drift hits all alike."""
-    group, timer = SequenceGroup.of(), Timer(device, wait_s)
+    turns_file: str,
+) -> list[list[float]]:
+    """Returns seconds of whole attentions of (case, strategy, planner), one of each in turn: drift hits all alike."""
+    turns = Turns(Path(turns_file))
+    group = SequenceGroup.of() if device == "cuda" else TurnTakingGroup.of_all(turns)
+    timed = gpu_seconds if device == "cuda" else turns.core_seconds
     calls = [_attention(*way, group, device, kernel) for way in ways]
-    samples: list[Samples] = [[] for _ in calls]
-    for turn in range(repeats):
-        for mine, call in zip(samples, calls, strict=True):
-            mine += timer.samples(call, 1, warm_up=int(turn == 0))
-    return samples
+    for call in calls:
+        call()  # compiles, and compares what ranks were given
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for mine, call in zip(seconds, calls, strict=True):
+            mine.append(timed(call))
+    return seconds
 
 
 def _attention(
@@ -137,11 +141,6 @@ def _attention(
     where = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
     q, k, v = (torch.randn(1, case.heads, layout.shard, case.head_dim, **where) for _ in range(3))
     return lambda: attend(q, k, v)
-
-
-def core_seconds(by_rank: Sequence[Samples]) -> float:
-    """Returns the busiest rank's seconds on a core, median over repetitions."""
-    return float(np.median(np.asarray(by_rank, dtype=np.float64)[..., 2].max(axis=0)))
 
 
 def cases(args: argparse.Namespace) -> tuple[Case, ...]:
@@ -158,13 +157,12 @@ def table(found: list[Comparison], title: str) -> Table:
     shown = Table(
         title=title, caption="speed-up over ρ: speed-up over (ρ_s before / ρ_s after); 1.00 is what it should be"
     )
-    for name in ("strategy", "ρ_s before", "ρ_s", "ms before", "ms", "speed-up", "over ρ", "on core", "over ρ"):
+    for name in ("strategy", "ρ_s before", "ρ_s", "ms before", "ms", "speed-up", "over ρ"):
         shown.add_column(name, justify="right")
     for one in found:
         ms = (f"{one.seconds_before * 1e3:.1f}", f"{one.seconds * 1e3:.1f}")
         ratios = (f"{one.rho_before:.3f}", f"{one.rho:.3f}")
-        core = (f"{one.core_speedup:.3f}", f"{one.core_speedup / one.expected:.3f}")
-        shown.add_row(one.strategy, *ratios, *ms, f"{one.speedup:.3f}", f"{one.reached:.3f}", *core)
+        shown.add_row(one.strategy, *ratios, *ms, f"{one.speedup:.3f}", f"{one.reached:.3f}")
     return shown
 
 
@@ -175,8 +173,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--density", type=float, default=0.3)
-    parser.add_argument("--repeats", type=int, default=15, help="turns; the median of quiet ones stands")
-    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait, in all, for a quiet machine")
+    parser.add_argument("--repeats", type=int, default=15, help="times that each is measured; the median stands")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()

@@ -1,114 +1,111 @@
-"""Timing in step with other ranks, on machines that others use too."""
+"""Timing of ranks: on GPUs by the clock, on a CPU in turns, by what each of them computes."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from dbsp_core import SequenceGroup
+from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.comm.process_groups import meet
 from dbsp_diffusers.rank_program import process_group, use_local_device
 
-__all__ = ["Sample", "Samples", "Timer", "run_ranks", "undisturbed_samples"]
+__all__ = ["TurnTakingGroup", "Turns", "gpu_seconds", "run_ranks"]
 
 
-class Sample(NamedTuple):
-    """One repetition of what is timed. All in seconds."""
-
-    elapsed: float
-    waited: float
-    """How long this thread was ready to run while another had its core."""
-    on_core: float
-    """How long this process ran on a core. Unlike `elapsed`, it does not depend on what else runs here."""
-
-
-Samples = list[Sample]
-"""One rank's repetitions."""
-
-_QUIET = 0.05
-"""Largest share of its time that a rank waits for a core in a quiet repetition."""
-_LEAST_REPETITIONS = 3
-_SCHEDULER = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds run, nanoseconds waited for a core, slices
-_MACHINE = Path("/proc/stat")
+def gpu_seconds(action: Callable[[], object]) -> float:
+    """Returns the wall time of an action that all ranks begin together, its GPU's work included."""
+    torch.cuda.synchronize()
+    meet()
+    start = time.perf_counter()
+    action()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
-class Timer:
-    """Takes the samples of one rank.
+class Turns:
+    """One process of a machine computes at a time: whoever has locked a file.
 
-    Args:
-        device: "cpu" or "cuda".
-        max_wait_s: Seconds to wait, over all samples, for moments in which nothing else runs on this machine's CPU.
+    Two cores of a virtual machine may be two threads of one, on which a rank computes twice as fast once its neighbour
+    has finished. Wall time then says nothing of balance; seconds that each rank computes alone do.
     """
 
-    def __init__(self, device: str, max_wait_s: float = 0.0) -> None:
-        self.device = device
-        self._max_wait_s = max_wait_s
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_CREAT | os.O_RDWR)
+        self._mine = False
 
-    def samples(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
-        """Times an action; all ranks begin each repetition together."""
-        samples = []
-        for repetition in range(warm_up + repeats):
-            self._synchronize()
-            if repetition >= warm_up and (not dist.is_initialized() or dist.get_rank() == 0):
-                self._await_quiet()
-            if dist.is_initialized():
-                meet()
-            waited, ran, start = _waited(), time.process_time(), time.perf_counter()
+    def core_seconds(self, action: Callable[[], object]) -> float:
+        """Returns the seconds that this process computes in an action, in its turns.
+
+        In the action, ranks may wait for each other in a `TurnTakingGroup`'s all-to-all only.
+        """
+        self._take()
+        try:
+            start = time.process_time()
             action()
-            self._synchronize()
-            if repetition >= warm_up:
-                seconds = time.perf_counter() - start
-                samples.append(Sample(seconds, _waited() - waited, time.process_time() - ran))
-        return samples
+            return time.process_time() - start
+        finally:
+            self._leave()
 
-    def _await_quiet(self) -> None:
-        start, quiet = time.perf_counter(), 0
-        while quiet < 3 and time.perf_counter() - start < self._max_wait_s:
-            quiet = quiet + 1 if _running() <= 1 else 0
-            time.sleep(0.004)
-        self._max_wait_s -= time.perf_counter() - start
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Leaves this process's turn, if it has one, to another within the block."""
+        mine = self._mine
+        if mine:
+            self._leave()
+        try:
+            yield
+        finally:
+            if mine:
+                self._take()
 
-    def _synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+    def _take(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._mine = True
 
-
-def undisturbed_samples(by_rank: Sequence[Samples]) -> np.ndarray:
-    """float64[n]: the slowest rank's seconds in quiet repetitions, at least in the three most quiet ones.
-
-    A repetition is quiet if no rank waited for its core for more than a twentieth of it.
-    """
-    samples = np.asarray(by_rank, dtype=np.float64)  # [ranks, repetitions, 3]
-    seconds = samples[..., 0].max(axis=0)
-    waited = samples[..., 1].max(axis=0) / np.maximum(seconds, 1e-12)
-    enough = np.sort(waited)[: min(_LEAST_REPETITIONS, len(waited))].max()
-    return seconds[waited <= max(_QUIET, enough)]
+    def _leave(self) -> None:
+        self._mine = False
+        fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def _waited() -> float:
-    try:
-        return int(_SCHEDULER.read_text(encoding="utf-8").split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):  # not on Linux: every repetition counts as quiet
-        return 0.0
+@dataclass(frozen=True)
+class TurnTakingGroup(SequenceGroup):
+    """A group whose ranks leave their turn while they wait in an all-to-all."""
+
+    turns: Turns = field(kw_only=True)
+
+    @classmethod
+    def of_all(cls, turns: Turns) -> TurnTakingGroup:
+        """All ranks of this program."""
+        ranks = SequenceGroup.of()
+        return cls(ranks.rank, ranks.size, ranks._held_by_torch, turns=turns)
+
+    def start_all_to_all(
+        self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> PendingTransfer:
+        """Starts an all-to-all."""
+        transfer = super().start_all_to_all(sent, receive_splits, send_splits)
+        return _Transfer(transfer.received, transfer.sent, transfer.works, transfer.board, turns=self.turns)
 
 
-def _running() -> int:
-    """Threads that run or are ready to, this one included; 1 where the system does not say."""
-    try:
-        lines = _MACHINE.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 1
-    return next((int(line.split()[1]) for line in lines if line.startswith("procs_running")), 1)
+@dataclass(frozen=True)
+class _Transfer(PendingTransfer):
+    turns: Turns = field(kw_only=True)
+
+    def wait(self) -> torch.Tensor:
+        with self.turns.left():
+            return super().wait()
 
 
 _CPU_RANKS = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}

@@ -1,43 +1,67 @@
-"""Timing of benchmarks: quiet repetitions are distinguished, and ranks that fail are reported."""
+"""Timing of benchmarks: ranks compute in turns, the slowest counts, and ranks that fail are reported."""
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import time
+from pathlib import Path
 
-from scripts.bench.attention import Comparison, core_seconds
-from scripts.bench.timing import Timer, run_ranks, undisturbed_samples
+import pytest
+import torch
+
+from scripts.bench.attention import Comparison, slowest_rank
+from scripts.bench.timing import Turns, TurnTakingGroup, run_ranks
 from tests.scripts.failing_ranks import die_on_one, fail_on_one
 
-BUSY = [[(1.0, 0.0, 0.9), (9.0, 8.0, 0.9), (1.2, 0.01, 1.0)], [(1.1, 0.0, 0.8), (8.0, 0.0, 0.8), (1.0, 0.04, 0.7)]]
-"""Samples of two ranks, the first of which lost its core in the second repetition."""
+
+def intervals_of_turns(rank: int, world: int, folder: str) -> tuple[float, list[tuple[float, float]]]:
+    """Computes before and after an all-to-all. Returns the seconds counted, and from when to when each half ran."""
+    turns = Turns(Path(folder, "turns"))
+    group = TurnTakingGroup.of_all(turns)
+    ran: list[tuple[float, float]] = []
+
+    def compute() -> None:
+        start = time.monotonic()
+        end = time.process_time() + 0.05
+        while time.process_time() < end:
+            pass
+        ran.append((start, time.monotonic()))
+
+    def action() -> None:
+        compute()
+        received = group.all_to_all(torch.full((world,), float(rank)), [1] * world, [1] * world)
+        assert received.tolist() == list(range(world))
+        compute()
+
+    return turns.core_seconds(action), ran
 
 
-class TestClock:
-    def test_repetitions_in_which_a_rank_lost_its_core_are_left_out(self):
-        many = [one[:1] * 3 + one for one in BUSY]
-        assert undisturbed_samples(many).tolist() == [1.1, 1.1, 1.1, 1.1, 1.2]
+class TestTurns:
+    def test_one_rank_computes_at_a_time_and_waits_for_others_without_its_turn(self, tmp_path):
+        answers = run_ranks(intervals_of_turns, 2, "cpu", str(tmp_path))
+        ran = sorted(interval for _, intervals in answers for interval in intervals)
+        assert len(ran) == 4
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ran))
 
-    def test_the_three_most_quiet_stand_where_there_are_fewer(self):
-        assert sorted(undisturbed_samples(BUSY)) == [1.1, 1.2, 9.0]
+    def test_seconds_are_what_a_rank_computed_and_not_what_it_waited(self, tmp_path):
+        for seconds, intervals in run_ranks(intervals_of_turns, 2, "cpu", str(tmp_path)):
+            assert 0.1 <= seconds < intervals[-1][1] - intervals[0][0]
 
-    def test_seconds_on_a_core_are_the_busiest_ranks(self):
-        assert core_seconds(BUSY) == 0.9
-
-    def test_every_repetition_is_a_sample_and_warming_up_is_not(self):
-        calls = []
-        samples = Timer("cpu").samples(lambda: calls.append(1), repeats=4, warm_up=2)
-        assert (len(samples), len(calls)) == (4, 6)
-        assert all(seconds > 0 and waited >= 0 for seconds, waited, _ in samples)
+    def test_a_turn_can_be_left_by_who_has_none(self, tmp_path):
+        turns = Turns(tmp_path / "turns")
+        with turns.left():
+            pass
+        assert turns.core_seconds(lambda: None) >= 0
 
 
 class TestComparison:
+    def test_the_slowest_rank_counts_by_its_median(self):
+        assert slowest_rank([[[1.0, 9.0, 2.0], [5.0, 5.0, 5.0]], [[3.0, 1.0, 1.0], [4.0, 7.0, 6.0]]]) == [2.0, 6.0]
+
     def test_the_speed_up_is_set_against_the_ratio_of_imbalances(self):
-        one = Comparison(
-            "U2R1", rho_before=1.5, rho=1.2, seconds_before=3.0, seconds=2.0, core_seconds_before=3.0, core_seconds=1.5
-        )
+        one = Comparison("U2R1", rho_before=1.5, rho=1.2, seconds_before=3.0, seconds=2.0)
         assert (one.speedup, one.expected, one.reached) == (1.5, 1.25, 1.2)
-        record = one.record()
-        assert {"strategy", "rho_before", "rho", "seconds_before", "seconds", "speedup"} <= set(record)
+        assert {"strategy", "rho_before", "rho", "seconds_before", "seconds", "speedup"} <= set(one.record())
 
 
 @pytest.mark.parametrize(
