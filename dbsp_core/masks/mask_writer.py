@@ -135,7 +135,7 @@ def save_mask(
     """Writes a mask file, whole or not at all.
 
     Args:
-        path: The file, usually *.safetensors.
+        path: The file, usually `NAME.safetensors`.
         masks: One mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
         groups: The step groups, such as "5-9,10-24,25-49": steps before the first are dense.
         packed: Whether to store eight blocks in a byte.

@@ -10,7 +10,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 REPOSITORY = "https://github.com/db-sp/db-sp/blob/main/"
 
 project = "db-SP"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_default_options = {"members": True, "imported-members": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
 root_doc = "README"
 exclude_patterns = ["pictures/*.py", "pictures/draw"]
 suppress_warnings = ["misc.highlighting_failure"]  # programs with … in them
