@@ -3,6 +3,8 @@
 python -m scripts.results                       all of them
 python -m scripts.results balanced fig8           some
 python -m scripts.results --list                what there is
+python -m scripts.results --stale               files whose sources have changed since they were made
+python -m scripts.results --ran table1.csv      notes in evidence.yaml that its command was run at this commit
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 from pathlib import Path
 
 from dbsp_core.utils.errors import UserError
+from scripts.results.evidence import changes_since, read_evidence, record_run
 from scripts.results.result import FOLDER, Result
 
 MODULES = (
@@ -31,13 +34,33 @@ def results() -> dict[str, Result]:
     return {value.name: value for value in values if isinstance(value, Result)}
 
 
+def print_stale() -> None:
+    """Prints the files whose sources have changed since they were made, with the changes counted."""
+    entries = read_evidence()
+    stale = 0
+    for one in entries:
+        changes = changes_since(one)
+        if changes is None:
+            print(f"{one.files[0]}: this clone lacks commit {one.commit}")
+        elif changes:
+            stale += 1
+            more = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
+            print(f"{one.files[0]}: {', '.join(changes[:2])}{more} changed since {one.commit} ({one.command})")
+    print(f"{stale} of {len(entries)} results are older than their sources")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the files, without their ends; all where none")
     parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument("--stale", action="store_true", help="print the files whose sources have changed since")
+    parser.add_argument("--ran", metavar="FILE", help="note that this file was made anew, at this commit")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the CSVs")
     parser.add_argument("--out", type=Path, help="folder for the PNGs; the CSVs' where left out")
     options = parser.parse_args()
+    if options.stale:
+        print_stale()
+        return
     known = results()
     if options.list:
         print("\n".join(known))
@@ -47,6 +70,9 @@ def main() -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     try:
+        if options.ran is not None:
+            print(f"{', '.join(record_run(options.ran).files)}: made at this commit")
+            return
         for name in options.names or known:
             print(f"drew {known[name].redraw(options.folder, options.out)}")
     except UserError as error:

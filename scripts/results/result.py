@@ -50,7 +50,7 @@ class Result:
         """The rows of the CSV. Raises UserError where there is none."""
         path = folder / f"{self.name}.csv"
         if not path.is_file():
-            raise UserError(f"{path} does not exist; make it with the command that docs/results/README.md names")
+            raise UserError(f"{path} does not exist; make it with the command that docs/results/evidence.yaml names")
         kinds = typing.get_type_hints(self.row)
         with path.open(newline="", encoding="utf-8") as file:
             return [

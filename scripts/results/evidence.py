@@ -1,0 +1,106 @@
+"""Which command made each file of docs/results, at which commit, and what has changed since."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.schema import build
+from scripts.results.result import FOLDER
+
+__all__ = ["KINDS", "Evidence", "changes_since", "read_evidence", "record_run"]
+
+ROOT = FOLDER.parents[1]
+EVIDENCE = FOLDER / "evidence.yaml"
+KINDS = ("counted", "measured", "modelled", "fitted", "read from machine code", "published")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How some files of docs/results came to be; `evidence.yaml` says what each field means."""
+
+    files: tuple[str, ...]
+    what: str
+    command: str
+    how: tuple[str, ...]
+    commit: str
+    sources: tuple[str, ...]
+    machine: str | None = None
+
+    def all_sources(self) -> list[str]:
+        """Returns `sources`, and the files of `scripts` that the command's module imports, directly or not."""
+        words = self.command.split()
+        modules = imported_scripts(words[words.index("-m") + 1]) if "-m" in words else set()
+        return [*self.sources, *sorted(modules)]
+
+
+def read_evidence() -> list[Evidence]:
+    """Reads docs/results/evidence.yaml."""
+    entries = yaml.safe_load(EVIDENCE.read_text(encoding="utf-8"))
+    return [build(Evidence, entry, f"entry {number} of {EVIDENCE.name}") for number, entry in enumerate(entries, 1)]
+
+
+def changes_since(one: Evidence) -> list[str] | None:
+    """Returns the sources' files that have changed since its commit; None where this clone lacks that commit."""
+    if _git("cat-file", "-e", f"{one.commit}^{{commit}}") is None:
+        return None
+    return (_git("diff", "--name-only", one.commit, "--", *one.all_sources()) or "").splitlines()
+
+
+def record_run(name: str) -> Evidence:
+    """Writes into evidence.yaml that the files of which `name` is one were made at the present commit.
+
+    Raises:
+        UserError: No entry has the file, or its sources have changes that are in no commit.
+    """
+    one = next((one for one in read_evidence() if name in one.files), None)
+    if one is None:
+        raise UserError(f"{EVIDENCE.name} has no entry with {name}; add one")
+    if changed := _git("status", "--porcelain", "--", *one.all_sources()):
+        raise UserError(f"commit these first, then run {one.command!r}:\n{changed}")
+    commit = (_git("rev-parse", "--short=8", "HEAD") or "").strip()
+    before, entry = EVIDENCE.read_text(encoding="utf-8").split(f"- files: [{', '.join(one.files)}]", 1)
+    entry = entry.replace(f'commit: "{one.commit}"', f'commit: "{commit}"', 1)
+    EVIDENCE.write_text(f"{before}- files: [{', '.join(one.files)}]{entry}", encoding="utf-8")
+    return one
+
+
+def imported_scripts(module: str) -> set[str]:
+    """Returns the files of `scripts` that a module of it is made of: its own and those that they import."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        path = _file_of(waiting.pop())
+        if path is not None and (relative := path.relative_to(ROOT).as_posix()) not in found:
+            found.add(relative)
+            waiting += _imports(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module of `scripts`, or None for anything else."""
+    if not module.startswith("scripts."):
+        return None
+    path = ROOT.joinpath(*module.split("."))
+    return next((one for one in (path.with_suffix(".py"), path / "__main__.py") if one.is_file()), None)
+
+
+def _imports(tree: ast.AST) -> Iterable[str]:
+    """The modules that a program imports; of `from a import b` both a and a.b, of which one may not exist."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _git(*arguments: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None

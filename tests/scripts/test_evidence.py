@@ -1,0 +1,118 @@
+"""docs/results/evidence.yaml has every result, and finds those whose sources have changed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dbsp_core.utils.errors import UserError
+from scripts.results import evidence
+from scripts.results.evidence import KINDS, changes_since, imported_scripts, read_evidence, record_run
+from tests.support.repository import ROOT
+
+RESULTS = ROOT / "docs" / "results"
+ENTRY = """
+- files: [one.csv, one.png]
+  what: numbers
+  command: python -m scripts.one --fast
+  how: [counted]
+  commit: "{commit}"
+  sources: [product]
+"""
+
+
+class TestEntries:
+    def test_every_result_has_one_entry(self):
+        listed = [name for one in read_evidence() for name in one.files]
+        there = [path.name for path in RESULTS.iterdir() if path.suffix in (".csv", ".json", ".png")]
+        assert sorted(listed) == sorted(there)
+
+    def test_each_says_how_and_what_is_measured_on_which_machine(self):
+        for one in read_evidence():
+            assert one.how
+            assert set(one.how) <= set(KINDS), one.files
+            assert ("measured" in one.how) == (one.machine is not None), one.files
+
+    def test_sources_exist(self):
+        missing = [source for one in read_evidence() for source in one.all_sources() if not (ROOT / source).exists()]
+        assert missing == []
+
+    def test_each_is_cited_by_a_page(self):
+        pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+        assert [one.files for one in read_evidence() if not any(name in pages for name in one.files)] == []
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository in which scripts.one, of scripts.two, made one.csv from product/."""
+    for name, text in {
+        "scripts/one.py": "from scripts import two\nimport torch\n",
+        "scripts/two.py": "",
+        "scripts/other.py": "",
+        "product/part.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(evidence, "EVIDENCE", tmp_path / "evidence.yaml")
+    git(tmp_path, "init", "--quiet")
+    commit(tmp_path)
+    write_entry(tmp_path, git(tmp_path, "rev-parse", "--short=8", "HEAD"))
+    return tmp_path
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    return subprocess.run(
+        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def commit(folder: Path) -> None:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "x")
+
+
+def write_entry(folder: Path, commit: str) -> None:
+    (folder / "evidence.yaml").write_text(ENTRY.format(commit=commit), encoding="utf-8")
+
+
+class TestChanges:
+    def test_nothing_has_changed_at_first(self, checkout):
+        assert changes_since(read_evidence()[0]) == []
+
+    @pytest.mark.parametrize("source", ["product/part.py", "scripts/one.py", "scripts/two.py"])
+    def test_a_change_of_a_source_is_found(self, checkout, source):
+        (checkout / source).write_text("# changed\n", encoding="utf-8")
+        assert changes_since(read_evidence()[0]) == [source]
+
+    def test_a_change_elsewhere_does_not_matter(self, checkout):
+        (checkout / "scripts" / "other.py").write_text("# changed\n", encoding="utf-8")
+        assert changes_since(read_evidence()[0]) == []
+
+    def test_a_commit_that_a_clone_lacks_is_told_apart(self, checkout):
+        write_entry(checkout, "0123abcd")
+        assert changes_since(read_evidence()[0]) is None
+
+    def test_imports_are_followed_within_scripts(self, checkout):
+        assert imported_scripts("scripts.one") == {"scripts/one.py", "scripts/two.py"}
+
+
+class TestRecording:
+    def test_a_run_is_recorded_at_the_present_commit(self, checkout):
+        (checkout / "product" / "part.py").write_text("# changed\n", encoding="utf-8")
+        commit(checkout)
+        record_run("one.png")
+        assert changes_since(read_evidence()[0]) == []
+        assert read_evidence()[0].commit == git(checkout, "rev-parse", "--short=8", "HEAD")
+
+    def test_what_is_in_no_commit_must_be_committed_first(self, checkout):
+        (checkout / "product" / "part.py").write_text("# changed\n", encoding="utf-8")
+        with pytest.raises(UserError, match=r"commit these first[^\n]*scripts\.one --fast.*product/part\.py"):
+            record_run("one.csv")
+
+    def test_a_file_without_an_entry_is_refused(self, checkout):
+        with pytest.raises(UserError, match=r"no entry with two\.csv"):
+            record_run("two.csv")
