@@ -1,4 +1,4 @@
-"""The table of balance, and README's sentence on it, say what docs/results/balanced.csv has."""
+"""The table of balance says what docs/results/balanced.csv has."""
 
 from __future__ import annotations
 
@@ -47,11 +47,3 @@ def test_the_numbers_are_those_of_the_results(strategy):
     assert (number(paper), number(paper_moved)) == (rounded(rho, abs=0.00051), rounded(100 * moved, abs=0.51))
     rho, moved = counted(strategy, "dbsp", "striped")
     assert (number(ours), number(ours_moved)) == (rounded(rho, abs=0.00051), rounded(100 * moved, abs=0.051))
-
-
-def test_readme_says_the_same():
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    found = re.search(r"does ([\d.]+) to ([\d.]+) times the mean work, .*? has ([\d.]+) to ([\d.]+)", text)
-    ours, before = ([number(row[column]) for row in table()[1:]] for column in (5, 1))
-    assert found is not None
-    assert [float(one) for one in found.groups()] == [min(ours), max(ours), *(round(f(before), 2) for f in (min, max))]

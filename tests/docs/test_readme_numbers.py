@@ -1,0 +1,126 @@
+"""Every number of README's tables and claims is that of its file in docs/results."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+
+import pytest
+
+from dbsp_diffusers.models import ARCHITECTURES
+from tests.support.repository import ROOT
+
+TEXT = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+MODEL_NAMES = {"Wan2.1 14B": "wan2.1-t2v-14b", "CogVideoX1.5 5B": "cogvideox1.5-5b"}
+STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
+IN_USE = ("slow drift, 50 steps", "trained model, 50 steps")
+
+
+def rows(name: str, **wanted: str) -> list[dict[str, str]]:
+    """The rows of a result with the values that are wanted."""
+    with (ROOT / "docs" / "results" / f"{name}.csv").open(encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
+
+
+def said(pattern: str) -> list[float]:
+    """The numbers of the one place in README that a pattern finds."""
+    (found,) = re.findall(pattern, TEXT)
+    return [float(one) for one in ([found] if isinstance(found, str) else found)]
+
+
+def of_balance(strategy: str, planner: str, layout: str = "contiguous") -> float:
+    (row,) = rows("balanced", preset="wan2.1-t2v-14b", strategy=strategy, planner=planner, layout=layout)
+    return float(row["rho"])
+
+
+def test_seconds_per_video():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    cells = [[one.strip(" *") for one in line.strip("|").split("|")] for line in lines if line.count("|") == 6]
+    named, model = [], ""
+    for title, gpu, *seconds in cells[2:]:
+        model = title.partition(",")[0] or model
+        (row,) = rows("seconds", model=MODEL_NAMES[model], machine=gpu.lower(), gpus="8")
+        assert [float(one) for one in seconds] == [round(float(row[key])) for key in ("dense_s", "blind_s", "dbsp_s")]
+        if title:
+            assert title.partition(", ")[2] == f"{row['size']}, {row['steps']} steps"
+        named.append((model, gpu))
+    assert len(named) == len(set(named)) == 4
+
+
+def test_what_planners_leave():
+    even, snake, ours = said(r"even split has ([\d.]+) \| ([\d.]+) \| – \| ([\d.]+) \|")
+    assert even == round(of_balance("U8R1", "contiguous"), 3)
+    assert snake == round(of_balance("U8R1", "snake"), 3)
+    assert ours == round(of_balance("U8R1", "dbsp", "striped"), 3)
+
+
+def test_how_even_fresh_plans_are():
+    ours = [round(of_balance(one, "dbsp", "striped"), 3) for one in STRATEGIES]
+    before = [round(of_balance(one, "contiguous"), 2) for one in STRATEGIES]
+    pattern = (
+        r"does ([\d.]+) to ([\d.]+) times the mean work, where .*? has ([\d.]+) to ([\d.]+) \(counted, (\d+) layers"
+    )
+    layers = rows("balanced", preset="wan2.1-t2v-14b")[0]["layers"]
+    assert said(pattern) == [min(ours), max(ours), min(before), max(before), float(layers)]
+
+
+def test_how_even_plans_are_in_use():
+    of_default = [row for row in rows("reuse", threshold="1.02") if row["series"] in IN_USE]
+    assert {row["series"] for row in of_default} == set(IN_USE)
+    means = [round(float(row["rho"]), 3) for row in of_default]
+    worst = round(max(float(row["rho_worst"]) for row in of_default), 2)
+    assert said(r"\[([\d.]+) to ([\d.]+) in the mean, ([\d.]+) in the worst call\]") == [min(means), max(means), worst]
+
+
+def test_how_much_faster_videos_are():
+    ends = [row for row in rows("clusters") if row["cluster"].startswith("8 ") and "end to end" in row["figure"]]
+    modelled = [round(extreme(float(row[key]) for row in ends), 2) for extreme, key in ((min, "least"), (max, "most"))]
+    theirs = [float(one) for row in ends for one in row["theirs"].split("–")]
+    assert said(r"([\d.]+) to ([\d.]+) times end to end on 8 GPUs, modelled") == modelled
+    assert said(r"the paper measured ([\d.]+) to ([\d.]+)\]") == [min(theirs), max(theirs)]
+
+
+def test_what_masks_cost():
+    at_85, at_95 = (rows("quality", source="sparge cdf", setting=f"cdf {cdf}") for cdf in ("0.85", "0.95"))
+    numbers = said(r"keep ([\d.]+) dB of PSNR against dense videos at density ([\d.]+) and ([\d.]+) dB at ([\d.]+)")
+    for (psnr, density), found in zip((numbers[:2], numbers[2:]), (at_85, at_95), strict=True):
+        assert psnr == round(mean(found, "psnr"))
+        assert density == round(mean(found, "density"), 2)
+
+
+def mean(found: list[dict[str, str]], key: str) -> float:
+    return sum(float(row[key]) for row in found) / len(found)
+
+
+def test_what_vllm_omni_does():
+    (row,) = rows("engines", engine="vllm-omni", case="75 tokens, Ulysses, 2 ranks")
+    assert said(r"not tried \| ([\d.e-]+) off \| exact") == said_in(row["stock"])
+    (row,) = rows("engines", engine="vllm-omni", case="block-sparse, ring, 2 ranks")
+    assert row["stock"].startswith("not run: the kernel of its ring needs a GPU")
+    assert f"vLLM-Omni {row['version'].rpartition('.')[0]}" in TEXT
+
+
+def said_in(text: str) -> list[float]:
+    return [float(one) for one in re.findall(r"\d[\d.]*e-\d+", text)]
+
+
+@pytest.mark.parametrize(
+    "message", ["does not support ring parallelism", "h must be divisible", "use_spargeattn_head_balance"]
+)
+def test_what_xdit_says_is_in_its_source(message):
+    xfuser = importlib.util.find_spec("xfuser")
+    if xfuser is None:
+        pytest.skip("xfuser is not installed")
+    assert message in TEXT
+    (folder,) = xfuser.submodule_search_locations
+    sources = (
+        path
+        for part in ("core", "model_executor/layers", "config")
+        for path in ROOT.joinpath(folder, part).rglob("*.py")
+    )
+    assert any(message in path.read_text(encoding="utf-8") for path in sources)
+
+
+def test_how_many_classes():
+    assert said(r"(\d+) transformer classes") == [len(ARCHITECTURES)]
