@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import typer
 
+from dbsp_cli.generate.ranks import Place
 from dbsp_cli.measure import SPARSE, Measured, Rows, Workload, measure
 from dbsp_cli.output import (
     PATH,
@@ -33,7 +35,7 @@ from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model
 from dbsp_core.utils.errors import UserError, did_you_mean, in_number
 from dbsp_core.utils.files import in_bytes, write_atomically
-from dbsp_core.utils.process import NOTICE, environment_number, installed_version
+from dbsp_core.utils.process import NOTICE, installed_version
 from dbsp_kernels import KERNELS, KernelRequirements, choose_kernel
 
 __all__ = ["KernelResult", "bench_command", "compare_kernels", "exact_kernels"]
@@ -57,10 +59,15 @@ def bench_command(
     """Measure a model's attention here: kernels, exchanges, balance. strategy: auto and kernel: auto then use it.
 
     One process measures one GPU; for all of a node: torchrun --nproc-per-node 8 -m dbsp_cli bench MODEL
+
+    Started by torchrun, srun or MPI, it joins the ranks that are there.
     """
     from dbsp_diffusers.rank_program import process_group, use_local_device  # here: it takes seconds to import
 
     identity = _identity(model)
+    place = Place.of(os.environ)
+    if place is not None:
+        place.export()
     device = use_local_device()
     out = out or measured_file(device.type)
     require_file_place(out, "--out")
@@ -68,12 +75,10 @@ def bench_command(
         require_file_place(picture, "--picture")
         require_apart({"--picture": picture, "--out": out})
         require_pictures()
-    with contextlib.ExitStack() as stack:
-        if (environment_number("WORLD_SIZE") or 1) > 1:
-            stack.enter_context(process_group(device))
+    with nullcontext() if place is None else process_group(device):
         work, shapes = _workload(model, identity, device, SequenceGroup.of())
         found = _measured(model, work, shapes, out.stem)
-    if not environment_number("LOCAL_RANK"):  # nodes may have folders of their own
+    if place is None or place.local == 0:  # nodes may have folders of their own
         save_hardware(out, found.hardware, found.record)
     if work.group.rank:
         return
