@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_cli.mask_tools.info import MaskSeries, balance_of, densities_of, drift_of, spread_out
-from dbsp_cli.mask_tools.plots import heads_to_draw
+from dbsp_cli.mask_tools.info import MaskSeries, balance_of, densities_of, drift_of
+from dbsp_cli.mask_tools.plots import heads_to_draw, spread_out
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
 from dbsp_core.masks.steps import DenoisingStep
@@ -81,11 +81,8 @@ class TestInfo:
 
     def test_balance_is_that_of_plans_for_each_strategy_and_planner(self, dbsp, file):
         assert [row["strategy"] for row in info(dbsp, file, "--gpus", 4)["balance"]] == ["U4R1", "U2R2", "U1R4"]
-        rows = balance_of(MaskSeries.read(file), range(3), 4, ["paper", "contiguous"])
-        assert [(row.strategy, row.planner) for row in rows] == [
-            (strategy, planner) for strategy in ("U4R1", "U2R2", "U1R4") for planner in ("paper", "contiguous")
-        ]
-        for row in rows:
+        rows = [*(balance_of(MaskSeries.read(file), range(3), 4, name) for name in ("paper", "contiguous"))]
+        for row in itertools.chain(*rows):
             plans = [make_plan(drifting(layer, 0), row.strategy, row.planner) for layer in range(3)]
             assert row.rho_before == pytest.approx(np.mean([plan.rho_before for plan in plans]))
             assert row.rho == pytest.approx(np.mean([plan.rho for plan in plans]))
@@ -177,7 +174,7 @@ class TestInfo:
 
 def test_layers_are_sampled_evenly():
     assert spread_out(range(40), 4) == [0, 13, 26, 39]
-    assert spread_out([3, 5], 4) == spread_out([3, 5], 0) == [3, 5]
+    assert spread_out([3, 5], 4) == [3, 5]
     assert spread_out([3, 5, 9], 1) == [3]
 
 
