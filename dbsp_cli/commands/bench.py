@@ -280,7 +280,7 @@ def _tables(found: Bench) -> list[TextTable]:
     for run in measured.attentions:
         mask = "dense" if run.density == 1 else f"density {run.density:.2f}"
         times = f"{run.seconds * 1e3:.2f}", f"{run.predicted_s * 1e3:.2f}", f"{dense_s / run.seconds:.2f}×"
-        rows.append((mask, run.strategy, run.planner, f"{run.plan.rho:.3f}", *times))
+        rows.append((mask, str(run.plan.strategy), run.plan.planner, f"{run.plan.rho:.3f}", *times))
     names = ("mask", "strategy", "planner", "ρ_s", "ms", "predicted", "over dense")
     caption = "ρ_s: slowest rank over mean; predicted: by the constants that are written"
     tables.append(
@@ -293,8 +293,8 @@ def _report(found: Bench, out: Path) -> dict[str, Any]:
     """Returns what --json prints."""
     measured = found.measured
     attentions = [
-        {name: getattr(one, name) for name in ("strategy", "planner", "density", "seconds", "predicted_s")}
-        | {"rho": one.plan.rho}
+        {"strategy": str(one.plan.strategy), "planner": one.plan.planner, "density": one.density, "rho": one.plan.rho}
+        | {"seconds": one.seconds, "predicted_s": one.predicted_s}
         for one in measured.attentions
     ]
     return {
@@ -333,9 +333,9 @@ def _picture(found: Bench) -> bytes:
     exchanges.set(title=title, xlabel="bytes that a rank sends", ylabel="GB/s", xscale="log")
     if measured.exchanges:
         exchanges.legend()
-    names = [
-        f"{'dense' if one.density == 1 else 'sparse'} {one.strategy}\n{one.planner}" for one in measured.attentions
-    ]
+    kinds = ["dense" if one.density == 1 else "sparse" for one in measured.attentions]
+    plans = [one.plan for one in measured.attentions]
+    names = [f"{kind} {plan.strategy}\n{plan.planner}" for kind, plan in zip(kinds, plans, strict=True)]
     whole.barh(names, [one.seconds * 1e3 for one in measured.attentions])
     whole.invert_yaxis()
     whole.set(title="whole attentions", xlabel="ms")
