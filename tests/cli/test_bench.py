@@ -139,7 +139,7 @@ def test_two_ranks_measure_exchanges_and_both_strategies(pool):
     assert set(one["residual"]) == {"compute", "exchange", "p2p", "call"}
 
 
-def test_ranks_that_srun_has_started_are_joined(dbsp, tmp_path, monkeypatch):
+def test_ranks_that_srun_has_started_are_joined(mistake, tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # restored after the test
     slurm = {"PROCID": 1, "STEP_NUM_TASKS": 2, "LOCALID": 1, "STEP_TASKS_PER_NODE": 2, "STEP_NODELIST": "gpu7"}
@@ -150,8 +150,7 @@ def test_ranks_that_srun_has_started_are_joined(dbsp, tmp_path, monkeypatch):
         raise UserError("joins as " + " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")))
 
     monkeypatch.setattr("dbsp_diffusers.rank_program.process_group", join)
-    code, _, err = dbsp("bench", "tiny-wan", "--out", tmp_path / "here.yaml")
-    assert (code, err) == (2, "dbsp: error: joins as 1 2 gpu7\n")
+    assert mistake("bench", "tiny-wan", "--out", tmp_path / "here.yaml") == "dbsp: error: joins as 1 2 gpu7\n"
 
 
 @pytest.mark.parametrize(
@@ -162,9 +161,7 @@ def test_ranks_that_srun_has_started_are_joined(dbsp, tmp_path, monkeypatch):
         (("tiny-wan", "--out", "x.png", "--picture", "x.png"), "are the same place"),
     ],
 )
-def test_a_mistake_is_one_line(dbsp, tmp_path, monkeypatch, words, complaint):
+def test_a_mistake_is_one_line(mistake, tmp_path, monkeypatch, words, complaint):
     monkeypatch.chdir(tmp_path)
-    code, out, err = dbsp("bench", *words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert complaint in err
+    assert complaint in mistake("bench", *words)
     assert not list(tmp_path.iterdir())
