@@ -9,12 +9,17 @@ from dbsp_core.reports.page import LayerSummary, flat_settings, in_seconds, laye
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.files import in_bytes
 
-__all__ = ["Comparison", "Difference", "LayerDifference", "compare"]
+__all__ = ["Comparison", "Difference", "compare"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A number or setting in both runs, None where one lacks it, with its name and unit ("s", "bytes" or none)."""
+    """A number or setting of runs a and b, or None in a run that lacks it.
+
+    Attributes:
+        what: Name of the number or setting.
+        unit: "s", "bytes" or none.
+    """
 
     what: str
     a: Any
@@ -23,12 +28,12 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """b / a − 1; None where they are not numbers, a is 0 or one is negative."""
+        """b / a − 1, or None if they are not numbers, a is 0 or one is negative."""
         numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (self.a, self.b))
         return self.b / self.a - 1 if numbers and self.a > 0 <= self.b else None
 
     def in_words(self) -> tuple[str, str, str, str]:
-        """Name, a, b and change as text."""
+        """Returns name, a, b and change as text."""
         change = self.change
         shown = "" if change is None else "same" if abs(change) < 5e-4 else f"{change:+.1%}"
         return self.what, self._show(self.a), self._show(self.b), shown
@@ -42,28 +47,20 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class LayerDifference:
-    """One layer in both runs; None where one of them has no such layer."""
-
-    layer: int
-    a: LayerSummary | None
-    b: LayerSummary | None
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """The settings that differ, the numbers of the whole runs, and the layers of both."""
+    """The settings that differ, the numbers of the whole runs, and by layer a pair of summaries, None without it."""
 
-    settings: tuple[Difference, ...]
-    numbers: tuple[Difference, ...]
-    layers: tuple[LayerDifference, ...]
+    settings: list[Difference]
+    numbers: list[Difference]
+    layers: dict[int, tuple[LayerSummary | None, LayerSummary | None]]
 
     def to_values(self) -> dict[str, Any]:
-        """The comparison for JSON."""
+        """Returns the comparison for JSON."""
+        pairs = {layer: [one and asdict(one) for one in pair] for layer, pair in self.layers.items()}
         return {
             "settings": [asdict(one) for one in self.settings],
             "numbers": [asdict(one) | {"change": one.change} for one in self.numbers],
-            "layers": [asdict(one) for one in self.layers],
+            "layers": [{"layer": layer, "a": a, "b": b} for layer, (a, b) in pairs.items()],
         }
 
 
@@ -91,19 +88,19 @@ _NUMBERS = (
 
 def compare(a: RunReport, b: RunReport) -> Comparison:
     """Compares run b with run a."""
+    before, after = _context(a), _context(b)
+    settings = [Difference(key, before.get(key), after.get(key)) for key in before | after]
     numbers = [Difference(name, getattr(a.totals, key), getattr(b.totals, key), unit) for name, key, unit in _NUMBERS]
-    numbers.append(Difference("whole run", a.seconds, b.seconds, "s"))
-    by_layer = [{one.layer: one for one in layer_summaries(report)} for report in (a, b)]
-    layers = sorted({*by_layer[0], *by_layer[1]})
+    layers = [{one.layer: one for one in layer_summaries(report)} for report in (a, b)]
     return Comparison(
-        settings=tuple(_settings(_context(a), _context(b))),
-        numbers=tuple(numbers),
-        layers=tuple(LayerDifference(layer, by_layer[0].get(layer), by_layer[1].get(layer)) for layer in layers),
+        settings=[one for one in settings if one.a != one.b],
+        numbers=[*numbers, Difference("whole run", a.seconds, b.seconds, "s")],
+        layers={layer: (layers[0].get(layer), layers[1].get(layer)) for layer in sorted(layers[0] | layers[1])},
     )
 
 
 def _context(report: RunReport) -> dict[str, Any]:
-    """Everything that was known before the run began, and the strategies used."""
+    """Returns everything that was known before the run began, and the strategies used."""
     environment = report.environment
     settings = {key: value for key, value in environment.settings.items() if key not in ("report", "record")}
     return {
@@ -117,8 +114,3 @@ def _context(report: RunReport) -> dict[str, Any]:
         **{f"version of {name}": number for name, number in environment.software.items()},
         "hardware": ", ".join(sorted(set(environment.hardware))),
     }
-
-
-def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
-    keys = dict.fromkeys([*a, *b])
-    return [Difference(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]

@@ -1,20 +1,22 @@
 """The installed command.
 
 Standard streams take all text, also if they are closed or not UTF-8. An interrupt while libraries are being imported
-ends a command at once.
+ends a command at once. At its end, what it has imported is not taken apart: with torch and its hosts that would take
+one to two seconds, in which others wait for the process, and in which gloo's threads can abort it.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from dbsp_cli.quick_end import quick_end
-
-__all__ = ["dbsp"]
+__all__ = ["dbsp", "quick_end"]
 
 
 def dbsp() -> None:
@@ -66,3 +68,31 @@ def _end_when_interrupted() -> signal._HANDLER:
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
     return before
+
+
+@contextmanager
+def quick_end() -> Iterator[None]:
+    """Wraps a whole program, before it imports much: its process ends right after its `atexit` functions.
+
+    Its threads have been waited for by then, errors have been shown, and the exit code is what it would have been. An
+    interrupt is left to the interpreter, as is output that cannot be written.
+    """
+    code: int | None = None
+
+    def end() -> None:
+        if code is not None:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    atexit.register(end)  # registered first, so called last
+    try:
+        yield
+        code = 0
+    except SystemExit as stopped:  # as the interpreter reads it: text is 1
+        code = stopped.code & 0xFF if isinstance(stopped.code, int) else int(stopped.code is not None)
+        raise
+    except Exception:
+        code = 1
+        raise

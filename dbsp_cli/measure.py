@@ -169,8 +169,6 @@ class Attention:
         plan: Its plan, with ρ_s.
     """
 
-    strategy: str
-    planner: str
     density: float
     plan: Plan
     seconds: float
@@ -217,7 +215,7 @@ def measure(work: Workload, others: Constants, say: Callable[[str], None]) -> Me
     # 2. Whole attentions.
     say("whole attentions, balanced and unbalanced")
     attentions = _measure_attentions(work)
-    ring = [one for one in attentions if one.planner == _PLAIN and one.plan.strategy.ring > 1]
+    ring = [one for one in attentions if one.plan.planner == _PLAIN and one.plan.strategy.ring > 1]
     if ring:
         known = replace(known, overlap=_fit_overlap(work, ring, known))
     attentions = [replace(one, predicted_s=_predict(work, one.plan, known).total_s) for one in attentions]
@@ -331,10 +329,9 @@ def _measure_attentions(work: Workload) -> list[Attention]:
     masks = {density: work.mask(work.heads, density) for density in (1.0, SPARSE)}
     wholes = [_whole(work, masks[density], strategy, planner) for density, strategy, planner in runs]
     seconds = work.medians({str(number): call for number, (_, call) in enumerate(wholes)})
-    return [
-        Attention(str(strategy), planner, masks[density].density, plan, took)
-        for (density, strategy, planner), (plan, _), took in zip(runs, wholes, seconds.values(), strict=True)
-    ]
+    densities = [masks[density].density for density, *_ in runs]
+    plans = [plan for plan, _ in wholes]
+    return [Attention(*one) for one in zip(densities, plans, seconds.values(), strict=True)]
 
 
 def _whole(work: Workload, mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, Action]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dbsp_cli.generate.resources import linear_flops, passes
 from dbsp_cli.output import TextTable
 from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, candidates, predict
@@ -18,7 +17,7 @@ from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.errors import in_number
 
-__all__ = ["ModelledVideo", "modelled_table", "modelled_videos"]
+__all__ = ["ModelledVideo", "linear_flops", "modelled_table", "modelled_videos", "passes"]
 
 _LAYERS = 2
 """Layers whose masks stand for all."""
@@ -82,6 +81,24 @@ def _of_layers(
         rho.append(plan.rho)
         seconds.append(predict(plan, shape, hardware, nodes, layout).total_s)
     return math.fsum(rho) / len(rho), math.fsum(seconds) / len(seconds)
+
+
+def passes(spec: ModelSpec) -> int:
+    """Returns the forward passes of a model's usual video: two a step under guidance, whose scale is over 1."""
+    scales = (spec.video.guidance_scale, spec.video.guidance_scale_2)
+    guided = any(scale is not None and scale > 1 for scale in scales)
+    return (2 if guided else 1) * (spec.video.steps or 0)
+
+
+def linear_flops(spec: ModelSpec) -> float:
+    """Returns the FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
+
+    The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
+    """
+    projections = 4 * spec.width**2 + 2 * spec.width * spec.ffn
+    if spec.cross_text:
+        projections += 2 * spec.width**2 + 2 * spec.width * spec.cross_text
+    return 2.0 * spec.layers * spec.tokens * projections
 
 
 def modelled_table(spec: ModelSpec, gpus: int, hardware: Hardware, videos: Sequence[ModelledVideo]) -> TextTable:

@@ -35,7 +35,7 @@ __all__ = [
     "print_tables",
     "require_apart",
     "require_file_place",
-    "require_pictures",
+    "require_picture_place",
     "working",
 ]
 
@@ -89,8 +89,16 @@ def working(what: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(escape(what))
 
 
-def require_pictures() -> None:
-    """Raises UserError where matplotlib is missing."""
+def require_picture_place(picture: Path | None, others: Mapping[str, Path]) -> None:
+    """Raises UserError for a --picture that cannot be written: over another file, or without matplotlib.
+
+    Args:
+        others: Files that are read or written, by their names in messages.
+    """
+    if picture is None:
+        return
+    require_file_place(picture, "--picture")
+    require_apart({"--picture": picture}, inputs=others)
     try:
         importlib.import_module("matplotlib.backends.backend_agg")
     except ImportError as error:

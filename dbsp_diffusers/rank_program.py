@@ -33,16 +33,18 @@ def use_local_device(local_rank: int | None = None) -> torch.device:
         The GPU, or the CPU if there is no GPU.
 
     Raises:
-        UserError: The node has fewer GPUs than ranks.
+        UserError: The node has fewer GPUs than ranks. Every rank raises it if $LOCAL_WORLD_SIZE is set.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = (environment_number("LOCAL_RANK") or 0) if local_rank is None else local_rank
-    index = 0 if gpus == 1 else index
-    if index >= gpus:
-        raise UserError(f"local rank {index} has no GPU: this node has {gpus}; start one process per GPU")
-    device = torch.device("cuda", index)
+    index, last = local_rank, local_rank or 0
+    if index is None:
+        index = environment_number("LOCAL_RANK") or 0
+        last = max(index, (environment_number("LOCAL_WORLD_SIZE") or 1) - 1)
+    if 1 < gpus <= last:
+        raise UserError(f"local rank {last} has no GPU: this node has {gpus}; start one process per GPU")
+    device = torch.device("cuda", index if gpus > 1 else 0)
     torch.cuda.set_device(device)
     return device
 

@@ -127,6 +127,7 @@ def write_run_report(
     report, observer = make_report(first, model, host), run_observer(first)
     if is_writer(first.group) and observer is not None:
         write_report_files(report, first, Path(folder or observer.folder), records)
+        observer.report = report
 
 
 def model_name(pipe: Any) -> str:

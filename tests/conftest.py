@@ -93,3 +93,17 @@ def dbsp(
         return stopped.value.code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def mistake(dbsp: Callable[..., tuple[object, str, str]]) -> Callable[..., str]:
+    """mistake(*args) runs a command that must end with one line and exit code 2. Returns the line."""
+
+    def run(*args: object) -> str:
+        code, out, err = dbsp(*args)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith("dbsp: error: ")
+        assert err.endswith("\n")
+        return err
+
+    return run

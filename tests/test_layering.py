@@ -114,7 +114,7 @@ def test_plain_diffusers_needs_neither_of_the_other_hosts():
 
 def test_what_begins_a_process_needs_nothing_but_python():
     """So that an interrupt is quiet before torch has been imported, and torch can call what it loads."""
-    first = [folder_of("dbsp_cli") / f"{name}.py" for name in ("__init__", "entry", "import_hook", "quick_end")]
+    first = [folder_of("dbsp_cli") / f"{name}.py" for name in ("__init__", "entry", "import_hook")]
     own = {"dbsp_cli"} | sys.stdlib_module_names
     assert found_in(first, lambda path: tops(imports(path, inside_functions=False)) - own) == {}
 

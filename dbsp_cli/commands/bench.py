@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import typer
 
+from dbsp_cli.generate.ranks import Place
 from dbsp_cli.measure import SPARSE, Measured, Rows, Workload, measure
 from dbsp_cli.output import (
     PATH,
@@ -22,18 +24,17 @@ from dbsp_cli.output import (
     TextTable,
     print_json,
     print_tables,
-    require_apart,
     require_file_place,
-    require_pictures,
+    require_picture_place,
 )
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import default_config
 from dbsp_core.cost.machine import SHIPPED, Hardware, device_class, load_hardware, measured_file, save_hardware
 from dbsp_core.models.signature import ModelSignature
-from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model
-from dbsp_core.utils.errors import UserError, did_you_mean, in_number
+from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model, unknown_model
+from dbsp_core.utils.errors import in_number
 from dbsp_core.utils.files import in_bytes, write_atomically
-from dbsp_core.utils.process import NOTICE, environment_number, installed_version
+from dbsp_core.utils.process import NOTICE, installed_version
 from dbsp_kernels import KERNELS, KernelRequirements, choose_kernel
 
 __all__ = ["KernelResult", "bench_command", "compare_kernels", "exact_kernels"]
@@ -57,23 +58,25 @@ def bench_command(
     """Measure a model's attention here: kernels, exchanges, balance. strategy: auto and kernel: auto then use it.
 
     One process measures one GPU; for all of a node: torchrun --nproc-per-node 8 -m dbsp_cli bench MODEL
+
+    Started by torchrun, srun or MPI, it joins the ranks that are there.
     """
     from dbsp_diffusers.rank_program import process_group, use_local_device  # here: it takes seconds to import
 
-    identity = _identity(model)
+    identity = signature_of_model(model)
+    if identity is None:
+        raise unknown_model(model)
+    place = Place.of(os.environ)
+    if place is not None:
+        place.export()
     device = use_local_device()
     out = out or measured_file(device.type)
     require_file_place(out, "--out")
-    if picture is not None:
-        require_file_place(picture, "--picture")
-        require_apart({"--picture": picture, "--out": out})
-        require_pictures()
-    with contextlib.ExitStack() as stack:
-        if (environment_number("WORLD_SIZE") or 1) > 1:
-            stack.enter_context(process_group(device))
+    require_picture_place(picture, {"--out": out})
+    with nullcontext() if place is None else process_group(device):
         work, shapes = _workload(model, identity, device, SequenceGroup.of())
         found = _measured(model, work, shapes, out.stem)
-    if not environment_number("LOCAL_RANK"):  # nodes may have folders of their own
+    if place is None or place.local == 0:  # nodes may have folders of their own
         save_hardware(out, found.hardware, found.record)
     if work.group.rank:
         return
@@ -122,14 +125,6 @@ class Bench:
         return said
 
 
-def _identity(model: str) -> ModelSignature:
-    """Returns what a model is. Raises UserError for an unknown one."""
-    identity = signature_of_model(model)
-    if identity is None:
-        raise UserError(f"no model {model!r}{did_you_mean(model, MODEL_SPECS)}; use one of {', '.join(MODEL_SPECS)}")
-    return identity
-
-
 def _workload(
     model: str, identity: ModelSignature, device: torch.device, group: SequenceGroup
 ) -> tuple[Workload, list[tuple[int, int]]]:
@@ -139,17 +134,13 @@ def _workload(
     tokens = _ON_CPU[1] if spec is None else spec.tokens
     mask = default_config(identity, spec).mask
     blocks = getattr(mask, "block_q", 64), getattr(mask, "block_k", 64)
-    dtype, sizes, repeats, shapes = (
-        torch.bfloat16,
-        tuple(1 << bits for bits in range(16, 29, 3)),
-        9,
-        {blocks, (128, 128)},
-    )
+    dtype, sizes, repeats, shapes = torch.bfloat16, range(16, 29, 3), 9, {blocks, (128, 128)}
     if device.type == "cpu":
         heads, tokens = min(heads, _ON_CPU[0]), min(tokens, _ON_CPU[1])
-        dtype, sizes, repeats, shapes = torch.float32, tuple(1 << bits for bits in range(12, 23, 3)), 5, {blocks}
+        dtype, sizes, repeats, shapes = torch.float32, range(12, 23, 3), 5, {blocks}
     kernel = choose_kernel("auto", device, dtype).name
-    return Workload(heads, head_dim, tokens, blocks, kernel, dtype, device, group, sizes, repeats), sorted(shapes)
+    sent = tuple(1 << bits for bits in sizes)
+    return Workload(heads, head_dim, tokens, blocks, kernel, dtype, device, group, sent, repeats), sorted(shapes)
 
 
 def _measured(model: str, work: Workload, shapes: Sequence[tuple[int, int]], name: str) -> Bench:
@@ -263,19 +254,11 @@ def exact_kernels(results: Sequence[KernelResult]) -> tuple[str, ...]:
 def _tables(found: Bench) -> list[TextTable]:
     """Returns the tables of kernels, of one rank's attention, of exchanges and of whole attentions."""
     work, measured = found.work, found.measured
-    rows: list[tuple[str, ...]] = [
-        (
-            one.kernel,
-            _blocks(one.blocks),
-            *(
-                (f"{one.seconds * 1e3:.2f}", f"{one.speed:.2f}×", f"{one.error:.1e}")
-                if one.problem is None
-                else ("–",) * 3
-            ),
-            one.problem or ("exact" if one.exact else "not exact"),
-        )
-        for one in found.kernels
-    ]
+    rows: list[tuple[str, ...]] = []
+    for one in found.kernels:
+        numbers = (f"{one.seconds * 1e3:.2f}", f"{one.speed:.2f}×", f"{one.error:.1e}")
+        verdict = one.problem or ("exact" if one.exact else "not exact")
+        rows.append((one.kernel, _blocks(one.blocks), *(("–",) * 3 if one.problem else numbers), verdict))
     order = ", ".join(found.hardware.exact_kernels) or "none"
     names: tuple[str, ...] = ("kernel", "blocks", "ms", "speed", "error", "verdict")
     title = f"{found.model} on {found.hardware.device}, measured: {_size(work)}"
@@ -293,14 +276,11 @@ def _tables(found: Bench) -> list[TextTable]:
         rows = [(in_bytes(size), *(f"{size / one[size] / 1e9:.2f}" for one in pairs)) for size in work.sizes]
         tables.append(TextTable("exchanges, GB/s", ("bytes a rank sends", "all-to-all", "to one rank"), rows))
     dense_s = measured.attentions[0].seconds
-    rows = [
-        (
-            "dense" if one.density == 1 else f"density {one.density:.2f}",
-            *(one.strategy, one.planner, f"{one.plan.rho:.3f}", f"{one.seconds * 1e3:.2f}"),
-            *(f"{one.predicted_s * 1e3:.2f}", f"{dense_s / one.seconds:.2f}×"),
-        )
-        for one in measured.attentions
-    ]
+    rows = []
+    for run in measured.attentions:
+        mask = "dense" if run.density == 1 else f"density {run.density:.2f}"
+        times = f"{run.seconds * 1e3:.2f}", f"{run.predicted_s * 1e3:.2f}", f"{dense_s / run.seconds:.2f}×"
+        rows.append((mask, str(run.plan.strategy), run.plan.planner, f"{run.plan.rho:.3f}", *times))
     names = ("mask", "strategy", "planner", "ρ_s", "ms", "predicted", "over dense")
     caption = "ρ_s: slowest rank over mean; predicted: by the constants that are written"
     tables.append(
@@ -313,17 +293,18 @@ def _report(found: Bench, out: Path) -> dict[str, Any]:
     """Returns what --json prints."""
     measured = found.measured
     attentions = [
-        {name: getattr(one, name) for name in ("strategy", "planner", "density", "seconds", "predicted_s")}
-        | {"rho": one.plan.rho}
+        {"strategy": str(one.plan.strategy), "planner": one.plan.planner, "density": one.density, "rho": one.plan.rho}
+        | {"seconds": one.seconds, "predicted_s": one.predicted_s}
         for one in measured.attentions
     ]
-    kernels = [{key: None if value != value else value for key, value in asdict(one).items()} for one in found.kernels]
     return {
         "model": found.model,
         "ranks": found.work.group.size,
         "file": str(out),
         "hardware": asdict(found.hardware) | found.record,
-        "kernels": kernels,
+        "kernels": [
+            {key: None if value != value else value for key, value in vars(one).items()} for one in found.kernels
+        ],
         "dense_s": measured.dense_s,
         "by_density": measured.by_density,
         "exchanges": measured.exchanges,
@@ -352,9 +333,9 @@ def _picture(found: Bench) -> bytes:
     exchanges.set(title=title, xlabel="bytes that a rank sends", ylabel="GB/s", xscale="log")
     if measured.exchanges:
         exchanges.legend()
-    names = [
-        f"{'dense' if one.density == 1 else 'sparse'} {one.strategy}\n{one.planner}" for one in measured.attentions
-    ]
+    kinds = ["dense" if one.density == 1 else "sparse" for one in measured.attentions]
+    plans = [one.plan for one in measured.attentions]
+    names = [f"{kind} {plan.strategy}\n{plan.planner}" for kind, plan in zip(kinds, plans, strict=True)]
     whole.barh(names, [one.seconds * 1e3 for one in measured.attentions])
     whole.invert_yaxis()
     whole.set(title="whole attentions", xlabel="ms")

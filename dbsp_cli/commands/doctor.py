@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from dbsp_cli.interfaces import choice_of_gloo, choice_of_nccl
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
-from dbsp_core.utils.process import installed_version
+from dbsp_core.utils.process import environment_value, installed_version
 from dbsp_engines import lightx2v, sglang, vllm_omni_plugin
 from dbsp_kernels import KERNELS, available, choose_kernel
 from dbsp_kernels.errors import install_command
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
-
-
-_NO_GPU = "needs a GPU"
 
 
 def doctor_command(as_json: JsonFlag = False) -> None:
@@ -38,7 +37,7 @@ def doctor_command(as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(verdict=verdict(checks), findings=[asdict(one) | {"ok": one.ok} for one in checks])
         return
-    rows = [(one.state, one.what, "; ".join(filter(None, (one.detail, one.fix)))) for one in _together(checks)]
+    rows = [(one.state, one.what, "; ".join(filter(None, (one.detail, one.fix)))) for one in checks]
     print(verdict(checks), end="\n\n")
     print_tables([TextTable("", ("state", "what", "detail"), rows, left=("state", "what", "detail"))])
 
@@ -60,17 +59,6 @@ class Check:
     @property
     def ok(self) -> bool:
         return self.state == "ok"
-
-
-def _together(checks: Sequence[Check]) -> list[Check]:
-    """The checks with kernels that are not here for the same reason as one line."""
-    found: dict[tuple[str, ...], Check] = {}
-    for one in checks:
-        key = (one.detail, one.fix) if one.state == "not here" and one.what.startswith("kernel ") else (one.what,)
-        before = found.get(key)
-        name = one.what if before is None else f"{before.what}, {one.what.removeprefix('kernel ')}"
-        found[key] = replace(one, what=name)
-    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -220,12 +208,80 @@ def _communication() -> Check:
     return Check("communication", "ok", ", ".join(backends))
 
 
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables that name the network interfaces to other nodes."""
+_NETWORK = Path("/sys/class/net")
+_AVOIDED_BY_NCCL = ("docker", "virbr", "lo")
+
+
 def _between_nodes() -> list[Check]:
-    choices = [("gloo between nodes", choice_of_gloo())] if dist.is_available() and dist.is_gloo_available() else []
+    checks = []
+    if dist.is_available() and dist.is_gloo_available():
+        given = environment_value(GLOO)
+        checks.append(_default_of_gloo() if given is None else _named(GLOO, given, given.split(",")))
     if dist.is_available() and dist.is_nccl_available():
-        choices.append(("NCCL between nodes", choice_of_nccl()))
-    states = {(True, False): "ok", (False, False): "not here", (False, True): "missing"}
-    return [Check(what, states[one.usable, one.misnamed], one.detail, one.fix) for what, one in choices]
+        given = environment_value(NCCL)
+        checks.append(_default_of_nccl() if given is None else _named(NCCL, given, _chosen_by_nccl(given)))
+    return checks
+
+
+def _default_of_gloo() -> Check:
+    """Checks the address that gloo listens at: that of the host's name."""
+    what, host = "gloo between nodes", socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return Check(what, "not here", f"the host name {host} has no address, so gloo listens on loopback", _set(GLOO))
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return Check(what, "not here", f"the host name {host} is {address}, so gloo listens on loopback", _set(GLOO))
+    return Check(what, "ok", f"gloo listens at {address}, the address of host name {host}")
+
+
+def _default_of_nccl() -> Check:
+    """Checks the interfaces that NCCL takes: InfiniBand's, else any that is not of containers."""
+    what, others = "NCCL between nodes", [one for one in _interfaces() if not one.startswith(_AVOIDED_BY_NCCL)]
+    best = [one for one in others if one.startswith("ib")] or others
+    if not best:
+        detail = f"NCCL finds no interface to other nodes, only {', '.join(_interfaces())}"
+        return Check(what, "not here", detail, _set(NCCL))
+    return Check(what, "ok", f"NCCL takes {', '.join(best)}")
+
+
+def _chosen_by_nccl(given: str) -> list[str]:
+    """Returns the interfaces that NCCL reads from its variable: prefixes, names after "=", all others after "^"."""
+    names, exact = tuple(given.lstrip("^=").split(",")), given.startswith(("=", "^="))
+    return [
+        one for one in _interfaces() if (one in names if exact else one.startswith(names)) is not given.startswith("^")
+    ]
+
+
+def _named(variable: str, given: str, names: Sequence[str]) -> Check:
+    """Checks the interfaces that a variable names; one that does not exist makes even a single node fail."""
+    what, here = f"{'gloo' if variable == GLOO else 'NCCL'} between nodes", _interfaces()
+    unknown = [name for name in names if name not in here]
+    if unknown or not names:
+        detail = f"{variable}={given} names {', '.join(unknown) or 'no interface'}; here are {', '.join(here)}"
+        return Check(what, "missing", detail, _set(variable))
+    if all(name == "lo" for name in names):
+        return Check(what, "not here", f"{variable}={given} is loopback", _set(variable))
+    return Check(what, "ok", f"{', '.join(names)} ({variable})")
+
+
+def _set(variable: str) -> str:
+    example = next((one for one in _interfaces() if not one.startswith(_AVOIDED_BY_NCCL)), "eth0")
+    return f"for several nodes, set {variable} on each to the interface of their common network, such as {example}"
+
+
+def _interfaces() -> list[str]:
+    """Returns the network interfaces that are not down."""
+    return [name for _, name in socket.if_nameindex() if not _down(name)]
+
+
+def _down(name: str) -> bool:
+    try:
+        return (_NETWORK / name / "operstate").read_text(encoding="utf-8").strip() == "down"
+    except OSError:  # not Linux
+        return False
 
 
 def _kernels() -> list[Check]:
@@ -233,14 +289,13 @@ def _kernels() -> list[Check]:
     usable = " or ".join(available(device, dtype))
     findings = []
     for name, kernel in KERNELS.items():
-        reason = kernel.why_unsupported(device, dtype)
+        reason, state = kernel.why_unsupported(device, dtype), "missing"
         if reason is None:
             findings.append(Check(f"kernel {name}", "ok", "serves this machine"))
-        elif device not in kernel.devices:
-            reason = _NO_GPU if device == "cpu" else "is for the CPU"
-            findings.append(Check(f"kernel {name}", "not here", reason, f"kernel {usable} serves instead"))
-        else:
-            findings.append(Check(f"kernel {name}", "missing", reason, f"kernel {usable} serves instead"))
+            continue
+        if device not in kernel.devices:
+            reason, state = "needs a GPU" if device == "cpu" else "is for the CPU", "not here"
+        findings.append(Check(f"kernel {name}", state, reason, f"kernel {usable} serves instead"))
     try:
         order, set_name = kernel_order("auto", None, torch.device(device)), os.environ.get("DBSP_KERNEL")
         chosen = choose_kernel(order, device, dtype).name

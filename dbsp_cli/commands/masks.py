@@ -32,7 +32,7 @@ from dbsp_cli.output import (
     print_tables,
     require_apart,
     require_file_place,
-    require_pictures,
+    require_picture_place,
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
@@ -130,10 +130,7 @@ def info(
     as_json: JsonFlag = False,
 ) -> None:
     """Say how dense masks are, how even their work is, how they change over steps, and what they cost in accuracy."""
-    if picture is not None:
-        require_file_place(picture, "--picture")
-        require_apart({"--picture": picture}, inputs={"the mask file": file})
-        require_pictures()
+    require_picture_place(picture, {"the mask file": file})
     series = MaskSeries.read(file, branch)
     found = examine_masks(series, gpus, quality)
     if picture is not None:
@@ -205,6 +202,6 @@ def _tables(found: MaskInfo, gpus: int) -> Iterator[TextTable]:
         names = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {DbspConfig.reuse:g}")
         yield TextTable(f"from step to step, {len(found.steps)} steps", names, rows)
     if found.errors is not None:
-        rows = [(str(e.layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for e in found.errors]
+        rows = [(str(layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for layer, e in found.errors]
         names = ("layer", "head", "density", "relative L1 error")
         yield TextTable("against dense attention, on synthetic tokens", names, rows)

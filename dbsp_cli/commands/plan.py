@@ -12,17 +12,7 @@ import torch
 import typer
 
 from dbsp_cli.modelled import modelled_table, modelled_videos
-from dbsp_cli.output import (
-    MOST_GPUS,
-    PATH,
-    JsonFlag,
-    TextTable,
-    print_json,
-    print_tables,
-    require_apart,
-    require_file_place,
-    require_pictures,
-)
+from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables, require_picture_place
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_core.cost.machine import hardware_for, load_hardware
 from dbsp_core.cost.prediction import candidates, traffic_of
@@ -30,11 +20,11 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.models.table import MODEL_SPECS, find_model_spec
+from dbsp_core.models.table import find_model_spec, unknown_model
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
-from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import write_atomically
 from dbsp_core.utils.process import printable
 
@@ -69,10 +59,7 @@ def plan_command(
         return
     if file is None or model is not None:
         raise UserError("dbsp plan needs either a mask file or --model; for example --model wan2.1-t2v-14b")
-    if picture is not None:
-        require_file_place(picture, "--picture")
-        require_apart({"--picture": picture}, inputs={"the mask file": file})
-        require_pictures()
+    require_picture_place(picture, {"the mask file": file})
     source = MaskFile(file)
     mask = source.layer(layer)
     plans = _plans(mask, gpus, strategy, planner, keys)
@@ -90,7 +77,7 @@ def _show_model(model: str, gpus: int, machine: str | None, as_json: bool) -> No
     """Prints modelled seconds of a model's usual video, by strategy."""
     spec = find_model_spec(model)
     if spec is None:
-        raise UserError(f"no model {model!r}{did_you_mean(model, MODEL_SPECS)}; use one of {', '.join(MODEL_SPECS)}")
+        raise unknown_model(model)
     measured = hardware_for(machine, "cuda", "auto") if machine or torch.cuda.is_available() else None
     hardware = measured or load_hardware("h100")
     videos = modelled_videos(spec, gpus, hardware)

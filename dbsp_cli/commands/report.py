@@ -35,49 +35,32 @@ def report_command(
         require_apart({"--html": html}, inputs={str(file): file for file in files})
     reports = [RunReport.read(path) for path in runs]
     if len(reports) == 1:
-        _show(reports[0], as_json, html)
+        (report,) = reports
+        names = ("model", "host", "world_size", "strategy", "planner", "seconds")
+        values = {name: getattr(report, name) for name in names} | {"totals": asdict(report.totals)}
+        values["layers"] = [asdict(one) for one in layer_summaries(report)]
+        tables, page = run_tables(report), report_page(report) if html is not None else ""
     else:
-        _compare((str(runs[0]), str(runs[1])), reports[0], reports[1], as_json, html)
-
-
-def _show(report: RunReport, as_json: bool, html: Path | None) -> None:
+        a, b = map(str, runs)
+        comparison = compare(*reports)
+        values = {"a": a, "b": b} | comparison.to_values()
+        tables = _comparison_tables(a, b, comparison)
+        page = render_page("comparison.html", names=(a, b), tables=tables)
     if html is not None:
-        write_atomically(html, report_page(report))
+        write_atomically(html, page)
     if as_json:
-        about = {
-            name: getattr(report, name) for name in ("model", "host", "world_size", "strategy", "planner", "seconds")
-        }
-        layers = [asdict(one) for one in layer_summaries(report)]
-        print_json(**about, totals=asdict(report.totals), layers=layers)
-        return
-    print_tables(run_tables(report))
-
-
-def _compare(names: tuple[str, str], a: RunReport, b: RunReport, as_json: bool, html: Path | None) -> None:
-    comparison = compare(a, b)
-    tables = _comparison_tables(names, comparison)
-    if html is not None:
-        write_atomically(html, render_page("comparison.html", names=names, tables=tables))
-    if as_json:
-        print_json(a=names[0], b=names[1], **comparison.to_values())
-        return
-    print_tables(tables)
+        print_json(**values)
+    else:
+        print_tables(tables)
 
 
 def run_tables(report: RunReport) -> list[TextTable]:
     """Returns the tables of one run: its main numbers, and its layers."""
     compared = "not compared" if report.max_abs_diff is None else f"differs by {report.max_abs_diff:.1e}"
-    rows = [
-        [
-            str(one.layer),
-            f"{one.density:.3f}",
-            *(f"{number:.3f}" for number in (one.rho_before, one.rho, one.rho_worst, one.rho_best)),
-            str(one.replans),
-            in_seconds(one.seconds),
-            in_bytes(one.bytes_sent),
-        ]
-        for one in layer_summaries(report)
-    ]
+    rows = []
+    for one in layer_summaries(report):
+        density, before, rho, *rest = _cells(one)
+        rows.append([str(one.layer), density, before, rho, f"{one.rho_worst:.3f}", f"{one.rho_best:.3f}", *rest])
     columns = ("layer", "density", "ρ_s before", "ρ_s", "worst", "least", "plans", "time", "sent")
     title = f"{report.model}, db-SP in {report.host} on {report.world_size} ranks"
     caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
@@ -87,12 +70,15 @@ def run_tables(report: RunReport) -> list[TextTable]:
     ]
 
 
-def _comparison_tables(names: tuple[str, str], comparison: Comparison) -> list[TextTable]:
+def _comparison_tables(a: str, b: str, comparison: Comparison) -> list[TextTable]:
     """Returns the tables of a comparison: settings, numbers of the whole runs, and layers."""
-    pair = [f"A: {names[0]}", f"B: {names[1]}"]
+    pair = [f"A: {a}", f"B: {b}"]
     settings = [one.in_words()[:3] for one in comparison.settings]
     numbers = [one.in_words() for one in comparison.numbers]
-    layers = [[str(one.layer), *_pairs(one.a, one.b)] for one in comparison.layers]
+    layers = [
+        [str(layer), *(f"{first} → {second}" for first, second in zip(*map(_cells, both), strict=True))]
+        for layer, both in comparison.layers.items()
+    ]
     of_layers = ["layer", "density", "ρ_s before", "ρ_s used", "plans", "time", "sent"]
     return [
         TextTable("set differently", ["setting", *pair], settings, "" if settings else "nothing", ("setting", *pair)),
@@ -101,14 +87,9 @@ def _comparison_tables(names: tuple[str, str], comparison: Comparison) -> list[T
     ]
 
 
-def _pairs(a: LayerSummary | None, b: LayerSummary | None) -> list[str]:
-    shown = [
-        (
-            *(f"{number:.3f}" for number in (one.density, one.rho_before, one.rho)),
-            *(str(one.replans), in_seconds(one.seconds), in_bytes(one.bytes_sent)),
-        )
-        if one is not None
-        else ("–",) * 6
-        for one in (a, b)
-    ]
-    return [f"{first} → {second}" for first, second in zip(*shown, strict=True)]
+def _cells(one: LayerSummary | None) -> list[str]:
+    """Returns a layer's density, ρ_s before and after, plans, time and bytes as text."""
+    if one is None:
+        return ["–"] * 6
+    numbers = [f"{number:.3f}" for number in (one.density, one.rho_before, one.rho)]
+    return [*numbers, str(one.replans), in_seconds(one.seconds), in_bytes(one.bytes_sent)]

@@ -78,22 +78,11 @@ class Place:
         return max(1, self.world // self.local_world)
 
     def export(self) -> None:
-        """Sets the environment variables that torch.distributed reads.
-
-        A rank that sees one GPU, as launchers may bind it to its own, takes that one.
-
-        Raises:
-            UserError: The node has fewer GPUs than ranks.
-        """
-        gpus = torch.cuda.device_count()
-        if 1 < gpus < self.local_world:
-            raise UserError(
-                f"{self.local_world} ranks were started on this node, which has {gpus} GPUs; start one each"
-            )
+        """Sets the environment variables that torch.distributed and `use_local_device` read."""
         os.environ |= {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world),
-            "LOCAL_RANK": str(self.local if gpus != 1 else 0),
+            "LOCAL_RANK": str(self.local),
             "LOCAL_WORLD_SIZE": str(self.local_world),
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),

@@ -7,7 +7,7 @@ import os
 import re
 import string
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import Place
-from dbsp_cli.generate.resources import duration_notice
 from dbsp_cli.output import require_apart, require_file_place
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
@@ -48,6 +47,7 @@ __all__ = ["Generation", "GenerationRequest", "Output", "require_video", "resolv
 _NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
 _MOST_VIDEOS = 100_000
 _LONGEST_SLUG = 48
+_SLOW = "can take days on CPUs; --config tiny-wan-trained is for trying out"
 
 
 @dataclass(frozen=True)
@@ -116,19 +116,12 @@ class Generation:
     outputs: tuple[Output, ...]
     resume: bool
     report: Path | None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
 
     @property
     def left(self) -> tuple[Output, ...]:
         """The videos to make, by the files on this node: rank 0's count, see `outputs_left`."""
         return _left(self.outputs, self.resume)
-
-    @property
-    def images(self) -> dict[str, Path]:
-        """The files of frames that the video is made from, by setting."""
-        video = self.config.generate
-        given = {"image": video.image, "last_image": video.last_image}
-        return {name: Path(path) for name, path in given.items() if path is not None}
 
     def report_of(self, output: Output) -> Path | None:
         """The folder of one video's report."""
@@ -192,7 +185,7 @@ def resolve(request: GenerationRequest, place: Place) -> Generation:
     vocabulary = TRAINED_WAN if tiny == "wan-trained" else Path(model)
     warnings = (
         config.dense_schedule.complaint(video.steps),
-        duration_notice(spec, video, place.world),
+        None if spec is None or torch.accelerator.is_available() else f"there is no GPU, and {spec.name} {_SLOW}",
         *dict.fromkeys(unknown_words(vocabulary, output.prompt) for output in _left(outputs, request.resume)),
     )
     generation = Generation(
@@ -220,8 +213,7 @@ def _frames(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
     """Returns the images that a video is made from, in its size."""
     found = []
     for name in ("image", "last_image"):
-        path = getattr(video, name)
-        if path is not None:
+        if (path := getattr(video, name)) is not None:
             with settings.located(), blame_setting("generate"), blame_setting(name):
                 found.append(fitted(Path(path), video))
     return tuple(found)
@@ -310,14 +302,14 @@ def _outputs(request: GenerationRequest, prompts: Sequence[str], video: Generate
 
 def _named(pattern: str, **fields: Any) -> str:
     """Returns a pattern's path with the fields filled in. Raises UserError for a pattern with others."""
-    advice = f"--out {pattern}: use the fields {{{'}, {'.join(fields)}}}, or double the braces of a name"
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None}
-        path = pattern.format(**fields) if names <= set(fields) else None
-    except (ValueError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(advice) from error
+        unknown = {name for _, name, _, _ in string.Formatter().parse(pattern)} - {None, *fields}
+        path = pattern.format(**fields) if not unknown else None
+    except (ValueError, KeyError, IndexError, AttributeError):
+        path = None
     if path is None:
-        raise UserError(advice)
+        names = "}, {".join(fields)
+        raise UserError(f"--out {pattern}: use the fields {{{names}}}, or double the braces of a name")
     with _blame_option("--out"):
         return expand_path(path)
 
@@ -337,36 +329,31 @@ def _slug(prompt: str) -> str:
 
 
 def _report(request: GenerationRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
-    """The folder for the report, checked where `here`: rank 0 writes it."""
+    """Returns the folder for the report, checked where `here`: rank 0 writes it."""
     given = request.report or (Path(config.report) if config.report else None)
     report = None if given is None else given.absolute()
-    if config.record is not None and here:
+    if here and config.record is not None:
         require_folder_place(Path(config.record).absolute(), f"${RECORD}")
-    if here and request.report is not None:
-        require_folder_place(request.report.absolute(), "--report")
-    elif here and report is not None:
-        with settings.located(), blame_setting("report"):
-            require_folder_place(report, "report")
+    if here and report is not None:
+        by_option = request.report is not None
+        with settings.located(), nullcontext() if by_option else blame_setting("report"):
+            require_folder_place(report, "--report" if by_option else "report")
     return report
 
 
 def _require_apart(generation: Generation) -> None:
     """Raises UserError where results would be written over one another, or over what the video is made from."""
-    folders = {
-        "--report": generation.report,
-        f"${RECORD}": None if generation.config.record is None else Path(generation.config.record),
+    config, origin = generation.config, generation.given.origin
+    folders = {"--report": generation.report, f"${RECORD}": config.record}
+    inputs = {
+        "--image": config.generate.image,
+        "the last --image": config.generate.last_image,
+        "--video": generation.video,
+        "--config": origin if os.path.isfile(origin) else None,
     }
-    inputs = {"--image" if name == "image" else "the last --image": path for name, path in generation.images.items()}
-    if generation.video is not None:
-        inputs["--video"] = generation.video
-    if os.path.isfile(generation.given.origin):
-        inputs["--config"] = Path(generation.given.origin)
+    written, read = ({name: Path(one) for name, one in of.items() if one is not None} for of in (folders, inputs))
     for output in generation.outputs:
-        require_apart(
-            {"--out": output.path},
-            {name: path for name, path in folders.items() if path is not None},
-            inputs,
-        )
+        require_apart({"--out": output.path}, written, read)
 
 
 def _origin(config: DbspConfig, changes: Sequence[str]) -> str | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import tempfile
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,14 +112,12 @@ def _make_videos(
     for number, output in enumerate(outputs, 1):
         if dist.get_rank() == 0 and len(outputs) > 1:
             log.info("video %d of %d: %s", number, len(outputs), output.path)
-        report = generation.report_of(output) or unwanted
-        before = _time_of(report)
         if observer is not None:
-            observer.folder = str(report)
+            observer.folder = str(generation.report_of(output) or unwanted)
         pictures = _call(pipe, settings, output, device, given)
         if dist.get_rank() == 0:
             _write(pictures, output.path, settings.fps or 16)
-            reports[output] = _report_in(report) if _time_of(report) != before else None
+            reports[output] = None if observer is None else observer.report
     return reports
 
 
@@ -148,27 +145,22 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
 
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(dir=path.parent, prefix=f".{path.stem}.dbsp-")
-    made = Path(folder) / path.name
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.stem}.dbsp-"))
+    made = folder / path.name
     try:
         with ending_in_order():
             export_to_video(pictures, str(made), fps=fps)
         if not _whole(made):
             raise OSError(f"{path} could not be written whole; ffmpeg says why above (is the disk full?)")
-        _put_in_place(made, path)
-    finally:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)  # ffmpeg may have begun to write after an error
-
-
-def _put_in_place(made: Path, path: Path) -> None:
-    """Moves a video to its place, or else beside it. Raises OSError that says where it is."""
+        raise
     try:
         made.replace(path)
     except OSError as error:
-        kept = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.mp4")
-        os.replace(made, kept)
-        raise OSError(f"the video cannot be put in its place ({error}); it is kept: {kept}") from error
+        raise OSError(f"the video cannot be put in its place ({error}); it is kept: {made}") from error
+    folder.rmdir()
 
 
 def _whole(video: Path) -> bool:
@@ -181,17 +173,3 @@ def _whole(video: Path) -> bool:
     except (OSError, RuntimeError):
         return False
     return True
-
-
-def _time_of(report: Path) -> int | None:
-    """Returns when a folder's report was written, in nanoseconds; None where there is none."""
-    with suppress(OSError):
-        return (report / "report.json").stat().st_mtime_ns
-    return None
-
-
-def _report_in(folder: Path) -> RunReport | None:
-    """Returns the report that ranks have left, or None."""
-    with suppress(UserError):
-        return RunReport.read(folder)
-    return None

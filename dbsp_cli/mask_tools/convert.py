@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from dbsp_cli.mask_tools.foreign_files import (
     find_array,
     fit_blocks,
     head_permutations,
+    is_file,
     read_arrays,
     token_orders,
 )
@@ -62,28 +63,28 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     """
     if lut.dtype.is_floating_point or lut.dtype == torch.bool:
         raise UserError(f"lists of blocks must be integers, got {lut.dtype}")
-    heads, rows, width = lut.shape
+    width = lut.shape[-1]
     blocks = lut.long()
     if counts is not None:
         if int(counts.min()) < 0 or int(counts.max()) > width:
             raise UserError(f"counts must lie between 0 and {width}, found {int(counts.min())} to {int(counts.max())}")
         valid = torch.arange(width, device="cpu") < counts.long()[..., None]
+    elif encoding == "delta":
+        valid = (blocks < 0).cumsum(dim=-1) == 0
     else:
-        padding = blocks < 0
-        valid = padding.cumsum(dim=-1) == 0 if encoding == "delta" else ~padding
+        valid = blocks >= 0
     blocks = blocks.masked_fill(~valid, 0)
     if encoding == "delta":
         blocks = blocks.cumsum(dim=-1)
-    named = (blocks >= 0) & (blocks < nk)
-    if counts is not None and bool((valid & ~named).any()):
-        beyond = int(blocks[valid & ~named][0])
+    beyond = valid & ((blocks < 0) | (blocks >= nk))
+    if counts is not None and bool(beyond.any()):
         other = "absolute" if encoding == "delta" else "delta"
         raise UserError(
-            f"the lists name block {beyond}, there are {nk} key blocks; are they {other} (lut={other}), or "
-            "tokens or block_k others?"
+            f"the lists name block {int(blocks[beyond][0])}, there are {nk} key blocks; are they {other} "
+            f"(lut={other}), or tokens or block_k others?"
         )
-    bits = torch.zeros(heads, rows, nk + 1, dtype=torch.bool, device="cpu")
-    bits.scatter_(2, torch.where(valid & named, blocks, nk), True)
+    bits = torch.zeros(*lut.shape[:-1], nk + 1, dtype=torch.bool, device="cpu")
+    bits.scatter_(-1, torch.where(valid & ~beyond, blocks, nk), True)
     return bits[..., :nk]
 
 
@@ -195,26 +196,33 @@ def convert_masks(
         UserError: Something does not fit; names the option that helps.
     """
     _require_foreign(source)
+    # 1. The file's tensors, and what they are of.
     arrays = read_arrays(source)
     masks, name = _masks(arrays, options, source)
-    counts = find_array(arrays, options.counts, _COUNTS, source, "counts") if options.lut else None
-    stack = masks.reshape(-1, *masks.shape[-3:])
-    flat_counts = None if counts is None else _counts(counts, masks)
-    grid, groups = options.grid, _groups(masks, options)
-    orders = token_orders(options.orders, arrays, masks.shape)
-    empty = empty_heads(options.orders, arrays, masks.shape) if options.skip_empty else None
-    heads = head_permutations(options.head_permutation, masks.shape) if options.head_permutation else None
-    paro = name == "sparse" and options.lut is None
-    columns = None if options.lut else masks.shape[-1]
-    reading = BlockReading.find(masks.shape[-2], columns, grid, options.joined_text, options.crop)
-    tail_dense = paro if options.tail_dense is None else options.tail_dense
+    lists, shape, grid = options.lut is not None, masks.shape, options.grid
+    counts = find_array(arrays, options.counts, _COUNTS, source, "counts") if lists else None
+    if counts is not None and counts.shape != shape[:-1]:
+        raise UserError(
+            f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
+        )
+    groups = _groups(shape, options)
+    in_file = options.orders is not None and is_file(options.orders)
+    plan = read_arrays(str(options.orders)) if in_file else arrays
+    orders = token_orders(options.orders, plan, shape)
+    empty = empty_heads(plan, shape) if options.skip_empty else None
+    heads = head_permutations(options.head_permutation, shape) if options.head_permutation else None
+    reading = BlockReading.find(shape[-2], None if lists else shape[-1], grid, options.joined_text, options.crop)
+    tail_dense = (name == "sparse" and not lists) if options.tail_dense is None else options.tail_dense
+    stack = masks.flatten(0, -4) if masks.ndim > 3 else masks[None]
+    lengths = None if counts is None else counts.reshape(stack.shape[:-1])
 
+    # 2. One mask after another.
     def converted() -> Iterator[torch.Tensor]:
         for index, one in enumerate(stack):
             if options.lut is None:
                 bits = _as_bits(one, source)
             else:
-                bits = lut_bits(one, None if flat_counts is None else flat_counts[index], options.lut, reading.columns)
+                bits = lut_bits(one, None if lengths is None else lengths[index], options.lut, reading.shape[1])
             bits = fit_blocks(bits, reading, tail_dense)
             if heads is not None:
                 bits = bits[heads[index].argsort()]
@@ -224,8 +232,7 @@ def convert_masks(
                 bits = bits & ~(empty[index][:, None, None] & video[:, None] & across)
             yield bits
 
-    layers = masks.shape[-4] if masks.ndim > 3 else None
-    layout = MaskLayout(grid, masks.shape[-3], layers, groups, orders)
+    layout = MaskLayout(grid, shape[-3], shape[-4] if masks.ndim > 3 else None, groups, orders)
     write_masks(target, layout, converted(), options.packed)
     return layout
 
@@ -276,8 +283,7 @@ def convert_recording(
     if options.step is None and len(steps) != 1:
         raise UserError(f"{folder} has steps {steps}; say which with step=N")
     moment = DenoisingStep(steps[0] if options.step is None else options.step, options.branch)
-    masks = (recording.mask(i, moment) for i in range(recording.layers))
-    found = [(mask.grid, mask.heads) for mask in masks]
+    found = [(mask.grid, mask.heads) for mask in (recording.mask(i, moment) for i in range(recording.layers))]
     grids, heads = {grid.with_orders((CANONICAL,)) for grid, _ in found}, {heads for _, heads in found}
     for what, different in (("block grid", grids), ("number of heads", heads)):
         if len(different) > 1:
@@ -330,27 +336,20 @@ def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
     return bits
 
 
-def _counts(counts: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    if counts.shape != masks.shape[:-1]:
-        raise UserError(
-            f"counts of shape {list(counts.shape)} do not fit lists of shape {list(masks.shape)}: one number a row"
-        )
-    return counts.reshape(-1, *masks.shape[-3:-1])
-
-
-def _groups(masks: torch.Tensor, options: ConvertOptions) -> StepGroups | None:
-    if masks.ndim < 5:
+def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
+    """Returns the step groups of masks of this shape. Raises UserError if they are not what the options say."""
+    if len(shape) < 5:
         if options.groups is not None or options.steps is not None:
-            raise UserError(f"masks of shape {list(masks.shape)} have no step groups; leave out groups and steps")
+            raise UserError(f"masks of shape {list(shape)} have no step groups; leave out groups and steps")
         return None
-    if options.groups is None and options.steps is None:
+    if options.steps is not None:
+        return even_groups(shape[0], options.steps, options.dense_steps)
+    if options.groups is None:
         raise UserError(
-            f"masks have {masks.shape[0]} step groups; say which steps they are for: steps=50 shares 50 out evenly, "
+            f"masks have {shape[0]} step groups; say which steps they are for: steps=50 shares 50 out evenly, "
             "groups=5-9,10-24,25-49 says it in full"
         )
-    if options.steps is not None:
-        return even_groups(masks.shape[0], options.steps, options.dense_steps)
-    groups = StepGroups.parse(options.groups or "")
-    if len(groups) != masks.shape[0]:
-        raise UserError(f"groups={groups} names {len(groups)} groups, the masks have {masks.shape[0]}")
+    groups = StepGroups.parse(options.groups)
+    if len(groups) != shape[0]:
+        raise UserError(f"groups={groups} names {len(groups)} groups, the masks have {shape[0]}")
     return groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +56,14 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             f"{path} cannot be read without unpickling objects, or is damaged ({reason}); save plain "
             "tensors, in mappings at most: torch.save({'sparse': masks}, path)"
         ) from error
-    found: dict[str, torch.Tensor] = {}
-    try:
-        _collect(content, "", found)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    found = dict(_named_tensors(content))
+    for name, tensor in found.items():
+        size = tensor.numel() * tensor.element_size()
+        if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() < size:  # it could be of any size
+            raise UserError(
+                f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but expanded or "
+                "sparse; save it as .contiguous() or .to_dense() makes it"
+            )
     if not found:
         raise UserError(f"{path} has no tensors in it")
     return found
@@ -91,47 +94,33 @@ def _read(path: Path) -> Any:
     return content if isinstance(content, np.ndarray) else dict(content)
 
 
-def _require_all_there(tensor: torch.Tensor, name: str) -> None:
-    """Raises UserError for a tensor that the file holds only in part, expanded or sparse: it could be of any size."""
-    size = tensor.numel() * tensor.element_size()
-    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() < size:
-        raise UserError(
-            f"tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but expanded or sparse; save it "
-            "as .contiguous() or .to_dense() makes it"
-        )
-
-
-def _collect(content: Any, name: str, found: dict[str, torch.Tensor]) -> None:
-    inside = f"{name}/" if name else ""
+def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of nested mappings and lists, and arrays of numbers, with their names."""
     if isinstance(content, np.ndarray):
         if content.dtype.kind in "biuf":
-            found[name] = torch.from_numpy(content.astype(content.dtype.newbyteorder("="), copy=False))
+            yield name, torch.from_numpy(content.astype(content.dtype.newbyteorder("="), copy=False))
     elif isinstance(content, torch.Tensor):
-        _require_all_there(content, name)
-        found[name] = content
-    elif isinstance(content, Mapping):
-        for key, value in content.items():
-            _collect(value, f"{inside}{key}", found)
-    elif isinstance(content, (list, tuple)):
-        for index, value in enumerate(content):
-            _collect(value, f"{inside}{index}", found)
+        yield name, content
+    elif isinstance(content, (Mapping, list, tuple)):
+        for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
+            yield from _named_tensors(value, f"{name}/{key}" if name else str(key))
 
 
 PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
 """PAROAttention's numbering of token orders, in its `permute_plan['permute']`."""
 
 
-def is_file(text: str | None) -> bool:
-    """True for the path of a file with arrays, by its suffix."""
-    return text is not None and Path(text).suffix in SUFFIXES
+def is_file(text: str) -> bool:
+    """Returns True for the path of a file with arrays, by its suffix."""
+    return Path(text).suffix in SUFFIXES
 
 
-def token_orders(given: str | None, stored: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> tuple[Orders, ...]:
+def token_orders(given: str | None, plan: Mapping[str, torch.Tensor], shape: Sequence[int]) -> tuple[Orders, ...]:
     """Returns the token orders of each mask, or one for all masks.
 
     Args:
-        given: Orders in words, separated by commas, or the path of a file with indices into PARO_ORDERS.
-        stored: The other tensors in the masks' file; its 'permute' is used where nothing is given.
+        given: Orders in words, separated by commas, or the path of the plan.
+        plan: Tensors of a permute plan, with indices into PARO_ORDERS in 'permute'; else of the masks' own file.
         shape: Shape of the masks, […, H, nq, nk].
 
     Raises:
@@ -144,50 +133,47 @@ def token_orders(given: str | None, stored: Mapping[str, torch.Tensor], shape: t
         if len(names) not in (1, shape[-3]):
             raise UserError(f"orders names {len(names)} token orders, the masks have {shape[-3]} heads")
         return (one_or_each(names),)
-    if given is None and "permute" not in stored:
+    if given is None and "permute" not in plan:
         return ((CANONICAL,),)
-    table = by_mask(_one_of(given, stored, "permute", "token orders"), shape, "token orders")
+    table = _by_mask(_table(plan, "permute", "token orders", given), shape, "token orders")
     if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
         raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
     return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
 
 
-def empty_heads(given: str | None, stored: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    """bool[masks, H]: heads that a permute plan calls empty, in the file `given` or in the masks' own file."""
-    plan = read_arrays(given) if given is not None and is_file(given) else stored
+def empty_heads(plan: Mapping[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    """Returns bool[masks, H]: heads that a permute plan calls empty."""
     if "empty" not in plan:
         raise UserError("skip_empty needs a permute plan with a tensor 'empty'; name its file with orders=FILE")
-    return by_mask(plan["empty"], shape, "empty heads").bool()
+    return _by_mask(plan["empty"], shape, "empty heads").bool()
 
 
-def head_permutations(given: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """int64[masks, H]: the head that is at each place of the stored masks, from the file `given`.
+def head_permutations(given: str, shape: Sequence[int]) -> torch.Tensor:
+    """Returns int64[masks, H]: the head that is at each place of the stored masks, from the file `given`.
 
     Raises:
         UserError: It is no permutation of the heads.
     """
-    table = by_mask(_one_of(given, {}, "perm_idx", "a permutation of heads"), shape, "permutations of heads").long()
+    permutations = _table(read_arrays(given), "perm_idx", "a permutation of heads", given)
+    table = _by_mask(permutations, shape, "permutations of heads").long()
     if not torch.equal(table.sort(dim=1).values, torch.arange(shape[-3], device="cpu").expand(table.shape)):
         raise UserError(f"{given}: each row must hold every head from 0 to {shape[-3] - 1} once")
     return table
 
 
-def by_mask(table: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
+def _table(plan: Mapping[str, torch.Tensor], name: str, what: str, where: str | None) -> torch.Tensor:
+    """Returns the tensor of that name, or the only one."""
+    if name in plan or len(plan) == 1:
+        return plan.get(name, next(iter(plan.values())))
+    raise UserError(f"{where} has no tensor {name!r} with {what} (it has {', '.join(plan)})")
+
+
+def _by_mask(table: torch.Tensor, shape: Sequence[int], what: str) -> torch.Tensor:
     """Expands [H], [L, H] or [S, L, H] to [masks, H]."""
     leading = tuple(shape[:-2])
     if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
         raise UserError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
     return table.expand(leading).reshape(-1, leading[-1])
-
-
-def _one_of(given: str | None, stored: Mapping[str, torch.Tensor], name: str, what: str) -> torch.Tensor:
-    """Returns the tensor of that name, or the only one, in the file `given`, else in the masks' own file."""
-    arrays = stored if given is None else read_arrays(given)
-    if name in arrays:
-        return arrays[name]
-    if len(arrays) == 1:
-        return next(iter(arrays.values()))
-    raise UserError(f"{given} has no tensor {name!r} with {what} (it has {', '.join(arrays)})")
 
 
 @dataclass(frozen=True)
@@ -223,22 +209,22 @@ class BlockReading:
         readings = [
             cls(grid, one, text) for one in joinings for text in ((True, False) if grid.text_tokens else (True,))
         ]
-        fitting = [r for r in readings if rows == r.rows and columns in (None, r.columns)]
+        fitting = [r for r in readings if rows == r.shape[0] and columns in (None, r.shape[1])]
+        beyond = [r for r in readings if r.shape[0] <= rows and r.shape[1] <= (columns or r.shape[1])]
         if not fitting and crop:
-            fitting = [r for r in readings if r.text and r.rows <= rows and r.columns <= (columns or r.columns)]
+            fitting = [r for r in beyond if r.text]
         if len(fitting) > 1:
             raise UserError(
                 f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: "
                 "joined_text=false or joined_text=true"
             )
         if not fitting:
-            wanted = ", or ".join(f"{r.rows}×{r.columns} ({r})" for r in readings)
-            surplus = all(rows >= r.rows and (columns or r.columns) >= r.columns for r in readings)
+            wanted = ", or ".join(f"{r.shape[0]}×{r.shape[1]} ({r})" for r in readings)
             raise UserError(
                 f"masks have {rows}×{'?' if columns is None else columns} blocks; {grid.tokens} tokens "
                 f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {wanted}; correct "
                 "thw (or tokens), text_tokens, block_q, block_k"
-                + ("; or drop what is beyond the last block with crop=true" if surplus else "")
+                + ("; or drop what is beyond the last block with crop=true" if len(beyond) == len(readings) else "")
             )
         return fitting[0]
 
@@ -249,16 +235,12 @@ class BlockReading:
         return f"{blocks}, those of text left out"
 
     @property
-    def rows(self) -> int:
-        """Rows of masks that are read so."""
-        total = -(-self.grid.tokens // self.grid.block_q) if self.joined else block_counts(self.grid)[0]
-        return total - self.left_out(self.grid.block_q)
-
-    @property
-    def columns(self) -> int:
-        """Columns of masks that are read so."""
-        total = -(-self.grid.tokens // self.grid.block_k) if self.joined else block_counts(self.grid)[1]
-        return total - self.left_out(self.grid.block_k)
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of masks that are read so."""
+        sizes = self.grid.block_q, self.grid.block_k
+        whole = [-(-self.grid.tokens // size) for size in sizes] if self.joined else block_counts(self.grid)
+        rows, columns = (count - self.left_out(size) for count, size in zip(whole, sizes, strict=True))
+        return rows, columns
 
     def left_out(self, block: int) -> int:
         """Number of text rows or columns, in blocks of this size, that the masks lack."""
@@ -279,7 +261,8 @@ def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = Fal
         tail_dense: Whether to make the last row and column dense where the last block is short.
     """
     q, k = reading.grid.q_axis, reading.grid.k_axis
-    given = bits[:, : reading.rows, : reading.columns]
+    rows, columns = reading.shape
+    given = bits[:, :rows, :columns]
     row, column = reading.left_out(q.block), reading.left_out(k.block)
     whole = torch.ones(given.shape[0], given.shape[1] + row, given.shape[2] + column, dtype=torch.bool, device="cpu")
     whole[:, row:, column:] = given

@@ -5,37 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from dbsp_cli.mask_tools.plots import heads_to_draw, mask_picture
+from dbsp_cli.mask_tools.plots import heads_to_draw, mask_picture, spread_out
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT, HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import candidates
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.steps import DenoisingStep
-from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
-from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts, usual_layout
 from dbsp_core.runtime.plan_keeper import replay
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
     "Balance",
     "Drift",
-    "LayerError",
     "MaskInfo",
     "MaskSeries",
     "balance_of",
     "densities_of",
     "drift_of",
     "examine_masks",
-    "spread_out",
 ]
 
 _SAMPLE = 4
@@ -62,28 +59,22 @@ class MaskSeries:
     @classmethod
     def read(cls, path: str | os.PathLike[str], branch: int = 0) -> MaskSeries:
         """Reads a recording (a folder) or a mask file. Raises UserError for anything else."""
-        return cls._of_recording(path, branch) if os.path.isdir(path) else cls._of_file(path)
-
-    @classmethod
-    def _of_file(cls, path: str | os.PathLike[str]) -> MaskSeries:
-        file = MaskFile(path)
-        steps = file.groups.starts if file.groups else (0,)
-        return cls(steps, tuple(range(file.layers)), lambda step, layer: file.layer(layer, steps.index(step)))
-
-    @classmethod
-    def _of_recording(cls, path: str | os.PathLike[str], branch: int) -> MaskSeries:
+        if not os.path.isdir(path):
+            file = MaskFile(path)
+            starts = file.groups.starts if file.groups else (0,)
+            layers = tuple(range(file.layers))
+            return cls(starts, layers, lambda step, layer: file.layer(layer, starts.index(step)))
         recording = Recording.read(path)
         branches = tuple(sorted({moment.cfg_branch for moment in recording.passes}))
         steps = tuple(sorted(moment.step for moment in recording.passes if moment.cfg_branch == branch))
         if not steps or not recording.recorded_layers:
             raise UserError(f"{path} has no masks of branch {branch}; it has branches {list(branches)}")
-        stopped = recording.stopped and f"the recording stopped before the run did: {recording.stopped}"
         return cls(
             steps,
             recording.recorded_layers,
             lambda step, layer: recording.mask(layer, DenoisingStep(step, branch)),
             branches,
-            stopped or None,
+            f"the recording stopped before the run did: {recording.stopped}" if recording.stopped else None,
         )
 
     def first(self, layer: int) -> BlockMask:
@@ -121,13 +112,6 @@ class Drift:
     replans: int
 
 
-def spread_out(values: Sequence[int], count: int) -> list[int]:
-    """Picks at most `count` values, evenly spread, the first and last among them; all for 0."""
-    if count <= 0 or count >= len(values):
-        return list(values)
-    return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, count).round().astype(int))]
-
-
 def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
     """float64[layers, H]: the density by head of each layer's first mask.
 
@@ -141,21 +125,17 @@ def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
     return np.array([np.tile(row, -(-most // len(row)))[:most] for row in rows])
 
 
-def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: Sequence[str]) -> list[Balance]:
-    """Plans the layers' first masks, one row per strategy and planner, without rings longer than the KV blocks."""
-    rows = []
-    masks = [series.first(layer) for layer in layers]
+def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planner: str = _PLANNER) -> list[Balance]:
+    """Plans the layers' first masks for each strategy, without rings longer than the KV blocks."""
+    masks, found = [series.first(layer) for layer in layers], []
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
-        for planner in planners:
-            name, plans = require_planner(planner).layout, []
-            for mask in masks:
-                layout = SequenceLayout.named(name, mask.grid.with_orders((CANONICAL,)), strategy)
-                plans.append(make_plan(mask, strategy, planner, layout=layout))
-            before, rho, moved = (
-                float(np.mean([getattr(plan, value) for plan in plans])) for value in ("rho_before", "rho", "moved")
-            )
-            rows.append(Balance(str(strategy), planner, before, rho, max(plan.rho for plan in plans), moved))
-    return rows
+        layouts = [usual_layout(planner, mask.grid.with_orders((CANONICAL,)), strategy) for mask in masks]
+        plans = [
+            make_plan(mask, strategy, planner, layout=layout) for mask, layout in zip(masks, layouts, strict=True)
+        ]
+        before, rho, moved = (fmean(getattr(plan, name) for plan in plans) for name in ("rho_before", "rho", "moved"))
+        found.append(Balance(str(strategy), planner, before, rho, max(plan.rho for plan in plans), moved))
+    return found
 
 
 def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
@@ -184,16 +164,14 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, thresh
     return Drift(layer, tuple(steps), tuple(iou), tuple(changed), made)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerError(HeadError):
-    """A head's error in one layer's first mask."""
-
-    layer: int
-
-
 @dataclass(frozen=True, eq=False)
 class MaskInfo:
-    """Statistics of masks. `densities` is float64[layers, H]; `errors` is None where they were not asked for."""
+    """Statistics of masks.
+
+    Attributes:
+        densities: float64[layers, H].
+        errors: Heads' errors with their layers, or None if they were not asked for.
+    """
 
     first: BlockMask
     steps: tuple[int, ...]
@@ -202,7 +180,7 @@ class MaskInfo:
     densities: np.ndarray
     balance: list[Balance]
     drift: list[Drift]
-    errors: list[LayerError] | None
+    errors: list[tuple[int, HeadError]] | None
     warnings: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -223,7 +201,7 @@ class MaskInfo:
             ],
             "balance": list(map(asdict, self.balance)),
             "drift": list(map(asdict, self.drift)),
-            "quality": None if self.errors is None else list(map(asdict, self.errors)),
+            "quality": None if self.errors is None else [{"layer": i} | asdict(one) for i, one in self.errors],
             "warnings": self.warnings,
         }
 
@@ -245,18 +223,17 @@ def examine_masks(series: MaskSeries, gpus: int = 8, quality: bool = False) -> M
     sampled = spread_out(series.layers, _SAMPLE)
     first = series.first(series.layers[0])
     densities = densities_of(series, series.layers)
-    balance = balance_of(series, sampled, gpus, [_PLANNER])
+    balance = balance_of(series, sampled, gpus)
     drift = [drift_of(series, layer, str(Strategy(gpus, 1)), _PLANNER, DbspConfig.reuse) for layer in sampled]
     drift = [each for each in drift if each.iou]
     errors = _errors(series, sampled) if quality else None
-    warnings = [*([series.notice] if series.notice else []), *_warnings(series, densities, sampled, errors)]
+    warnings = [*filter(None, [series.notice]), *_warnings(series, densities, sampled, errors or ())]
     return MaskInfo(first, series.steps, series.layers, series.branches, densities, balance, drift, errors, warnings)
 
 
-def _errors(series: MaskSeries, layers: list[int]) -> list[LayerError]:
+def _errors(series: MaskSeries, layers: Sequence[int]) -> list[tuple[int, HeadError]]:
     """Measures some heads of each sampled layer, from the emptiest to the densest, on one head of synthetic tokens."""
-    tokens = None
-    errors = []
+    errors, tokens = [], None
     for layer in layers:
         mask = series.first(layer)
         if mask.grid.packed_from:
@@ -265,33 +242,30 @@ def _errors(series: MaskSeries, layers: list[int]) -> list[LayerError]:
             raise UserError("the masks don't say the size of the video's token grid; convert them with thw=T,H,W")
         tokens = tokens or smooth_tokens(mask.grid.thw, mask.grid.text_tokens)
         heads = [head for _, head in heads_to_draw(mask.counts.rows.sum(axis=1)[None], 4)]
-        errors += [LayerError(layer=layer, **vars(one)) for one in sparse_errors(*tokens, mask, heads=heads)]
+        errors += [(layer, one) for one in sparse_errors(*tokens, mask, heads=heads)]
     return errors
 
 
 def _warnings(
-    series: MaskSeries,
-    densities: np.ndarray,
-    sampled: list[int],
-    errors: list[LayerError] | None,
+    series: MaskSeries, densities: np.ndarray, sampled: Sequence[int], errors: Sequence[tuple[int, HeadError]]
 ) -> list[str]:
     warnings = []
     idle = {layer: int((series.first(layer).counts.rows == 0).sum()) for layer in sampled}
-    if any(idle.values()):
-        worst = max(idle, key=lambda layer: idle[layer])
+    worst = max(idle, key=lambda layer: idle[layer])
+    if idle[worst]:
         warnings.append(f"rows of blocks that attend to nothing give zeros: {idle[worst]} in layer {worst}")
-    if (densities == 0).any():
-        row, head = np.argwhere(densities == 0)[0]
+    empty = np.argwhere(densities == 0)
+    if len(empty):
+        row, head = empty[0]
         warnings.append(
-            f"{int((densities == 0).sum())} heads have no block at all, the first is layer {series.layers[row]}, "
-            f"head {head}"
+            f"{len(empty)} heads have no block at all, the first is layer {series.layers[row]}, head {head}"
         )
-    above = [one for one in errors or () if one.error > DEFAULT_LIMIT]
+    above = [(layer, one) for layer, one in errors if one.error > DEFAULT_LIMIT]
     if above:
-        one = max(above, key=lambda error: error.error)
+        layer, one = max(above, key=lambda pair: pair[1].error)
         warnings.append(
-            f"relative L1 error above {DEFAULT_LIMIT:g} in {len(above)} of {len(errors or ())} heads, up to "
-            f"{one.error:.3f} in layer {one.layer}, head {one.head} (density {one.density:.3f}): check thw, token "
-            "orders and whether the masks are for this model and video size"
+            f"relative L1 error above {DEFAULT_LIMIT:g} in {len(above)} of {len(errors)} heads, up to {one.error:.3f} "
+            f"in layer {layer}, head {one.head} (density {one.density:.3f}): check thw, token orders and whether the "
+            "masks are for this model and video size"
         )
     return warnings

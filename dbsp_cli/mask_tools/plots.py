@@ -11,17 +11,18 @@ import numpy as np
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.reports.style import STYLE, heading, rank_colour
 
-__all__ = ["heads_to_draw", "mask_picture"]
+__all__ = ["heads_to_draw", "mask_picture", "spread_out"]
 
-_PIXELS = 240
-"""Largest side of a mask's picture; masks with more blocks are drawn as densities of squares."""
+
+def spread_out(values: Sequence[int], count: int) -> list[int]:
+    """Picks at most `count` values, evenly spread, the first and last among them."""
+    return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int))]
 
 
 def heads_to_draw(densities: np.ndarray, count: int = 3) -> list[tuple[int, int]]:
     """Returns (row of `densities`, head) from the emptiest head over the middle one to the densest."""
-    order = np.argsort(densities, axis=None, kind="stable")
-    chosen = dict.fromkeys(order[np.linspace(0, len(order) - 1, count).round().astype(int)].tolist())
-    return [(int(flat) // densities.shape[1], int(flat) % densities.shape[1]) for flat in chosen]
+    order = np.argsort(densities, axis=None, kind="stable").tolist()
+    return [divmod(flat, densities.shape[1]) for flat in spread_out(order, count)]
 
 
 def mask_picture(
@@ -66,7 +67,7 @@ def mask_picture(
 def _heat_map(figure: Any, layers: Sequence[int], densities: np.ndarray) -> None:
     axis = figure.subplots()
     image = axis.imshow(densities.T, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
-    shown = np.unique(np.linspace(0, len(layers) - 1, min(len(layers), 20)).round().astype(int))
+    shown = spread_out(range(len(layers)), 20)
     axis.set(xlabel="layer", ylabel="head", xticks=shown, xticklabels=[layers[i] for i in shown])
     axis.yaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=axis, label="density: share of blocks computed")
@@ -75,23 +76,9 @@ def _heat_map(figure: Any, layers: Sequence[int], densities: np.ndarray) -> None
 def _one_mask(axis: Any, layer: int, head: int, mask: BlockMask) -> None:
     bits, order = mask.square(head).cpu().numpy(), mask.grid.order_of(head)
     names = order if isinstance(order, str) else ", ".join(dict.fromkeys(order))
-    extent = (-0.5, bits.shape[1] - 0.5, bits.shape[0] - 0.5, -0.5)
-    axis.imshow(_shrunk(bits), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=extent)
+    axis.imshow(bits, cmap="Greys", vmin=0, vmax=1, interpolation="antialiased")  # of many blocks, local means
     axis.set_title(f"layer {layer}, head {head} ({names})\ndensity {bits.mean():.3f}", fontsize=10)
     axis.set(xlabel="key block", ylabel="query block")
-
-
-def _shrunk(bits: np.ndarray) -> np.ndarray:
-    """float64 of at most _PIXELS × _PIXELS: the mean over each part."""
-    values = bits.astype(np.float64)
-    for axis in (0, 1):
-        size = values.shape[axis]
-        if size > _PIXELS:
-            starts = np.arange(_PIXELS) * size // _PIXELS
-            lengths = np.diff(starts, append=size)
-            sums = np.add.reduceat(values, starts, axis=axis)
-            values = sums / (lengths[:, None] if axis == 0 else lengths)
-    return values
 
 
 def _drift(axis: Any, similarity: Sequence[tuple[str, Sequence[int], Sequence[float]]]) -> None:

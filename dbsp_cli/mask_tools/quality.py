@@ -8,6 +8,7 @@ another video size, token order or model changes much. The numbers say nothing a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,12 +65,11 @@ def sparse_errors(
     v: torch.Tensor,
     mask: BlockMask,
     *,
-    heads: list[int] | None = None,
+    heads: Sequence[int] | None = None,
     queries: int = 128,
-    scale: float | None = None,
     seed: int = 0,
 ) -> list[HeadError]:
-    """Measures the relative L1 error of block-sparse against dense attention.
+    """Measures the relative L1 error of block-sparse against dense attention, of scale D ** -0.5.
 
     Queries whose row of blocks is empty count as zeros.
 
@@ -90,18 +90,14 @@ def sparse_errors(
         )
     if k.shape != q.shape or v.shape[:3] != q.shape[:3]:
         raise UserError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the shape of q {tuple(q.shape)}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     drawn = np.sort(np.random.default_rng(seed).permutation(tokens)[:queries])
-    sample = torch.from_numpy(drawn)
+    q, k, v = (one[0].expand(mask.heads, -1, -1) for one in (q[:, :, torch.from_numpy(drawn)], k, v))
     results = []
     for head in range(mask.heads) if heads is None else heads:
-        own = head if q.shape[1] > 1 else 0
-        one_q, one_k, one_v = (t[0, own].float() for t in (q[:, :, sample], k, v))
-        scores = one_q @ one_k.T * scale
-        dense = scores.softmax(dim=-1) @ one_v
+        scores = q[head].float() @ k[head].float().T * q.shape[-1] ** -0.5
         allowed = _allowed(mask, head, drawn).to(scores.device)
-        weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
-        sparse = weights.nan_to_num(0.0) @ one_v
+        sparse = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1).nan_to_num(0.0) @ v[head].float()
+        dense = scores.softmax(dim=-1) @ v[head].float()
         error = float((sparse - dense).abs().sum() / dense.abs().sum().clamp(min=1e-30))
         results.append(HeadError(head, float(mask.bits[head].float().mean()), error))
     return results

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, model_signature, token_grid, variant_of
+from dbsp_core.utils.errors import UserError, did_you_mean
 
 __all__ = [
     "MODEL_SPECS",
@@ -22,6 +23,7 @@ __all__ = [
     "signature_of_model",
     "signature_of_name",
     "tiny_architecture",
+    "unknown_model",
 ]
 
 
@@ -282,3 +284,8 @@ def model_title(signature: ModelSignature) -> str:
     if not heads:  # a class whose configuration has other names for them
         return f"a {signature.pipeline}"
     return f"a {signature.pipeline} with {layers} layers and {heads} heads of {head_dim}"
+
+
+def unknown_model(name: str) -> UserError:
+    """Returns the error for a name that is no model's."""
+    return UserError(f"no model {name!r}{did_you_mean(name, MODEL_SPECS)}; use one of {', '.join(MODEL_SPECS)}")

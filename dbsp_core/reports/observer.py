@@ -18,6 +18,7 @@ from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenoisingStep, Progress, StepClock
 from dbsp_core.reports.mask_recorder import MaskRecorder
+from dbsp_core.reports.run_report import RunReport
 from dbsp_core.runtime.plan_keeper import PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
@@ -177,6 +178,7 @@ class RunObserver(SessionObserver):
         calls: Attentions of the run so far, oldest first.
         seconds: Time of the last pipeline call, if there is a pipeline.
         latents: The last result of the pipeline's scheduler.
+        report: The report of the last run, on the rank that has written it.
     """
 
     compares = True
@@ -185,6 +187,7 @@ class RunObserver(SessionObserver):
     calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
     seconds: float | None = None
     latents: torch.Tensor | None = None
+    report: RunReport | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
     _kernels: dict[str, None] = field(default_factory=dict)
@@ -207,7 +210,7 @@ class RunObserver(SessionObserver):
         self._timesteps.clear()
         self._passes.clear()
         self._open.clear()
-        self.seconds = self.latents = None
+        self.seconds = self.latents = self.report = None
 
     def begin(
         self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dbsp_cli.generate.resources import linear_flops, passes
+from dbsp_cli.modelled import linear_flops, passes
 from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, Prediction, candidates, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout

@@ -17,5 +17,5 @@ def measure_tiny(rank: int, world: int) -> dict[str, Any]:
     device = torch.device("cpu")
     work = Workload(4, 16, 256, (32, 16), "cpu", torch.float32, device, group, (1 << 12, 1 << 16), 2)
     found = measure(work, load_hardware("cpu-demo").constants, lambda what: None)
-    runs = [(one.strategy, one.planner) for one in found.attentions]
+    runs = [(str(one.plan.strategy), one.plan.planner) for one in found.attentions]
     return {"runs": runs, "exchanges": found.exchanges, "constants": vars(found.constants), "residual": found.residual}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_cli.mask_tools.info import MaskSeries, balance_of, densities_of, drift_of, spread_out
-from dbsp_cli.mask_tools.plots import heads_to_draw
+from dbsp_cli.mask_tools.info import MaskSeries, balance_of, densities_of, drift_of
+from dbsp_cli.mask_tools.plots import heads_to_draw, spread_out
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
 from dbsp_core.masks.steps import DenoisingStep
@@ -81,11 +81,8 @@ class TestInfo:
 
     def test_balance_is_that_of_plans_for_each_strategy_and_planner(self, dbsp, file):
         assert [row["strategy"] for row in info(dbsp, file, "--gpus", 4)["balance"]] == ["U4R1", "U2R2", "U1R4"]
-        rows = balance_of(MaskSeries.read(file), range(3), 4, ["paper", "contiguous"])
-        assert [(row.strategy, row.planner) for row in rows] == [
-            (strategy, planner) for strategy in ("U4R1", "U2R2", "U1R4") for planner in ("paper", "contiguous")
-        ]
-        for row in rows:
+        rows = [*(balance_of(MaskSeries.read(file), range(3), 4, name) for name in ("paper", "contiguous"))]
+        for row in itertools.chain(*rows):
             plans = [make_plan(drifting(layer, 0), row.strategy, row.planner) for layer in range(3)]
             assert row.rho_before == pytest.approx(np.mean([plan.rho_before for plan in plans]))
             assert row.rho == pytest.approx(np.mean([plan.rho for plan in plans]))
@@ -123,12 +120,10 @@ class TestInfo:
         assert "relative L1 error above 0.1 in 2 of 2 heads" in warning
         assert "token orders" in warning
 
-    def test_quality_needs_the_size_of_the_video(self, dbsp, tmp_path):
+    def test_quality_needs_the_size_of_the_video(self, mistake, tmp_path):
         path = tmp_path / "masks.safetensors"
         save_mask(path, BlockMask(random_bits(2, GRID, 0), replace(GRID, thw=None)))
-        code, out, err = dbsp("masks", "info", path, "--quality")
-        assert (code, out) == (2, "")
-        assert "convert them with thw=T,H,W" in err
+        assert "convert them with thw=T,H,W" in mistake("masks", "info", path, "--quality")
 
     def test_rows_and_heads_without_blocks_are_warned_of(self, dbsp, tmp_path):
         bits = np.ones((2, 24, 24), bool)
@@ -162,11 +157,10 @@ class TestInfo:
         assert image.shape[1] > 1000
         assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 50
 
-    def test_without_matplotlib_the_fix_is_named(self, dbsp, file, tmp_path, monkeypatch):
+    def test_without_matplotlib_the_fix_is_named(self, mistake, file, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-        code, out, err = dbsp("masks", "info", file, "--picture", tmp_path / "p.png")
-        assert (code, out) == (2, "")
+        err = mistake("masks", "info", file, "--picture", tmp_path / "p.png")
         assert "needed for pictures; pip install matplotlib" in err
 
     def test_a_file_whose_layers_share_one_mask(self, dbsp, tmp_path):
@@ -177,7 +171,7 @@ class TestInfo:
 
 def test_layers_are_sampled_evenly():
     assert spread_out(range(40), 4) == [0, 13, 26, 39]
-    assert spread_out([3, 5], 4) == spread_out([3, 5], 0) == [3, 5]
+    assert spread_out([3, 5], 4) == [3, 5]
     assert spread_out([3, 5, 9], 1) == [3]
 
 
@@ -244,12 +238,10 @@ class TestRecord:
         ("name", "value", "complaint"), [("LIMIT", "lots", "size 'lots'"), ("LAYERS", "1-", "layers '1-'")]
     )
     def test_a_variable_that_makes_no_sense_is_refused_before_the_run(
-        self, dbsp, tmp_path, monkeypatch, name, value, complaint
+        self, mistake, tmp_path, monkeypatch, name, value, complaint
     ):
         monkeypatch.setenv(f"DBSP_RECORD_{name}", value)
-        code, _, err = dbsp("masks", "record", tmp_path / "out", "--", "no-such-program")
-        assert code == 2
-        assert complaint in err
+        assert complaint in mistake("masks", "record", tmp_path / "out", "--", "no-such-program")
 
     def test_a_command_without_attention_leaves_nothing_and_that_is_said(self, dbsp, tmp_path):
         code, _, err = dbsp("masks", "record", tmp_path / "out", "--", sys.executable, "-c", "")
@@ -288,15 +280,11 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("args", "complaint"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
-def test_a_mistake_is_one_line_and_exit_code_2(dbsp, file, recording, monkeypatch, args, complaint):
+def test_a_mistake_is_one_line_and_exit_code_2(mistake, file, recording, monkeypatch, args, complaint):
     monkeypatch.chdir(file.parent)
     before = sorted(file.parent.rglob("*"))
     places = {"FILE": file, "RECORDING": recording}
-    code, out, err = dbsp("masks", *(places.get(arg, arg) for arg in args))
-    assert (code, out) == (2, "")
-    assert err.startswith("dbsp: error: ")
-    assert err.count("\n") == 1
-    assert complaint in err
+    assert complaint in mistake("masks", *(places.get(arg, arg) for arg in args))
     assert sorted(file.parent.rglob("*")) == before
 
 

@@ -11,7 +11,6 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from dbsp_cli import interfaces
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import HOSTS, Importable
 from dbsp_core.utils import expected_host
@@ -37,16 +36,6 @@ def test_a_line_says_it_all_and_a_fix_stands_by_whatever_is_not_ok(dbsp):
     if not torch.cuda.is_available():
         assert findings["kernel triton"]["state"] == findings["accelerator"]["state"] == "not here"
         assert findings["kernel triton"]["detail"] == "needs a GPU"
-
-
-def test_kernels_that_are_not_here_for_one_reason_are_one_line():
-    away = [doctor.Check(f"kernel {name}", "not here", "needs a GPU", "cpu serves") for name in ("a", "b", "c")]
-    there = doctor.Check("kernel cpu", "ok", "serves this machine")
-    other = doctor.Check("kernel d", "not here", "is for the CPU", "cpu serves")
-    device = doctor.Check("accelerator", "not here", "needs a GPU", "cpu serves")
-    lines = doctor._together([device, away[0], there, away[1], other, away[2]])
-    assert [one.what for one in lines] == ["accelerator", "kernel a, b, c", "kernel cpu", "kernel d"]
-    assert lines[1].fix == "cpu serves"
 
 
 def test_the_table_says_the_same_with_its_brackets(dbsp, monkeypatch):
@@ -166,8 +155,8 @@ def node(monkeypatch, tmp_path):
 
         (tmp_path / "eth7").mkdir(exist_ok=True)
         (tmp_path / "eth7" / "operstate").write_text("down\n")
-        monkeypatch.setattr(interfaces, "_NETWORK", tmp_path)
-        for name in (interfaces.GLOO, interfaces.NCCL):
+        monkeypatch.setattr(doctor, "_NETWORK", tmp_path)
+        for name in (doctor.GLOO, doctor.NCCL):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

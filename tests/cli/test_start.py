@@ -9,7 +9,6 @@ from importlib import import_module
 
 import pytest
 
-from dbsp_core.utils.errors import UserError
 from tests.support.repository import ROOT as REPOSITORY
 from tests.support.repository import child_environment
 
@@ -50,9 +49,6 @@ def test_the_installed_commands_are_there():
     for place in scripts.values():
         module, name = place.split(":")
         assert callable(getattr(import_module(module), name))
-
-
-OUR_FAULT_AND_YOURS = [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
 
 
 class TestFaultsOfOurOwn:

@@ -17,7 +17,7 @@ BEGIN = """
 import sys, threading, torch, torch.distributed as dist
 from datetime import timedelta
 from dbsp_diffusers import rank_program
-from dbsp_cli.quick_end import quick_end
+from dbsp_cli.entry import quick_end
 from dbsp_diffusers.rank_program import process_group
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import exit_on_user_error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from safetensors.torch import save_file
 from dbsp_cli.generate import resources
 from dbsp_cli.generate.ranks import Place
 from dbsp_cli.generate.request import GenerationRequest, resolve
-from dbsp_cli.generate.resources import duration_notice, memory_complaint
+from dbsp_cli.generate.resources import memory_complaint
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
@@ -153,16 +152,13 @@ def test_a_machine_that_does_not_say_is_not_judged(monkeypatch):
     assert memory_complaint(WAN.hub, torch.float64, 1000) is None
 
 
-def test_a_large_model_on_a_cpu_is_said(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    said = duration_notice(WAN, WAN.video, 1)
-    assert said is not None
-    assert said.startswith("there is no GPU: wan2.1-t2v-14b on 1 process of this CPU will take ")
-    assert " days or more (modelled)" in said
-    assert duration_notice(None, WAN.video, 1) is None
-    assert duration_notice(WAN, replace(WAN.video, height=16, width=16, num_frames=1, steps=1), 4) is None
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert duration_notice(WAN, WAN.video, 1) is None
+@pytest.mark.parametrize(("gpu", "model", "said"), [(False, WAN.name, 1), (True, WAN.name, 0), (False, "tiny-wan", 0)])
+def test_a_published_model_on_a_cpu_is_warned_of(tmp_path, monkeypatch, gpu, model, said):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
+    config = "tiny-wan" if model == "tiny-wan" else None
+    asked = GenerationRequest(config=config, model=model, prompt="x", out=str(tmp_path / "v.mp4"))
+    expected = f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan-trained is for trying out"
+    assert [one for one in resolve(asked, Place()).warnings if "no GPU" in one] == [expected] * said
 
 
 def test_parameters_are_those_of_the_models():

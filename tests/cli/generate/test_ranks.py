@@ -30,10 +30,9 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 @pytest.fixture
 def exported(monkeypatch):
-    """exported(place, gpus): the variables that a rank leaves for torch.distributed."""
+    """exported(place): the variables that a rank leaves for torch.distributed."""
 
-    def variables(place: Place, gpus: int) -> dict[str, str]:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    def variables(place: Place) -> dict[str, str]:
         for name in (*TORCHRUN, *MEETING):
             monkeypatch.setenv(name, "")  # restored after the test
         place.export()
@@ -57,7 +56,7 @@ class TestJoining:
     def test_each_launcher_is_understood(self, exported, environment, local_world, address, port):
         place = Place.of(environment)
         assert place == Place(3, 4, 1, local_world, address, port)
-        assert exported(place, gpus=8) == {
+        assert exported(place) == {
             "RANK": "3",
             "WORLD_SIZE": "4",
             "LOCAL_RANK": "1",
@@ -86,13 +85,6 @@ class TestJoining:
     )
     def test_a_process_that_is_alone_joins_nobody(self, environment):
         assert Place.of(environment) is None
-
-    def test_a_gpu_bound_to_its_rank_is_the_first_one_that_it_sees(self, exported):
-        place = Place.of(SLURM)
-        assert exported(place, gpus=1)["LOCAL_RANK"] == "0"
-        assert exported(place, gpus=0)["LOCAL_RANK"] == "1"
-        with pytest.raises(UserError, match="5 ranks were started on this node, which has 4 GPUs"):
-            exported(Place(1, 5, 1, 5, "a", 1), gpus=4)
 
     def test_nowhere_to_meet_is_the_users_to_mend(self):
         with pytest.raises(UserError, match="set MASTER_ADDR to rank 0's"):

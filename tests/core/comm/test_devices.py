@@ -26,9 +26,14 @@ def test_a_program_takes_the_gpu_of_its_local_rank(gpus, variables, expected):
     assert local_device(gpus, variables) == expected
 
 
-def test_a_rank_without_a_gpu_raises():
+@pytest.mark.parametrize(
+    "variables",
+    [{"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": ""}, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "6"}],
+    ids=["it", "another"],
+)
+def test_without_a_gpu_for_each_rank_it_raises(variables):
     with pytest.raises(UserError, match="local rank 5 has no GPU: this node has 4; start one process per GPU"):
-        local_device(4, {"LOCAL_RANK": "5"})
+        local_device(4, variables)
 
 
 @pytest.mark.parametrize("backend", [NCCL, GLOO])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from dbsp_cli.generate.resources import linear_flops, passes
+from dbsp_cli.modelled import linear_flops, passes
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 
 
