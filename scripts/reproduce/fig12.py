@@ -1,6 +1,6 @@
 """Fig. 12: the reward R_b of the paper's planner against ρ_s and the bytes that all ranks move, Q, K and V counted.
 
-The paper shows the trade-off as a curve without numbers, and does not state the R_b it uses; its text has one limit.
+The paper shows the trade-off as a curve without numbers, and its text has one limit. The authors' scripts use R_b = 2.
 """
 
 from __future__ import annotations
