@@ -14,7 +14,6 @@ from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.prediction import traffic_of
 from dbsp_core.planning.chunks import Chunks
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
-from dbsp_core.utils.errors import UserError
 from tests.support.generators import SEEDS, examples, grids, random_bits
 
 REQUEST = MaskRequest(0, 12, (9, 24, 40), layers=2)
@@ -118,17 +117,3 @@ def test_a_split_heads_keys_go_only_where_its_rows_need_them():
     }
     assert sent["all"] >= 5 * grid.tokens * 1.5
     assert sent["needed"] < 5 * grid.tokens * 1.2
-
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ("auto", "auto was removed; write needed for masks that never change"),
-        ("neded", "did you mean 'needed'"),
-        ("every", "one of all, needed$"),
-    ],
-)
-def test_a_wrong_way_of_keys(keys, complaint):
-    mask = SOURCES["window"].mask(REQUEST)
-    with pytest.raises(UserError, match=complaint):
-        make_plan(mask, "U2R2", keys=keys)

@@ -142,8 +142,7 @@ class TestSettings:
 
 
 class TestInputs:
-    @pytest.mark.parametrize("debug", [False, True])
-    @pytest.mark.parametrize("odd", [0, 2])
+    @pytest.mark.parametrize(("odd", "debug"), [(0, False), (2, True)])
     @pytest.mark.parametrize(
         ("fault", "message"),
         [

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import DenseSource, SpargeSource, SyntheticSource, WindowSource
-from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS
 from tests.core.runtime.session_cases import (
     Growing,
@@ -65,9 +63,3 @@ def test_the_layout_does_not_depend_on_the_kernel(monkeypatch):
     monkeypatch.setenv("DBSP_KERNEL", "sparge")
     config = DbspConfig(mask=WindowSource())
     assert (config.keys, config.layout) == ("all", "contiguous")
-
-
-@pytest.mark.parametrize("keys", ["kept", "auto", "ring"])
-def test_removed_ways_name_what_to_write(keys):
-    with pytest.raises(UserError, match=f"keys: {keys} was removed; write .*all"):
-        make_plan(BlockMask.dense(2, BlockGrid.uniform(64, 16)), "U1R2", keys=keys)

@@ -143,22 +143,3 @@ def test_gradients_are_refused_in_one_line_on_all_ranks(threads):
         assert "precision: int8 has no gradients" in first
         assert (fine, "\n" in said) == ("", False)
         assert later in first
-
-
-def test_a_mistake_is_one_line():
-    with pytest.raises(UserError, match="unknown precision 'int4'; use one of model, int8"):
-        DbspConfig.load({"precision": "int4"})
-
-
-def test_ranks_with_different_precisions_do_not_begin(threads):
-    found = threads(2).run(_differing)
-    assert all("the settings differ on rank(s) [1]" in said for said in found)
-
-
-def _differing(rank: int, world: int) -> str:
-    config = DbspConfig.load(WINDOW | ({} if rank == 0 else INT8))
-    try:
-        observed_session(config, SequenceGroup.of(), Strategy(world, 1), HEADS, 1)
-    except UserError as error:
-        return str(error)
-    return "nothing was raised"

@@ -76,8 +76,9 @@ def test_what_debug_compares_costs_no_collective_without_it(pool, monkeypatch, w
     assert compared == [seen | {"all_gather": 1 if mask is WINDOW else 2} for seen in without]
 
 
-@pytest.mark.parametrize("heads", [8, 20])
-@pytest.mark.parametrize("thw", [(4, 8, 8), (3, 6, 10)], ids=["whole blocks", "blocks cut between ranks"])
+@pytest.mark.parametrize(
+    ("heads", "thw"), [(8, (4, 8, 8)), (20, (3, 6, 10))], ids=["whole blocks", "blocks cut between ranks"]
+)
 def test_launches_are_few_for_any_heads_and_strategy(pool, heads, thw):
     """Outside the attention kernel, what is fused on a GPU as one each; see `steady_cases.FUSED`.
 

@@ -33,7 +33,7 @@ def assert_covers(mask, request):
 
 class TestTiles:
     @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES)
-    @examples(150)
+    @examples(50)
     def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, window, tile):
         mask = WindowSource(block_q, block_k, window, tile).mask(request)
         rule = token_masks.sliding_tiles(request.thw, window, tile)
@@ -41,7 +41,7 @@ class TestTiles:
         assert_covers(mask, request)
 
     @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES)
-    @examples(100)
+    @examples(40)
     def test_windows_that_are_not_shifted_are_cut_off_at_borders(self, request, block_q, block_k, window, tile):
         mask = WindowSource(block_q, block_k, window, tile, shifted=False).mask(request)
         rule = token_masks.tiles_near(request.thw, window, tile)
@@ -80,7 +80,7 @@ class TestRadial:
         st.integers(0, 2),
         st.integers(1, 19),
     )
-    @examples(150)
+    @examples(50)
     def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, width, decay, sink_frames, frames):
         request = replace(request, thw=(frames, *(min(size, 3) for size in request.thw[1:])))
         mask = RadialSource(block_q, block_k, width, decay, sink_frames).mask(request)
@@ -141,7 +141,7 @@ class TestSvg:
         st.integers(0, 2),
         st.floats(0, 1),
     )
-    @examples(150)
+    @examples(50)
     def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, frames, band, sink_frames, share):
         source = SvgSource(block_q, block_k, frames, band, sink_frames, share)
         mask = source.mask(request)

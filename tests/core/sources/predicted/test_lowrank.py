@@ -119,10 +119,9 @@ def test_bits_do_not_depend_on_ranks_and_layout(threads, fitted, settings, text)
     case = LowRankCase(path=fitted, text_tokens=text, batch=2, settings=settings)
     alone = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
     assert 0 < alone.density < 0.9
-    for world in (2, 3, 4):
-        for layout in ("contiguous", "striped", "shuffled"):
-            answers = threads(world).run(predict_together, replace(case, layout=layout), f"U1R{world}")
-            assert {fingerprint for fingerprint, _ in answers} == {alone.fingerprint}, (world, layout)
+    for world, layout in ((2, "contiguous"), (3, "shuffled"), (4, "striped")):
+        answers = threads(world).run(predict_together, replace(case, layout=layout), f"U1R{world}")
+        assert {fingerprint for fingerprint, _ in answers} == {alone.fingerprint}, (world, layout)
 
 
 def test_at_full_rank_it_chooses_the_blocks_of_most_attention(fitted, tmp_path):

@@ -57,10 +57,10 @@ def test_every_number_of_ranks_gives_the_same_bits_and_plans(threads, name, worl
     nabla = UnionCase(mask="nabla:cdf=0.5,window=[1,1,1],block_q=16,block_k=8", thw=(3, 11, 13), batch=2)
     case = CASES.get(name, nabla)
     expected = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
-    for layout in ("contiguous", "striped", "shuffled"):
-        answers = threads(world).run(predict_together, replace(case, layout=layout), f"U{world}R1")
-        assert {mask for mask, _ in answers} == {expected.fingerprint}
-        assert len({plan for _, plan in answers}) == 1
+    layout = ("contiguous", "striped", "shuffled")[world % 3]
+    answers = threads(world).run(predict_together, replace(case, layout=layout), f"U{world}R1")
+    assert {mask for mask, _ in answers} == {expected.fingerprint}
+    assert len({plan for _, plan in answers}) == 1
 
 
 def test_it_keeps_what_either_keeps():
@@ -72,18 +72,6 @@ def test_it_keeps_what_either_keeps():
         found = source.mask(case.request, LocalQK.alone(q, k)) if predicted else source.mask(case.request)
         assert torch.equal(found.bits, joined(parts, case.batch if predicted else 1).bits)
         assert 0 < found.density < 0.95
-
-
-@pytest.mark.parametrize(
-    ("mask", "changes"),
-    [
-        (f"{WINDOW}+{BAND}", "never"),
-        (f"{WINDOW}+{BAND},depends_on=step", "per_step"),
-        (f"{PREDICTED}+{BAND},depends_on=step", "per_call"),
-    ],
-)
-def test_it_changes_as_often_as_its_fastest_part(mask, changes):
-    assert UnionCase(mask=mask).source.changes == changes
 
 
 def test_masks_of_other_parts_are_made_once(monkeypatch):

@@ -103,11 +103,10 @@ def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2")])
 @pytest.mark.parametrize("name", CASES)
 def test_every_number_of_ranks_gives_the_same(threads, world, strategy, name):
-    for layout in ("contiguous", "striped", "shuffled"):
-        case = replace(CASES[name], layout=layout)
-        for print_, error in threads(world).run(predict, case, strategy):
-            assert print_ == alone(CASES[name]).fingerprint
-            assert error < 1e-5
+    layout = ("contiguous", "striped", "shuffled")[(list(CASES).index(name) + world) % 3]
+    for print_, error in threads(world).run(predict, replace(CASES[name], layout=layout), strategy):
+        assert print_ == alone(CASES[name]).fingerprint
+        assert error < 1e-5
 
 
 def test_without_a_gate_it_is_a_mask_alone(caplog):
