@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from dbsp_core import BlockGrid, BlockMask
 from scripts.reproduce.lockstep import eq_1, plan_ring, work_by_ring_step
 from tests.support.generators import EVERY_STRATEGY, SEEDS, examples
-from tests.support.oracle import cell_counts
+
+
+def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, world: int, ring: int) -> np.ndarray:
+    """int64[world, ring]: dense blocks by (rank that computes them, ring slot their keys are in).
+
+    bits: bool[H, nq, nk]; q_owner: int[H, nq], rank of each row; kv_slot: int[H, nk], slot of each KV block
+    """
+    cells = np.zeros((world, ring), dtype=np.int64)
+    head, row, block = np.nonzero(bits)
+    np.add.at(cells, (q_owner[head, row], kv_slot[head, block]), 1)
+    return cells
 
 
 def test_ulysses_by_hand():

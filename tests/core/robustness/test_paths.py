@@ -67,14 +67,6 @@ class TestHome:
             RunReport.read(Path("~/r"))
         assert list(Path().iterdir()) == []
 
-    def test_a_model_of_a_configuration_is_not_looked_for_beside_it(self, home, tmp_path):
-        (tmp_path / "c.yaml").write_text("model: ~/w\n", encoding="utf-8")
-        assert DbspConfig.load(tmp_path / "c.yaml").model == f"{home}/w"
-
-    def test_a_recording_goes_there(self, home, monkeypatch):
-        monkeypatch.setenv("DBSP_RECORD", "~/masks")
-        assert DbspConfig().record == f"{home}/masks"
-
     @pytest.mark.parametrize(
         ("path", "complaint"),
         [

@@ -396,27 +396,6 @@ def all_keys_of_growing_masks(rank: int, world: int, strategy: str) -> tuple[flo
     return worst, session.inner.reuse.plans, {plan.chunks.keys for plan in plans}
 
 
-def predicted_masks_with_keys(rank: int, world: int, strategy: str) -> tuple[float, set[str]]:
-    """Masks of every call, of other batches and sizes too. Returns the worst error, and how keys travel."""
-    settings = PREDICTED | {"reuse": 1.0}
-    session, names = Session(settings, strategy), set()
-    for step, (batch, text) in enumerate(((1, 0), (1, 0), (2, 0), (1, 7), (2, 7), (1, 0))):
-        worst = session.attend(900.0 - step, batch, text_tokens=text, settle=True)
-        names |= {plan.chunks.keys for plan in session.inner.records.values()}
-        if worst > 1e-5:
-            break
-    return worst, names
-
-
-def training_with_keys_in_chunks(rank: int, world: int, strategy: str, mask: Any) -> bool:
-    """Whether gradients flow through a session whose keys come in chunks."""
-    session = Session({"mask": mask}, strategy).inner
-    layout = session.begin(Video(THW), timestep=900.0)
-    q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
-    session.attend(0, q, q, q).sum().backward()
-    return q.grad is not None
-
-
 def exchanges_before_the_first_attention(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
     """A session in a new group, and its first attention. Returns in what ranks agreed before q was sent."""
     made = SequenceGroup.of(dist.new_group(list(range(world)), timeout=timedelta(seconds=77)))

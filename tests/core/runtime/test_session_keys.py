@@ -10,11 +10,8 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.sources import DenseSource, SpargeSource, SyntheticSource, WindowSource
 from dbsp_kernels import KERNELS
 from tests.core.runtime.session_cases import (
-    Growing,
     all_keys_of_growing_masks,
-    predicted_masks_with_keys,
     static_masks_with_unread_keys,
-    training_with_keys_in_chunks,
 )
 
 
@@ -37,19 +34,6 @@ def test_masks_that_never_change_are_sent_the_keys_that_they_need(mask, keys):
 def test_a_plan_of_masks_that_grow_is_kept_as_all_keys_come(threads):
     for worst, plans, keys in threads(4).run(all_keys_of_growing_masks, "U1R4"):
         assert (worst <= 1e-5, plans, keys) == (True, 1, {"all"})
-
-
-@pytest.mark.parametrize("mask", [Growing(8, 8), WindowSource(8, 8)], ids=["all", "needed"])
-@pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
-def test_gradients_flow(threads, strategy, mask):
-    assert all(threads(4).run(training_with_keys_in_chunks, strategy, mask))
-
-
-@pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
-def test_masks_predicted_at_every_call(pool, strategy):
-    for worst, names in pool(4).run(predicted_masks_with_keys, strategy):
-        assert worst <= 1e-5
-        assert names == {"all"}
 
 
 @pytest.mark.parametrize(("ragged", "keys"), [(True, "needed"), (False, "all")])

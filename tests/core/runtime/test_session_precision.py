@@ -18,7 +18,6 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.reports.observer import observed_session, run_observer
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.errors import UserError
 from tests.support.oracle import rounded_to_int8
 from tests.support.single_process import masked_attention
 from tests.support.thread_group import Meeting
@@ -120,26 +119,3 @@ def test_int8_sends_less(threads):
 
     for less, more in zip(sent(WINDOW | INT8), sent(WINDOW), strict=True):
         assert 0 < less < 0.4 * more
-
-
-def training_pass(rank: int, world: int) -> str:
-    """What is said where inputs need gradients; a session's first attention and a later one."""
-    session = observed_session(DbspConfig.load(WINDOW | INT8), SequenceGroup.of(), Strategy(world, 1), HEADS, 1)
-    said = []
-    for needs in (True, False, True):
-        layout = session.begin(*ONE, timestep=900.0)
-        q, k, v = torch.randn(3, 1, HEADS, layout.shard, WIDTH).unbind(0)
-        try:
-            session.attend(0, q.requires_grad_(needs), k, v)
-            said.append("")
-        except UserError as error:
-            said.append(str(error))
-    return " | ".join(said)
-
-
-def test_gradients_are_refused_in_one_line_on_all_ranks(threads):
-    for said in threads(2).run(training_pass):
-        first, fine, later = said.split(" | ")
-        assert "precision: int8 has no gradients" in first
-        assert (fine, "\n" in said) == ("", False)
-        assert later in first

@@ -83,15 +83,6 @@ class TestFile:
                 ask(replace(REQUEST, **change))
             assert path in str(raised.value)
 
-    def test_a_layer_it_lacks_raises(self, path):
-        save_mask(path, self.masks(2))
-        with pytest.raises(ValueError, match="has 2 layers, there is no layer 2"):
-            FileSource(path).mask(replace(REQUEST, layer=2))
-
-    def test_a_bad_file_raises_at_once(self, path):
-        with pytest.raises(ValueError, match="does not exist"):
-            FileSource(path)
-
 
 @st.composite
 def windows(draw):

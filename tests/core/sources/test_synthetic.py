@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dbsp_core import make_plan
-from dbsp_core.config import DbspConfig
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.patterns import always_dense
 from dbsp_core.sources.synthetic.source import PRESETS
@@ -44,11 +43,6 @@ def test_mean_density_is_exact(density, block_q, block_k, request_):
     mask = bits(source, request_)
     forced = always_dense(source.grid(request_)).sum() * request_.heads
     assert mask.sum() == max(round(density * mask.size), forced)
-
-
-def test_no_density_leaves_diagonal_and_text():
-    source = SyntheticSource(density=0.0, block_q=16, block_k=8)
-    assert (bits(source, WITH_TEXT) == always_dense(source.grid(WITH_TEXT))).all()
 
 
 def test_every_query_block_has_its_own_place_and_text_is_dense():
@@ -153,15 +147,6 @@ def test_a_mask_of_real_size_is_quick_and_exact():
     assert time.perf_counter() - start < 5  # 0.4 s on an idle core
     assert mask.bits.shape == (40, 1182, 1182)
     assert int(mask.bits.sum()) == round(0.414 * mask.bits.numel())
-
-
-def test_keys_override_a_preset():
-    config = DbspConfig.load(
-        {"mask": {"source": "synthetic", "preset": "cogvideox1.5-5b", "density": 0.2, "drift": 0.1}}
-    )
-    style = config.mask.style
-    assert (style.density, style.drift) == (0.2, 0.1)
-    assert style.head_concentration == PRESETS["cogvideox1.5-5b"].head_concentration
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from dbsp_cli.mask_tools.fit import fit_projections, fit_recording
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.utils.errors import UserError
-from dbsp_kernels.exchange import to_device
 from tests.core.sources.predicted.lowrank_cases import (
     LowRankCase,
     predict_with_another_group_before,
@@ -142,14 +140,6 @@ def test_at_full_rank_it_chooses_the_blocks_of_most_attention(fitted, tmp_path):
         agreed[path] = float((bits & best).sum() / best.sum())
     assert agreed[str(tmp_path / "full.safetensors")] > 0.995
     assert agreed[fitted] < 0.98
-
-
-def test_projections_go_to_a_device_once(fitted):
-    source = LowRankSource(path=fitted, topk=0.2)
-    with mock.patch("dbsp_core.sources.lowrank.to_device", side_effect=to_device) as moved:
-        first, again = (source._on_device(0, torch.device("meta")) for _ in range(2))
-    assert moved.call_count == 2, "of queries and of keys"
-    assert all(one is other and one.device.type == "meta" for one, other in zip(first, again, strict=True))
 
 
 class TestMistakes:
