@@ -12,7 +12,6 @@ import yaml
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.config import DbspConfig
-from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import (
@@ -24,13 +23,12 @@ from dbsp_core.sources import (
     RadialSource,
     SpargeSource,
     SvgSource,
-    SyntheticSource,
     UnionSource,
     WindowSource,
     parts_of,
 )
 from dbsp_core.sources.spec import mask_settings
-from dbsp_core.utils.errors import SettingError, UserError
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import parse_value, read_settings
 from dbsp_kernels import KERNELS
@@ -316,27 +314,6 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
     assert complaint in str(raised.value)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "at_fault"),
-    [
-        (lambda: SpargeSource(cdf=1.5), "cdf"),
-        (lambda: SpargeSource(cdf=0.9, token_order="hhh"), "token_order"),
-        (lambda: SpargeSource(cdf=0.9, block_k=1 << 20), "block_k"),
-        (lambda: SyntheticSource(density=0.2, drift=2.0), "drift"),
-        (lambda: WindowSource(window=(1, 1, 1), tile=(1, 1)), "tile"),
-        (lambda: CallableSource(function="tests.support.user_masks:band", parameters={1: 2}), "parameters"),
-        (lambda: FileSource(), "path"),
-        (lambda: DenseSchedule(last_layers=-1), "last_layers"),
-        (lambda: GenerateSettings(height=720, width=1), "width"),
-        (lambda: GenerateSettings(dtype="int8"), "dtype"),
-    ],
-)
-def test_settings_made_in_python_say_which_is_at_fault(make, at_fault):
-    with pytest.raises(SettingError) as raised:
-        make()
-    assert raised.value.path == (at_fault,)
 
 
 def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeypatch):

@@ -92,12 +92,6 @@ def test_rings_need_blocks_and_a_kernel_that_merges():
     assert [str(s) for s in candidates(8, GRID, merges=False)] == ["U8R1"]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_choose_alike(pool, world):
-    answers = pool(world).run(choose_together, {"machine": "a800"})
-    assert all(answer == answers[0] for answer in answers)
-
-
 def test_ranks_with_other_constants_are_refused(pool, tmp_path):
     hardware: Hardware = load_hardware("a800")
     save_hardware(tmp_path / "0.yaml", hardware)

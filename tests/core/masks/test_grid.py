@@ -34,11 +34,6 @@ def test_a_text_segment_starts_its_own_blocks():
     assert (grid.nq, grid.nk) == (3, 6)
 
 
-def test_uniform_has_one_block_size_unless_told_otherwise():
-    assert BlockGrid.uniform(100, 16, 5) == BlockGrid(100, 5, 16, 16)
-    assert BlockGrid.uniform(100, 16) != BlockGrid.uniform(100, 32)
-
-
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [

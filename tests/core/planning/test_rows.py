@@ -152,14 +152,6 @@ def test_heads_are_split_at_most_x_minus_1_times_and_columns_stay_within_a_row_o
     assert load.max() <= max(-(-rows.sum() // columns), int(rows.sum() * 1.002) // columns) + rows.max()
 
 
-@pytest.mark.parametrize(("heads", "columns"), [(12, 8), (5, 6), (5, 8), (3, 8), (1, 4), (40, 7)])
-def test_any_number_of_heads_is_level_on_any_number_of_columns(heads, columns):
-    rng = np.random.default_rng(heads)
-    rows = rng.binomial(1182, rng.beta(1, 2, heads)[:, None] * np.linspace(1, 0.4, 1182))
-    owner = plan_rows(rows, np.zeros(1182, dtype=np.int64), columns, 1)
-    assert rho(rows, owner, columns) <= 1.002
-
-
 class TestPrice:
     HOME = np.zeros(100, dtype=np.int64)
 

@@ -102,10 +102,6 @@ class TestOneRank:
             source.mask(request(**changes))
         assert str(path) in str(raised.value)
 
-    def test_negative_dense_steps_raise(self, path):
-        with pytest.raises(ValueError, match="dense_steps=-1"):
-            ParoSource(str(path), -1)
-
 
 DENSE = {"source": "dense", "block_q": 8, "block_k": 8}
 

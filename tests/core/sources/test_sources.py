@@ -124,8 +124,3 @@ class TestWindow:
         expected = np.eye(5, dtype=bool)
         expected[:2] = expected[:, :2] = True
         assert mask.bits[0].tolist() == expected.tolist()
-
-    @pytest.mark.parametrize("window", [(3, 3), (3, 3, 3, 3), (3, 0, 3)])
-    def test_a_window_without_three_sizes_raises(self, window):
-        with pytest.raises(ValueError, match="needs three sizes of at least 1"):
-            WindowSource(window=window)

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import Strategy
-from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, head_shares
 from dbsp_kernels.prediction import pool_rows, sum_tokens
 from tests.core.sources.predicted.sparge_cases import SpargeCase, predict_together
@@ -148,22 +147,3 @@ def test_values_that_are_not_finite_do_no_harm():
     q[0, 0, 0, 0], k[0, 1, 5] = torch.nan, torch.inf
     first, second = (CASES["cdf"].source.mask(CASES["cdf"].request, LocalQK.alone(q, k)) for _ in range(2))
     assert first.fingerprint == second.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"cdf": 0.9, "topk": 0.5}, "not both"),
-        ({"cdf": 0.0}, "cdf=0.0 must be above 0"),
-        ({"cdf": 1.1}, "at most 1"),
-        ({"topk": -0.1}, "topk=-0.1"),
-        ({"cdf": float("nan")}, "cdf=nan"),
-        ({"cdf": 0.9, "similarity": 1.5}, "similarity=1.5"),
-        ({"cdf": 0.9, "token_order": "xyz"}, "unknown token order"),
-        ({"cdf": 0.9, "block_k": 1 << 17}, "at most 65536"),
-        ({"cdf": "much"}, "must be float"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DbspConfig.load({"mask": {"source": "sparge", **settings}})

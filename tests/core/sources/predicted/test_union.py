@@ -74,19 +74,6 @@ def test_it_keeps_what_either_keeps():
         assert 0 < found.density < 0.95
 
 
-def test_masks_of_other_parts_are_made_once(monkeypatch):
-    case, made = CASES["window and predicted"], []
-    mask = WindowSource.mask
-    monkeypatch.setattr(WindowSource, "mask", lambda self, request: made.append(request.thw) or mask(self, request))
-    source, other = case.source, replace(case, thw=(3, 4, 5))
-    for one in (case, replace(case, seed=1), other, case):
-        alike = source.mask(one.request, LocalQK.alone(*one.tensors()))
-        parts = parts_alone(one, one.request, *one.tensors())  # one more window
-        assert torch.equal(alike.bits, joined(parts, 1).bits)
-    assert made.count(case.thw) == 3 + 1
-    assert made.count(other.thw) == 1 + 1
-
-
 def test_packed_sequences_have_unions_of_their_own():
     case = UnionCase(thw=(2, 5, 6))
     q, k = case.tensors()
@@ -110,24 +97,6 @@ def test_written_in_yaml_and_in_one_word_it_is_the_same():
     assert [type(part).__name__ for part in DbspConfig.load({"mask": nested}).mask.of] == [
         *("DenseSource", "WindowSource", "SpargeSource")
     ]
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ("union", "needs two masks or more"),
-        ({"source": "union", "of": [{"source": "window"}]}, "needs two masks or more"),
-        ({"source": "union", "of": "window"}, "must be a list of masks"),
-        ({"source": "union", "of": ["windo", "dense"]}, "did you mean 'window'"),
-        ({"source": "union", "of": [7, "dense"]}, "mask 1 of a union"),
-        ({"source": "union", "of": [{"source": "windo"}, {"source": "dense"}]}, "did you mean 'window'"),
-        ("window+spage:cdf=0.9", "did you mean 'sparge'"),
-        ("window+sparge:cdf=9", "cdf=9.0 must be above 0"),
-    ],
-)
-def test_what_makes_no_union_is_refused(mask, message):
-    with pytest.raises(ValueError, match=message):
-        DbspConfig.load(mask if isinstance(mask, str) else {"mask": mask})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from dbsp_core.config import DbspConfig
 from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.sources import LocalQK, VsaSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
@@ -113,16 +112,3 @@ def test_without_a_gate_it_is_a_mask_alone(caplog):
     case = CASES["smaller tiles at the far sides"]
     assert case.source.mask(case.request, LocalQK.alone(*case.tensors())).coarse is None
     assert torch.equal(case.source.mask(case.request, LocalQK.alone(*case.tensors())).bits, alone(case).bits)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sparsity": 1.0}, "sparsity=1.0 must be at least 0 and below 1"),
-        ({"tile": [4, 8, 8]}, "a tile of 256 tokens is a block .* set block_q and block_k to 256"),
-        ({"tile": [0, 8, 8], "block_q": 64}, "at least 1"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DbspConfig.load({"mask": {"source": "vsa", **settings}})
