@@ -92,7 +92,7 @@ FAULTS = (
         "kernels/dbsp_kernels/tables.py",
         "place = torch.where(short, kv_full[:, None] + (needed & short)",
         "place = torch.where(short, (needed & short)",
-        "tests/core/runtime/tables/test_tables.py",
+        "tests/core/runtime/test_tables.py",
     ),
     Fault(
         "the Triton kernel masks short blocks",
