@@ -33,17 +33,6 @@ def run_comparison(
     return method.compare(*size)
 
 
-def _rows_in_another_order(method: ModuleType) -> None:
-    """Reads the plan by block, while the sources of q rows read it by head."""
-    make_routes = method.make_routes
-
-    def by_block(*arguments):
-        (sends, receives), chunks = make_routes(*arguments)
-        return (sends, _by_block(receives)), chunks
-
-    method.make_routes = by_block
-
-
 def _keys_in_another_order(method: ModuleType) -> None:
     """Reads the tables of chunks by block, while the sources of k and v read them by head."""
     make_routes = method.make_routes
@@ -59,22 +48,10 @@ def _by_block(receives: list[np.ndarray]) -> list[np.ndarray]:
     return [pairs[np.lexsort(pairs.T)] for pairs in receives]
 
 
-def _unmerged_chunks(method: ModuleType) -> None:
-    """Forgets what earlier chunks gave."""
-    attend = method.attend
-    method.attend = lambda out, lse, *rest: attend(out, lse.fill_(-torch.inf), *rest)
-
-
 def _transposed_mask(method: ModuleType) -> None:
     """Exchanges query and key blocks."""
     attention = method.attention
     method.attention = lambda q, kv, mask, *rest: attention(q, kv, mask.swapaxes(1, 2), *rest)
-
-
-def _attended_padding(method: ModuleType) -> None:
-    """Takes the last block for a whole one."""
-    attention = method.attention
-    method.attention = lambda q, kv, mask, tokens, *rest: attention(q, kv, mask, tokens + q.shape[2], *rest)
 
 
 def _no_number(method: ModuleType) -> None:
@@ -89,11 +66,8 @@ def _no_number(method: ModuleType) -> None:
 
 
 FAULTS = {
-    "rows in another order": _rows_in_another_order,
     "keys in another order": _keys_in_another_order,
-    "unmerged chunks": _unmerged_chunks,
     "transposed mask": _transposed_mask,
-    "attended padding": _attended_padding,
     "no number": _no_number,
 }
 """Each makes the outputs wrong and leaves the sizes of messages as they are, so that no rank waits for ever."""

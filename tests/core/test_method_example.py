@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
 
 import numpy as np
 import pytest
 
 from tests.core.method_example_cases import FAULTS, METHOD, load_method, run_comparison
-from tests.support.repository import ROOT
 
 
 @pytest.mark.parametrize(("world", "ulysses"), [(4, 4), (4, 2), (4, 1), (3, 3), (3, 1), (2, 1)])
@@ -79,8 +77,3 @@ def test_the_file_is_short_and_needs_only_torch_and_numpy():
             imported.add(node.module.split(".")[0])
     assert {"torch", "numpy"} <= imported
     assert imported <= {"torch", "numpy", *sys.stdlib_module_names}
-
-
-def test_the_file_names_the_backward_of_the_product():
-    (named,) = re.findall(r"`(dbsp_\S+\.py)`", METHOD.read_text())
-    assert (ROOT / named).is_file()

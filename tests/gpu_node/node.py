@@ -62,7 +62,7 @@ class GpuNode:
 def start_devices() -> None:
     """Gives this process `DEVICES` simulated devices, for good. torch must not be imported yet."""
     library = runtime.load(DEVICES)
-    import importlib
+    import importlib.util
 
     import torch
 
@@ -71,8 +71,9 @@ def start_devices() -> None:
 
     with interpreter.interpreted():
         importlib.import_module("triton.experimental.gluon")  # which Triton imports at its first launch
-    for name in _BEFORE_CUDA:
-        importlib.import_module(name)
+    if importlib.util.find_spec("diffusers") is not None:
+        for name in _BEFORE_CUDA:
+            importlib.import_module(name)
     from tests.gpu_node import cuda_api
 
     cuda_api.activate(library, DEVICES)

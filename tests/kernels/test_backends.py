@@ -14,7 +14,6 @@ from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, choose_kerne
 from dbsp_kernels.backends import fa4, sparge
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.interpreter import interpreted
-from tests.support.repository import ROOT
 
 
 def inputs_of(p: Packed, **options) -> KernelInputs:
@@ -67,11 +66,6 @@ class TestWhatIsNotThere:
         monkeypatch.setattr(importlib.metadata, "version", missing)
         with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*(pip install|build it)"):
             choose_kernel(name, "cuda", torch.bfloat16)
-
-    def test_the_page_says_how_to_build_spargeattn_as_the_message_does(self, monkeypatch):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert sparge.INSTALL in sparge.why_unavailable()
-        assert f"\n{sparge.INSTALL}\n" in (ROOT / "docs" / "kernels.md").read_text()
 
     def test_a_build_whose_compiled_module_does_not_load(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

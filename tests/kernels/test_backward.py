@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dbsp_kernels import (
-    KERNELS,
     BackwardInputs,
     KernelInputs,
     block_attention_backward,
@@ -90,12 +89,6 @@ def test_gradients_of_one_period_of_a_ring(kernel):
         assert_close((wrong + rest, dk, dv), expected, 1e-3)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
-def test_float64(kernel):
-    expected, inputs = expected_and_inputs(kinder(packed(dtype=torch.float64)))
-    assert_close(block_attention_backward(inputs, kernel), expected, 1e-12)
-
-
 def test_neighbours_that_attend_to_the_same_blocks(monkeypatch):
     """On the CPU they are one sequence."""
     monkeypatch.setattr(cpu, "LONG", 16)
@@ -128,10 +121,6 @@ def test_nothing_to_attend_to(kernel, rows, blocks):
     inputs = BackwardInputs(given, torch.ones_like(p.q), torch.zeros_like(p.q), lse, lambda: transposed(p))
     with interpreted():
         assert not any(bool(one.any()) for one in block_attention_backward(inputs, kernel))
-
-
-def test_which_kernels_have_a_backward():
-    assert {name for name, kernel in KERNELS.items() if kernel.backward} == {"cpu", "reference", "triton"}
 
 
 def test_shapes_that_do_not_go_together():

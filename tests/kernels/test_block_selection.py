@@ -13,9 +13,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("nk", [1, 16, 37])
-@pytest.mark.parametrize("crossing", [False, True])
 @pytest.mark.parametrize("limit", [(0.5, 0), (0.93, 0), (0.125, 0), (1e-9, 0), (None, 1), (None, 4), (None, 100)])
-def test_the_kernel_chooses_what_sorting_does(nk, limit, crossing):
+def test_the_kernel_chooses_what_sorting_does(nk, limit):
     from dbsp_kernels.triton.prediction import select_blocks_triton
 
     generator = torch.Generator().manual_seed(nk)
@@ -24,9 +23,10 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit, crossing):
     # Many ties, of which some fit: sixteenths, which any order adds up exactly.
     chance[1] = torch.randint(0, 3, (3, nk), generator=generator) / 16
     dense = torch.rand(2, 3 + nk, generator=generator) < 0.1
-    with interpreted():
-        found = select_blocks_triton(chance.to(DEVICE), dense.to(DEVICE), *limit, crossing)
-    assert torch.equal(found.cpu(), select_blocks(chance, dense, *limit, crossing))
+    for crossing in (False, True) if limit[0] == 0.125 else (bool(nk % 2),):
+        with interpreted():
+            found = select_blocks_triton(chance.to(DEVICE), dense.to(DEVICE), *limit, crossing)
+        assert torch.equal(found.cpu(), select_blocks(chance, dense, *limit, crossing))
 
 
 def test_what_is_dense_may_be_one_for_all_heads_and_chances_a_view():

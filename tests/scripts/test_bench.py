@@ -32,4 +32,4 @@ def test_planning_of_sequences():
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert [row["sequences"] for row in rows if row["gpus"] == 32] == [128] * 6 + [1024] * 3
-    assert all(row["worst_wir"] <= 1.005 for row in rows if row["bags"].startswith("g8"))
+    assert 0 < max(row["worst_wir"] for row in rows if row["bags"].startswith("g8")) <= 1.005

@@ -13,7 +13,6 @@ import pytest
 
 from scripts.checks.campaign.faults import generating, nursery
 from scripts.checks.campaign.faults.acts import fire
-from scripts.checks.campaign.faults.fault_grid import case_of, grid
 from scripts.checks.campaign.faults.judging import Expected, complaint_about
 from scripts.checks.campaign.faults.nursery import Nursery, Task
 from scripts.checks.campaign.faults.phases import PHASES
@@ -198,12 +197,3 @@ def test_the_functions_that_stand_for_phases_are_there():
     for target in targets + [target for _, target, _ in generating.PHASES.values()]:
         owner, _, name = target.rpartition(".")
         assert name in vars(pkgutil.resolve_name(owner)), target
-
-
-def test_the_grid_of_faults_is_large_and_the_same_for_every_seed():
-    titles = [case_of(3, number).title for number in range(len(grid()))]
-    assert titles == [case.title for case in grid()]
-    assert len(set(titles)) == len(titles) >= 150
-    further = [case_of(3, len(grid()) + number).title for number in range(20)]
-    assert further == [case_of(3, len(grid()) + number).title for number in range(20)]
-    assert further != [case_of(4, len(grid()) + number).title for number in range(20)]

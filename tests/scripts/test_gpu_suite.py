@@ -16,7 +16,7 @@ import torch
 
 from dbsp_core.sources import SOURCES
 from scripts.checks.gpu import suite, waits
-from scripts.checks.gpu.journal import Case, Journal, Outcome, Row
+from scripts.checks.gpu.journal import Case, Journal, Row
 from scripts.checks.gpu.sessions import TINY, every_mask
 from scripts.checks.gpu.suite import STEPS, Step, run_step
 from scripts.checks.gpu.worker import run_case
@@ -45,50 +45,75 @@ sys.meta_path[:] = [*sys.meta_path[:2], OnlyThese]
 """
 
 
-def run(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": "", **more}
-    command = [str(SUITE), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+SIMULATED = ("ranks", "waits", "video")
+"""Steps that simulated GPUs are for."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(*arguments) starts the suite as on a lent machine."""
+    bare = tmp_path_factory.mktemp("bare")
+    (bare / "sitecustomize.py").write_text(BARE)
+
+    def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(bare)}
+        command = [str(SUITE), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=540)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def dry(run, tmp_path_factory) -> Path:
+    """Folder of a dry run of all steps."""
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("dry")
+    done = run("--dry-run", "--out", folder, "--earlier", folder / "kept")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("gpu_suite: ")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def simulated(run, tmp_path_factory) -> Path:
+    """Folder of a run of some steps on simulated GPUs."""
+    folder = tmp_path_factory.mktemp("simulated")
+    done = run("--simulate", "--steps", ",".join(SIMULATED), "--out", folder, "--earlier", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
 
 def entries(folder: Path, step: str) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{step}.jsonl").read_text().splitlines()]
 
 
+def skipped(folder: Path, step: str) -> set[str]:
+    """Cases that were skipped in a step that is complete, and all of whose cases are right."""
+    journal = Journal(step, (folder,), entries(folder, step)[0]["stamp"])
+    outcomes = journal.outcomes()
+    assert journal.complete()
+    assert len(outcomes) > 1
+    wrong = {case: outcome for case, outcome in outcomes.items() if not outcome.correct}
+    assert not wrong, (folder / f"{step}.log").read_text()[-3000:]
+    return {case for case, outcome in outcomes.items() if outcome.state == "skipped"}
+
+
 @pytest.mark.parametrize("step", STEPS)
-def test_dry_run_of_a_step_finds_every_case_right(tmp_path, step):
-    pytest.importorskip("triton")
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
-    folders = "--out", tmp_path, "--earlier", tmp_path
-    done = run("--dry-run", "--steps", step, *folders, PYTHONPATH=str(tmp_path / "bare"))
-    outcomes = finished(done, tmp_path, step)
-    skipped = {case for case, outcome in outcomes.items() if outcome.state == "skipped"}
-    assert skipped == {"transformer": {"diffusers' Wan"}, "waits": set(outcomes) - {""}}.get(step, set())
-    machine = json.loads((tmp_path / "machine.json").read_text())
+def test_dry_run_of_a_step_finds_every_case_right(dry, step):
+    cases = {entry["case"] for entry in entries(dry, step)} - {""}
+    assert skipped(dry, step) == {"transformer": {"diffusers' Wan"}, "waits": cases}.get(step, set())
+
+
+def test_the_machine_is_described(dry):
+    machine = json.loads((dry / "machine.json").read_text())
     assert (machine["dry_run"], machine["imports"]["diffusers"]) == (True, False)
     assert machine["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
-@pytest.mark.parametrize("step", ["ranks", "waits", "video"])
-def test_step_on_simulated_gpus_finds_every_case_right(tmp_path, step):
-    folders = "--out", tmp_path, "--earlier", tmp_path
-    outcomes = finished(run("--simulate", "--steps", step, *folders), tmp_path, step)
-    assert "skipped" not in {outcome.state for outcome in outcomes.values()}
-
-
-def finished(done: subprocess.CompletedProcess[str], folder: Path, step: str) -> dict[str, Outcome]:
-    """Outcomes of a step that is complete, and all of whose cases are right."""
-    assert done.returncode == 0, (done.stdout + done.stderr, (folder / f"{step}.log").read_text()[-3000:])
-    assert done.stdout.splitlines()[-1].startswith("gpu_suite: ")
-    stamp = entries(folder, step)[0]["stamp"]
-    journal = Journal(step, (folder,), stamp)
-    outcomes = journal.outcomes()
-    assert journal.complete()
-    assert len(outcomes) > 1
-    assert all(outcome.correct for outcome in outcomes.values())
-    return outcomes
+@pytest.mark.parametrize("step", SIMULATED)
+def test_step_on_simulated_gpus_finds_every_case_right(simulated, step):
+    assert skipped(simulated, step) == set()
 
 
 def test_every_mask_source_is_checked(tmp_path):
@@ -96,17 +121,15 @@ def test_every_mask_source_is_checked(tmp_path):
     assert set(SOURCES) - checked <= {"record_qk"}, "it computes no mask"
 
 
-def test_a_second_call_passes_over_what_is_complete(tmp_path):
-    calls = ["--dry-run", "--steps", "planning", "--earlier", tmp_path / "kept"]
-    assert run(*calls, "--out", tmp_path / "first").returncode == 0
-    done = run(*calls, "--out", tmp_path / "second")
+def test_a_second_call_passes_over_what_is_complete(run, dry, tmp_path):
+    done = run("--dry-run", "--steps", "planning", "--earlier", dry / "kept", "--out", tmp_path)
     assert done.returncode == 0
-    assert entries(tmp_path / "second", "planning") == entries(tmp_path / "first", "planning")
+    assert entries(tmp_path, "planning") == entries(dry, "planning")
     assert "tables, on the host" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path):
+def test_without_a_gpu_it_says_so(run, tmp_path):
     done = run("--out", tmp_path, "--earlier", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--dry-run" in done.stderr
@@ -127,7 +150,7 @@ def test_waits_that_cuda_warns_of_are_counted_by_place(monkeypatch):
     ]
 
 
-def test_unknown_step_is_rejected():
+def test_unknown_step_is_rejected(run):
     done = run("--steps", "rates,speed")
     assert done.returncode == 2
     assert "unknown steps: speed" in done.stderr

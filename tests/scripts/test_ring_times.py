@@ -21,16 +21,6 @@ def test_two_ranks_by_hand():
     assert (times.compute_s, times.exposed_s) == (9.0, 0.0)
 
 
-def test_a_slot_comes_only_when_its_neighbour_has_begun_the_period():
-    compute = np.array([[9.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-    # Of the second rank: period 1 from 1 to 2, its next slot leaves the first rank, which begins period 1, at 9.
-    assert ring_times(compute, [0.0, 0.0], RING, 1.0).attention_s == 11.0
-    late = np.array([[9.0, 1.0], [1.0, 1.0], [1.0, 8.0]])
-    times = ring_times(late, [0.0, 2.0], RING, 1.0)
-    assert times.attention_s == 9.0 + 2.0 + 8.0
-    assert times.exposed_s == 9.0 + 2.0 - 2.0, "what the last rank waited"
-
-
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
 def test_overlap_lies_between_the_longer_and_the_sum(overlap):
     compute = np.array([[5.0], [2.0], [6.0]]).repeat(3, axis=1)

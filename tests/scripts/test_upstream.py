@@ -9,7 +9,7 @@ import dbsp_diffusers
 from scripts.checks.upstream.counting import COUNTED, attentions_counted
 from scripts.checks.upstream.outcomes import Comparison, compare_outputs, outcomes_of, relative_difference
 from scripts.checks.upstream.run_suites import run_suite
-from scripts.checks.upstream.suites import SUITES, Suite
+from scripts.checks.upstream.suites import Suite
 from scripts.checks.upstream.switch import Outputs, install, known_classes
 from scripts.checks.upstream.yardsticks.finding import compared
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
@@ -91,10 +91,6 @@ def test_a_project_imports_its_own_tests_by_package(tmp_path):
     suite = Suite("own", "para-attn", ("tests/test_it.py",), "a test that imports another file of its folder")
     outcomes = run_suite(suite, tmp_path, tmp_path, "stock", minutes=4)
     assert list(outcomes.values()) == [("passed", "")], (tmp_path / "own.stock.log").read_text()
-
-
-def test_names_of_suites_differ():
-    assert len({suite.name for suite in SUITES}) == len(SUITES)
 
 
 def test_a_yardstick_counts_both_ways(tmp_path):

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from scripts.checks.csv_table import update_table
-from scripts.checks.versions.environments import claimed_requirements
 from scripts.checks.versions.looking_up import PrivateName, belongs, complaint
 from scripts.checks.versions.private_names import PRIVATE_NAMES
 from scripts.checks.versions.rows import Row, summed_up
@@ -52,11 +51,6 @@ def test_every_private_name_names_a_module_of_ours():
             assert (ROOT / path).is_file() or (ROOT / "kernels" / path).is_file(), one
 
 
-def test_claims_are_read_from_pyproject():
-    claims = claimed_requirements()
-    assert {"torch", "diffusers", "xfuser", "para-attn", "cache-dit"} <= set(claims)
-
-
 def test_what_many_names_lack_for_one_reason_is_said_once():
     complaints = [f"diffusers:{name}: cannot be imported" for name in "abc"]
     complaints += ["diffusers:d takes no x", "torch:e takes no x"]
@@ -70,17 +64,6 @@ def test_what_many_names_lack_for_one_reason_is_said_once():
     assert row.complaints == (
         "diffusers:a and 2 others: cannot be imported; diffusers:d takes no x; torch:e takes no x"
     )
-
-
-def test_what_was_found_is_summed_up_in_a_row():
-    found = {
-        "names": {"torch": {"of": 3, "complaints": ["torch:gone: has gone"]}},
-        "runs": {"attention": 1e-7, "xfuser": "ImportError: no", "diffusers": 0.5},
-        "versions": {"python": "3.11.7", "torch": "2.13.0"},
-    }
-    row = summed_up(Row("torch", "2.6.0", "oldest"), found)
-    assert (row.names, row.runs) == ("2 of 3", "1 of 3")
-    assert row.complaints == "torch:gone: has gone; xfuser: ImportError: no; diffusers: wrong by 0.5"
 
 
 def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):

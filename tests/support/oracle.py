@@ -85,30 +85,3 @@ def int8_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def largest_difference(out: torch.Tensor, expected: torch.Tensor) -> float:
     """0 where there are no numbers."""
     return float((out - expected).detach().abs().max()) if out.numel() else 0.0
-
-
-def _row_cells(bits: np.ndarray, kv_slot: np.ndarray, ring: int) -> np.ndarray:
-    """Dense blocks of each row by the ring slot their keys travel in.
-
-    bits:    bool[H, nq, nk]
-    kv_slot: int[H, nk], slot of each KV block
-    returns: int64[H, nq, ring]
-    """
-    cells = np.empty((*bits.shape[:2], ring), dtype=np.int64)
-    for head, (head_bits, slot) in enumerate(zip(bits, kv_slot, strict=True)):
-        one_hot = (slot[:, None] == np.arange(ring)).astype(np.float32)
-        cells[head] = head_bits.astype(np.float32) @ one_hot  # exact: counts stay below 2**24
-    return cells
-
-
-def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, world: int, ring: int) -> np.ndarray:
-    """Dense blocks by (rank that computes them, ring slot their keys travel in).
-
-    bits:    bool[H, nq, nk]
-    q_owner: int[H, nq], rank of each row
-    kv_slot: int[H, nk], slot of each KV block
-    returns: int64[world, ring]
-    """
-    cells = np.zeros((world, ring), dtype=np.int64)
-    np.add.at(cells, q_owner, _row_cells(bits, kv_slot, ring))
-    return cells

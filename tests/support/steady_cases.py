@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -148,30 +148,6 @@ def launches_of_a_steady_step(
 def waits_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> dict[str, int]:
     """The third step of one layer."""
     return _in_a_steady_step(settings, strategy, 4, Watch())
-
-
-def waits_of_a_steady_pass(
-    rank: int, world: int, settings: dict[str, Any], strategy: str, batch: int
-) -> dict[str, int]:
-    """A pass of one layer in the middle of the second generation of a size, whose schedule is a tensor of its own.
-
-    Guidance makes two passes a step. What a pipeline gives a transformer is a view of its scheduler's timesteps.
-    """
-    config = DbspConfig.load(settings)
-    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
-    watch = Watch()
-    with torch.no_grad():
-        for generation in range(2):
-            timesteps = torch.linspace(999.0, 0.0, 5)
-            for step, timestep in enumerate(timesteps):
-                for branch in range(2):
-                    now = watch if (generation, step, branch) == (1, 3, 1) else nullcontext()
-                    with mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", _no_kernel), now:
-                        layout = session.begin(Video((4, 8, 8)), timestep=timestep.expand(batch))
-                        given = torch.Generator().manual_seed(step + 5 * branch)
-                        session.attend(0, *torch.randn(3, batch, 4, layout.shard, 16, generator=given))
-    session.reuse  # noqa: B018  waits for what is being planned
-    return dict(watch.seen)
 
 
 def frames_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> int:

@@ -9,7 +9,6 @@ import argparse
 import ctypes
 import faulthandler
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from scripts.checks.gpu.journal import MOST_STARTS, Case, Journal, Skipped
 
 OUT_OF_TIME, FRESH = 5, 6
-DEVICES = 8
 PR_SET_PDEATHSIG = 1
 TAIL = 3000
 """Characters of a traceback that are kept."""
@@ -46,13 +44,16 @@ def main() -> int:
     if args.interpret or args.simulate:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     if args.simulate:
-        simulate()
+        importlib.import_module("tests.gpu_node.node").start_devices()  # before torch is imported
+    if args.interpret:
+        importlib.import_module("tests.support.interpreter")  # makes it faster
     import torch
 
     from scripts.checks.gpu.setting import Setting
 
     torch.manual_seed(0)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.lanes))
+    # tiny sizes gain nothing from threads, which take the processor from each other
+    torch.set_num_threads(1 if args.dry_run else max(1, (os.cpu_count() or 1) // args.lanes))
     if args.poison:
         torch.use_deterministic_algorithms(True, warn_only=True)
     journal = Journal(args.step, tuple(args.folders), args.stamp)
@@ -73,18 +74,6 @@ def main() -> int:
         if not setting.device_works():
             return FRESH
     return 0
-
-
-def simulate() -> None:
-    """Lets this process have simulated GPUs, before torch is imported."""
-    from tests.gpu_node import runtime
-
-    library = runtime.load(DEVICES)
-    from tests.gpu_node import cuda_api
-
-    if importlib.util.find_spec("diffusers") is not None:
-        importlib.import_module("diffusers.models.transformers.transformer_wan")  # names classes that are replaced
-    cuda_api.activate(library, DEVICES)
 
 
 def run_case(case: Case, journal: Journal) -> None:

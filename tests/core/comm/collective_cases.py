@@ -8,7 +8,6 @@ import torch
 
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import gather_shards
-from tests.support.thread_ranks import once
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
@@ -152,10 +151,6 @@ def other_kind(rank: int, world: int, odd: int, what: str) -> None:
 def one_starts_more(rank: int, world: int, odd: int) -> None:
     if rank == odd:
         SequenceGroup.of().start_all_to_all(torch.zeros(world), [1] * world, [1] * world)
-
-
-def made_once(rank: int, world: int) -> list[object]:
-    return [once(object) for _ in range(3)]
 
 
 def group_after_its_ranks(rank: int, world: int) -> SequenceGroup:

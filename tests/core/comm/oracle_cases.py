@@ -1,14 +1,17 @@
-"""The cases of the distributed oracle."""
+"""The cases of the distributed oracle: pairs of strategies, shapes and settings in place of full products."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from dbsp_core import Strategy
 from tests.support.attention_cases import Case
+from tests.support.generators import EVERY_STRATEGY
 
-WORLDS = (2, 3, 4, 6, 8)
+WORLDS = tuple(range(2, 9))
+EVERY = tuple((world, strategy) for world in WORLDS for strategy in Strategy.all_for(world))
 TOLERANCE = 1e-5
 
 # Head counts that x does not divide, token counts that nothing divides, text, batches, every mix of block sizes.
@@ -31,14 +34,6 @@ SETTINGS = (
 )
 
 
-def every_case(strategy: Strategy) -> list[Case]:
-    """Every shape with every setting, and all keys."""
-    cases = []
-    for seed, (shape, settings) in enumerate(itertools.product(SHAPES, SETTINGS)):
-        cases.append(replace(shape, strategy=str(strategy), seed=seed, **settings))
-    return cases
-
-
 # Heads that x does not divide and are split, short blocks, empty rows and columns, text, batches, orders per head.
 NEEDED_SHAPES = (
     Case("-", heads=3, tokens=203, density=0.15),
@@ -55,10 +50,44 @@ NEEDED_SETTINGS = (
 )
 
 
-def key_cases(strategy: Strategy, keys: str) -> list[Case]:
-    """Every shape with every setting, and "all" keys or those that are "needed"."""
-    ways = enumerate(itertools.product(NEEDED_SHAPES, NEEDED_SETTINGS))
+# Orders of all heads alike, and orders of their own: a block then holds other tokens in other heads.
+ORDERED_SHAPES = (
+    Case("-", heads=3, tokens=5 + 7 * 6 * 8, text_tokens=5, thw=(7, 6, 8), orders=("hwt",), block_k=32),
+    Case("-", heads=2, tokens=6 * 6 * 9, thw=(6, 6, 9), orders=("tile:2x4x4",), batch=2),
+    Case("-", heads=6, tokens=19 + 5 * 8 * 9, text_tokens=19, thw=(5, 8, 9), block_q=32,
+         orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
+)  # fmt: skip
+ORDERED_SETTINGS = (
+    {"planner": "contiguous", "padded": True},
+    {"planner": "paper", "layout": "striped", "streams": "first", "padded": True},
+    {"planner": "dbsp", "padded": True},
+    {"planner": "random", "layout": "striped", "streams": "first", "padded": True},
+)
+
+
+def pairwise(strategy: Strategy, shapes: Sequence[Case], settings: Sequence[dict[str, Any]]) -> list[Case]:
+    """Every setting, with shapes in turn that begin with another one for each strategy.
+
+    Over all strategies every pair of a strategy, a shape and a setting is met. Seeds differ.
+    """
+    turn = EVERY_STRATEGY.index(strategy)
     return [
-        replace(shape, strategy=str(strategy), keys=keys, seed=seed, band=bool(seed % 3), **how)
-        for seed, (shape, how) in ways
+        replace(shapes[(turn + place) % len(shapes)], strategy=str(strategy), seed=turn + place, **one)
+        for place, one in enumerate(settings)
     ]
+
+
+def plain_cases(strategy: Strategy) -> list[Case]:
+    """One order of tokens, and all keys."""
+    return pairwise(strategy, SHAPES, SETTINGS)
+
+
+def ordered_cases(strategy: Strategy) -> list[Case]:
+    """Token orders."""
+    return pairwise(strategy, ORDERED_SHAPES, ORDERED_SETTINGS)
+
+
+def key_cases(strategy: Strategy, keys: str) -> list[Case]:
+    """ "all" keys or those that are "needed", of rows that attend to keys behind them or anywhere."""
+    cases = pairwise(strategy, NEEDED_SHAPES, NEEDED_SETTINGS)
+    return [replace(case, keys=keys, band=bool(case.seed % 3)) for case in cases]

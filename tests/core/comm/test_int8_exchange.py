@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_core import Strategy, make_plan
-from dbsp_core.utils.errors import UserError
+from dbsp_core import Strategy
 from scripts.bench.rounding_error import relative_errors
 from tests.core.comm import int8_cases as cases
-from tests.core.comm.oracle_cases import TOLERANCE, every_case, key_cases
+from tests.core.comm.oracle_cases import TOLERANCE, key_cases, plain_cases
 from tests.support.attention_cases import Case, run_case, whole
 from tests.support.oracle import int8_of
 from tests.support.workers import WorkerError
@@ -22,16 +21,15 @@ STRATEGIES = [(world, strategy) for world in WORLDS for strategy in Strategy.all
 
 @pytest.mark.parametrize(("world", "strategy"), STRATEGIES, ids=str)
 def test_equals_dense_attention_of_the_rounded(threads, world, strategy):
-    for case in every_case(strategy)[world % 3 :: 3]:
-        case = replace(case, precision="int8")
-        errors = threads(world).run(run_case, case)
+    for case in plain_cases(strategy)[world % 2 :: 2]:
+        errors = threads(world).run(run_case, replace(case, precision="int8"))
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
 @pytest.mark.parametrize("keys", ["all", "needed"])
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U2R2"), (3, "U3R1"), (4, "U1R4")])
 def test_keys_that_travel_in_other_ways(threads, world, strategy, keys):
-    for case in key_cases(Strategy.parse(strategy), keys)[world % 2 :: 3]:
+    for case in key_cases(Strategy.parse(strategy), keys)[world % 2 :: 2]:
         errors = threads(world).run(run_case, replace(case, precision="int8"))
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
@@ -140,9 +138,3 @@ def test_ranks_that_differ_in_precision_say_so(threads):
 
 def _differing(rank: int, world: int) -> float:
     return run_case(rank, world, Case("U2R1", precision=("model", "int8")[rank]))
-
-
-def test_another_precision_is_refused():
-    mask, _ = whole(BITS.attention)
-    with pytest.raises(UserError, match="precision cannot be 'int4': use one of model, int8; did you mean 'int8'"):
-        make_plan(mask, "U1R1", precision="int4")

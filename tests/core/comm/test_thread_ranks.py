@@ -55,12 +55,6 @@ class TestAsynchronous:
         assert raised(threads(2), cases.changed_before_wait) == ["CommunicationError"] * 2
 
 
-def test_what_ranks_make_once_is_one_for_all(threads):
-    first, *others = threads(3).run(cases.made_once)
-    assert len(set(first)) == 3
-    assert others == [first] * 2
-
-
 class TestFailures:
     @pytest.mark.parametrize("control", [False, True])
     def test_a_rank_that_raises_releases_the_others(self, threads, control):

@@ -12,7 +12,6 @@ import yaml
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.config import DbspConfig
-from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import (
@@ -24,22 +23,23 @@ from dbsp_core.sources import (
     RadialSource,
     SpargeSource,
     SvgSource,
-    SyntheticSource,
     UnionSource,
     WindowSource,
     parts_of,
 )
 from dbsp_core.sources.spec import mask_settings
-from dbsp_core.utils.errors import SettingError, UserError
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import parse_value, read_settings
 from dbsp_kernels import KERNELS
 from tests.support.user_masks import band
 
 
-def test_nothing_gives_the_defaults():
+def test_nothing_gives_the_defaults(tmp_path):
+    (tmp_path / "empty.yaml").write_text("# nothing set\n")
     config = DbspConfig.load(None)
-    assert config == DbspConfig() == DbspConfig.load({})
+    assert config == DbspConfig() == DbspConfig.load({}) == DbspConfig.load(tmp_path / "empty.yaml")
+    assert config == DbspConfig.load({"strategy": None, "report": None}), "null unsets what may be unset"
     assert (config.strategy, config.planner, config.reuse, config.mask) == (None, "dbsp", 1.02, DenseSource())
 
 
@@ -58,25 +58,12 @@ def test_yaml_and_dict_say_the_same(tmp_path):
         report: out
         """
     )
-    expected = DbspConfig(
-        mask=WindowSource(window=(3, 5, 7), block_q=32),
-        strategy=Strategy(2, 3),
-        planner="contiguous",
-        precision="int8",
-        reuse=1.5,
-        machine="a800",
-        kernel="reference",
-        generate=GenerateSettings(dtype="bfloat16"),
-        report="out",
-    )
-    settings = {
+    plain = {"planner": "contiguous", "precision": "int8", "reuse": 1.5, "machine": "a800", "kernel": "reference"}
+    mask, generate = WindowSource(window=(3, 5, 7), block_q=32), GenerateSettings(dtype="bfloat16")
+    expected = DbspConfig(mask=mask, strategy=Strategy(2, 3), generate=generate, report="out", **plain)
+    settings = plain | {
         "mask": {"source": "window", "window": [3, 5, 7], "block_q": 32},
         "strategy": "U2R3",
-        "planner": "contiguous",
-        "precision": "int8",
-        "reuse": 1.5,
-        "machine": "a800",
-        "kernel": "reference",
         "generate": {"dtype": "bfloat16"},
         "report": Path("out"),
     }
@@ -106,42 +93,6 @@ def test_a_file_holds_what_to_generate_besides_and_attention_does_not_depend_on_
     config = DbspConfig.load(path)
     assert (config.model, config.generate) == ("tiny-wan", GenerateSettings(steps=3, dtype="float32"))
     assert config.fingerprint == DbspConfig(planner="snake").fingerprint
-
-
-def test_an_empty_yaml_file_gives_the_defaults(tmp_path):
-    path = tmp_path / "dbsp.yaml"
-    path.write_text("# nothing set\n")
-    assert DbspConfig.load(path) == DbspConfig()
-
-
-def test_null_unsets_what_may_be_unset():
-    assert DbspConfig.load({"strategy": None, "report": None}) == DbspConfig()
-
-
-def test_every_source_can_be_named(tmp_path):
-    path = tmp_path / "mask.safetensors"
-    save_mask(path, BlockMask.dense(2, BlockGrid.uniform(64, 16)))
-    for settings, expected in (
-        ({"source": "dense", "block_k": 128}, DenseSource(block_k=128)),
-        ({"source": "file", "path": str(path)}, FileSource(str(path))),
-        ({"source": "window"}, WindowSource()),
-        ({"source": "window", "window": None, "tile": [1, 2, 3]}, WindowSource(tile=(1, 2, 3))),
-        ({"source": "radial", "width": 1, "sink_frames": 2}, RadialSource(width=1.0, sink_frames=2)),
-        ({"source": "svg", "temporal_heads": 0.25}, SvgSource(temporal_heads=0.25)),
-        ({"source": "svg", "temporal_heads": [0, 3]}, SvgSource(temporal_heads=(0, 3))),
-        ({"source": "svg", "temporal_heads": []}, SvgSource(temporal_heads=())),
-        (
-            {
-                "source": "callable",
-                "function": "tests.support.user_masks:band",
-                "parameters": {"blocks": 2},
-                "token_orders": ["hwt"],
-            },
-            CallableSource(function="tests.support.user_masks:band", parameters={"blocks": 2}, token_orders=("hwt",)),
-        ),
-        ({"source": "synthetic", "density": 1, "seed": 3}, SyntheticSource(density=1.0, seed=3)),
-    ):
-        assert DbspConfig.load({"mask": settings}).mask == expected
 
 
 class TestMasksOnACommandLine:
@@ -203,21 +154,13 @@ class TestMasksOnACommandLine:
 
 
 MISTAKES = {
-    "an unknown key": ({"planer": "paper"}, "unknown key 'planer' in the configuration; did you mean 'planner'?"),
     "a key unlike any": (
         {"zzz": 1},
         "known keys: model, generate, mask, dense_schedule, strategy, planner",
     ),
     "a key that is no text": ({3: 1}, "unknown key 3"),
-    "an unknown key of a source": (
-        {"mask": {"source": "window", "windw": [1, 1, 1]}},
-        "unknown key 'windw' in mask source 'window'; did you mean 'window'?",
-    ),
-    "an unknown source": ({"mask": {"source": "dens"}}, "unknown mask source 'dens'; set mask.source to one of dense"),
-    "no source": ({"mask": {}}, "unknown mask source None; set mask.source to one of dense, file"),
     "a source that is no text": ({"mask": {"source": ["dense"]}}, "unknown mask source"),
     "a mask that is no mask": ({"mask": 5}, "'mask' in the configuration must be a mask such as sparge"),
-    "a mask misspelled": ({"mask": "sparg:cdf=0.9"}, "neither a mask source nor a mask file that exists; did you"),
     "a setting of a mask misspelled": ({"mask": "sparge:cfd=0.9"}, "unknown key 'cfd' in mask source 'sparge'"),
     "a configuration that is none": (5, "config must be a DbspConfig, a mapping, a YAML file or a mask, got"),
     "a mask beside other settings": (
@@ -225,36 +168,24 @@ MISTAKES = {
         "unknown key 'source' in the configuration; it belongs under 'mask'",
     ),
     "a source without its path": ({"mask": {"source": "file"}}, "needs a path"),
-    "a mask file that is not there": ({"mask": {"source": "file", "path": "/no/such"}}, "/no/such does not exist"),
-    "a window of two sizes": ({"mask": {"source": "window", "window": [3, 3]}}, "needs three sizes"),
-    "a window of none": ({"mask": {"source": "window", "window": [3, 3, 0]}}, "at least 1"),
     "a window of fractions": ({"mask": {"source": "window", "window": [3, 3, 0.5]}}, "'window' in mask source"),
-    "a tile of two sizes": ({"mask": {"source": "window", "tile": [3, 3]}}, "tile=[3, 3] needs three sizes"),
-    "a tile that is no list": ({"mask": {"source": "window", "tile": 3}}, "must be a list of int, got 3"),
     "heads with names": (
         {"mask": {"source": "svg", "temporal_heads": ["a"]}},
         "'temporal_heads' in mask source 'svg' must be float or a list of int, got ['a']",
     ),
-    "a density above 1": ({"mask": {"source": "synthetic", "density": 1.5}}, "density=1.5 must lie between 0 and 1"),
-    "a block of nothing": ({"mask": {"source": "dense", "block_q": 0}}, "block_q=0"),
     "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),
     "an unknown planner": ({"planner": "greedy"}, f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"),
     "an unknown kernel": ({"kernel": "cuda"}, f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}"),
     "an unknown precision": ({"precision": "fp8"}, "unknown precision 'fp8'; use one of model, int8"),
-    "an unknown dtype": ({"generate": {"dtype": "int8"}}, "unknown generate.dtype 'int8'"),
-    "a strategy of another form": ({"strategy": "4x2"}, "not of the form UxRy"),
     "a strategy that is no text": (
         {"strategy": 42},
         "'strategy' in the configuration must be a strategy such as U4R2 or auto, got 42",
     ),
     "a planner with settings": ({"planner": {"cap": 3}}, "'planner' in the configuration must be str, got {'cap': 3}"),
-    "a threshold below 1": ({"reuse": 0.9}, "reuse=0.9 must be at least 1"),
     "a threshold that is not a number": ({"reuse": float("nan")}, "reuse=nan must be at least 1"),
     "text for a switch": ({"vae": "yes"}, "must be bool, got 'yes'"),
-    "a number for a switch": ({"vae": 1}, "must be bool, got 1"),
     "a switch for a number": ({"reuse": True}, "must be float, got True"),
     "bags that are none": ({"bags": "8x4"}, "bags '8x4' are not of the form gGnN"),
-    "bags of nothing": ({"bags": {"topology": "g0n2"}}, "bags 'g0n2' are not of the form gGnN"),
     "bags that hold nothing": ({"bags": {"max_tokens": 0}}, "bags.max_tokens=0 must be at least 1"),
     "a report of bags": (
         {"bags": "g2n2", "report": "out"},
@@ -278,9 +209,7 @@ def test_a_mistake_raises_one_line(settings, complaint):
 
 BAD_FILES = {
     "not YAML": (b"mask: [1, 2\nplanner: }", ":2: this is not YAML: expected ',' or ']', but got ':'"),
-    "a quote left open": (b"planner: 'paper\n", "this is not YAML: found unexpected end of stream"),
     "not text": (b"\xfe\x00\x80\x01", "is not YAML"),
-    "in Latin-1": ("# für\n".encode("latin-1"), "is not YAML: 'utf-8' codec can't decode byte 0xfc"),
     "a key given twice in a list": (
         b"mask:\n  source: union\n  of:\n  - source: window\n    window: [1, 3, 3]\n    window: [3, 3, 3]\n",
         "dbsp.yaml:6: 'window' is given twice, first in ",
@@ -289,7 +218,6 @@ BAD_FILES = {
     "a path with a NUL": (b'vae: true\nreport: "a\\0b"\n', "dbsp.yaml:2: path 'a\\x00b' has a NUL character"),
     "an unknown home folder": (b"machine: ~nobody-at-all/x\n", "names a home folder that is not known"),
     "a list": (b"- planner\n- paper\n", "must be a mapping, not a list"),
-    "text": (b"U4R2", "must be a mapping, not a str"),
     "with an unknown key": (
         b"# one\n\nstrategie: U1R2\n",
         ":3: unknown key 'strategie'; did you mean 'strategy'?",
@@ -308,7 +236,6 @@ BAD_FILES = {
     ),
     "with a video's key at the wrong level": (b"steps: 30", ":1: unknown key 'steps'; it belongs under 'generate'"),
     "with a key twice": (b"planner: paper\nvae: true\nplanner: dbsp", ":3: 'planner' is given twice, first in "),
-    "with a nested key twice": (b"mask:\n  source: dense\n  source: window", ":3: 'source' is given twice, first in "),
     "with an unknown nested key": (
         b"mask:\n  source: window\n  tile: [3, 5, 8]\n  windw: [3, 5, 5]",
         ":4: unknown key 'windw' in mask source 'window'; did you mean 'window'?",
@@ -365,7 +292,6 @@ BAD_FILES = {
     ),
     "with a side of kilometres": (b"generate:\n  width: 1600000", ":2: generate.width=1600000 must be at most 65,536"),
     "with endless guidance": (b"generate:\n  guidance_scale: .inf", ":2: generate.guidance_scale=inf must be at most"),
-    "with steps that are text": (b"generate: {steps: many}", ":1: 'steps' in 'generate' must be int, got 'many'"),
     "with no steps": (b"generate: {height: 16,\n steps: 0}", ":2: generate.steps=0 must be at least 1"),
     "with a mask file that is not there": (
         b"mask:\n  source: paro\n  path: /no/such",
@@ -375,11 +301,6 @@ BAD_FILES = {
         b"mask:\n  source: paro\n  dense_steps: 3\n  path: /no/dense_steps",
         ":4: mask file /no/dense_steps does not exist",
     ),
-    "with settings of which none was given": (
-        b"planner: dbsp\nmask:\n  source: lowrank\n  path: /no/such",
-        ":2: mask source 'lowrank' needs either cdf or topk",
-    ),
-    "with a block size for none": (b"mask:\n  source: svg\n  block_k: -1\n  block_q: 64", ":3: block_k=-1 must be"),
     "that holds itself": (b"a: 1\nmask: &m {source: *m}", ":2: this is not YAML that ends"),
 }
 
@@ -393,27 +314,6 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
     assert complaint in str(raised.value)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "at_fault"),
-    [
-        (lambda: SpargeSource(cdf=1.5), "cdf"),
-        (lambda: SpargeSource(cdf=0.9, token_order="hhh"), "token_order"),
-        (lambda: SpargeSource(cdf=0.9, block_k=1 << 20), "block_k"),
-        (lambda: SyntheticSource(density=0.2, drift=2.0), "drift"),
-        (lambda: WindowSource(window=(1, 1, 1), tile=(1, 1)), "tile"),
-        (lambda: CallableSource(function="tests.support.user_masks:band", parameters={1: 2}), "parameters"),
-        (lambda: FileSource(), "path"),
-        (lambda: DenseSchedule(last_layers=-1), "last_layers"),
-        (lambda: GenerateSettings(height=720, width=1), "width"),
-        (lambda: GenerateSettings(dtype="int8"), "dtype"),
-    ],
-)
-def test_settings_made_in_python_say_which_is_at_fault(make, at_fault):
-    with pytest.raises(SettingError) as raised:
-        make()
-    assert raised.value.path == (at_fault,)
 
 
 def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeypatch):
@@ -432,6 +332,10 @@ def test_a_file_that_is_not_there_raises(tmp_path):
 
 
 MASKS = {
+    "heads by number": ({"source": "svg", "temporal_heads": [0, 3]}, SvgSource(temporal_heads=(0, 3))),
+    "no heads": ({"source": "svg", "temporal_heads": []}, SvgSource(temporal_heads=())),
+    "a tile": ({"source": "window", "window": None, "tile": [1, 2, 3]}, WindowSource(tile=(1, 2, 3))),
+    "whole numbers for others": ({"source": "radial", "width": 1}, RadialSource(width=1.0)),
     "name": ("window", WindowSource()),
     "name with settings": ("window:window=[1,3,3],block_q=32", WindowSource(32, window=(1, 3, 3))),
     "mapping": ({"source": "window", "block_q": 32}, WindowSource(32)),
@@ -489,22 +393,10 @@ class TestMaskSpellings:
 
 
 class TestShortForms:
-    def test_a_mask_alone_as_on_the_command_line(self):
-        assert DbspConfig.load("sparge:cdf=0.9") == DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
-        with pytest.raises(ValueError, match="unknown key 'cfd'"):
-            DbspConfig.load("sparge:cfd=0.9")
-
     @pytest.mark.parametrize("source", ["sparge", {"mask": {"source": "sparge"}}, {"mask": mask_settings("sparge")}])
     def test_sparge_alone_is_xdit_s(self, source):
         assert DbspConfig.load(source) == DbspConfig.load("sparge:cdf=0.92")
         assert DbspConfig.load("sparge:topk=0.2").mask.cdf is None
-
-    def test_a_mask_file_alone(self, tmp_path):
-        file = tmp_path / "masks.safetensors"
-        grid = BlockGrid(100, 0, 50, 50)
-        save_mask(file, BlockMask(torch.ones(2, 2, 2, dtype=torch.bool), grid))
-        for name in (file, str(file)):
-            assert DbspConfig.load(name) == DbspConfig.load({"mask": {"source": "file", "path": str(file)}})
 
     @pytest.mark.parametrize(
         ("text", "complaint"),

@@ -59,28 +59,21 @@ def test_every_removed_key_is_tried():
 
 
 @pytest.mark.parametrize("path", VALUES)
-def test_a_removed_key_in_a_mapping(path):
-    with pytest.raises(SettingError, match=re.escape(advice_for(path))):
+def test_a_removed_key_is_named_in_a_mapping_by_its_line_in_a_file_and_on_the_command_line(path, tmp_path):
+    advice, file = advice_for(path), tmp_path / "my.yaml"
+    with pytest.raises(SettingError, match=re.escape(advice)):
         DbspConfig.load(nested(path))
-
-
-@pytest.mark.parametrize("path", VALUES)
-def test_a_removed_key_in_a_file_is_named_with_its_line(path, tmp_path):
-    file = tmp_path / "my.yaml"
+    if "." not in path:
+        with pytest.raises(UserError, match=re.escape(advice)):
+            dbsp_diffusers.enable(None, **{path: VALUES[path]})
     file.write_text("vae: true\n" + yaml.safe_dump(nested(path), default_flow_style=False, sort_keys=False))
     lines = file.read_text().splitlines()
     line = 1 + next(n for n, text in enumerate(lines) if text.strip().startswith(f"{path.rpartition('.')[2]}:"))
-    with pytest.raises(UserError, match=re.escape(f"my.yaml:{line}: {advice_for(path)}")):
+    with pytest.raises(UserError, match=re.escape(f"my.yaml:{line}: {advice}")):
         DbspConfig.load(file)
-
-
-@pytest.mark.parametrize("path", VALUES)
-def test_a_removed_key_on_the_command_line(path, tmp_path):
-    """Over a file that has the section as it is now."""
-    file = tmp_path / "my.yaml"
-    file.write_text("reuse: 1.2\nplanner: dbsp\nbags: {topology: g2n1}\nmask: {source: sol}\n")
+    file.write_text("reuse: 1.2\nplanner: dbsp\nbags: {topology: g2n1}\nmask: {source: sol}\n")  # sections of today
     settings = read_settings(file, "configuration file")
-    with pytest.raises(UserError, match=re.escape(f"--set {path}: {advice_for(path)}")) as raised:
+    with pytest.raises(UserError, match=re.escape(f"--set {path}: {advice}")) as raised:
         DbspConfig.load(settings.changed(path.split("."), VALUES[path], f"--set {path}"))
     assert "\n" not in str(raised.value)
 
@@ -91,12 +84,6 @@ def test_a_key_within_a_removed_section_on_the_command_line(path, tmp_path):
     settings = read_settings(tmp_path / "my.yaml", "configuration file")
     with pytest.raises(UserError, match=re.escape(f"--set {path}: ") + ".* was removed; "):
         DbspConfig.load(settings.changed(path.split("."), 2, f"--set {path}"))
-
-
-@pytest.mark.parametrize("path", [path for path in VALUES if "." not in path])
-def test_a_removed_key_as_an_argument_of_enable(path):
-    with pytest.raises(UserError, match=re.escape(advice_for(path))):
-        dbsp_diffusers.enable(None, **{path: VALUES[path]})
 
 
 @pytest.mark.parametrize("path", ["keys", "reuse.mode"])

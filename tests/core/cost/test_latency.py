@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
+from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.cost.prediction import (
@@ -85,32 +85,27 @@ class TestCompute:
         assert merged[0] == pytest.approx(0)
 
 
-class TestBytes:
-    @pytest.mark.parametrize("layout_name", ["contiguous", "striped"])
-    @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
-    @pytest.mark.parametrize("heads", [3, 6])
-    def test_traffic_is_what_the_routes_send(self, strategy, layout_name, heads):
-        plan, _, layout = a_plan(strategy, heads=heads, tokens=500, layout_name=layout_name)
-        traffic = traffic_of(plan, layout)
-        for rank in range(4):
-            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
-            sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
-            assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
-            assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
-            assert route.q_places == traffic.rows[rank] * 16
-            assert route.kv_places == traffic.blocks[0, rank] * 16
+ORDERED = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
 
+
+class TestBytes:
     @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
     @pytest.mark.parametrize("keys", ["all", "needed"])
-    def test_traffic_of_chunks_is_what_the_routes_send(self, strategy, keys):
-        mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
+    @pytest.mark.parametrize("grid", [BlockGrid.uniform(500, 16), ORDERED], ids=["plain", "token orders"])
+    def test_traffic_is_what_the_routes_send(self, strategy, keys, grid):
+        mask = BlockMask(random_bits(3, grid, 3), grid)
+        layout = SequenceLayout.named("striped" if keys == "all" else "contiguous", grid, Strategy.parse(strategy))
         plan = make_plan(mask, strategy, layout=layout, keys=keys)
         traffic = traffic_of(plan, layout)
         received = 0
         for rank in range(4):
             route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
+            first = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
+            assert first.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
             sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
+            assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
+            assert route.q_places == traffic.rows[rank] * 16
             assert route.kv_places == traffic.blocks[0, rank] * 16
             assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
             came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
@@ -150,17 +145,6 @@ class TestBytes:
         assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
         assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
 
-    def test_traffic_with_token_orders_per_head(self):
-        grid = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
-        mask = BlockMask(random_bits(3, grid, 0), grid)
-        layout = SequenceLayout.contiguous(480, 4)
-        plan = make_plan(mask, "U2R2", layout=layout)
-        traffic = traffic_of(plan, layout)
-        route = build_route(plan, layout, 1, layout.shard, torch.device("cpu"))
-        sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
-        assert sent.tolist() == (traffic.queries[1] + 2 * traffic.keys[0, 1]).tolist()
-        assert list(route.combine_exchange.received) == traffic.queries[1].tolist()
-
     def test_the_exchange_takes_what_the_busiest_rank_sends_or_receives(self):
         plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
         sent = 512 / 4 * 8 * 3 / 4 * (3 + 1)  # tokens · heads that leave a rank: q, k, v there, the output back
@@ -178,12 +162,6 @@ class TestBytes:
         traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, 4))
         fetched = fetches_s(traffic, shape_of(plan).token_bytes, known, [0] * 4)
         assert fetched == pytest.approx([7 + 2 * 128 * 6 * 8 * 2] * 3)
-
-    def test_one_rank_communicates_nothing(self):
-        plan, _, _ = a_plan("U1R1")
-        rates = dict.fromkeys(("exchange_bytes_per_s", "p2p_bytes_per_s"), 1.0)
-        found = predict(plan, shape_of(plan), machine(exchange_latency_s=9.0, p2p_latency_s=9.0, **rates))
-        assert (found.exchange_s, found.attention_s) == (0, pytest.approx(0))
 
 
 KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}
@@ -212,12 +190,6 @@ class TestNodes:
             predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])
 
 
-def test_predictions_are_equal_bit_for_bit():
-    first, second = (a_plan("U2R2")[0] for _ in range(2))
-    rates = {name: 3e9 for name in NAMES if name.endswith("_per_s") and not name.startswith("network")}
-    assert predict(first, shape_of(first), machine(**rates)) == predict(second, shape_of(second), machine(**rates))
-
-
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
 def test_every_constant_matters_in_its_direction(name):
     plan, _, _ = a_plan("U2R2", layout_name="striped")
@@ -227,12 +199,6 @@ def test_every_constant_matters_in_its_direction(name):
     slower = replace(hardware, constants=replace(hardware.constants, **{name: worse}))
     before, after = (predict(plan, shape_of(plan), one).total_s for one in (hardware, slower))
     assert after > before
-
-
-def mask_of(dense_blocks: int) -> BlockMask:
-    """A mask of 6 heads and 512 tokens in blocks of 16, with so many dense blocks."""
-    grid = BlockGrid.uniform(512, 16)
-    return BlockMask((torch.arange(6 * 32 * 32) < dense_blocks).view(6, 32, 32), grid)
 
 
 class TestMistakes:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.config import DbspConfig
 from dbsp_core.cost import prediction
 from dbsp_core.cost.machine import RULE, Hardware, load_hardware, measured_file, save_hardware
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, by_rule, candidates, predict
@@ -93,12 +92,6 @@ def test_rings_need_blocks_and_a_kernel_that_merges():
     assert [str(s) for s in candidates(8, GRID, merges=False)] == ["U8R1"]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_choose_alike(pool, world):
-    answers = pool(world).run(choose_together, {"machine": "a800"})
-    assert all(answer == answers[0] for answer in answers)
-
-
 def test_ranks_with_other_constants_are_refused(pool, tmp_path):
     hardware: Hardware = load_hardware("a800")
     save_hardware(tmp_path / "0.yaml", hardware)
@@ -121,19 +114,6 @@ def test_whatever_is_chosen_is_exact(pool, model, source):
     case = ParaCase(model, thw=(4, 5, 7), config=config)
     for rank in pool(4).run(run_sparge_case, case):
         assert all(difference <= 1e-5 for difference, *_ in rank), rank
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "atuo"}, "not of the form UxRy"),
-        ({"strategy": 4}, "strategy"),
-        ({"machine": 3}, "machine"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DbspConfig.load(settings)
 
 
 NODES = [0] * 8 + [1] * 8

@@ -27,11 +27,3 @@ def test_columns_are_remembered_for_the_last_owners_only():
     assert counts.columns_by_rank(owner, 3) is expected
     counts.columns_by_rank(others, 3)
     assert np.array_equal(counts.columns_by_rank(owner, 3), expected)
-
-
-def test_rows_are_counted_over_all_parts():
-    draws = np.random.default_rng(0)
-    parts = [torch.from_numpy(draws.random((3, rows, columns)) < 0.5) for rows, columns in ((4, 300), (2, 7))]
-    rows = MaskCounts(*parts).rows
-    assert rows.dtype == np.int64
-    assert np.array_equal(rows, np.concatenate([part.sum(dim=2).numpy() for part in parts], axis=1))

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask
 
 GRID = BlockGrid(tokens=10, text_tokens=0, block_q=4, block_k=5)  # 3 × 2 blocks
-
-
-def test_counts_and_density_by_hand():
-    bits = np.array([[[1, 1], [1, 0], [0, 0]], [[0, 1], [0, 1], [0, 1]]], dtype=bool)
-    mask = BlockMask(bits, GRID)
-    assert mask.heads == 2
-    assert mask.counts.rows.tolist() == [[2, 1, 0], [1, 1, 1]]
-    assert mask.density == 0.5
-
-
-def test_dense_has_every_block():
-    mask = BlockMask.dense(4, GRID)
-    assert mask.bits.shape == (4, 3, 2)
-    assert mask.bits.all()
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3), (3, 2), (1, 2, 3, 2), (0, 3, 2)])

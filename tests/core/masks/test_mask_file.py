@@ -26,29 +26,6 @@ def path(tmp_path):
 
 
 class TestRoundTrip:
-    def test_one_mask_serves_every_layer(self, path):
-        mask = a_mask()
-        save_mask(path, mask)
-        file = MaskFile(path)
-        assert (file.grid, file.heads, file.layers, file.per_layer) == (GRID, 3, 1, False)
-        for layer in (0, 7):
-            assert file.layer(layer).grid == GRID
-            assert torch.equal(file.layer(layer).bits, mask.bits)
-
-    def test_one_mask_per_layer(self, path):
-        masks = [a_mask(seed) for seed in (1, 2)]
-        save_mask(path, masks)
-        file = MaskFile(path)
-        assert (file.grid, file.heads, file.layers, file.per_layer) == (GRID, 3, 2, True)
-        assert all(torch.equal(file.layer(i).bits, mask.bits) for i, mask in enumerate(masks))
-        assert not torch.equal(file.layer(0).bits, file.layer(1).bits)
-
-    def test_a_list_of_one_mask_is_a_file_with_one_layer(self, path):
-        save_mask(path, [a_mask()])
-        assert MaskFile(path).per_layer
-        with pytest.raises(ValueError, match="there is no layer 1"):
-            MaskFile(path).layer(1)
-
     def test_missing_folders_are_made(self, tmp_path):
         save_mask(tmp_path / "a" / "b" / "mask.safetensors", a_mask())
         assert MaskFile(tmp_path / "a" / "b" / "mask.safetensors").heads == 3
@@ -160,12 +137,6 @@ class TestSaving:
         with pytest.raises(OSError, match="disk full"):
             save_mask(path, a_mask(2))
         assert path.read_bytes() == before
-        assert list(path.parent.iterdir()) == [path]
-
-    def test_a_save_replaces_the_earlier_file_and_leaves_nothing_else(self, path):
-        save_mask(path, a_mask(1))
-        save_mask(path, a_mask(2))
-        assert torch.equal(MaskFile(path).layer(0).bits, a_mask(2).bits)
         assert list(path.parent.iterdir()) == [path]
 
     def test_no_masks_raise(self, path):

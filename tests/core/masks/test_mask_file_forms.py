@@ -9,15 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from dbsp_cli.mask_tools.convert import even_groups
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.masks.grid import AXIS_ORDERS
 from dbsp_core.masks.mask_file import mask_bits, mask_values
-from dbsp_core.masks.mask_writer import ByteTensor, safetensors_pieces
 from dbsp_core.masks.steps import StepGroups
-from dbsp_core.utils.files import write_atomically
 from tests.support.generators import SEEDS, examples, random_bits
 
 THW = (2, 3, 5)
@@ -221,17 +219,3 @@ class TestSaving:
         with pytest.raises(ValueError, match=complaint):
             save_mask(tmp_path / "m.safetensors", masks, groups=groups)
         assert not list(tmp_path.iterdir())
-
-    def test_tensors_with_too_few_bytes_are_not_written(self, tmp_path):
-        with pytest.raises(ValueError, match=r"of shape \[2, 2\] was given 3 bytes"):
-            write_atomically(tmp_path / "a.safetensors", safetensors_pieces({"a": ByteTensor((2, 2), [b"abc"])}, {}))
-        assert not list(tmp_path.iterdir())
-
-    def test_what_is_written_piece_by_piece_is_a_safetensors_file(self, tmp_path):
-        path = tmp_path / "a.safetensors"
-        tensors = {"a": ByteTensor((2, 2), [b"ab", b"cd"]), "b": ByteTensor((1,), [b"e"])}
-        assert write_atomically(path, safetensors_pieces(tensors, {"k": "ü"})) == path.stat().st_size
-        assert {name: tensor.tolist() for name, tensor in load_file(path).items()} == {
-            "a": [[97, 98], [99, 100]],
-            "b": [101],
-        }

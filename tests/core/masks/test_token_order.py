@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid
-from dbsp_core.masks.grid import AXIS_ORDERS, video_order
+from dbsp_core.masks.grid import AXIS_ORDERS
 from dbsp_core.planning.planners import balanced_majority_rank, majority_rank
 from tests.support.generators import examples
 from tests.support.oracle import place_in_order
@@ -24,17 +24,6 @@ def test_standing_is_the_order_written_out(thw, text_tokens, order):
     grid = BlockGrid(text_tokens + int(np.prod(thw)), text_tokens, 4, 4, thw, (order,))
     token_permutation = torch.from_numpy(grid.token_permutation(order).copy())
     assert torch.equal(torch.argsort(token_permutation), place_in_order(grid, 0))
-
-
-def test_tiles_that_fit_are_blocks():
-    """Sliding Tile Attention's point: 64 tokens of a block are one 4×4×4 cube."""
-    t, h, w = np.unravel_index(video_order("tile:4x4x4", (8, 8, 12)).reshape(-1, 64), (8, 8, 12))
-    for axis in (t, h, w):
-        assert (np.ptp(axis, axis=1) == 3).all()
-
-
-def test_one_axis_order_is_a_transpose():
-    assert video_order("hwt", (2, 1, 3)).tolist() == [0, 3, 1, 4, 2, 5]
 
 
 @pytest.mark.parametrize("order", ["", "tthw", "thx", "tile:4x4", "tile:0x4x4", "tile:4x4x4 "])

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
+from dbsp_core import BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.prediction import traffic_of
 from dbsp_core.planning.chunks import Chunks
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
-from dbsp_core.utils.errors import UserError
 from tests.support.generators import SEEDS, examples, grids, random_bits
 
 REQUEST = MaskRequest(0, 12, (9, 24, 40), layers=2)
@@ -104,31 +103,3 @@ def test_plans_that_send_other_keys_differ():
         assert not another.same_routes(plan)
         assert plan.fingerprint != another.fingerprint
     assert plan.same_routes(replace(plan, chunks=replace(plan.chunks, sent=plan.chunks.sent.copy())))
-
-
-def test_a_split_heads_keys_go_only_where_its_rows_need_them():
-    """5 heads on 4 Ulysses ranks, whose masks are bands: less than whole heads sent again."""
-    grid = BlockGrid.uniform(4096, 32)
-    distance = np.abs(np.arange(grid.nq)[:, None] - np.arange(grid.nk))
-    mask = BlockMask(np.broadcast_to(distance < 12, (5, grid.nq, grid.nk)).copy(), grid)
-    layout = SequenceLayout.contiguous(grid.tokens, 4)
-    sent = {
-        keys: traffic_of(make_plan(mask, "U4R1", layout=layout, keys=keys), layout).keys.sum()
-        for keys in ("all", "needed")
-    }
-    assert sent["all"] >= 5 * grid.tokens * 1.5
-    assert sent["needed"] < 5 * grid.tokens * 1.2
-
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ("auto", "auto was removed; write needed for masks that never change"),
-        ("neded", "did you mean 'needed'"),
-        ("every", "one of all, needed$"),
-    ],
-)
-def test_a_wrong_way_of_keys(keys, complaint):
-    mask = SOURCES["window"].mask(REQUEST)
-    with pytest.raises(UserError, match=complaint):
-        make_plan(mask, "U2R2", keys=keys)

@@ -74,18 +74,6 @@ class TestOneProcess:
         keep_and_use(recorder, 1, a_mask(1))
         assert len(Recording.read(tmp_path / "r").passes) == 1
 
-    def test_a_mask_made_once_serves_later_passes_and_other_layers(self, tmp_path):
-        recorder = new(tmp_path)
-        for moment in MOMENTS:
-            recorder.begin(moment)
-            if moment == DenoisingStep():
-                recorder.mask_made("all", 0, a_mask(7), True)
-            for layer in range(2):
-                recorder.mask_used(layer, "all")
-        recording = Recording.read(tmp_path)
-        assert all(torch.equal(recording.mask(i, m).bits, a_mask(7).bits) for i in range(2) for m in MOMENTS)
-        assert len(list(tmp_path.glob("*.safetensors"))) == 1
-
     @pytest.mark.parametrize("lasting", [False, True])
     def test_every_nth_step_and_chosen_layers_alone(self, tmp_path, lasting):
         run(new(tmp_path, every=2, layers=frozenset({1})), [(10 * i, 10 * i + 1) for i in range(6)], lasting=lasting)
@@ -224,15 +212,6 @@ class TestReading:
         with pytest.raises(ValueError, match=r"is damaged.* does not fit"):
             Recording.read(tmp_path).mask(0, DenoisingStep())
 
-    def test_masks_of_another_dtype_raise(self, tmp_path):
-        self.index(tmp_path)
-        for file in tmp_path.glob("*.safetensors"):
-            with safe_open(file, framework="pt") as content:
-                metadata = content.metadata()
-            save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file, metadata)
-        with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, DenoisingStep())
-
     def test_files_outside_the_folder_are_not_read(self, tmp_path):
         run(new(tmp_path / "other"), [(0, 1)], [DenoisingStep()])
         folder = tmp_path / "r"
@@ -303,17 +282,6 @@ class TestRuns:
             expected = source.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
             assert torch.equal(recording.mask(1, moment).bits, expected.bits)
         assert len(list(folder.glob("*.safetensors"))) == 1 + 3  # branches share masks, steps the dense layer's
-
-    def test_static_masks_are_stored_once_and_their_steps_told_apart(self, pool, tmp_path):
-        folder = tmp_path / "r"
-        static = {key: value for key, value in self.DRIFTING.items() if key != "drift"}
-        environment = {"DBSP_RECORD_EVERY": "2", "DBSP_RECORD_LAYERS": "1"}
-        results = pool(3).run(run_recorded, str(folder), {"mask": static, "strategy": "U3R1"}, environment)
-        assert results == [[0.0] * 6] * 3
-        recording = Recording.read(folder)
-        assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
-        assert recording.recorded_layers == (1,)
-        assert len(list(folder.glob("*.safetensors"))) == 1
 
     @pytest.mark.usefixtures("debug")
     def test_masks_made_from_queries_and_keys_are_recorded_in_every_pass(self, pool, tmp_path):

@@ -10,9 +10,8 @@ import pytest
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
-from dbsp_core.reports.page import in_a_line, in_seconds, report_page
+from dbsp_core.reports.page import report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
-from dbsp_core.utils.files import in_bytes
 from tests.core.reports.report_cases import (
     fail_on_one_rank,
     pipeline_reports,
@@ -210,20 +209,6 @@ def test_totals():
     assert totals.strategies == {"U1R2": 2, "U2R1": 4}
 
 
-def test_in_a_line():
-    report = small_report()
-    t = report.totals
-    line = in_a_line(report)
-    saved = in_seconds(t.saved_s)
-    assert line == (
-        f"attention {t.attention_share:.0%} of {in_seconds(report.seconds)}, density {t.density:.3f}, "
-        f"ρ_s {t.rho_before:.3f} → {t.rho:.3f}, saved {saved} (modelled)"
-    )
-    assert in_a_line(dataclasses.replace(report, world_size=1)) == line.partition(", ρ_s")[0]
-    worse = dataclasses.replace(report.calls, rho_before=report.calls.rho, rho=[2 * rho for rho in report.calls.rho])
-    assert ", lost " in in_a_line(dataclasses.replace(report, calls=worse))
-
-
 def test_json_round_trip(tmp_path):
     report = small_report(max_abs_diff=1e-7)
     report.write(tmp_path / "report.json")
@@ -316,18 +301,6 @@ def test_the_page_has_the_numbers_and_needs_nothing_else():
     assert json.loads(data)["work"] == {"0": [100, 100], "1": [60, 50]}
 
 
-def test_a_report_says_when_it_was_made_if_it_knows(tmp_path):
-    report = small_report()
-    dated = dataclasses.replace(report.environment, date="2026-11-25T01:47+02:00")
-    html = report_page(dataclasses.replace(report, environment=dated))
-    assert "a GPU · 2026-11-25 01:47" in " ".join(html.split())
-    assert "a GPU ·" not in report_page(report)
-    content = json.loads(report.to_json())
-    del content["environment"]["date"]  # as earlier versions wrote it
-    (tmp_path / "report.json").write_text(json.dumps(content))
-    assert RunReport.read(tmp_path) == report
-
-
 def test_the_page_escapes_what_it_is_given():
     evil = '</script><script>alert("x")</script>'
     report = small_report(model=evil)
@@ -336,16 +309,6 @@ def test_the_page_escapes_what_it_is_given():
     assert "alert" in html
     assert "<script>alert" not in html
     Page(html)
-
-
-@pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (1000, "1000 B"), (1536, "1.5 KiB"), (5 << 40, "5 TiB")])
-def test_bytes_in_words(count, words):
-    assert in_bytes(count) == words
-
-
-@pytest.mark.parametrize(("s", "words"), [(5e-5, "50 µs"), (0.0123, "12.3 ms"), (4.5, "4.5 s"), (725.0, "12 min 5 s")])
-def test_seconds_in_words(s, words):
-    assert in_seconds(s) == words
 
 
 def _write(folder, **changes):

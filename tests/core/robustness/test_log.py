@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 
@@ -37,10 +36,6 @@ def test_an_application_s_own_handlers_for_dbsp_replace_ours(own):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == (("here\n", "root here\n") if own else ("", "dbsp: here\n"))
-
-
-def test_it_is_the_logger_called_dbsp():
-    assert log is logging.getLogger("dbsp")
 
 
 def test_control_characters_of_files_and_names_do_not_reach_the_terminal(capsys):

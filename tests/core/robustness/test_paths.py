@@ -14,11 +14,10 @@ from dbsp_cli.output import require_apart, require_file_place
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import load_hardware, save_hardware
-from dbsp_core.models.table import signature_of_model
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import expand_path, require_file, require_folder_place, user_path
+from dbsp_core.utils.files import expand_path, require_file, require_folder_place
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
@@ -67,14 +66,6 @@ class TestHome:
         with pytest.raises(UserError, match=f"report {home}/r does not exist"):
             RunReport.read(Path("~/r"))
         assert list(Path().iterdir()) == []
-
-    def test_a_model_of_a_configuration_is_not_looked_for_beside_it(self, home, tmp_path):
-        (tmp_path / "c.yaml").write_text("model: ~/w\n", encoding="utf-8")
-        assert DbspConfig.load(tmp_path / "c.yaml").model == f"{home}/w"
-
-    def test_a_recording_goes_there(self, home, monkeypatch):
-        monkeypatch.setenv("DBSP_RECORD", "~/masks")
-        assert DbspConfig().record == f"{home}/masks"
 
     @pytest.mark.parametrize(
         ("path", "complaint"),
@@ -197,8 +188,3 @@ def test_yaml_is_utf_8_in_every_locale(tmp_path, locale):
     assert done.returncode == 1, "the shipped one has no report"
     assert done.stdout.decode().split("\n")[:2] == [ascii("ein Bär")] * 2, done.stderr.decode()
     assert (tmp_path / "Brücke" / "r").is_dir()
-
-
-def test_a_path_stays_a_path(tmp_path):
-    assert user_path(tmp_path) == tmp_path
-    assert signature_of_model(tmp_path) is None

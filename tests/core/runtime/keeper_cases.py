@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dbsp_core import BlockGrid, BlockMask, SequenceGroup
+from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.planning.plan import Plan, plan_from_counts
 from dbsp_core.runtime.plan_keeper import MakePlan, PlanKeeper, PlanUse
@@ -117,13 +116,3 @@ def two_generations(rank: int, world: int, steps: int, threshold: float) -> list
     same = [False, *(use.plan.same_routes(before.plan) for before, use in pairwise(uses))]
     same[steps] = uses[steps].plan.same_routes(uses[1].plan)
     return list(zip((use.new for use in uses), rho, same, strict=True))
-
-
-def timeouts(rank: int, world: int, seconds: float) -> list[float]:
-    """Of a group with a timeout of its own and of those beside it, as torch has them."""
-    group = SequenceGroup.of(dist.new_group(list(range(world)), timeout=timedelta(seconds=seconds)))
-    beside = [group, *(group.auxiliary(purpose) for purpose in ("control", "meeting"))]
-    options = [one.group._get_backend(torch.device("cpu")).options for one in beside if one.group is not None]
-    found = [one._timeout.total_seconds() for one in options]
-    assert group.timeout == timedelta(seconds=seconds)
-    return found

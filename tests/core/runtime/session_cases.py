@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -116,71 +116,40 @@ class Session:
 PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}}
 
 
-def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) -> list[float]:
-    """A new plan is waiting at every call, as every mask asks for one; then the batch changes. Returns errors."""
-    settings = PREDICTED | {"reuse": 1.0}
-    session = Session(settings, strategy)
-    errors = [session.attend(900.0 - step, batch, settle=True) for step, batch in enumerate(batches)]
-    assert session.inner.reuse.plans > len(set(batches)), "plans must have been waiting"
-    return errors
+@dataclass(frozen=True)
+class Passes:
+    """What forward passes of a session left.
+
+    worst: the largest error; calls: of attention; plans: made until the end of each pass
+    kept, prepared: plans and prepared attentions that all sizes keep; known: sizes of which cache keys are known
+    keys: which are sent
+    """
+
+    worst: float
+    calls: int
+    plans: list[int]
+    kept: int
+    prepared: int
+    known: int
+    keys: set[str]
 
 
-def changing_masks(rank: int, world: int, settings: dict[str, Any], steps: int) -> tuple[float, int, int, int, int]:
-    """Two passes a step over two layers. Returns the worst error, calls, plans made, plans and executors kept."""
-    session = Session(settings, f"U{world}R1", layers=2, steps=steps)
-    worst = 0.0
-    for step in range(steps):
-        for _ in range(2):
-            worst = max(worst, session.attend(900.0 - step))
-    counters, (context,) = session.inner.reuse, session.inner._sizes.values()
-    return worst, counters.calls, counters.plans, len(context.keeper._last), len(context._prepared)
-
-
-def videos(rank: int, world: int, settings: dict[str, Any], steps: int, texts: list[int]) -> tuple[float, list[int]]:
-    """One video after another, of these lengths of text. Returns the worst error, plans made for each video."""
-    session = Session(settings, f"U{world}R1", layers=2, steps=steps)
-    worst, made = 0.0, [0]
-    for text in texts:
-        for step in range(steps):
-            worst = max(worst, session.attend(900.0 - step, text_tokens=text, settle=True))
-        made.append(session.inner.reuse.plans)
-    return worst, [after - before for before, after in pairwise(made)]
-
-
-def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) -> int:
-    """One pass a step over two layers, recorded. Returns plans made."""
-    session = Session(settings, f"U{world}R1", layers=2, steps=steps)
-    for step in range(steps):
-        session.attend(900.0 - step)
-    return session.inner.reuse.plans
-
-
-def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int, int]:
-    """Generations of one step each, at one timestep. Returns plans made, and plans and executors kept."""
-    session = Session(PREDICTED | {"reuse": 9.0}, f"U{world}R1", layers=2)
-    for _ in range(generations):
-        assert session.attend(900.0) <= 1e-5
-    session.inner.flush()
-    (context,) = session.inner._sizes.values()
-    return session.inner.reuse.plans, len(context.keeper._last), len(context._prepared)
-
-
-def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[int], steps: int) -> tuple[float, int]:
-    """Passes whose text lengths take turns. Returns the worst error, plans made."""
-    session = Session(settings, f"U{world}R1")
-    worst = 0.0
-    for step in range(steps):
-        for text in texts:
-            worst = max(worst, session.attend(900.0 - step, text_tokens=text))
-    return worst, session.inner.reuse.plans
-
-
-def keys_known(rank: int, world: int, settings: dict[str, Any], texts: list[int]) -> int:
-    """Passes of many text lengths, one after the other. Returns sizes of which cache keys are known."""
-    session = Session(settings, f"U{world}R1")
-    for text in texts:
-        session.attend(900.0, text_tokens=text)
-    return len(session.inner._mask_provider._numbers)
+def run_passes(
+    rank: int, world: int, settings: dict[str, Any], strategy: str, passes: Sequence[dict[str, Any]], layers: int = 2
+) -> Passes:
+    """One forward pass for each of these arguments of `Session.attend`; all have the steps of one generation."""
+    steps = len({one["timestep"] for one in passes})
+    session = Session(settings, strategy, layers=layers, steps=steps)
+    worst, plans = 0.0, []
+    for one in passes:
+        worst = max(worst, session.attend(**one))
+        plans.append(session.inner.reuse.plans)
+    contexts, inner = session.inner._sizes.values(), session.inner
+    kept, prepared = (
+        sum(map(len, of)) for of in ([c.keeper._last for c in contexts], [c._prepared for c in contexts])
+    )
+    keys = {plan.chunks.keys for plan in inner.records.values()}
+    return Passes(worst, inner.reuse.calls, plans, kept, prepared, len(inner._mask_provider._numbers), keys)
 
 
 def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, Any], others: dict[str, Any]) -> Any:
@@ -379,42 +348,6 @@ class Unread(BlockSizes):
         mask = BlockMask.dense(request.heads, self.grid(request))
         mask.bits[:, :, 2:4] = False
         return mask
-
-
-def static_masks_with_unread_keys(rank: int, world: int, kernel: str) -> tuple[float, set[str]]:
-    """Whole heads. Returns the error, and the keys that are sent."""
-    session = Session({"mask": Unread(16, 16), "kernel": kernel}, f"U{world}R1")
-    worst = session.attend(900.0)
-    return worst, {plan.chunks.keys for plan in session.inner.records.values()}
-
-
-def all_keys_of_growing_masks(rank: int, world: int, strategy: str) -> tuple[float, int, set[str]]:
-    """Eight steps. Returns the worst error, the number of plans, and the keys that are sent."""
-    session = Session({"mask": Growing(8, 8), "reuse": 9.0}, strategy, layers=2)
-    worst = max(session.attend(900.0 - step) for step in range(8))
-    plans = session.inner.records.values()
-    return worst, session.inner.reuse.plans, {plan.chunks.keys for plan in plans}
-
-
-def predicted_masks_with_keys(rank: int, world: int, strategy: str) -> tuple[float, set[str]]:
-    """Masks of every call, of other batches and sizes too. Returns the worst error, and how keys travel."""
-    settings = PREDICTED | {"reuse": 1.0}
-    session, names = Session(settings, strategy), set()
-    for step, (batch, text) in enumerate(((1, 0), (1, 0), (2, 0), (1, 7), (2, 7), (1, 0))):
-        worst = session.attend(900.0 - step, batch, text_tokens=text, settle=True)
-        names |= {plan.chunks.keys for plan in session.inner.records.values()}
-        if worst > 1e-5:
-            break
-    return worst, names
-
-
-def training_with_keys_in_chunks(rank: int, world: int, strategy: str, mask: Any) -> bool:
-    """Whether gradients flow through a session whose keys come in chunks."""
-    session = Session({"mask": mask}, strategy).inner
-    layout = session.begin(Video(THW), timestep=900.0)
-    q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
-    session.attend(0, q, q, q).sum().backward()
-    return q.grad is not None
 
 
 def exchanges_before_the_first_attention(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import run_consistently
-from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock
 from tests.core.runtime.mask_provider_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
 from tests.support.workers import WorkerError
 
 
-@pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("world", "odd", "fault", "message"),
     [
-        ("grid", "the file is broken here"),
-        ("mask", "the file is broken here"),
-        ("heads", "the mask source gave"),
-        ("bug", "KeyError: 'layer 7'"),
-        ("bits", "the mask of layer 0 differs on rank(s)"),
+        (2, 1, "grid", "the file is broken here"),
+        (3, 0, "mask", "the file is broken here"),
+        (3, 2, "heads", "the mask source gave"),
+        (2, 1, "bug", "KeyError: 'layer 7'"),
+        (3, 0, "bits", "the mask of layer 0 differs on rank(s)"),
     ],
 )
 def test_a_fault_on_one_rank_raises_on_all(pool, world, odd, fault, message):
@@ -46,51 +46,52 @@ def test_alone_a_problem_is_told_as_it_is():
         run_consistently(SequenceGroup(0, 1), fail)
 
 
-class _Host:
-    """A host whose scheduler has an index or none."""
-
-    def __init__(self) -> None:
-        self.index: int | None = None
-        self.clock = StepClock(lambda: Progress(step_index=self.index))
-
-    def advance(self, timestep, cfg_branch=None, index=None) -> DenoisingStep:
-        self.index = index
-        return self.clock.advance(timestep, cfg_branch)
+def unread() -> float:
+    raise AssertionError("a timestep on a GPU would be waited for")
 
 
-def test_steps_and_branches_are_told_from_timesteps():
-    host = _Host()
-    moments = [host.advance(t) for t in (999, 999, 800, 800, 5, 5, 999, 999, 800)]
-    assert moments == [
-        DenoisingStep(s, b) for s, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0))
-    ]
+def same_steps(*first: int | None) -> list[tuple[Any, ...]]:
+    """Passes at one timestep whose index tells the step; with `strength` below 1 it does not begin at 0."""
+    return [(5.0, place % 2, index) for place, index in enumerate((*first, 7, 7, 8, 8, 9, 9, 7))]
 
 
-@pytest.mark.parametrize("index", [None, 0], ids=["timesteps", "index"])
-def test_generations_of_one_step_begin_with_the_first_guidance_pass_again(index):
-    host = _Host()
-    moments = [host.advance(999.0, index=index) for _ in range(2 * MOST_PASSES)]
-    assert moments == [DenoisingStep(0, branch) for branch in range(MOST_PASSES)] * 2
-
-
-def test_where_the_host_says_the_step_no_timestep_is_read():
-    host = _Host()
-
-    def unread() -> float:
-        raise AssertionError("a timestep on a GPU would be waited for")
-
+BY_INDEX = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (0, 0)]
+PASSES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[int, int]]]] = {
+    "timesteps": (
+        [(t,) for t in (999, 999, 800, 800, 5, 5, 999, 999, 800)],
+        [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0)],
+    ),
+    "generations of one step": ([(999.0,)] * 2 * MOST_PASSES, [(0, branch) for branch in range(MOST_PASSES)] * 2),
+    "the same with an index": (
+        [(999.0, None, 0)] * 2 * MOST_PASSES,
+        [(0, branch) for branch in range(MOST_PASSES)] * 2,
+    ),
     # A scheduler has no index until its first step is over; and none again once its timesteps are set anew.
-    passes = [(999.0, None), (999.0, None), (unread, 1), (unread, 1), (unread, 2), (999.0, None), (unread, 1)]
-    moments = [host.advance(timestep, index=index) for timestep, index in passes]
-    assert moments == [DenoisingStep(*one) for one in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 0), (1, 0))]
+    "an index, and no timestep is read": (
+        [(999.0,), (999.0,), (unread, None, 1), (unread, None, 1), (unread, None, 2), (999.0,), (unread, None, 1)],
+        [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 0), (1, 0)],
+    ),
+    "counted from where a generation begins, no index first": (same_steps(None, None), BY_INDEX),
+    "counted from where a generation begins": (same_steps(6, 6), BY_INDEX),
+    "guidance passes, at timesteps that repeat": (
+        [
+            *((999, 0), (999, 1), (800, 0), (800, 1), (800, 0), (800, 1)),
+            *((5, 0), (5, 0), (5, 1), (999, 1), (800, 1)),
+        ],
+        [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (0, 1), (1, 1)],
+    ),
+}
+"""(timestep, guidance pass, scheduler's index) of forward passes, of which hosts say a part, and (step, pass) told."""
 
 
-def test_a_step_is_counted_from_where_a_generation_begins():
-    for first in (None, 6):  # with `strength` below 1, a scheduler begins at another index than 0
-        host = _Host()
-        indices = [first, first, 7, 7, 8, 8, 9, 9, 7]
-        moments = [host.advance(5.0, cfg_branch=number % 2, index=index) for number, index in enumerate(indices)]
-        assert [moment.step for moment in moments] == [0, 0, 1, 1, 2, 2, 3, 3, 0]
+@pytest.mark.parametrize(("passes", "moments"), PASSES.values(), ids=PASSES)
+def test_steps_and_guidance_passes_are_told_from_what_the_host_says(passes, moments):
+    index = None
+    clock = StepClock(lambda: Progress(step_index=index))
+    found = []
+    for timestep, branch, index in ((*one, None, None)[:3] for one in passes):  # noqa: B007  read by the clock
+        found.append(clock.advance(timestep, branch))
+    assert found == [DenoisingStep(*moment) for moment in moments]
 
 
 def test_a_generation_that_failed_at_its_first_step_is_not_counted_on():
@@ -99,14 +100,6 @@ def test_a_generation_that_failed_at_its_first_step_is_not_counted_on():
     assert [clock.advance(t).step for t in (999, 800)] == [0, 1]
     now = Progress("second", 4)
     assert [clock.advance(800).step for _ in range(2)] == [0, 0]
-
-
-def test_where_the_host_says_the_guidance_pass_a_timestep_may_repeat():
-    host = _Host()
-    passes = [(999, 0), (999, 1), (800, 0), (800, 1), (800, 0), (800, 1), (5, 0), (5, 0), (5, 1), (999, 1), (800, 1)]
-    moments = [host.advance(*now) for now in passes]
-    expected = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (0, 1), (1, 1)]
-    assert moments == [DenoisingStep(*moment) for moment in expected]
 
 
 @pytest.mark.parametrize("odd", [0, 2])
@@ -134,17 +127,3 @@ def test_without_dense_ends_nothing_is_dense():
 def test_last_steps_need_the_number_of_steps():
     with pytest.raises(ValueError, match="attach db-SP to the pipeline"):
         DenseSchedule(last_steps=1).is_dense(0, 4, 3, None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"first_steps": -1}, "dense_schedule.first_steps=-1"),
-        ({"fist_steps": 1}, "did you mean 'first_steps'"),
-        ({"first_steps": 1.5}, "must be int"),
-        (3, "a mapping of first_steps"),
-    ],
-)
-def test_schedules_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DbspConfig.load({"dense_schedule": settings})

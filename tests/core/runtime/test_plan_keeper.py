@@ -12,7 +12,6 @@ from tests.core.runtime.keeper_cases import (
     planner_that_goes_wrong,
     plans_on,
     plans_with_late_counts,
-    timeouts,
     two_generations,
 )
 
@@ -114,11 +113,6 @@ class TestPredictedMasks:
         keeper.settle()
         assert keeper.statistics.counted == 3
 
-    def test_attentions_do_not_mix(self, keeper):
-        for _ in range(2):
-            assert self.plans(keeper, [FIRST], "cond") + self.plans(keeper, [ABOVE], "uncond") == [OLD, NEW]
-        assert keeper.statistics.plans == 2
-
     def test_an_error_in_planning_leaves_what_was_kept(self, keeper):
         self.plans(keeper, [FIRST, ABOVE])
 
@@ -152,12 +146,6 @@ class TestPredictedMasks:
         steps = [(FIRST, 0), (ABOVE, 1), (ABOVE, 0), (ABOVE, 1), (ABOVE, 0)]
         uses = [keeper.plan_predicted(0, mask, plans_on(GRID, "U2R1"), step) for mask, step in steps]
         assert [use.plan.fingerprint for use in uses] == [OLD, OLD, OLD, NEW, NEW]
-
-    def test_without_lag_each_call_waits_for_its_own_counts(self):
-        masks = [FIRST, ABOVE, AT_THRESHOLD]
-        uses = replay([mask.counts.rows for mask in masks], 1.25, plans_on(GRID, "U2R1"), lag=False)
-        assert [use.plan.fingerprint for use in uses] == [OLD, NEW, NEW]
-        assert [use.new for use in uses] == [True, True, False]
 
     @pytest.mark.parametrize("lag", [True, False])
     def test_counts_of_other_heads_are_planned_at_once(self, lag):
@@ -194,7 +182,3 @@ def test_a_generation_begins_with_the_plans_of_the_last_one(pool, steps):
             above[steps] = False
             assert [new for new, *_ in seen] == above
             assert all(same or new for new, _, same in seen)
-
-
-def test_groups_beside_another_have_its_timeout(pool):
-    assert pool(2).run(timeouts, 77.0) == [[77.0] * 3] * 2

@@ -17,18 +17,12 @@ from tests.core.runtime.session_cases import (
     agreements,
     an_attention_that_breaks_off,
     an_executor_that_differs,
-    change_of_batch,
-    changing_masks,
-    changing_sizes,
     computed_again_after_another_size,
     exchanges_before_the_first_attention,
     from_two_threads,
     gradients,
-    keys_known,
-    one_step_after_another,
-    recorded_masks,
+    run_passes,
     settings_on_one_rank,
-    videos,
 )
 from tests.support.workers import assert_all_raise
 
@@ -37,63 +31,60 @@ EVEN = 1.02
 """The masks here have plans of their own that are more even, and are less even under others'."""
 
 
+def steps(count: int, passes: int = 1, **options: object) -> list[dict[str, object]]:
+    """So many steps of as many passes."""
+    return [{"timestep": 900.0 - step} | options for step in range(count) for _ in range(passes)]
+
+
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
 @pytest.mark.parametrize("batches", [[1, 1, 1, 2, 2, 1], [2, 2, 2, 1, 1, 2]], ids=["more", "fewer"])
 def test_a_plan_that_waits_is_not_used_for_another_batch(pool, strategy, batches):
     """Guidance is switched on or off between two calls of one size, while a plan for the old heads was prepared."""
-    for errors in pool(2).run(change_of_batch, strategy, batches):
-        assert max(errors) <= 1e-5
+    passes = [{"timestep": 900.0 - step, "batch": batch, "settle": True} for step, batch in enumerate(batches)]
+    for found in pool(2).run(run_passes, PREDICTED | {"reuse": 1.0}, strategy, passes, 1):
+        assert found.worst <= 1e-5
+        assert found.plans[-1] > 2, "plans must have been waiting"
 
 
 def test_a_mask_that_does_not_change_is_planned_once_however_uneven(threads):
     """Two ranks share out five equal heads: three and two, above P_s."""
     settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "planner": "contiguous"}
-    for worst, calls, plans, *_ in threads(2).run(changing_masks, settings, 3):
-        assert (worst <= 1e-5, calls, plans) == (True, 3 * PASSES * LAYERS, 1)
+    for found in threads(2).run(run_passes, settings, "U2R1", steps(3, PASSES)):
+        assert (found.worst <= 1e-5, found.calls, found.plans[-1]) == (True, 3 * PASSES * LAYERS, 1)
     growing = {"mask": Growing(16, 16, most=1), "planner": "contiguous"}
-    for plans in threads(2).run(recorded_masks, growing, 9):
-        assert plans == 2, "one for each of the masks, which layers share"
+    for found in threads(2).run(run_passes, growing, "U2R1", steps(9)):
+        assert found.plans[-1] == 2, "one for each of the masks, which layers share"
 
 
 class TestMasksThatChangeByStep:
     @pytest.mark.parametrize("slope", [0.0, 0.01])
     def test_plans_are_kept_from_step_to_step(self, threads, slope):
-        settings = {"mask": Drifting(16, 16, slope=slope)}
-        steps = 12
-        for worst, calls, plans, kept, executors in threads(2).run(changing_masks, settings, steps):
-            assert worst <= 1e-5
-            assert calls == steps * PASSES * LAYERS
-            assert plans >= LAYERS * PASSES, "each attention has one of its own"
-            assert plans <= LAYERS * PASSES * (1 if slope == 0 else 5), "and not one a step"
-            assert kept == executors == LAYERS * PASSES, "what steps behind had is dropped"
-
-    def test_a_threshold_of_1_asks_for_plans_at_every_step(self, threads):
-        """The bound above can fail."""
-        settings = {"mask": Drifting(16, 16, slope=0.03), "reuse": 1.0}
-        for _, calls, plans, kept, executors in threads(2).run(changing_masks, settings, 9):
-            assert plans > calls / 2
-            assert kept == executors == LAYERS * PASSES
+        for found in threads(2).run(run_passes, {"mask": Drifting(16, 16, slope=slope)}, "U2R1", steps(12, PASSES)):
+            assert found.worst <= 1e-5
+            assert found.calls == 12 * PASSES * LAYERS
+            assert found.plans[-1] >= LAYERS * PASSES, "each attention has one of its own"
+            assert found.plans[-1] <= LAYERS * PASSES * (1 if slope == 0 else 5), "and not one a step"
+            assert found.kept == found.prepared == LAYERS * PASSES, "what steps behind had is dropped"
 
     def test_the_command_tells_of_reuse_what_the_runtime_did(self, threads, tmp_path):
         settings = {"mask": Drifting(16, 16, slope=0.02), "record": str(tmp_path), "reuse": 1.10}
-        made, same = threads(2).run(recorded_masks, settings, 12)
+        made, same = (found.plans[-1] for found in threads(2).run(run_passes, settings, "U2R1", steps(12)))
         series = MaskSeries.read(tmp_path)
         told = [drift_of(series, layer, "U2R1", "dbsp", 1.10).replans for layer in range(LAYERS)]
         assert sum(told) == made == same
         assert LAYERS < made < 12 * LAYERS, "some plans are kept and some are not"
 
     def test_a_schedule_of_dense_steps_has_a_plan_for_them(self, threads):
-        settings = {
-            "mask": Drifting(16, 16),
-            "dense_schedule": {"first_steps": 2, "last_steps": 2},
-        }
-        for worst, calls, plans, *_ in threads(2).run(changing_masks, settings, 9):
-            assert (worst <= 1e-5, calls, plans) == (True, 9 * PASSES * LAYERS, LAYERS * PASSES + 1)
+        settings = {"mask": Drifting(16, 16), "dense_schedule": {"first_steps": 2, "last_steps": 2}}
+        for found in threads(2).run(run_passes, settings, "U2R1", steps(9, PASSES)):
+            assert (found.worst <= 1e-5, found.calls) == (True, 9 * PASSES * LAYERS)
+            assert found.plans[-1] == LAYERS * PASSES + 1
 
 
 def test_passes_that_cannot_be_told_apart_do_not_pile_up(threads):
-    for made, kept, executors in threads(2).run(one_step_after_another, 3 * MOST_PASSES):
-        assert made == kept == executors == LAYERS * MOST_PASSES, "plans are kept from one generation to the next"
+    for found in threads(2).run(run_passes, PREDICTED | {"reuse": 9.0}, "U2R1", steps(1, 3 * MOST_PASSES)):
+        assert found.worst <= 1e-5
+        assert found.plans[-1] == found.kept == found.prepared == LAYERS * MOST_PASSES, "kept by later generations"
 
 
 class TestSizes:
@@ -101,26 +92,25 @@ class TestSizes:
         "settings", [PREDICTED | {"reuse": 1.10}, {"mask": {"source": "window", "block_q": 16, "block_k": 16}}]
     )
     def test_sizes_that_take_turns_keep_their_plans(self, threads, settings):
-        for worst, plans in threads(2).run(changing_sizes, settings, [7, 20], 4):
-            assert (worst <= 1e-5, plans) == (True, 2)
+        passes = [one | {"text_tokens": text} for one in steps(4) for text in (7, 20)]
+        for found in threads(2).run(run_passes, settings, "U2R1", passes, 1):
+            assert (found.worst <= 1e-5, found.plans[-1]) == (True, 2)
 
-    @pytest.mark.parametrize("steps", [4, 12])
-    def test_videos_of_two_sizes_make_no_more_than_twice_the_plans_of_one(self, threads, steps):
-        settings = PREDICTED | {"reuse": EVEN}
-        one, other = (threads(2).run(videos, settings, steps, [text])[0][1][0] for text in (7, 20))
-        for worst, made in threads(2).run(videos, settings, steps, [7, 20, 7, 20]):
-            assert worst <= 1e-5
-            assert made[:2] == [one, other]
-            assert sum(made[:2]) <= 2 * max(one, other)
+    @pytest.mark.parametrize("count", [4, 12])
+    def test_videos_of_two_sizes_make_no_more_than_twice_the_plans_of_one(self, threads, count):
+        def made(*texts: int) -> list[int]:
+            passes = [one for text in texts for one in steps(count, text_tokens=text, settle=True)]
+            found = threads(2).run(run_passes, PREDICTED | {"reuse": EVEN}, "U2R1", passes)
+            assert max(one.worst for one in found) <= 1e-5
+            return found[0].plans[count - 1 :: count]
 
-    def test_the_size_used_least_recently_goes(self, threads):
-        texts = list(range(MOST_SIZES + 1))
-        for worst, plans in threads(2).run(changing_sizes, PREDICTED, texts, 2):
-            assert (worst <= 1e-5, plans) == (True, 2 * len(texts))
+        one, other = made(7)[0], made(20)[0]
+        assert made(7, 20, 7, 20)[:2] == [one, one + other]
 
     def test_cache_keys_of_sizes_that_went_are_forgotten(self, threads):
         settings = {"mask": {"source": "callable", "function": "tests.support.user_masks:band", "depends_on": "step"}}
-        assert threads(2).run(keys_known, settings, list(range(3 * MOST_SIZES))) == [MOST_SIZES] * 2
+        passes = [{"timestep": 900.0, "text_tokens": text} for text in range(3 * MOST_SIZES)]
+        assert [one.known for one in threads(2).run(run_passes, settings, "U2R1", passes, 1)] == [MOST_SIZES] * 2
 
 
 class TestSettings:
@@ -142,8 +132,7 @@ class TestSettings:
 
 
 class TestInputs:
-    @pytest.mark.parametrize("debug", [False, True])
-    @pytest.mark.parametrize("odd", [0, 2])
+    @pytest.mark.parametrize(("odd", "debug"), [(0, False), (2, True)])
     @pytest.mark.parametrize(
         ("fault", "message"),
         [

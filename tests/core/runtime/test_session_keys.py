@@ -6,17 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import DenseSource, SpargeSource, SyntheticSource, WindowSource
-from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS
 from tests.core.runtime.session_cases import (
     Growing,
-    all_keys_of_growing_masks,
-    predicted_masks_with_keys,
-    static_masks_with_unread_keys,
-    training_with_keys_in_chunks,
+    Unread,
+    run_passes,
 )
 
 
@@ -37,37 +33,20 @@ def test_masks_that_never_change_are_sent_the_keys_that_they_need(mask, keys):
 
 
 def test_a_plan_of_masks_that_grow_is_kept_as_all_keys_come(threads):
-    for worst, plans, keys in threads(4).run(all_keys_of_growing_masks, "U1R4"):
-        assert (worst <= 1e-5, plans, keys) == (True, 1, {"all"})
-
-
-@pytest.mark.parametrize("mask", [Growing(8, 8), WindowSource(8, 8)], ids=["all", "needed"])
-@pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
-def test_gradients_flow(threads, strategy, mask):
-    assert all(threads(4).run(training_with_keys_in_chunks, strategy, mask))
-
-
-@pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
-def test_masks_predicted_at_every_call(pool, strategy):
-    for worst, names in pool(4).run(predicted_masks_with_keys, strategy):
-        assert worst <= 1e-5
-        assert names == {"all"}
+    passes = [{"timestep": 900.0 - step} for step in range(8)]
+    for found in threads(4).run(run_passes, {"mask": Growing(8, 8), "reuse": 9.0}, "U1R4", passes):
+        assert (found.worst <= 1e-5, found.plans[-1], found.keys) == (True, 1, {"all"})
 
 
 @pytest.mark.parametrize(("ragged", "keys"), [(True, "needed"), (False, "all")])
 def test_keys_that_no_row_reads_are_sent_to_kernels_of_whole_heads(monkeypatch, threads, ragged, keys):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], ragged_rows=ragged))
-    for worst, found in threads(5).run(static_masks_with_unread_keys, "cpu"):
-        assert (worst <= 1e-5, found) == (True, {keys})
+    settings = {"mask": Unread(16, 16), "kernel": "cpu"}
+    for found in threads(5).run(run_passes, settings, "U5R1", [{"timestep": 900.0}], 1):
+        assert (found.worst <= 1e-5, found.keys) == (True, {keys})
 
 
 def test_the_layout_does_not_depend_on_the_kernel(monkeypatch):
     monkeypatch.setenv("DBSP_KERNEL", "sparge")
     config = DbspConfig(mask=WindowSource())
     assert (config.keys, config.layout) == ("all", "contiguous")
-
-
-@pytest.mark.parametrize("keys", ["kept", "auto", "ring"])
-def test_removed_ways_name_what_to_write(keys):
-    with pytest.raises(UserError, match=f"keys: {keys} was removed; write .*all"):
-        make_plan(BlockMask.dense(2, BlockGrid.uniform(64, 16)), "U1R2", keys=keys)

@@ -18,7 +18,6 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.reports.observer import observed_session, run_observer
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
-from dbsp_core.utils.errors import UserError
 from tests.support.oracle import rounded_to_int8
 from tests.support.single_process import masked_attention
 from tests.support.thread_group import Meeting
@@ -110,7 +109,7 @@ def test_equals_one_process_and_sends_what_is_reported(threads, world, strategy,
         found = threads(world).run(attended, settings | INT8, strategy, videos, transport)
     for error, reported, sent in found:
         assert error <= 1e-5
-        assert settings is PREDICTED or reported == sent  # predicting sends, too
+        assert reported < sent if settings is PREDICTED else reported == sent, "predicting sends, too"
 
 
 def test_int8_sends_less(threads):
@@ -120,45 +119,3 @@ def test_int8_sends_less(threads):
 
     for less, more in zip(sent(WINDOW | INT8), sent(WINDOW), strict=True):
         assert 0 < less < 0.4 * more
-
-
-def training_pass(rank: int, world: int) -> str:
-    """What is said where inputs need gradients; a session's first attention and a later one."""
-    session = observed_session(DbspConfig.load(WINDOW | INT8), SequenceGroup.of(), Strategy(world, 1), HEADS, 1)
-    said = []
-    for needs in (True, False, True):
-        layout = session.begin(*ONE, timestep=900.0)
-        q, k, v = torch.randn(3, 1, HEADS, layout.shard, WIDTH).unbind(0)
-        try:
-            session.attend(0, q.requires_grad_(needs), k, v)
-            said.append("")
-        except UserError as error:
-            said.append(str(error))
-    return " | ".join(said)
-
-
-def test_gradients_are_refused_in_one_line_on_all_ranks(threads):
-    for said in threads(2).run(training_pass):
-        first, fine, later = said.split(" | ")
-        assert "precision: int8 has no gradients" in first
-        assert (fine, "\n" in said) == ("", False)
-        assert later in first
-
-
-def test_a_mistake_is_one_line():
-    with pytest.raises(UserError, match="unknown precision 'int4'; use one of model, int8"):
-        DbspConfig.load({"precision": "int4"})
-
-
-def test_ranks_with_different_precisions_do_not_begin(threads):
-    found = threads(2).run(_differing)
-    assert all("the settings differ on rank(s) [1]" in said for said in found)
-
-
-def _differing(rank: int, world: int) -> str:
-    config = DbspConfig.load(WINDOW | ({} if rank == 0 else INT8))
-    try:
-        observed_session(config, SequenceGroup.of(), Strategy(world, 1), HEADS, 1)
-    except UserError as error:
-        return str(error)
-    return "nothing was raised"

@@ -10,45 +10,11 @@ from tests.support.steady_cases import (
     files_of_a_steady_step,
     frames_of_a_steady_step,
     launches_of_a_steady_step,
-    waits_of_a_steady_pass,
     waits_of_a_steady_step,
 )
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
-
-
-COUNTED = {"numpy": 1}
-"""What a predicted mask's row counts take on the CPU; that a GPU copies them meanwhile is shown on simulated ones."""
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
-def test_nothing_waits_for_the_device(pool, world, mask):
-    for strategy in Strategy.all_for(world):
-        settings = {"mask": mask, "reuse": 100.0}  # the plan stays: to adopt another is no steady state
-        expected = COUNTED if mask is SPARGE else {}
-        assert pool(world).run(waits_of_a_steady_step, settings, str(strategy)) == [expected] * world
-
-
-BY_STEP = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, "block_k": 16}
-SETTINGS = {
-    "static mask, dense steps": {"mask": WINDOW, "dense_schedule": {"first_steps": 2}},
-    "masks by step": {"mask": BY_STEP, "reuse": 100.0},
-    "predicted masks, dense steps": {
-        "mask": SPARGE,
-        "dense_schedule": {"first_steps": 2},
-        "reuse": 100.0,
-    },
-}
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_nothing_waits_for_the_timestep(pool, settings, batch):
-    """Steps are told from the schedule that timesteps are views of, which is read once."""
-    expected = COUNTED if settings["mask"] is SPARGE else {}
-    assert pool(2).run(waits_of_a_steady_pass, settings, "U1R2", batch) == [expected] * 2
 
 
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
@@ -76,15 +42,16 @@ def test_what_debug_compares_costs_no_collective_without_it(pool, monkeypatch, w
     assert compared == [seen | {"all_gather": 1 if mask is WINDOW else 2} for seen in without]
 
 
-@pytest.mark.parametrize("heads", [8, 20])
-@pytest.mark.parametrize("thw", [(4, 8, 8), (3, 6, 10)], ids=["whole blocks", "blocks cut between ranks"])
+@pytest.mark.parametrize(
+    ("heads", "thw"), [(8, (4, 8, 8)), (20, (3, 6, 10))], ids=["whole blocks", "blocks cut between ranks"]
+)
 def test_launches_are_few_for_any_heads_and_strategy(pool, heads, thw):
     """Outside the attention kernel, what is fused on a GPU as one each; see `steady_cases.FUSED`.
 
     Without a ring, queries may have an exchange of their own.
     """
     sparge, window = ({"mask": mask, "reuse": 100.0} for mask in (SPARGE, WINDOW))
-    for strategy in Strategy.all_for(8):
+    for strategy in map(Strategy.parse, ("U4R2", "U1R8")):  # others on simulated GPUs
         for seen in pool(8).run(launches_of_a_steady_step, sparge, str(strategy), heads, thw):
             assert seen["select_blocks"] == 1
             assert sum(seen.values()) <= 32 + 4 * (strategy.ring - 1), (strategy, seen)

@@ -20,7 +20,6 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.masks.grid import video_order
 from dbsp_core.runtime.tables import build_tables, dense_spans_of
 from dbsp_core.sources import (
     DenseSource,
@@ -286,16 +285,6 @@ def rehome_wrongly(rank: int, world: int, fault: str, culprit: int) -> None:
         source = SequenceLayout.whole_sequences([9, 7], [0, 1], world)
     debug = fault == "debug" and rank == culprit
     Rehoming.of(source, target, debug=debug).there(torch.zeros(places, 2, dtype=dtype))
-
-
-def orders_are_what_they_say(orders: tuple, grid: BlockGrid) -> bool:
-    """Whether a packed grid's permutation is each sequence's own, moved to where the sequence is."""
-    expected, first = [], 0
-    for own, order in zip(grid.sequences, orders, strict=True):
-        video = own.text_tokens + (video_order(order, own.thw) if own.thw else np.arange(own.tokens - own.text_tokens))
-        expected.append(first + np.concatenate([np.arange(own.text_tokens), video]))
-        first += own.tokens
-    return np.array_equal(np.concatenate(expected), grid.token_permutation(orders))
 
 
 def run_page(rank: int, world: int, code: str) -> dict:

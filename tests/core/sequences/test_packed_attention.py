@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from unittest.mock import patch
+
 import pytest
+import torch
 
 from dbsp_core import Strategy
+from dbsp_core.runtime import chunk_attention
+from dbsp_kernels import dense
 from tests.core.sequences.packed_cases import PackedCase, cases_for, run_packed, run_page
-from tests.support.dense_rows import dense_rows_on_the_cpu
 from tests.support.repository import ROOT
 
 WORLDS = (2, 3, 4, 6)
+
+
+@contextlib.contextmanager
+def dense_rows_on_the_cpu() -> Iterator[None]:
+    """While this lasts, in this process, dense rows of tables that know them run apart from the others."""
+    with (
+        patch.object(chunk_attention, "fused_kernel", return_value="cpu"),
+        patch.object(dense, "_operator", return_value=("cpu", _attend)),
+    ):
+        yield
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+    return out, lse
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)

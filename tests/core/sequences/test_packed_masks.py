@@ -16,7 +16,7 @@ from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.planning.planners import imbalance_ratio
 from dbsp_core.sources import DenseSource, FileSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
 from dbsp_core.utils.errors import UserError
-from tests.core.sequences.packed_cases import RandomSource, orders_are_what_they_say
+from tests.core.sequences.packed_cases import RandomSource
 from tests.support.generators import SEEDS, examples, masks, random_bits
 
 SIZES = ((4, 5, 6, 9), (1, 7, 3, 0), (3, 3, 8, 17))
@@ -46,18 +46,6 @@ def test_a_packed_grid_holds_its_sequences():
     assert packed.text_positions.tolist() == [*range(9), *range(150, 167)]
     assert grids[0].sequences == (grids[0],)
     assert BlockGrid.packed(grids[:1]) is grids[0]
-
-
-def test_orders_of_packed_sequences():
-    grid = BlockGrid.packed([mask.grid for mask in packed_sequences()])
-    assert sorted(head for _, heads in grid.order_groups(3) for head in heads) == [0, 1, 2]
-    for orders, heads in grid.order_groups(3):
-        assert orders_are_what_they_say(orders, grid)
-        assert all(grid.order_of(head) == orders for head in heads)
-    plain = grid.with_orders(("thw",))
-    assert (plain.orders, plain.common_order) == (("thw",), "thw")
-    assert np.array_equal(plain.token_permutation("thw"), np.arange(grid.tokens))
-    assert plain.with_orders(grid.orders) == grid
 
 
 def test_text_is_dense_with_its_own_video_only():
@@ -200,6 +188,12 @@ def test_layouts_of_packed_sequences():
     loaders = SequenceLayout.whole_sequences(lengths, [2, 0, 2], 4)
     assert loaders.shard == 129 + 89
     assert [len(loaders.tokens_at(rank)[0]) for rank in range(4)] == [21, 0, 129 + 89, 0]
+    for wrong, ranks in (([], []), ([3, 0], [0, 1]), ([3], [0, 1])):
+        with pytest.raises(UserError, match="a length of at least 1 and a rank for each sequence"):
+            SequenceLayout.whole_sequences(wrong, ranks, 2)
+    for ranks in ([0, 2], [-1, 1]):
+        with pytest.raises(UserError, match="there are ranks 0 to 1"):
+            SequenceLayout.whole_sequences([3, 4], ranks, 2)
     assert loaders.tokens_at(2)[0].tolist() == [*range(129), *range(150, 239)]
     for name in ("contiguous", "striped"):
         for streams in (None, "first", "last"):
@@ -252,18 +246,3 @@ def test_sequences_that_cannot_be_packed():
         replace(packed.grid, thw=(1, 1, 1))
     with pytest.raises(UserError, match=r"pack sequences with BlockGrid\.packed"):
         BlockGrid(8, 0, 16, 8, (2, 2, 2), (("thw", "hwt"),))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "ranks", "message"),
-    [
-        ([], [], "a length of at least 1 and a rank for each sequence"),
-        ([3, 0], [0, 1], "a length of at least 1"),
-        ([3], [0, 1], "a rank for each sequence"),
-        ([3, 4], [0, 2], "there are ranks 0 to 1"),
-        ([3, 4], [-1, 1], "there are ranks 0 to 1"),
-    ],
-)
-def test_whole_sequences_on_ranks_that_there_are_not(lengths, ranks, message):
-    with pytest.raises(UserError, match=message):
-        SequenceLayout.whole_sequences(lengths, ranks, 2)

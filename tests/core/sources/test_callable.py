@@ -73,37 +73,6 @@ def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({}, "needs function: package.module:name, got ''"),
-        ({"function": "my_masks.band"}, "needs function: package.module:name, got 'my_masks.band'"),
-        ({"function": "no_such_masks:band"}, "importing no_such_masks failed"),
-        ({"function": "tests.support.user_masks:bnad"}, "tests.support.user_masks has no such name; name a function"),
-        ({"function": "tests.support.user_masks:NOT_A_FUNCTION"}, "names an int, which cannot be called"),
-        (
-            {"function": "tests.support.user_masks:band", "depends_on": "call"},
-            "unknown mask.depends_on 'call'; use one of nothing, layer, step",
-        ),
-        (
-            {"function": "tests.support.user_masks:band", "parameters": {1: 2}},
-            "parameters of tests.support.user_masks:band need names, 1 is none",
-        ),
-        (
-            {"function": "tests.support.user_masks:band", "parameters": [1]},
-            "'parameters' in mask source 'callable' must be a mapping",
-        ),
-        ({"function": "tests.support.user_masks:band", "token_orders": "hwt"}, "must be a list of str, got 'hwt'"),
-        ({"function": "tests.support.user_masks:band", "token_orders": [3]}, "must be a list of str, got [3]"),
-    ],
-)
-def test_settings_that_make_no_sense_raise_at_once(keys, message):
-    with pytest.raises(ValueError) as raised:  # noqa: PT011
-        DbspConfig.load({"mask": {"source": "callable", **keys}})
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
         ("integers", {}, "returned int64; compare with a threshold"),

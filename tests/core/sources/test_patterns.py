@@ -33,7 +33,7 @@ def assert_covers(mask, request):
 
 class TestTiles:
     @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES)
-    @examples(150)
+    @examples(50)
     def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, window, tile):
         mask = WindowSource(block_q, block_k, window, tile).mask(request)
         rule = token_masks.sliding_tiles(request.thw, window, tile)
@@ -41,33 +41,18 @@ class TestTiles:
         assert_covers(mask, request)
 
     @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES)
-    @examples(100)
+    @examples(40)
     def test_windows_that_are_not_shifted_are_cut_off_at_borders(self, request, block_q, block_k, window, tile):
         mask = WindowSource(block_q, block_k, window, tile, shifted=False).mask(request)
         rule = token_masks.tiles_near(request.thw, window, tile)
         assert np.array_equal(mask.bits.numpy(), token_masks.dense_blocks([rule], mask.grid, request))
         assert_covers(mask, request)
 
-    def test_blocks_that_are_tiles_all_see_the_same_number(self):
-        """The paper's point: no mixed blocks, and at the border as much as in the middle."""
-        source = WindowSource(24, 24, window=(3, 1, 5), tile=(2, 3, 4))
-        mask = source.mask(MaskRequest(0, 2, (8, 9, 28)))
-        assert mask.grid.nq == 4 * 3 * 7
-        assert (mask.counts.rows == 3 * 1 * 5).all()
-
-    def test_a_window_larger_than_the_video_is_dense(self):
-        assert WindowSource(8, 8, (9, 9, 9), (2, 2, 2)).mask(MaskRequest(0, 1, (3, 4, 5))).bits.all()
-
     def test_the_window_is_three_tiles_if_not_given(self):
         request = MaskRequest(0, 1, (10, 10, 10))
         given, default = (WindowSource(8, 8, w, (2, 2, 2)).mask(request) for w in ((3, 3, 3), None))
         assert given.fingerprint == default.fingerprint
         assert given.density < 0.3
-
-    @pytest.mark.parametrize("tile", [(3, 3), (3, 0, 3)])
-    def test_a_tile_without_three_sizes_raises(self, tile):
-        with pytest.raises(ValueError, match=r"tile=\[3, .*\] needs three sizes of at least 1"):
-            WindowSource(tile=tile)
 
 
 class TestRadial:
@@ -80,7 +65,7 @@ class TestRadial:
         st.integers(0, 2),
         st.integers(1, 19),
     )
-    @examples(150)
+    @examples(50)
     def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, width, decay, sink_frames, frames):
         request = replace(request, thw=(frames, *(min(size, 3) for size in request.thw[1:])))
         mask = RadialSource(block_q, block_k, width, decay, sink_frames).mask(request)
@@ -96,39 +81,11 @@ class TestRadial:
         assert np.array_equal(mask.bits.numpy(), expected)
         assert not expected.all()
 
-    def test_what_is_seen_of_a_frame_shrinks_with_its_distance(self):
-        bits = RadialSource(60, 60, sink_frames=0).mask(replace(WAN, heads=1)).bits[0].numpy()
-        frame_pairs = bits.reshape(21, 60, 21, 60).mean(axis=(1, 3))
-        distance = np.abs(np.subtract.outer(np.arange(21), np.arange(21)))
-        seen = [frame_pairs[distance == d].mean() for d in range(21)]
-        assert seen[0] == seen[1] == 1
-        assert max(np.diff(seen)) < 1e-9
-        assert [seen[d] > seen[2 * d] for d in (1, 2, 4, 8)] == [True] * 4
-
-    def test_density_falls_as_the_video_grows(self):
-        """O(n log n): four times the frames are a good two times the density per frame, not four."""
-        short, long = (RadialSource().mask(MaskRequest(0, 1, (frames, 45, 80))) for frames in (8, 32))
-        assert long.density < 0.6 * short.density
-
     def test_thin_bands_keep_a_block_of_every_other_frame(self):
         # 8 tokens a frame, blocks of 4: b is 8, 8, 4, 4, 2, 2, 2, 2, 1 at distances 0 to 8.
         bits = RadialSource(4, 4, sink_frames=0).mask(MaskRequest(0, 1, (9, 2, 4))).bits[0].numpy()
         seen = bits.reshape(9, 2, 9, 2)[0].any(axis=(0, 2))
         assert seen.tolist() == [True] * 4 + [True, False, True, False] + [True]
-
-    @pytest.mark.parametrize("width", [0, -1.0, float("nan"), float("inf")])
-    def test_a_width_of_nothing_raises(self, width):
-        with pytest.raises(ValueError, match="must be a positive share"):
-            RadialSource(width=width)
-
-    @pytest.mark.parametrize("decay", [0, 1.5, float("nan")])
-    def test_a_decay_that_is_none_raises(self, decay):
-        with pytest.raises(ValueError, match="must lie above 0 and not above 1"):
-            RadialSource(decay=decay)
-
-    def test_a_negative_number_of_sinks_raises(self):
-        with pytest.raises(ValueError, match="sink_frames=-1 must not be negative"):
-            RadialSource(sink_frames=-1)
 
 
 class TestSvg:
@@ -141,7 +98,7 @@ class TestSvg:
         st.integers(0, 2),
         st.floats(0, 1),
     )
-    @examples(150)
+    @examples(50)
     def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, frames, band, sink_frames, share):
         source = SvgSource(block_q, block_k, frames, band, sink_frames, share)
         mask = source.mask(request)
@@ -167,31 +124,9 @@ class TestSvg:
         assert source.grid(MaskRequest(0, 4, (2, 2, 2))).orders == ("hwt", "thw", "thw", "hwt")
         assert not SvgSource(temporal_heads=()).temporal(4).any()
 
-    def test_temporal_heads_are_sparse_because_of_their_order(self):
-        """In order "thw" every block would hold a pair of tokens at near places: nothing could be skipped."""
-        request = replace(WAN, heads=2)
-        mask = SvgSource(frames=7, bandwidth=0.3, temporal_heads=(1,)).mask(request)
-        spatial, temporal = mask.bits.numpy().mean(axis=(1, 2))
-        assert 0.25 < temporal < 0.3 < spatial < 0.36
-
     def test_a_head_the_model_lacks_raises(self):
         with pytest.raises(ValueError, match="has a head that the model lacks; its 4 heads are 0 to 3"):
             SvgSource(temporal_heads=(1, 4)).grid(MaskRequest(0, 4, (2, 2, 2)))
-
-    @pytest.mark.parametrize(
-        ("key", "value", "message"),
-        [
-            ("frames", 0, "frames=0 must be at least 1"),
-            ("bandwidth", 0.0, "bandwidth=0.0 must lie above 0"),
-            ("bandwidth", 1.1, "bandwidth=1.1 must lie above 0 and not above 1"),
-            ("sink_frames", -1, "sink_frames=-1 must not be negative"),
-            ("temporal_heads", 1.5, "temporal_heads=1.5 must be a share"),
-            ("temporal_heads", (-1,), "must be head numbers, from 0"),
-        ],
-    )
-    def test_a_value_that_makes_no_sense_raises(self, key, value, message):
-        with pytest.raises(ValueError, match=message):
-            SvgSource(**{key: value})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
-from scripts.training import autoencoder, flow, loop, plain, text, world
+from scripts.training import autoencoder, flow, loop, plain, text
 
 
 class Stopped(RuntimeError):
@@ -26,10 +26,6 @@ def main() -> None:
             "transformer": resumed(train_transformer, Path(folder) / "t", progress),
             "pads": few_pads_against_all(),
             "attention": plain_against_fused(),
-            "captions": len(world.captions()),
-            "longest": max(len(caption.split()) for caption in world.captions()),
-            "unknown": unknown_words(),
-            "order": word_order(),
         }
     print(json.dumps(found))
 
@@ -118,24 +114,6 @@ def plain_against_fused() -> float:
         for one in (mask, mask > 0, (mask > 0).expand(2, 3, -1, -1))
     ]
     return float(torch.stack(errors).abs().max())
-
-
-def unknown_words() -> int:
-    tokenizer = text.make_tokenizer()
-    ids = [tokenizer(caption).input_ids for caption in world.captions()]
-    return sum(row.count(tokenizer.unk_token_id) for row in ids)
-
-
-def word_order() -> dict[str, float]:
-    """How far "red" before "ball" is from "red" before a floor, and from itself in a longer caption."""
-    torch.manual_seed(0)
-    tokenizer = text.make_tokenizer()
-    encoder = text.make_text_encoder(len(tokenizer))
-    first = "a red ball bounces over a blue plain floor"
-    swapped = "a blue ball bounces over a red plain floor"
-    like = "a red ball bounces over a green checkered floor"
-    one, other, near = text.embed(tokenizer, encoder, [first, swapped, like], 16)
-    return {"other": float((one[1] - other[6]).norm()), "near": float((one[1] - near[1]).norm())}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -32,7 +31,6 @@ def fork_children(beginning: Beginning) -> None:
         if command is None or not beginning.can_be(variables) or len(os.listdir("/proc/self/task")) > 1:
             given = (path, line) if environment is None else (path, line, environment)
             real_exec["execv" if environment is None else "execve"](*given)  # type: ignore[operator]
-        _save_coverage()
         close_files([0, 1, 2, *beginning.files, *_inheritable()])
         run_to_its_end(lambda: run_program(beginning, command, variables), FOLDER)
 
@@ -96,11 +94,3 @@ class _Start:
 
 def _inheritable() -> list[int]:
     return [number for number in open_files() if os.get_inheritable(number)]
-
-
-def _save_coverage() -> None:
-    coverage = sys.modules.get("coverage")
-    current = coverage and coverage.Coverage.current()
-    if current:
-        current.stop()
-        current.save()

@@ -144,7 +144,6 @@ def run_program(beginning: Beginning, command: Command, environment: dict[str, s
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     _set_path(beginning, command, environment)
-    _measure_anew()
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":  # as the import of torch does
         torch._import_device_backends()
     if command.mode == "-m":
@@ -195,15 +194,6 @@ def _writer(number: int, name: str, unbuffered: bool, **options: Any) -> io.Text
     buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
     given = {"encoding": "utf-8", "write_through": unbuffered, "line_buffering": raw.isatty(), **options}
     return io.TextIOWrapper(buffer, **given)
-
-
-def _measure_anew() -> None:
-    """Where coverage is measured: in files of this process's own."""
-    coverage = sys.modules.get("coverage")
-    current = coverage and coverage.Coverage.current()
-    if coverage and current:
-        current.stop()
-        coverage.process_startup(force=True)
 
 
 def open_files() -> list[int]:

@@ -8,6 +8,7 @@ import torch
 from dbsp_core import Strategy
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS, KernelRequirements, require_supported
+from tests.core.comm.oracle_cases import key_cases
 from tests.core.runtime.gradients.gradient_cases import (
     cases_for,
     gradcheck,
@@ -25,7 +26,8 @@ WORLDS = (1, 2, 3, 4, 6, 8)
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
 def test_gradients_equal_those_of_dense_attention(threads, world, strategy):
-    for case, tolerance in cases_for(strategy):
+    chunks = [(case, 1e-5) for keys in ("all", "needed") for case in key_cases(strategy, keys)[world % 2 :: 2]]
+    for case, tolerance in cases_for(strategy) + chunks:
         errors = threads(world).run(run_gradients, case)
         assert all(max(error) <= tolerance for error in errors), (case, errors)
 

@@ -57,10 +57,10 @@ def test_every_number_of_ranks_gives_the_same_bits_and_plans(threads, name, worl
     nabla = UnionCase(mask="nabla:cdf=0.5,window=[1,1,1],block_q=16,block_k=8", thw=(3, 11, 13), batch=2)
     case = CASES.get(name, nabla)
     expected = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
-    for layout in ("contiguous", "striped", "shuffled"):
-        answers = threads(world).run(predict_together, replace(case, layout=layout), f"U{world}R1")
-        assert {mask for mask, _ in answers} == {expected.fingerprint}
-        assert len({plan for _, plan in answers}) == 1
+    layout = ("contiguous", "striped", "shuffled")[world % 3]
+    answers = threads(world).run(predict_together, replace(case, layout=layout), f"U{world}R1")
+    assert {mask for mask, _ in answers} == {expected.fingerprint}
+    assert len({plan for _, plan in answers}) == 1
 
 
 def test_it_keeps_what_either_keeps():
@@ -72,31 +72,6 @@ def test_it_keeps_what_either_keeps():
         found = source.mask(case.request, LocalQK.alone(q, k)) if predicted else source.mask(case.request)
         assert torch.equal(found.bits, joined(parts, case.batch if predicted else 1).bits)
         assert 0 < found.density < 0.95
-
-
-@pytest.mark.parametrize(
-    ("mask", "changes"),
-    [
-        (f"{WINDOW}+{BAND}", "never"),
-        (f"{WINDOW}+{BAND},depends_on=step", "per_step"),
-        (f"{PREDICTED}+{BAND},depends_on=step", "per_call"),
-    ],
-)
-def test_it_changes_as_often_as_its_fastest_part(mask, changes):
-    assert UnionCase(mask=mask).source.changes == changes
-
-
-def test_masks_of_other_parts_are_made_once(monkeypatch):
-    case, made = CASES["window and predicted"], []
-    mask = WindowSource.mask
-    monkeypatch.setattr(WindowSource, "mask", lambda self, request: made.append(request.thw) or mask(self, request))
-    source, other = case.source, replace(case, thw=(3, 4, 5))
-    for one in (case, replace(case, seed=1), other, case):
-        alike = source.mask(one.request, LocalQK.alone(*one.tensors()))
-        parts = parts_alone(one, one.request, *one.tensors())  # one more window
-        assert torch.equal(alike.bits, joined(parts, 1).bits)
-    assert made.count(case.thw) == 3 + 1
-    assert made.count(other.thw) == 1 + 1
 
 
 def test_packed_sequences_have_unions_of_their_own():
@@ -122,24 +97,6 @@ def test_written_in_yaml_and_in_one_word_it_is_the_same():
     assert [type(part).__name__ for part in DbspConfig.load({"mask": nested}).mask.of] == [
         *("DenseSource", "WindowSource", "SpargeSource")
     ]
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ("union", "needs two masks or more"),
-        ({"source": "union", "of": [{"source": "window"}]}, "needs two masks or more"),
-        ({"source": "union", "of": "window"}, "must be a list of masks"),
-        ({"source": "union", "of": ["windo", "dense"]}, "did you mean 'window'"),
-        ({"source": "union", "of": [7, "dense"]}, "mask 1 of a union"),
-        ({"source": "union", "of": [{"source": "windo"}, {"source": "dense"}]}, "did you mean 'window'"),
-        ("window+spage:cdf=0.9", "did you mean 'sparge'"),
-        ("window+sparge:cdf=9", "cdf=9.0 must be above 0"),
-    ],
-)
-def test_what_makes_no_union_is_refused(mask, message):
-    with pytest.raises(ValueError, match=message):
-        DbspConfig.load(mask if isinstance(mask, str) else {"mask": mask})
 
 
 @pytest.mark.parametrize(

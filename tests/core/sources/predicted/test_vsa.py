@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from dbsp_core.config import DbspConfig
 from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.sources import LocalQK, VsaSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
@@ -103,27 +102,13 @@ def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2")])
 @pytest.mark.parametrize("name", CASES)
 def test_every_number_of_ranks_gives_the_same(threads, world, strategy, name):
-    for layout in ("contiguous", "striped", "shuffled"):
-        case = replace(CASES[name], layout=layout)
-        for print_, error in threads(world).run(predict, case, strategy):
-            assert print_ == alone(CASES[name]).fingerprint
-            assert error < 1e-5
+    layout = ("contiguous", "striped", "shuffled")[(list(CASES).index(name) + world) % 3]
+    for print_, error in threads(world).run(predict, replace(CASES[name], layout=layout), strategy):
+        assert print_ == alone(CASES[name]).fingerprint
+        assert error < 1e-5
 
 
 def test_without_a_gate_it_is_a_mask_alone(caplog):
     case = CASES["smaller tiles at the far sides"]
     assert case.source.mask(case.request, LocalQK.alone(*case.tensors())).coarse is None
     assert torch.equal(case.source.mask(case.request, LocalQK.alone(*case.tensors())).bits, alone(case).bits)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sparsity": 1.0}, "sparsity=1.0 must be at least 0 and below 1"),
-        ({"tile": [4, 8, 8]}, "a tile of 256 tokens is a block .* set block_q and block_k to 256"),
-        ({"tile": [0, 8, 8], "block_q": 64}, "at least 1"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DbspConfig.load({"mask": {"source": "vsa", **settings}})

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
+from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.runtime.tables import build_tables, table_layout, whole_head_tokens
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 from tests.support.generators import SEEDS, examples, masks
@@ -95,39 +95,6 @@ def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
     finally:
         triton_rows.CHUNK = whole
     assert all(map(torch.equal, found, expected))
-
-
-@given(mask=masks(least_key_blocks=3), batch=st.integers(1, 2), data=st.data())
-@examples(60)
-def test_every_rank_and_chunk_lists_what_the_mask_and_the_plan_say(mask, batch, data):
-    grid, square = mask.grid, mask.square()
-    strategy = Strategy.parse(data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3", "U2R3"])))
-    keys = data.draw(st.sampled_from(["all", "needed"]))
-    plan = make_plan(mask, strategy, data.draw(st.sampled_from(["contiguous", "paper", "dbsp"])), keys=keys)
-    seen = torch.zeros_like(square, dtype=torch.int64)
-    for rank in range(strategy.world):
-        row_head, row_block = plan.rows_of(rank)
-        for chunk, kept in enumerate(build_tables(table_layout(plan, rank).to(torch.device("cpu")), mask)):
-            table = kept.expanded(batch)
-            kv_head, kv_block = plan.chunks.of(rank)[chunk]
-            lengths = grid.k_axis.lengths[kv_block]
-            assert table.kv_len.tolist() == lengths.tolist() * batch
-            assert sorted(table.row_schedule.tolist()) == list(range(batch * len(row_head)))
-            sequence = grid.q_axis.sequence_of[row_block]
-            heaviest_first = [(row_head[r], sequence[r], -int(kept.kv_count[r])) for r in kept.row_schedule.tolist()]
-            assert heaviest_first == sorted(heaviest_first), "head by head, sequence by sequence, heavy rows first"
-            assert kept.width <= -(-int(np.diff(grid.k_axis.bounds).max()) // 8) * 8, "no wider than a sequence"
-            for row, (head, block) in enumerate(zip(row_head, row_block, strict=True)):
-                entries = table.kv_index[row, : table.kv_count[row]].tolist()
-                full = int(table.kv_full[row])
-                assert all(lengths[entries[:full]] == grid.block_k)
-                assert all(lengths[entries[full:]] < grid.block_k)
-                assert (kv_head[entries] == head).all()
-                seen[head, block, kv_block[entries]] += 1
-            copies = table.kv_index.view(batch, len(row_head), kept.width)
-            used = torch.arange(copies.shape[2]) < kept.kv_count[:, None]
-            assert all(((c - copies[0])[used] == i * len(kv_head)).all() for i, c in enumerate(copies))
-    assert torch.equal(seen, square.long()), "every dense block once, and no other"
 
 
 def test_bits_take_an_eighth_of_a_byte_a_block():

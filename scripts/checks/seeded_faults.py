@@ -1,0 +1,248 @@
+"""Breaks the product on purpose, one fault a concept, and checks that a test turns red.
+
+Works on a copy of the checkout in a temporary folder. Prints a table, and exits with 1 if a fault was missed:
+
+    python -m scripts.checks.seeded_faults             # all, 10 minutes on two cores
+    python -m scripts.checks.seeded_faults int8 merge  # those whose concept has one of these words
+    python -m scripts.checks.seeded_faults --list      # the faults, and the tests that are to find them
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+LIMIT_S = 300
+"""Most seconds of a selection."""
+FOUND, MISSED = 1, 0
+"""Exit status of pytest: some tests failed; all passed."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        file: Source from the repository's root.
+        text: Exact text, which occurs once in the file.
+        replacement: What the text is replaced by.
+        tests: Arguments of pytest that select tests, of which one must fail.
+    """
+
+    concept: str
+    file: str
+    text: str
+    replacement: str
+    tests: str
+
+
+FAULTS = (
+    Fault(
+        "ρ_s counts the slowest rank",
+        "dbsp_core/planning/planners.py",
+        "return int(work.max()) * len(work) / total",
+        "return int(work.min()) * len(work) / total",
+        "tests/core/planning/test_paper_planner.py",
+    ),
+    Fault(
+        "chunks come from ring rank r - i",
+        "dbsp_core/planning/chunks.py",
+        "chunk = (self._ring_rank[rank] - np.broadcast_to",
+        "chunk = (self._ring_rank[rank] + np.broadcast_to",
+        "tests/core/planning/test_plan.py",
+    ),
+    Fault(
+        "needed keys are those of any row",
+        "dbsp_core/planning/chunks.py",
+        "columns_by_rank(owner, world) > 0",
+        "columns_by_rank(owner, world) > 1",
+        "tests/core/planning/test_needed_keys_plan.py",
+    ),
+    Fault(
+        "routes place segments within blocks",
+        "dbsp_core/comm/exchange_tables.py",
+        "start = slot * self.axis.block + offset",
+        "start = slot * self.axis.block",
+        "tests/core/comm/test_distributed.py -k 3-U1R3",
+    ),
+    Fault(
+        "layouts keep text apart from video",
+        "dbsp_core/masks/grid.py",
+        "return [self.text_tokens, self.tokens - self.text_tokens]",
+        "return [0, self.tokens]",
+        "tests/core/masks/test_grid.py",
+    ),
+    Fault(
+        "merge by log-sum-exp",
+        "kernels/dbsp_kernels/inputs.py",
+        "return merged.to(out.dtype), finite_top + torch.log(total)",
+        "return merged.to(out.dtype), finite_top",
+        "tests/kernels/test_kernels.py -k TestMerge",
+    ),
+    Fault(
+        "tables list full blocks first",
+        "kernels/dbsp_kernels/tables.py",
+        "place = torch.where(short, kv_full[:, None] + (needed & short)",
+        "place = torch.where(short, (needed & short)",
+        "tests/core/runtime/test_tables.py",
+    ),
+    Fault(
+        "the Triton kernel masks short blocks",
+        "kernels/dbsp_kernels/triton/forward.py",
+        "real = start + tl.arange(0, TILE_K) < tl.load(length_ptr + block)",
+        "real = start + tl.arange(0, TILE_K) <= tl.load(length_ptr + block)",
+        "tests/kernels/test_triton.py -k any_scale",
+    ),
+    Fault(
+        "dq is added up over chunks",
+        "dbsp_core/runtime/backward.py",
+        "dq += dq_part",
+        "dq = dq_part",
+        "tests/core/runtime/gradients -k 3-U1R3",
+    ),
+    Fault(
+        "int8 has a scale of the largest number",
+        "kernels/dbsp_kernels/exchange.py",
+        "scale = largest / LARGEST",
+        "scale = largest / (LARGEST + 1)",
+        "tests/kernels/test_int8_rows.py",
+    ),
+    Fault(
+        "mask files have the most significant bit first",
+        "dbsp_core/masks/mask_file.py",
+        "np.unpackbits(rows, axis=-1, count=one.nk)",
+        'np.unpackbits(rows, axis=-1, count=one.nk, bitorder="little")',
+        "tests/core/masks/test_mask_file_forms.py",
+    ),
+    Fault(
+        "steps go on where a guidance pass is repeated",
+        "dbsp_core/masks/steps.py",
+        "int(timestep < last or cfg_branch in self._branches)",
+        "int(timestep < last)",
+        "tests/core/runtime/test_mask_provider.py -k told_from",
+    ),
+    Fault(
+        "reuse keeps a plan at the threshold P_s",
+        "dbsp_core/runtime/plan_keeper.py",
+        "return counted if counted.rho <= threshold else",
+        "return counted if counted.rho < threshold else",
+        "tests/core/runtime/test_plan_keeper.py -k threshold",
+    ),
+    Fault(
+        "errors are raised on all ranks",
+        "dbsp_core/comm/consistency.py",
+        "        if failed:\n            first = failed[0]",
+        "        if problem is not None:\n            first = failed[0]",
+        "tests/core/comm/test_int8_exchange.py -k refused_on_all",
+    ),
+    Fault(
+        "windows reach half their size",
+        "dbsp_core/sources/window.py",
+        "reach = np.array(window) // 2\n",
+        "reach = (np.array(window) + 1) // 2\n",
+        "tests/core/sources/test_sources.py",
+    ),
+    Fault(
+        "SpargeAttn's vague blocks are dense",
+        "dbsp_core/sources/sparge.py",
+        "dense = rows[..., -1] <= self.similarity",
+        "dense = rows[..., -1] > self.similarity",
+        "tests/core/sources/predicted/test_sparge.py -k paper",
+    ),
+    Fault(
+        "predicted bits of all ranks' heads in order",
+        "dbsp_core/sources/head_shares.py",
+        "if batch > 1 or heads % group.size:",
+        "if batch > 1:",
+        "tests/core/sources/predicted/test_sol.py -k every_number",
+    ),
+    Fault(
+        "re-homing finds its way back",
+        "dbsp_core/comm/rehoming.py",
+        "_Way(self.put, self.received, self.take, self.sent, self.places[::-1])",
+        "_Way(self.take, self.received, self.put, self.sent, self.places[::-1])",
+        "tests/core/sequences/test_rehoming.py -k 0-2",
+    ),
+    Fault(
+        "modelled bytes of all token orders",
+        "dbsp_core/cost/prediction.py",
+        "queries += q_source.T",
+        "queries = q_source.T",
+        "tests/core/cost/test_latency.py -k traffic",
+    ),
+    Fault(
+        "a pass that missed db-SP is an error",
+        "dbsp_diffusers/sharding/coverage.py",
+        "if layer not in reached]",
+        "if layer in reached and layer not in reached]",
+        "tests/diffusers/test_coverage.py",
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Checks that tests find faults of the product.")
+    parser.add_argument("words", nargs="*", help="only faults whose concept or file has one of these words")
+    parser.add_argument("--list", action="store_true", help="show the faults, and break nothing")
+    args = parser.parse_args()
+    chosen = [one for one in FAULTS if not args.words or any(word in one.concept + one.file for word in args.words)]
+    if args.list:
+        for fault in chosen:
+            print(f"{fault.concept:<50} {fault.file:<44} {fault.tests}")
+        return 0
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copied(Path(folder) / "db-sp")
+        for number, fault in enumerate(chosen, 1):
+            start = time.monotonic()
+            verdict = tried(fault, copy, number)
+            missed += verdict != "caught"
+            print(f"{verdict:<7} {time.monotonic() - start:5.0f} s  {fault.concept}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults caught")
+    return int(missed > 0)
+
+
+def copied(to: Path) -> Path:
+    """Copies the tracked files of this checkout, as they are now."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    for name in tracked.splitlines():
+        if (REPO / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, to / name)
+    return to
+
+
+def tried(fault: Fault, copy: Path, number: int) -> str:
+    """Runs a fault's tests in a copy that has it, and takes it back. Returns "caught" or what happened."""
+    file = copy / fault.file
+    sound = file.read_text(encoding="utf-8")
+    write(file, sound.replace(fault.text, fault.replacement), 2 * number)
+    paths = os.pathsep.join(map(str, (copy, copy / "kernels")))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests.split()]
+    environment = os.environ | {"PYTHONPATH": paths}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return "late"
+    finally:
+        write(file, sound, 2 * number + 1)
+    return {FOUND: "caught", MISSED: "missed"}.get(done.returncode, f"pytest ended with {done.returncode}")
+
+
+def write(file: Path, text: str, seconds: int) -> None:
+    """Writes a source with a time of its own, as bytecode is told to be old by whole seconds and sizes."""
+    file.write_text(text, encoding="utf-8")
+    then = time.time() + 10 * seconds
+    os.utime(file, (then, then))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Settings of mask sources that make no sense are refused in one line that says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dbsp_core.config import DbspConfig
+from dbsp_core.utils.errors import UserError
+
+BAND = "tests.support.user_masks:band"
+MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "sparge": [
+        ({"cdf": 0.9, "topk": 0.5}, "not both"),
+        ({"cdf": 0.0}, "cdf=0.0 must be above 0"),
+        ({"cdf": 1.1}, "at most 1"),
+        ({"topk": -0.1}, "topk=-0.1"),
+        ({"cdf": float("nan")}, "cdf=nan"),
+        ({"cdf": 0.9, "similarity": 1.5}, "similarity=1.5"),
+        ({"cdf": 0.9, "token_order": "xyz"}, "unknown token order"),
+        ({"cdf": 0.9, "block_k": 1 << 17}, "at most 65536"),
+        ({"cdf": "much"}, "must be float"),
+    ],
+    "sol": [
+        ({"tau": float("nan")}, "tau=nan must be a finite number"),
+        ({"tau": "much"}, "must be float"),
+        ({"thresh_type": "full"}, "must be 'diag' or 'exact', got 'full'"),
+        ({"token_order": "xyz"}, "unknown token order"),
+        ({"block_q": 1 << 17}, "'sol' takes blocks of at most 65536"),
+    ],
+    "vsa": [
+        ({"sparsity": 1.0}, "sparsity=1.0 must be at least 0 and below 1"),
+        ({"tile": [4, 8, 8]}, "set block_q and block_k to 256"),
+        ({"tile": [0, 8, 8], "block_q": 64}, "at least 1"),
+    ],
+    "lowrank": [
+        ({"topk": 0.2}, "needs the path of a fitted file; fit one with: dbsp masks fit"),
+        ({"path": "/no/such", "topk": 0.2}, "fitted file /no/such does not exist; fit one"),
+        ({"path": "/no/such"}, "mask source 'lowrank' needs either cdf or topk"),
+        ({"path": "/no/such", "topk": 2.0}, "topk=2.0 must be above 0"),
+        ({"path": "/no/such", "topk": 0.2, "queries": "some"}, "'mean' or 'all'"),
+    ],
+    "union": [
+        ({}, "needs two masks or more"),
+        ({"of": [{"source": "window"}]}, "needs two masks or more"),
+        ({"of": "window"}, "must be a list of masks"),
+        ({"of": ["windo", "dense"]}, "did you mean 'window'"),
+        ({"of": [7, "dense"]}, "mask 1 of a union"),
+        ({"of": ["window", "spage:cdf=0.9"]}, "did you mean 'sparge'"),
+        ({"of": ["window", "sparge:cdf=9"]}, "cdf=9.0 must be above 0"),
+    ],
+    "synthetic": [
+        ({"preset": "wan"}, "wan2.1-t2v-14b"),
+        ({"density": 1.5}, "density=1.5 must lie between 0 and 1"),
+        ({"drift": -0.1}, "drift"),
+        ({"head_concentration": 0.0}, "head_concentration"),
+        ({"spread": 9.0}, "spread"),
+        ({"seed": -1}, "seed"),
+    ],
+    "window": [
+        ({"window": [3, 3]}, "needs three sizes of at least 1"),
+        ({"window": [3, 3, 0]}, "needs three sizes of at least 1"),
+        ({"tile": [3, 3]}, "tile=[3, 3] needs three sizes of at least 1"),
+        ({"tile": [3, 0, 3]}, "tile=[3, 0, 3] needs three sizes of at least 1"),
+    ],
+    "radial": [
+        ({"width": 0.0}, "must be a positive share"),
+        ({"width": float("inf")}, "must be a positive share"),
+        ({"decay": 0.0}, "must lie above 0 and not above 1"),
+        ({"decay": float("nan")}, "must lie above 0 and not above 1"),
+        ({"sink_frames": -1}, "sink_frames=-1 must not be negative"),
+    ],
+    "svg": [
+        ({"frames": 0}, "frames=0 must be at least 1"),
+        ({"bandwidth": 0.0}, "bandwidth=0.0 must lie above 0"),
+        ({"bandwidth": 1.1}, "bandwidth=1.1 must lie above 0 and not above 1"),
+        ({"sink_frames": -1}, "sink_frames=-1 must not be negative"),
+        ({"temporal_heads": 1.5}, "temporal_heads=1.5 must be a share"),
+        ({"temporal_heads": [-1]}, "must be head numbers, from 0"),
+    ],
+    "callable": [
+        ({}, "needs function: package.module:name, got ''"),
+        ({"function": "my_masks.band"}, "needs function: package.module:name, got 'my_masks.band'"),
+        ({"function": "no_such_masks:band"}, "importing no_such_masks failed"),
+        ({"function": "tests.support.user_masks:bnad"}, "tests.support.user_masks has no such name; name a function"),
+        ({"function": "tests.support.user_masks:NOT_A_FUNCTION"}, "names an int, which cannot be called"),
+        ({"function": BAND, "depends_on": "call"}, "unknown mask.depends_on 'call'; use one of nothing, layer, step"),
+        ({"function": BAND, "parameters": {1: 2}}, f"parameters of {BAND} need names, 1 is none"),
+        ({"function": BAND, "parameters": [1]}, "'parameters' in mask source 'callable' must be a mapping"),
+        ({"function": BAND, "token_orders": "hwt"}, "must be a list of str, got 'hwt'"),
+        ({"function": BAND, "token_orders": [3]}, "must be a list of str, got [3]"),
+    ],
+    "dense": [({"block_q": 0}, "block_q=0")],
+}
+
+
+@pytest.mark.parametrize("source", MISTAKES)
+def test_what_makes_no_sense_is_refused_in_one_line(source):
+    for settings, message in MISTAKES[source]:
+        with pytest.raises(UserError) as raised:
+            DbspConfig.load({"mask": {"source": source, **settings}})
+        assert message in str(raised.value), (settings, str(raised.value))
+        assert "\n" not in str(raised.value)
