@@ -8,7 +8,7 @@ import itertools
 import pkgutil
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from dbsp_core.utils.process import installed_version
 
 __all__ = [
     "Arguments",
+    "Entered",
     "PatchSet",
     "around_calls",
+    "cache_contexts",
     "guidance_branch",
     "has_class_forward",
     "in_float64",
@@ -208,36 +210,50 @@ def in_float64(pipe: Any) -> Any:
     return pipe
 
 
+Entered = tuple[str, Callable[[], AbstractContextManager[None]]]
+"""Name of a cache context that is entered, and what enters it again."""
 _BRANCHES = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_uncond": 1}
 """Number of a guidance pass by the usual names of its cache context; others are numbered as they appear."""
 
 
-def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
+def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], Entered | None]:
     """Observes `transformer.cache_context(name)`, by which diffusers' pipelines say which guidance pass they run.
 
     Returns:
-        A function that returns the number of the current pass, or None if the pipeline does not say it.
+        A function that returns the context that is entered, or None outside of contexts.
     """
-    current: int | None = None
-    numbers: dict[str, int] = {}
+    entered: Entered | None = None
     enter = getattr(transformer, "cache_context", None)
-    if enter is not None:
+    if enter is None:
+        return lambda: None
 
-        @contextmanager
-        def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-            nonlocal current
-            if name not in numbers:
-                free = next(number for number in itertools.count() if number not in numbers.values())
-                numbers[name] = _BRANCHES.get(name, free)
-            current = numbers[name]
-            try:
-                with enter(name, *args, **kwargs):
-                    yield
-            finally:
-                current = None
+    @contextmanager
+    def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        nonlocal entered
+        outer, entered = entered, (name, lambda: cache_context(name, *args, **kwargs))
+        try:
+            with enter(name, *args, **kwargs):
+                yield
+        finally:
+            entered = outer
 
-        patches.set_attribute(transformer, "cache_context", cache_context)
-    return lambda: current
+    patches.set_attribute(transformer, "cache_context", cache_context)
+    return lambda: entered
+
+
+def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
+    """Returns what tells the number of the current guidance pass, or None if the pipeline does not say it."""
+    entered = cache_contexts(transformer, patches)
+    numbers: dict[str, int] = {}
+
+    def branch() -> int | None:
+        context = entered()
+        if context is None:
+            return None
+        free = next(number for number in itertools.count() if number not in numbers.values())
+        return numbers.setdefault(context[0], _BRANCHES.get(context[0], free))
+
+    return branch
 
 
 Call = Callable[..., Any]
