@@ -13,8 +13,9 @@ from torch import nn
 
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.masks.steps import Progress
+from dbsp_core.masks.steps import Progress, first_value
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_diffusers.models.token_sequence import timestep_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
 from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement, Meeting
@@ -48,7 +49,8 @@ class Generations:
         """Timesteps of the pipeline's call that db-SP was enabled in, if any."""
         self._seen: object = object()
         """The generation that the last pass was in."""
-        self._timestep = _Timestep()
+        self._timestep: float | None = None
+        """That of the last pass outside the pipeline's calls."""
         self._passes = 0
         """Number of this generation's passes before the current one."""
         self._compared: set[object] = set()
@@ -175,7 +177,7 @@ class Generations:
         """
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         training = module.training and torch.is_grad_enabled()
-        first = self._begins(None if training else inputs.get("timestep"))
+        first = self._begins(None if training else timestep_of(inputs))
         self._passes = 0 if first else self._passes + 1
         if first:
             self._compared.clear()
@@ -197,13 +199,15 @@ class Generations:
         }
         return (with_tensors(args, replaced), with_tensors(kwargs, replaced)), meeting
 
-    def _begins(self, timestep: Any) -> bool:
-        """Returns whether a pass is a generation's first."""
+    def _begins(self, timestep: torch.Tensor | float | None) -> bool:
+        """Returns whether a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
         last, self._seen = self._seen, self.progress().generation
         if self._call is not None:
             return self._seen is not last
-        rises = self._timestep.rises(timestep)
-        first = self._seen is not last or rises
+        first = self._seen is not last
+        if timestep is not None:
+            before, self._timestep = self._timestep, first_value(timestep)
+            first = first or (before is not None and self._timestep > before)
         if first:
             self.agreement.begin_call()
         return first
@@ -218,42 +222,6 @@ class Generations:
         conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
         plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
         return self.agreement.compare(steps, plain, latents, conditions)
-
-
-class _Timestep:
-    """Timesteps of passes outside a pipeline's calls, read without waiting for a device."""
-
-    def __init__(self) -> None:
-        self._value: float | None = None
-        self._on_its_way: Callable[[], float] | None = None
-
-    def rises(self, timestep: Any) -> bool:
-        """Returns True if a pass's timestep is larger than the last; on a device, that is known a pass later."""
-        arrived, self._on_its_way = self._on_its_way, None
-        if timestep is None:
-            return False
-        if isinstance(timestep, torch.Tensor) and timestep.device.type != "cpu":
-            self._on_its_way = _copy_to_host(timestep.amax())
-            if arrived is None:
-                return False
-            value = arrived()
-        else:
-            value = float(timestep.amax()) if isinstance(timestep, torch.Tensor) else float(timestep)
-        last, self._value = self._value, value
-        return last is not None and value > last
-
-
-def _copy_to_host(value: torch.Tensor) -> Callable[[], float]:
-    """Starts to copy a number from a device; the function that is returned waits for the copy."""
-    copy = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-    copied = torch.get_device_module(value.device).current_stream(value.device).record_event()
-
-    def read() -> float:
-        if not copied.query():  # a pass later it has arrived, unless the device is more than a pass behind
-            copied.synchronize()
-        return float(copy)
-
-    return read
 
 
 def _is_called(pipe: Any) -> bool:
