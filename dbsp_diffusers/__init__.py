@@ -11,7 +11,6 @@ torch.distributed.destroy_process_group()
 
 from dbsp_core.config import DbspConfig
 from dbsp_diffusers.api import disable, enable, session_of, sessions_of, write_report
-from dbsp_diffusers.packed.denoising import PackedRequest, denoise_packed
 from dbsp_diffusers.packed.forward import LocalPredictions, packed_forward, packed_forward_local
 from dbsp_diffusers.packed_samples import PackedSample
 from dbsp_diffusers.sum_gradients import sum_gradients
@@ -19,9 +18,7 @@ from dbsp_diffusers.sum_gradients import sum_gradients
 __all__ = [
     "DbspConfig",
     "LocalPredictions",
-    "PackedRequest",
     "PackedSample",
-    "denoise_packed",
     "disable",
     "enable",
     "packed_forward",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from dbsp_core.comm.groups import SequenceGroup
@@ -17,11 +16,9 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, why_removed
 from dbsp_diffusers.attach import Host, attach_host
 from dbsp_diffusers.attached import attached_to
-from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
 from dbsp_diffusers.sharding.halves import Guidance, Halves
-from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 
 __all__ = ["disable", "enable", "session_of", "sessions_of", "write_report"]
 
@@ -86,9 +83,7 @@ def enable(
     whole = Host(
         name=host,
         sequence=sequence,
-        attentions=_attentions_of,
         choose_strategy=lambda config: config.strategy_or(default if strategy is None else Strategy.parse(strategy)),
-        shard=shard_transformer,
         vae=vae,
         halves=halves,
     )
@@ -134,13 +129,6 @@ def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
     group = (part._flatten() if len(present) > 1 else part).get_group()
     degrees = {name: mesh[name].size() for name in present}
     return SequenceGroup.of(group), Strategy(degrees.get("ulysses", 1), degrees.get("ring", 1))
-
-
-def _attentions_of(transformer: Any) -> Sequence[nn.Module]:
-    """A stock transformer's self-attention modules. Raises UserError for one that shards itself, or is unknown."""
-    if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
-        raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
-    return architecture_of(transformer).attentions_of(transformer)
 
 
 def disable(model: Any) -> None:

@@ -24,7 +24,7 @@ from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_diffusers.attached import STATE, Attached, carried_by, weights_fingerprint
 from dbsp_diffusers.devices import require_own_gpus, use_model_device
-from dbsp_diffusers.models import heads_of
+from dbsp_diffusers.models import architecture_of, heads_of
 from dbsp_diffusers.models.gates import GATE, GATES_DIFFER, gated_layers, gates_in_checkpoint
 from dbsp_diffusers.models.transformers import transformers_in, transformers_of
 from dbsp_diffusers.packed.forward import packing_of
@@ -36,6 +36,7 @@ from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.guidance import GuidedCalls
 from dbsp_diffusers.sharding.halves import Halves
+from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
@@ -57,9 +58,7 @@ class Host:
     Attributes:
         name: The host's name in reports.
         sequence: The ranks that share a sequence and make one video together.
-        attentions: Returns a transformer's self-attention modules, one a layer.
         choose_strategy: Returns the strategy for a configuration; None for "auto".
-        shard: Shards a transformer by a session; returns the value of its attribute `_is_parallelized`.
         vae: Whether videos are decoded in parallel, whatever the configuration says.
         decoders: The ranks that decode a video together, if more than `sequence`.
         halves: Of the ranks that make one video, if guidance passes are computed by two halves; `sequence` is one.
@@ -67,9 +66,7 @@ class Host:
 
     name: str
     sequence: SequenceGroup
-    attentions: Callable[[Any], Sequence[nn.Module]]
     choose_strategy: Callable[[DbspConfig], Strategy | None]
-    shard: Callable[[Any, AttentionSession, PatchSet], ForwardRanks]
     vae: bool = False
     decoders: SequenceGroup | None = None
     halves: Halves | None = None
@@ -155,7 +152,7 @@ def _attached(
 ) -> _Attaching:
     """Attaches db-SP on this rank alone. Raises UserError for what it cannot be attached to."""
     # 1. Settings and sessions.
-    transformers = _require_attachable(model, host)
+    transformers = _require_attachable(model)
     pipe = None if model in transformers.values() else model
     generations = Generations(pipe, host.ranks)
     passes = generations.agreement if host.halves is None else GenerationAgreement(host.sequence)
@@ -165,7 +162,7 @@ def _attached(
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
         made.gates.update(gates_in_checkpoint(transformer, own.mask, None if pipe is None else name))
-        attentions = host.attentions(transformer)
+        attentions = architecture_of(transformer).attentions_of(transformer)
         parts = own, host.sequence, _choose_strategy(host, own), heads_of(attentions[0]), len(attentions)
         session = observed_session(*parts, steps or generations.steps, clock, agree=False)
         made.sessions.append((transformer, session))
@@ -180,7 +177,7 @@ def _attached(
     for transformer, session in made.sessions:
         if host.halves is None:
             generations.hook(transformer, session, changes, always=debug)
-        ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)
+        ranks, packing = shard_transformer(transformer, session, changes), packing_of(transformer)
         if packing is not None:
             packing.attach(transformer, changes)
         changes.set_attribute(transformer, "_is_parallelized", ranks)
@@ -190,8 +187,7 @@ def _attached(
     for (transformer, _), ranks in zip(made.sessions, together, strict=True):
         on_host = next(transformer.parameters()).device.type == "cpu"
         patience = host.ranks.timeout if on_host else None
-        reached = ranks.sharding.reached
-        Coverage(transformer, host.attentions, reached, passes, patience).attach(changes)
+        Coverage(transformer, ranks.reached, passes, patience).attach(changes)
         if host.halves is not None:
             GuidedCalls(transformer, host.halves, generations, passes, debug, patience).attach(changes)
     # 3. Decoding, and where to find all this again.
@@ -236,11 +232,13 @@ def _choose_strategy(host: Host, config: DbspConfig) -> Strategy | None:
     return host.choose_strategy(replace(config, strategy=None))
 
 
-def _require_attachable(model: Any, host: Host) -> dict[str, Any]:
+def _require_attachable(model: Any) -> dict[str, Any]:
     """A model's transformers by name. Raises UserError for what db-SP cannot be attached to."""
     transformers = transformers_of(model)
     for transformer in transformers.values():
-        _require_not_parallelized(transformer, host.attentions(transformer))
+        if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
+            raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
+        _require_not_parallelized(transformer, architecture_of(transformer).attentions_of(transformer))
     return transformers
 
 

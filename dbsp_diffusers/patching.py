@@ -8,11 +8,8 @@ import itertools
 import pkgutil
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import nn
@@ -22,8 +19,10 @@ from dbsp_core.utils.process import installed_version
 
 __all__ = [
     "Arguments",
+    "Entered",
     "PatchSet",
     "around_calls",
+    "cache_contexts",
     "guidance_branch",
     "has_class_forward",
     "in_float64",
@@ -52,24 +51,13 @@ class PatchSet:
     def __enter__(self) -> PatchSet:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.detach()
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Sets an instance attribute; afterwards the instance has the old one, or none, as before."""
-        before = vars(target).get(name, _MISSING)
-
-        def restore() -> None:
-            if before is not _MISSING:
-                setattr(target, name, before)
-            elif name in vars(target):  # others may have removed it, as cache-dit does with what it knows
-                delattr(target, name)
-
-        setattr(target, name, value)
-        self._undo.callback(restore)
+        self._undo.callback(_set(target, name, value))
 
     def add_module(self, target: nn.Module, name: str, module: nn.Module) -> None:
         """Adds a submodule, which is gone afterwards."""
@@ -99,15 +87,11 @@ class PatchSet:
             nonlocal replaced
             replaced = False
             if vars(place).get(name) is bound:
-                if own is _MISSING:
-                    delattr(place, name)
-                else:
-                    setattr(place, name, own)
+                undo()
             elif vars(module).get("forward") is bound:  # the hook that it was within has been taken off
                 module.forward = before
 
-        own = vars(place).get(name, _MISSING)
-        setattr(place, name, bound)
+        undo = _set(place, name, bound)
         self._undo.callback(restore)
 
     def replace_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
@@ -118,17 +102,14 @@ class PatchSet:
         def current(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return type(self).forward(self, *args, **kwargs)
 
-        before, bound = vars(place).get(name, _MISSING), types.MethodType(current, module)
+        bound = types.MethodType(current, module)
         module.__class__ = cls
-        setattr(place, name, bound)
+        undo = _set(place, name, bound)
 
         def restore() -> None:
             module.__class__ = own
             if vars(place).get(name) is bound:
-                if before is _MISSING:
-                    delattr(place, name)
-                else:
-                    setattr(place, name, before)
+                undo()
 
         self._undo.callback(restore)
 
@@ -142,6 +123,20 @@ class PatchSet:
     def detach(self) -> None:
         """Leaves the host as it was."""
         self._undo.close()
+
+
+def _set(target: Any, name: str, value: Any) -> Callable[[], None]:
+    """Sets an instance attribute, and returns what leaves the instance with the old one, or none, as before."""
+    before = vars(target).get(name, _MISSING)
+
+    def restore() -> None:
+        if before is not _MISSING:
+            setattr(target, name, before)
+        elif name in vars(target):  # others may have removed it, as cache-dit does with what it knows
+            delattr(target, name)
+
+    setattr(target, name, value)
+    return restore
 
 
 def _innermost_forward(module: nn.Module) -> tuple[Any, str]:
@@ -215,103 +210,78 @@ def in_float64(pipe: Any) -> Any:
     return pipe
 
 
+Entered = tuple[str, Callable[[], AbstractContextManager[None]]]
+"""Name of a cache context that is entered, and what enters it again."""
 _BRANCHES = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_uncond": 1}
 """Number of a guidance pass by the usual names of its cache context; others are numbered as they appear."""
 
 
-def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
+def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], Entered | None]:
     """Observes `transformer.cache_context(name)`, by which diffusers' pipelines say which guidance pass they run.
 
     Returns:
-        A function that returns the number of the current pass, or None if the pipeline does not say it.
+        A function that returns the context that is entered, or None outside of contexts.
     """
-    current: int | None = None
-    numbers: dict[str, int] = {}
+    entered: Entered | None = None
     enter = getattr(transformer, "cache_context", None)
-    if enter is not None:
+    if enter is None:
+        return lambda: None
 
-        @contextmanager
-        def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-            nonlocal current
-            if name not in numbers:
-                free = next(number for number in itertools.count() if number not in numbers.values())
-                numbers[name] = _BRANCHES.get(name, free)
-            current = numbers[name]
-            try:
-                with enter(name, *args, **kwargs):
-                    yield
-            finally:
-                current = None
+    @contextmanager
+    def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        nonlocal entered
+        outer, entered = entered, (name, lambda: cache_context(name, *args, **kwargs))
+        try:
+            with enter(name, *args, **kwargs):
+                yield
+        finally:
+            entered = outer
 
-        patches.set_attribute(transformer, "cache_context", cache_context)
-    return lambda: current
+    patches.set_attribute(transformer, "cache_context", cache_context)
+    return lambda: entered
+
+
+def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
+    """Returns what tells the number of the current guidance pass, or None if the pipeline does not say it."""
+    entered = cache_contexts(transformer, patches)
+    numbers: dict[str, int] = {}
+
+    def branch() -> int | None:
+        context = entered()
+        if context is None:
+            return None
+        free = next(number for number in itertools.count() if number not in numbers.values())
+        return numbers.setdefault(context[0], _BRANCHES.get(context[0], free))
+
+    return branch
 
 
 Call = Callable[..., Any]
-_AROUND = "_dbsp_around_calls"
-"""Attribute of a pipeline: there, rather than in a table here, so that it goes with the pipeline."""
-
-
-@dataclass(frozen=True)
-class _Class:
-    """A pipeline class whose `__call__` is wrapped, as long as any of its pipes has something around its calls."""
-
-    wrapper: Call
-    change: PatchSet
-    pipes: WeakKeyDictionary[Any, finalize[..., Any]] = field(default_factory=WeakKeyDictionary)
-    """Each pipe with its finalizer, for one that is dropped with something around its calls."""
-
-
-_classes: dict[type, _Class] = {}
 
 
 def around_calls(pipe: Any, around: Callable[[Call], Call], patches: PatchSet) -> None:
     """Replaces what `pipe(...)` calls by around(it); the last one given is the outermost.
 
-    Python looks `__call__` up on the class, so the class's is wrapped. Other pipes of the class pass through, and with
-    the last wrapped one detached the class is as before, unless something else was wrapped around it meanwhile (as
-    para-attn's first-block cache does): then all pass through.
+    Python looks `__call__` up on the class, so the pipe gets a subclass of its own, of the same name. If something
+    else was put in the subclass's place meanwhile, or on it (as para-attn's first-block cache does), it stays and
+    passes calls through.
     """
-    cls = type(pipe)
-    if cls not in _classes:
-        _classes[cls] = _wrap(cls)
-    if pipe not in _classes[cls].pipes:
-        _classes[cls].pipes[pipe] = finalize(pipe, _unwrap_unused, cls)
-        _classes[cls].pipes[pipe].atexit = False
-    patches.on_detach(lambda: _forget(pipe, cls))
-    patches.set_attribute(pipe, _AROUND, (*vars(pipe).get(_AROUND, ()), around))
+    cls, replaced = type(pipe), True
 
-
-def _wrap(cls: type) -> _Class:
-    original: Call = cls.__call__
-
-    @functools.wraps(original)
+    @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function: Call = functools.partial(original, self)
-        for around in vars(self).get(_AROUND, ()):
-            function = around(function)
-        return function(*args, **kwargs)
+        own = functools.partial(cls.__call__, self)
+        ours = replaced and self is pipe  # not a pipe that was made with type(pipe)(...)
+        return (around(own) if ours else own)(*args, **kwargs)
 
-    change = PatchSet()
-    change.set_attribute(cls, "__call__", call)
-    return _Class(call, change)
+    names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__slots__": ()}
+    wrapped = types.new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(names))
+    pipe.__class__ = wrapped
 
+    def restore() -> None:
+        nonlocal replaced
+        replaced = False
+        if type(pipe) is wrapped and vars(wrapped)["__call__"] is call:
+            pipe.__class__ = cls
 
-def _forget(pipe: Any, cls: type) -> None:
-    """Stops counting a pipe if nothing is around its calls any more."""
-    if cls not in _classes or vars(pipe).get(_AROUND):
-        return
-    gone = _classes[cls].pipes.pop(pipe, None)
-    if gone is not None:
-        gone.detach()
-    _unwrap_unused(cls)
-
-
-def _unwrap_unused(cls: type) -> None:
-    """Leaves a class as it was, once none of its pipes that live has something around its calls."""
-    wrapped = _classes.get(cls)
-    if wrapped is None or list(wrapped.pipes):
-        return
-    if vars(cls).get("__call__") is wrapped.wrapper:
-        wrapped.change.detach()
-        del _classes[cls]
+    patches.on_detach(restore)

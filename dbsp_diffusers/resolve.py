@@ -20,7 +20,7 @@ from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, Uni
 from dbsp_core.utils.errors import UserError, in_number
 from dbsp_core.utils.process import log
 from dbsp_core.utils.yaml_file import shown_config
-from dbsp_diffusers.models import ARCHITECTURES, architecture_of, known_architecture
+from dbsp_diffusers.models import architecture_of, known_architecture
 from dbsp_kernels import KernelRequirements, choose_kernel
 
 __all__ = ["describe_mask", "identify", "log_config", "resolve_config"]
@@ -30,9 +30,7 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
     """What a transformer is, given its pipeline if there is one. Raises UserError for an unknown class."""
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
-        kind = type(transformer).__name__  # xfuser wraps CogVideoX's in a class that is not derived from it
-        wrapped = (a for known, a in ARCHITECTURES.items() if known.removesuffix("Model") in kind)
-        name = (next(wrapped, None) or architecture_of(transformer)).pipeline or kind
+        name = architecture_of(transformer).pipeline or type(transformer).__name__
     two = all(getattr(pipe, part, None) is not None for part in ("transformer", "transformer_2"))
     return model_signature(name, transformer.config, variant_of(two, getattr(pipe, "config", {})))
 

@@ -15,10 +15,8 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.api import disable, session_of
 from dbsp_diffusers.attach import Host, attach_host
-from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet, has_class_forward
-from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 from dbsp_xdit.command_line import strategy_from
 
 __all__ = ["attach", "detach", "session_of"]
@@ -51,11 +49,9 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         host = Host(
             "xdit",
             sequence,
-            attentions=lambda transformer: architecture_of(transformer).attentions_of(transformer),
             choose_strategy=lambda config: strategy_from(
                 config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size()
             ),
-            shard=shard_transformer,
             decoders=world if whole else None,  # both halves of guidance have the latents of the one video
         )
         return attach_host(stock, config, host, patches=patches)
@@ -141,7 +137,7 @@ def _restore_class(transformer: nn.Module, patches: PatchSet) -> None:
     own = type(transformer)
     base = next((cls for cls in own.__mro__ if cls.__module__.partition(".")[0] == "diffusers"), None)
     if base is None or not hasattr(base, "from_config"):
-        return  # db-SP says which classes it knows
+        raise UserError(f"db-SP does not know {own.__name__}, which derives from no transformer class of diffusers")
     if not has_class_forward(transformer):
         raise UserError(f"the forward of this {own.__name__} was replaced; attach db-SP before step caches, not after")
     with torch.device("meta"):

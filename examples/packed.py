@@ -4,11 +4,11 @@ import os
 
 import torch
 import torch.distributed as dist
+from denoise_packed import Request, denoise_packed
 from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 
 import dbsp_diffusers
-from dbsp_diffusers import PackedRequest
 
 if torch.cuda.is_available():
     MODEL, MASK, STEPS = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "sparge:cdf=0.92", 50
@@ -26,10 +26,10 @@ pipe = WanPipeline.from_pretrained(MODEL, torch_dtype=torch.bfloat16 if gpu else
 dbsp_diffusers.enable(pipe, MASK)
 
 requests = [
-    PackedRequest(prompt="a red ball bounces over a blue checkered floor", num_inference_steps=STEPS, **LARGE),
-    PackedRequest(prompt="a green square slides over a white floor", num_inference_steps=STEPS, **SMALL),
+    Request(prompt="a red ball bounces over a blue checkered floor", seed=0, num_inference_steps=STEPS, **LARGE),
+    Request(prompt="a green square slides over a white floor", seed=1, num_inference_steps=STEPS, **SMALL),
 ]
-for number, video in enumerate(dbsp_diffusers.denoise_packed(pipe, requests)):
+for number, video in enumerate(denoise_packed(pipe, requests)):
     if dist.get_rank() == 0:
         export_to_video(video, f"video{number}.mp4", fps=16)
 dist.destroy_process_group()

@@ -46,7 +46,7 @@ class Cuts:
         inputs: Arguments of each module by name; "" is the transformer itself.
         outputs: Outputs of each module by index.
         gathered: The output of each module that holds a rank's share of the transformer's, and is made whole.
-        gathered_early: Outputs, of several by index, that are made whole for modules after them, which every rank then
+        gathered_early: Outputs of each module by index that are made whole for modules after it, which every rank then
             computes alike.
         gathered_inputs: Arguments that hold a rank's share and are made whole for a module that mixes tokens: every
             rank computes it alike, and its output is cut again.
@@ -56,7 +56,7 @@ class Cuts:
     inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
     gathered: Mapping[str, Cut] = field(default_factory=dict)
-    gathered_early: Mapping[str, Cut | Mapping[int, Cut]] = field(default_factory=dict)
+    gathered_early: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
     gathered_inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
 

@@ -65,30 +65,14 @@ def gates_in_checkpoint(
     Raises:
         UserError: For weights of some layers only, or that don't fit or can't be read.
     """
-    return _read(transformer, name) if _reads_gate(source) else {}
-
-
-def gated_layers(transformer: nn.Module, source: MaskSource, gates: Mapping[nn.Module, nn.Linear]) -> list[bool]:
-    """Whether each layer has a gate that the mask source reads, with `gates` from the checkpoint. Equal on all ranks,
-    or `GATES_DIFFER`."""
     known = known_architecture(transformer) if _reads_gate(source) else None
-    attentions = [] if known is None else known.attentions_of(transformer)
-    return [attention in gates or hasattr(attention, GATE) for attention in attentions]
-
-
-def _reads_gate(source: MaskSource) -> bool:
-    return any(getattr(part, "coarse", False) for part in parts_of(source))
-
-
-def _read(transformer: nn.Module, name: str | None) -> dict[nn.Module, nn.Linear]:
-    known = known_architecture(transformer)
     if known is None or not known.gate_names:
         return {}
     paths = {module: path for path, module in transformer.named_modules()}
     lacking = [attention for attention in known.attentions_of(transformer) if not hasattr(attention, GATE)]
     weights = _weights_of(transformer, name) if lacking else None
     files = {} if weights is None else _gate_files(weights)
-    if weights is None or not files:
+    if not files:
         return {}
     gates, without = {}, []
     for attention in lacking:
@@ -104,6 +88,18 @@ def _read(transformer: nn.Module, name: str | None) -> dict[nn.Module, nn.Linear
             f"{without[0]}; load a checkpoint that has all of them, {_DO_WITHOUT}"
         )
     return gates
+
+
+def gated_layers(transformer: nn.Module, source: MaskSource, gates: Mapping[nn.Module, nn.Linear]) -> list[bool]:
+    """Whether each layer has a gate that the mask source reads, with `gates` from the checkpoint. Equal on all ranks,
+    or `GATES_DIFFER`."""
+    known = known_architecture(transformer) if _reads_gate(source) else None
+    attentions = [] if known is None else known.attentions_of(transformer)
+    return [attention in gates or hasattr(attention, GATE) for attention in attentions]
+
+
+def _reads_gate(source: MaskSource) -> bool:
+    return any(getattr(part, "coarse", False) for part in parts_of(source))
 
 
 def _weights_of(transformer: nn.Module, name: str | None) -> Path | None:

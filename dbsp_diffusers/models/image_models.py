@@ -204,7 +204,7 @@ IMAGE_MODELS = {
                 "transformer_blocks.*": {"image_rotary_emb": Cut("packed", 0)},
             },
             # There, as text is then cut off.
-            gathered_early={"transformer_blocks.-1": Cut("packed", 1)},
+            gathered_early={"transformer_blocks.-1": {0: Cut("packed", 1)}},
             whole=("final_layer",),
         ),
         text="first",

@@ -379,7 +379,7 @@ VIDEO_MODELS = {
         cuts=Cuts(
             inputs={"visual_transformer_blocks.0": {"visual_embed": Cut("video", 1)}},
             outputs={"visual_rope_embeddings": {0: Cut("video", 1, grid=True)}},
-            gathered_early={"visual_transformer_blocks.-1": Cut("video", 1)},
+            gathered_early={"visual_transformer_blocks.-1": {0: Cut("video", 1)}},
             whole=("out_layer",),
         ),
         own_mask=OwnMask("sparse_params", _nabla),

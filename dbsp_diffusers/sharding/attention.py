@@ -60,27 +60,13 @@ def _outside_cuda_graphs() -> dict[str, Any]:
     schema="(Tensor q, Tensor k, Tensor v, Tensor number, float? scale, Tensor? gate) -> Tensor",
     **_outside_cuda_graphs(),
 )
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    number: torch.Tensor,
-    scale: float | None,
-    gate: torch.Tensor | None,
-) -> torch.Tensor:
+def _attend(*call: Any) -> torch.Tensor:
     """Calls a function of `_attends`. A number as int would have each layer compiled by itself, so it is a tensor."""
-    return _answer(q, k, v, number, scale, gate).contiguous()
+    return _answer(*call).contiguous()
 
 
 @_attend.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    number: torch.Tensor,
-    scale: float | None,
-    gate: torch.Tensor | None,
-) -> torch.Tensor:
+def _(q: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 

@@ -6,7 +6,7 @@ An attention that db-SP does not compute attends to the tokens of one rank, and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import explain_broken_connection
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models import known_architecture
+from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
@@ -36,7 +36,6 @@ class Coverage:
     """Compares the self-attentions that db-SP computes in a forward pass with those that the transformer has then.
 
     Args:
-        attentions: Returns a transformer's self-attention modules, one per layer, which db-SP has intercepted.
         reached: Returns the layers whose attention db-SP has computed in the current pass.
         agreement: Whose board the ranks that wait for this one read: why it has left a forward pass.
         patience: How long this rank waits, after a failed pass, for the others to read it; None: they don't.
@@ -45,17 +44,16 @@ class Coverage:
     def __init__(
         self,
         transformer: nn.Module,
-        attentions: Callable[[Any], Sequence[nn.Module]],
         reached: Callable[[], Collection[int]],
         agreement: GenerationAgreement,
         patience: timedelta | None,
     ) -> None:
         self._transformer = transformer
-        self._attentions = attentions
+        self._architecture = architecture_of(transformer)
         self._reached = reached
         self._agreement = agreement
         self._patience = patience
-        self._layers = {attention: layer for layer, attention in enumerate(attentions(transformer))}
+        self._layers = {attention: layer for layer, attention in enumerate(self._attentions())}
         self._replaced = {attention for attention in self._layers if not has_class_forward(attention)}
         """Attention modules whose forward db-SP has replaced."""
         self._expected: dict[int, nn.Module] = {}
@@ -67,12 +65,10 @@ class Coverage:
         """Checks every forward pass from now on."""
         transformer = self._transformer
         patches.hook(transformer.register_forward_pre_hook, self._begin, with_kwargs=True, prepend=True)
-        architecture = known_architecture(transformer)
-        if architecture is not None:  # where outputs are exchanged, a rank must not come before its last attention
-            cuts = architecture.cuts.of(transformer)
-            for path in (*cuts.gathered, *cuts.gathered_early):
-                for module in modules_at(transformer, path):
-                    patches.hook(module.register_forward_hook, self._require_all, prepend=True)
+        cuts = self._architecture.cuts.of(transformer)
+        for path in (*cuts.gathered, *cuts.gathered_early):  # no rank may be here before its last attention
+            for module in modules_at(transformer, path):
+                patches.hook(module.register_forward_hook, self._require_all, prepend=True)
         patches.hook(transformer.register_forward_hook, self._end, always_call=True)
 
     @property
@@ -97,15 +93,19 @@ class Coverage:
         if lost:
             raise UserError(f"db-SP no longer computes the attention of {self._named(lost)}: {_CAUSE}")
         self._expected = {self._layers[attention]: attention for attention in present}
-        architecture = known_architecture(module)
-        if architecture is not None and architecture.skipped_by and not (args and isinstance(args[0], PackedBatch)):
-            for layer in architecture.skipped(signature_of(module).bind(*args, **kwargs).arguments):
+        if self._architecture.skipped_by and not (args and isinstance(args[0], PackedBatch)):
+            for layer in self._architecture.skipped(signature_of(module).bind(*args, **kwargs).arguments):
                 self._expected.pop(layer, None)
 
+    def _attentions(self) -> list[nn.Module]:
+        """The self-attention module of each layer; torch.compile may have wrapped them."""
+        found = self._architecture.attentions_of(self._transformer)
+        return [getattr(attention, "_orig_mod", attention) for attention in found]
+
     def _present(self) -> list[nn.Module]:
-        """The transformer's self-attention modules now; torch.compile may have wrapped them."""
+        """The transformer's self-attention modules now."""
         try:
-            return [getattr(attention, "_orig_mod", attention) for attention in self._attentions(self._transformer)]
+            return self._attentions()
         except AttributeError as error:
             raise UserError(f"a layer was put into the transformer after db-SP was enabled on it: {error}") from error
 

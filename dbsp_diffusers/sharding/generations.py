@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 
 from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.masks.steps import Progress
+from dbsp_core.masks.steps import Progress, first_value
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_diffusers.models.token_sequence import timestep_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
 from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement, Meeting
@@ -48,7 +49,8 @@ class Generations:
         """Timesteps of the pipeline's call that db-SP was enabled in, if any."""
         self._seen: object = object()
         """The generation that the last pass was in."""
-        self._timestep = _Timestep()
+        self._timestep: float | None = None
+        """That of the last pass outside the pipeline's calls."""
         self._passes = 0
         """Number of this generation's passes before the current one."""
         self._compared: set[object] = set()
@@ -60,9 +62,7 @@ class Generations:
         """Where the ranks post why they have left a forward pass."""
         return self.agreement.board
 
-    def attach(
-        self, patches: PatchSet, problem: Callable[[], Exception | None] = lambda: None, *, shares_state: bool
-    ) -> None:
+    def attach(self, patches: PatchSet, problem: Callable[[], Exception | None], *, shares_state: bool) -> None:
         """Follows the pipeline's calls.
 
         Args:
@@ -76,7 +76,8 @@ class Generations:
         self, call: Callable[..., Any], problem: Callable[[], Exception | None], shares_state: bool
     ) -> Callable[..., Any]:
         def followed(*args: Any, **kwargs: Any) -> Any:
-            self.agree_on_call(self._is_given_generator(args, kwargs), problem(), shares_state=shares_state)
+            device = self._device() if shares_state else None
+            self.agreement.agree_on_call(self._is_given_generator(args, kwargs), problem(), device)
             outer, self._call = self._call, object()
             vars(self._pipe).pop("_num_timesteps", None)  # the last call's, until this one knows
             try:
@@ -91,15 +92,13 @@ class Generations:
 
         return followed
 
-    def agree_on_call(self, generator: bool, problem: Exception | None = None, *, shares_state: bool = True) -> None:
-        """Begins a call of the pipeline on all ranks; see `GenerationAgreement.agree_on_call`."""
+    def _device(self) -> torch.device:
+        """Returns the device that the pipeline computes on."""
         device = getattr(self._pipe, "_execution_device", None) or getattr(self._pipe, "device", None)
-        if not isinstance(device, torch.device):  # of a pipeline that is not diffusers'
-            parameters = (
-                one for part in vars(self._pipe).values() if isinstance(part, nn.Module) for one in part.parameters()
-            )
-            device = next((one.device for one in parameters), torch.device("cpu"))
-        self.agreement.agree_on_call(generator, problem, device if shares_state else None)
+        if isinstance(device, torch.device):
+            return device
+        parts = (part for part in vars(self._pipe).values() if isinstance(part, nn.Module))  # a pipeline of others'
+        return next((one.device for part in parts for one in part.parameters()), torch.device("cpu"))
 
     def _is_given_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns whether the pipeline's call is given a generator, by name or by position."""
@@ -112,20 +111,23 @@ class Generations:
         return given.arguments.get("generator") is not None
 
     @property
+    def _scheduler(self) -> Any:
+        return getattr(self._pipe, "scheduler", None)
+
+    @property
     def _timesteps(self) -> Any:
-        return getattr(getattr(self._pipe, "scheduler", None), "timesteps", None)
+        return getattr(self._scheduler, "timesteps", None)
 
     def progress(self) -> Progress:
         """What the pipeline says of its denoising."""
-        scheduler = getattr(self._pipe, "scheduler", None)
-        index = getattr(scheduler, "step_index", None)
+        index = getattr(self._scheduler, "step_index", None)
         index = index if isinstance(index, int) else None
         if self._call is not None:
             return Progress(self._call, index)
         timesteps = self._timesteps
         if self._begun is None or timesteps is not self._begun or index is None or index >= len(timesteps):
             return Progress(timesteps)
-        return Progress(timesteps, index, getattr(scheduler, "begin_index", None) or 0)
+        return Progress(timesteps, index, getattr(self._scheduler, "begin_index", None) or 0)
 
     def steps(self) -> int | None:
         """How many denoising steps the current generation takes; None before that is known, and without a pipeline.
@@ -136,9 +138,8 @@ class Generations:
         own = None if self._call is None else vars(self._pipe).get("_num_timesteps")
         if isinstance(own, int):
             return own - left_out
-        scheduler = getattr(self._pipe, "scheduler", None)
-        timesteps = getattr(scheduler, "timesteps", None)
-        begin = getattr(scheduler, "begin_index", None) or 0
+        timesteps = self._timesteps
+        begin = getattr(self._scheduler, "begin_index", None) or 0
         return None if timesteps is None else len(timesteps) - begin - left_out
 
     def hook(self, transformer: nn.Module, session: AttentionSession, patches: PatchSet, *, always: bool) -> None:
@@ -176,7 +177,7 @@ class Generations:
         """
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         training = module.training and torch.is_grad_enabled()
-        first = self._begins(None if training else inputs.get("timestep"))
+        first = self._begins(None if training else timestep_of(inputs))
         self._passes = 0 if first else self._passes + 1
         if first:
             self._compared.clear()
@@ -191,30 +192,22 @@ class Generations:
             values = self.agreement.first_rank_values([*tensors.values()])
         if own:
             return (args, kwargs), meeting
-        return self._with_values(args, kwargs, [*tensors.values()], values), meeting
-
-    def _with_values(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-    ) -> Arguments:
-        """Returns a pass's arguments with the first rank's values in place of its own tensors."""
         replaced = {
-            id(own): self._constants.substitute(own, one)
-            for own, one in zip(tensors, values, strict=True)
-            if one is not own
+            id(one): self._constants.substitute(one, value)
+            for one, value in zip(tensors.values(), values, strict=True)
+            if value is not one
         }
-        return with_tensors(args, replaced), with_tensors(kwargs, replaced)
+        return (with_tensors(args, replaced), with_tensors(kwargs, replaced)), meeting
 
-    def _begins(self, timestep: Any) -> bool:
-        """Returns whether a pass is a generation's first."""
+    def _begins(self, timestep: torch.Tensor | float | None) -> bool:
+        """Returns whether a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
         last, self._seen = self._seen, self.progress().generation
         if self._call is not None:
             return self._seen is not last
-        rises = self._timestep.rises(timestep)
-        first = self._seen is not last or rises
+        first = self._seen is not last
+        if timestep is not None:
+            before, self._timestep = self._timestep, first_value(timestep)
+            first = first or (before is not None and self._timestep > before)
         if first:
             self.agreement.begin_call()
         return first
@@ -229,42 +222,6 @@ class Generations:
         conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
         plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
         return self.agreement.compare(steps, plain, latents, conditions)
-
-
-class _Timestep:
-    """Timesteps of passes outside a pipeline's calls, read without waiting for a device."""
-
-    def __init__(self) -> None:
-        self._value: float | None = None
-        self._on_its_way: Callable[[], float] | None = None
-
-    def rises(self, timestep: Any) -> bool:
-        """Returns True if a pass's timestep is larger than the last; on a device, that is known a pass later."""
-        arrived, self._on_its_way = self._on_its_way, None
-        if timestep is None:
-            return False
-        if isinstance(timestep, torch.Tensor) and timestep.device.type != "cpu":
-            self._on_its_way = _copy_to_host(timestep.amax())
-            if arrived is None:
-                return False
-            value = arrived()
-        else:
-            value = float(timestep.amax()) if isinstance(timestep, torch.Tensor) else float(timestep)
-        last, self._value = self._value, value
-        return last is not None and value > last
-
-
-def _copy_to_host(value: torch.Tensor) -> Callable[[], float]:
-    """Starts to copy a number from a device; the function that is returned waits for the copy."""
-    copy = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-    copied = torch.get_device_module(value.device).current_stream(value.device).record_event()
-
-    def read() -> float:
-        if not copied.query():  # a pass later it has arrived, unless the device is more than a pass behind
-            copied.synchronize()
-        return float(copy)
-
-    return read
 
 
 def _is_called(pipe: Any) -> bool:

@@ -8,8 +8,8 @@ CogVideoX's pipelines have both passes in one batch, of which each half computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed_samples import PackedBatch
-from dbsp_diffusers.patching import PatchSet, sample_of, signature_of
+from dbsp_diffusers.patching import Arguments, Entered, PatchSet, cache_contexts, sample_of, signature_of
 from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.halves import Halves
@@ -111,24 +111,13 @@ class GuidedCalls:
     patience: timedelta | None
     _first: _Call | None = None
     """The call that waits for a second one."""
-    _context: tuple[str, Callable[[], AbstractContextManager[None]]] | None = None
-    """Name of the cache context that is entered, and what enters it again."""
+    _entered: Callable[[], Entered | None] = lambda: None
+    """Returns the cache context that is entered."""
     _warned: bool = False
 
     def attach(self, patches: PatchSet) -> None:
         """Takes over the transformer's calls, with all hooks. Call it once everything else is attached."""
-        enter: Any = self.transformer.cache_context
-
-        @contextmanager
-        def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-            outer, self._context = self._context, (name, lambda: cache_context(name, *args, **kwargs))
-            try:
-                with enter(name, *args, **kwargs):
-                    yield
-            finally:
-                self._context = outer
-
-        patches.set_attribute(self.transformer, "cache_context", cache_context)
+        self._entered = cache_contexts(self.transformer, patches)
         patches.set_attribute(self.transformer, "_call_impl", self._called)  # what Module.__call__ calls
 
     @torch.compiler.disable
@@ -154,12 +143,13 @@ class GuidedCalls:
             meeting.check()
         inputs = signature_of(self.transformer).bind(*args, **kwargs).arguments
         first, self._first = self._first, None
-        call = self._call(args, kwargs, new=meeting is not None)
+        new = meeting is not None
+        call = self._call(args, kwargs, new)
         # 2. What two halves can share.
         if not inputs.get("return_dict", True):
             batch = len(sample_of(inputs))
             if kind == "batch" and batch % 2 == 0:
-                half = self._call(*self._half_of(args, kwargs, batch), new=call.new)
+                half = self._call(*self._half_of(args, kwargs, batch), new)
                 return (torch.cat(self._exchanged(half, half)),)
             if first is not None and first.output is None and {first.context, call.context} == _PAIR:
                 first.output, second = self._exchanged(first, call)
@@ -185,10 +175,10 @@ class GuidedCalls:
                     f"{name}; take the cache off (transformer.disable_cache()), or enable db-SP without `guidance`"
                 )
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, new: bool) -> _Call:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: bool) -> _Call:
         """Returns a call of the transformer in the current cache context."""
         # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
-        context, compute = self._context, nn.Module._call_impl
+        context, compute = self._entered(), nn.Module._call_impl
 
         def forward() -> Any:
             if self.passes.board is not None and self.generations.board is not None:
@@ -198,9 +188,7 @@ class GuidedCalls:
 
         return _Call(forward, None if context is None else context[0], new)
 
-    def _half_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _half_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Arguments:
         """Returns arguments with this half's items of each tensor [batch, ...]."""
 
         def half(value: Any) -> Any:

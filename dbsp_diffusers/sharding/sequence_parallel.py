@@ -35,8 +35,8 @@ from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
 __all__ = ["shard_transformer"]
 
-Shards = Mapping[str, StreamShards | PackedShards]
-"""Shards of a sequence by stream."""
+Streams = Mapping[str, StreamShards]
+"""Shards of text and of video, by name."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -56,33 +56,43 @@ def shard_transformer(transformer: nn.Module, session: AttentionSession, patches
     return sharding.together
 
 
-class _VideoPass:
-    """A pass of videos of one size: what holds tokens is cut, and the output gathered."""
+class _Pass:
+    """A forward pass: what holds a video's tokens is cut, and the output gathered.
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+    Args:
+        streams: Shards of text and of video; None: several samples, which `dbsp_diffusers.packed` cuts and gathers.
+        packed: Those of both in one sequence, for a model that packs them.
+    """
+
+    def __init__(self, streams: Streams | None, packed: PackedShards | None = None) -> None:
+        self._streams, self._packed = streams, packed
 
     @property
     def video(self) -> StreamShards:
         """How the video is sharded."""
-        shards = self._stream("video")
-        assert isinstance(shards, StreamShards)
-        return shards
+        return self._stream("video")
 
-    def _stream(self, name: str) -> StreamShards | PackedShards:
-        if name not in self._shards:
+    def _stream(self, name: str) -> StreamShards:
+        if self._streams is None:
+            raise RuntimeError("a packed pass has no shards of one video")
+        if name not in self._streams:
             raise RuntimeError("a part of the transformer was called outside its forward pass")
-        return self._shards[name]
+        return self._streams[name]
+
+    def _shards(self, cut: Cut) -> StreamShards | PackedShards:
+        return self._packed if cut.stream == "packed" and self._packed is not None else self._stream(cut.stream)
 
     def cut(self, value: Any, cut: Cut) -> Any:
         """This rank's share of a tensor, or of each tensor in a list or mapping."""
+        if self._streams is None:
+            return value
         if isinstance(value, Mapping):
             return {name: self.cut(one, cut) for name, one in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(self.cut(one, cut) for one in value)
         if not isinstance(value, torch.Tensor) or cut.ndim not in (None, value.ndim):
             return value
-        shards = self._stream(cut.stream)
+        shards = self._shards(cut)
         if cut.grid:
             return shards.take(value.flatten(cut.dim, cut.dim + 2), cut.dim).unflatten(cut.dim, (-1, 1, 1))
         if cut.after_text:
@@ -94,39 +104,25 @@ class _VideoPass:
 
     def gather(self, output: torch.Tensor, cut: Cut) -> torch.Tensor:
         """All ranks' shares of an output. Collective."""
-        return self._stream(cut.stream).gather(output, cut.dim)
-
-
-class _PackedPass:
-    """A pass of samples of several sizes, which are cut and gathered in `dbsp_diffusers.packed`, not here."""
-
-    @property
-    def video(self) -> StreamShards:
-        raise RuntimeError("a packed pass has no shards of one video")
-
-    def cut(self, value: Any, cut: Cut) -> Any:
-        return value
-
-    def gather(self, output: torch.Tensor, cut: Cut) -> torch.Tensor:
-        return output
+        return output if self._streams is None else self._shards(cut).gather(output, cut.dim)
 
 
 class _SequenceSharding:
     """The hooks on one transformer."""
 
     def __init__(self, transformer: nn.Module, session: AttentionSession) -> None:
-        self.together = ForwardRanks(session.group, self)
+        self.together = ForwardRanks(session.group, lambda: self._pass.video, self._reached)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
         self._cuts = self._architecture.cuts.of(transformer)
         self._session = session
         self._attention: AttentionSession | Sharing = session
         self._bags = BagSessions(session)
-        self._pass: _VideoPass | _PackedPass = _VideoPass({})
+        self._pass = _Pass({})
         self._parts: list[tuple[int, ...]] = []
         """Items of each size in the current pass's batch."""
         self._hooks = HooksByPath(transformer)
-        self._made: WeakKeyDictionary[SequenceLayout, Shards] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[SequenceLayout, Streams] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
         self._caches = StepCaches(transformer, blocks, self.together)
 
@@ -146,13 +142,14 @@ class _SequenceSharding:
         for path, arguments in cuts.gathered_inputs.items():
             hooks.before(path, functools.partial(self._changing, arguments, self._gather_for_all))
         for path, outputs in cuts.outputs.items():
-            hooks.after(path, functools.partial(self._cut_outputs, outputs))
+            hooks.after(path, self._changing_outputs(outputs, self._cut_share))
         for path, cut in cuts.gathered.items():
-            hooks.after(path, functools.partial(self._gather_output, cut))
+            hooks.after(path, self._changing_outputs({0: cut}, self._gather))
         for path, early in cuts.gathered_early.items():
-            hooks.after(path, functools.partial(self._gather_early, early))
+            hooks.after(path, self._changing_outputs(early, self._gather_for_all))
         for path in cuts.whole:
             hooks.after(path, self._count_gradient_once)
+        hooks.follow()
         options: dict[str, Any] = {
             "any_mask": self._architecture.padded_text,
             "skipped_by": self._architecture.skipped_by,
@@ -165,12 +162,7 @@ class _SequenceSharding:
         for attention in to_video:
             intercept_attention(attention, self._attend_to_video, patches, other_keys=True)
 
-    @property
-    def video(self) -> StreamShards:
-        """How the video of the current forward pass is sharded."""
-        return self._pass.video
-
-    def reached(self) -> Collection[int]:
+    def _reached(self) -> Collection[int]:
         """The layers whose attention db-SP has computed in the current forward pass."""
         session = self._attention.session if isinstance(self._attention, Sharing) else self._attention
         return range(self._session.layers) if session is None else session.end()
@@ -186,7 +178,7 @@ class _SequenceSharding:
                 "enable db-SP alone"
             )
         if args and isinstance(args[0], PackedBatch):
-            self._pass = _PackedPass()
+            self._pass = _Pass(None)
             return (self._begin_packed(module, args[0]),), kwargs
         inputs, sizes = signature_of(module).bind(*args, **kwargs).arguments, self._architecture.sizes
         self._parts = [] if sizes is None else parts_by_size(sizes(inputs))
@@ -210,7 +202,7 @@ class _SequenceSharding:
             cfg_branch=self._branch(),
             streams=self._architecture.text,
         )
-        self._pass, self._attention = _VideoPass(self._shards_of(layout, sequence, device)), self._session
+        self._pass, self._attention = self._pass_of(layout, sequence, device), self._session
         own = self._architecture.own_mask
         return self._cut_own(*(args, kwargs) if own is None else without_argument(module, args, kwargs, own.argument))
 
@@ -277,7 +269,7 @@ class _SequenceSharding:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
         """Attends from q [B, H, n, D], which every rank has, to k and v [B, H, shard, D] of the video's tokens."""
-        here, scale = self.video.tokens_here, q.shape[-1] ** -0.5 if scale is None else scale
+        here, scale = self._pass.video.tokens_here, q.shape[-1] ** -0.5 if scale is None else scale
         return attend_shared_keys(q, k[:, :, :here], v[:, :, :here], scale, self._session.group)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
@@ -291,22 +283,19 @@ class _SequenceSharding:
             )
         return None
 
-    def _shards_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> Shards:
-        """Shards of a sequence, made once for each layout that the session keeps; "packed" ones at each pass."""
+    def _pass_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> _Pass:
+        """A pass of a sequence, whose shards are made once for each layout that the session keeps."""
         if layout not in self._made:
             group, first = self._session.group, sequence.text
             self._made[layout] = {
                 "text": StreamShards(layout, group, 0, first, device),
                 "video": StreamShards(layout, group, first, layout.tokens, device),
             }
-        shards = self._made[layout]
+        streams = self._made[layout]
         if sequence.packed is None:
-            return shards
-        text, video = shards["text"], shards["video"]
-        assert isinstance(text, StreamShards)
-        assert isinstance(video, StreamShards)
+            return _Pass(streams)
         length = sequence.packed_length or len(sequence.packed)
-        return {**shards, "packed": PackedShards(text, video, sequence.packed.to(device), length)}
+        return _Pass(streams, PackedShards(streams["text"], streams["video"], sequence.packed.to(device), length))
 
     def _cut_share(self, value: Any, cut: Cut) -> Any:
         """Cuts an argument. Not torch.compiler.disable'd: what is cut at a block is compiled with it."""
@@ -343,23 +332,21 @@ class _SequenceSharding:
 
         return changed
 
-    @torch.compiler.disable
-    def _cut_outputs(self, cuts: Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
-        if isinstance(output, (torch.Tensor, Mapping)):
-            return self._pass.cut(output, cuts[0])
-        return tuple(self._pass.cut(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
+    def _changing_outputs(
+        self, cuts: Mapping[int, Cut], change: Callable[[Any, Cut], Any]
+    ) -> Callable[[nn.Module, Args, Any], Any]:
+        """A hook that changes a module's output, or some of several by index."""
 
-    @torch.compiler.disable
-    def _gather_output(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        return self._pass.gather(output, cut)
+        @torch.compiler.disable
+        def changed(module: nn.Module, args: Args, output: Any) -> Any:
+            if isinstance(output, (torch.Tensor, Mapping)):
+                return change(output, cuts[0])
+            return tuple(change(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
 
-    @torch.compiler.disable
-    def _gather_early(self, cuts: Cut | Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
-        if isinstance(cuts, Cut):
-            return self._gather_for_all(output, cuts)
-        return tuple(
-            self._gather_for_all(one, cuts[index]) if index in cuts else one for index, one in enumerate(output)
-        )
+        return changed
+
+    def _gather(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return self._pass.gather(value, cut)
 
     @torch.compiler.disable
     def _gather_for_all(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,24 +22,19 @@ from dbsp_diffusers.sharding.stream_shards import StreamShards
 __all__ = ["ForwardRanks", "StepCaches", "may_skip", "names_of_caches"]
 
 
-class _Sharded(Protocol):
-    @property
-    def video(self) -> StreamShards: ...
-
-    def reached(self) -> Collection[int]: ...
-
-
 @dataclass(frozen=True, eq=False)
 class ForwardRanks:
     """The ranks that run one forward pass together.
 
     Attributes:
         group: The ranks that share the sequence.
-        sharding: How the video of the current pass is sharded, and which layers' attention db-SP has computed in it.
+        video: Returns how the video of the current pass is sharded.
+        reached: Returns the layers whose attention db-SP has computed in the current pass.
     """
 
     group: SequenceGroup
-    sharding: _Sharded
+    video: Callable[[], StreamShards]
+    reached: Callable[[], Collection[int]]
 
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
         """(Σ |now − before|, Σ |before|) over the real tokens of all ranks; padding weighs nothing.
@@ -50,7 +45,7 @@ class ForwardRanks:
         Args:
             before, now: [B, shard, C].
         """
-        video = self.sharding.video
+        video = self.video()
         if before.shape != now.shape or now.ndim != 3 or now.shape[1] != video.shard:
             raise UserError(
                 f"a step cache compares tensors of shape {tuple(before.shape)} and {tuple(now.shape)}, where db-SP "

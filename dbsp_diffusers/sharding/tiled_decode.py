@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -154,10 +154,10 @@ class _Decoding:
     serial: Callable[..., Any]
     carries: str | None
     agreement: GenerationAgreement
-    group: SequenceGroup = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.group = self.agreement.group
+    @property
+    def group(self) -> SequenceGroup:
+        return self.agreement.group
 
     @torch.compiler.disable
     def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,9 @@ def test_one_pipe_s_calls_are_wrapped_in_order_and_as_before_afterwards(cls):
     second.detach()
     assert pipe("a") == ["a", "inner", "!"]
     assert other("a") == ["a", "!"]
+    assert type(pipe)()("a") == ["a", "!"]
     first.detach()
+    assert type(pipe) is type(other) is cls
     assert dict(vars(cls)) == before
     assert vars(pipe) == {}
 
@@ -58,6 +60,16 @@ def test_what_is_wrapped_around_the_class_meanwhile_stays():
         around_calls(pipe, saying("ours"), attachment)
     ours = Own.__call__
     Own.__call__ = lambda self, *words, **options: [*ours(self, *words, **options), "theirs"]
+    assert pipe("a") == ["a", "ours", "!", "theirs"]
+    attachment.detach()
+    assert pipe("a") == ["a", "!", "theirs"]
+
+
+def test_what_is_wrapped_around_the_pipe_s_own_class_stays():
+    pipe, attachment = Pipe(), PatchSet()
+    around_calls(pipe, saying("ours"), attachment)
+    ours = type(pipe).__call__
+    type(pipe).__call__ = lambda self, *words, **options: [*ours(self, *words, **options), "theirs"]
     assert pipe("a") == ["a", "ours", "!", "theirs"]
     attachment.detach()
     assert pipe("a") == ["a", "!", "theirs"]

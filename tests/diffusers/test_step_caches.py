@@ -125,15 +125,12 @@ def assert_said(results, *expected):
 
 def test_padding_and_uneven_shards_weigh_nothing():
     """The shards of 3 and 2 tokens give the change of 5 tokens."""
-
-    class Sharding:
-        video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
-
-    before = Sharding.video.take(torch.ones(1, 5, 4), dim=1)
+    video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
+    before = video.take(torch.ones(1, 5, 4), dim=1)
     now = before * 1.5
     now[:, 2] = 50.0
-    assert Sharding.video.tokens_here == 2
-    together = ForwardRanks(SequenceGroup(0, 1), Sharding())
+    assert video.tokens_here == 2
+    together = ForwardRanks(SequenceGroup(0, 1), lambda: video, tuple)
     assert together.change(before, now) == (4.0, 8.0)
     with pytest.raises(ValueError, match="shards of 3 tokens"):
         together.change(before[:, :2], now[:, :2])

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
         (folder / "original.py").write_text(text)
         text = ON_CPU.format(file=str(folder / "original.py"))
     (folder / name).write_text(text)
+    if name == "packed.py":
+        shutil.copy(EXAMPLES / "denoise_packed.py", folder)
     logs = folder / f"{name}.logs"  # a log a rank: two ranks' lines in one pipe may run into each other
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}

@@ -116,16 +116,14 @@ def test_ranks_decide_alike_where_stock_averages_would_not():
     from dbsp_diffusers.sharding.stream_shards import StreamShards
     from dbsp_para.patches import _over_real_tokens
 
-    class Sharding:
-        video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
-
+    video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
     whole = torch.ones(1, 5, 4)
-    before = Sharding.video.take(whole, dim=1)
+    before = video.take(whole, dim=1)
     now = before * 1.1
     now[:, 2] = 50.0
-    alone = ForwardRanks(SequenceGroup(0, 1), Sharding())
+    alone = ForwardRanks(SequenceGroup(0, 1), lambda: video, tuple)
     similar = _over_real_tokens(lambda *_, **__: pytest.fail("para-attn's own must not be asked"))
-    assert Sharding.video.tokens_here == 2
+    assert video.tokens_here == 2
     assert similar(before, now, threshold=0.11, parallelized=alone)
     assert not similar(before, now, threshold=0.09, parallelized=alone)
     assert not similar(before, before, threshold=0.0, parallelized=alone)

@@ -133,21 +133,6 @@ _DIFFUSERS = (
         ("hidden_states_residual",),
     ),
     PrivateName(f"{_HOOKS}.first_block_cache", "dbsp_diffusers.sharding.step_caches", says=("head_block_residual",)),
-    *(
-        PrivateName(f"diffusers:WanPipeline.{name}", "dbsp_diffusers.packed.denoising", arguments)
-        for name, arguments in (
-            ("check_inputs", ("guidance_scale_2",)),
-            ("encode_prompt", ("prompt_embeds", "max_sequence_length")),
-            ("prepare_latents", ("num_channels_latents", "generator")),
-            ("_execution_device", ()),
-            ("maybe_free_model_hooks", ()),
-        )
-    ),
-    PrivateName(
-        "diffusers:WanPipeline.__init__",
-        "dbsp_diffusers.packed.denoising",
-        says=("self.video_processor =", "self.vae_scale_factor_temporal ="),
-    ),
 )
 _ADAPTERS = "para_attn.context_parallel.diffusers_adapters"
 _PARA_ATTN = (

@@ -22,7 +22,7 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import plan_sequences
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK
-from dbsp_diffusers import LocalPredictions, PackedRequest, PackedSample
+from dbsp_diffusers import LocalPredictions, PackedSample
 
 GRID = BlockGrid.uniform(2000, 16)
 MOST = 200
@@ -61,12 +61,7 @@ def test_what_holds_tensors_prints_none(mask, session):
         *(mask, mask.counts, GRID.q_axis, layout, plan, session),
         *(attend, attend.prepared, attend.prepared.tables, attend.prepared.route),
         *(LocalQK.alone(big, big), Rehoming.of(layout, layout)),
-        *(
-            sample,
-            sample.condition,
-            LocalPredictions([big] * 9, big.sum(), None, None),
-            PackedRequest("a dog", latents=big),
-        ),
+        *(sample, sample.condition, LocalPredictions([big] * 9, big.sum(), None, None)),
         plan_sequences(numbers, numbers, numbers * 0, BagTopology.parse("g1n2", 2)),
     ):
         text = repr(one)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import dbsp_diffusers
-from dbsp_diffusers import PackedRequest, denoise_packed
+from examples.denoise_packed import Request, denoise_packed
 from tests.diffusers.models.wan22_cases import MASK, make_pipe
 
 REQUESTS: tuple[dict[str, Any], ...] = (
@@ -16,14 +16,8 @@ REQUESTS: tuple[dict[str, Any], ...] = (
     {"prompt": "rain", "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 1},
 )
 GUIDANCE = (2.0, 1.0, 3.0)
+OPTIONS = [request | {"guidance_scale": scale} for request, scale in zip(REQUESTS, GUIDANCE, strict=True)]
 CONFIG = {"mask": MASK, "dense_schedule": {"first_steps": 1}}
-
-
-def _options() -> list[dict[str, Any]]:
-    return [
-        request | {"guidance_scale": scale, "generator": torch.Generator().manual_seed(seed)}
-        for seed, (request, scale) in enumerate(zip(REQUESTS, GUIDANCE, strict=True))
-    ]
 
 
 def _difference(found: list[Any], expected: list[Any]) -> float:
@@ -39,19 +33,12 @@ def denoised(
     pipe.set_progress_bar_config(disable=True)
     if enabled:
         dbsp_diffusers.enable(pipe, CONFIG | {"bags": bags})
-    expected = [pipe(output_type=output_type, **options).frames[0] for options in _options()]
-    found = denoise_packed(pipe, [PackedRequest(**options) for options in _options()], output_type=output_type)
+    expected = [
+        pipe(output_type=output_type, generator=torch.Generator().manual_seed(seed), **options).frames[0]
+        for seed, options in enumerate(OPTIONS)
+    ]
+    requests = [Request(seed=seed, **options) for seed, options in enumerate(OPTIONS)]
+    found = denoise_packed(pipe, requests, output_type=output_type)
     dbsp_diffusers.disable(pipe)
     assert [one.shape for one in found] == [one.shape for one in expected]
     return _difference(found, expected)
-
-
-def own_noise(rank: int, world: int, folder: str) -> torch.Tensor:
-    """Without a generator, all ranks draw the same noise."""
-    pipe, _ = make_pipe("a14b", folder)
-    pipe.set_progress_bar_config(disable=True)
-    torch.manual_seed(rank)
-    dbsp_diffusers.enable(pipe, {"mask": {"source": "dense"}})
-    (latents,) = denoise_packed(pipe, [PackedRequest(**REQUESTS[1])], output_type="latent")
-    dbsp_diffusers.disable(pipe)
-    return latents

@@ -1,13 +1,10 @@
-"""Requests of several sizes, steps and guidance denoised together: what the pipeline makes of each."""
+"""examples/denoise_packed.py: requests denoised together give what the pipeline makes of each."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from dbsp_core.utils.errors import UserError
-from dbsp_diffusers import denoise_packed
-from tests.diffusers.packed.denoising_cases import denoised, own_noise
+from tests.diffusers.packed.denoising_cases import denoised
 
 
 @pytest.mark.parametrize(
@@ -25,13 +22,3 @@ def test_requests_together_give_what_the_pipeline_gives_for_each(
 ):
     for difference in pool(world).run(denoised, kind, folder, enabled, output_type, bags):
         assert difference <= 1e-5
-
-
-def test_ranks_without_a_generator_draw_the_same_noise(pool, folder):
-    first, second = pool(2).run(own_noise, folder)
-    assert torch.equal(first, second)
-
-
-def test_other_pipelines_are_refused():
-    with pytest.raises(UserError, match="of a WanPipeline"):
-        denoise_packed(object(), [])
