@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import torch
@@ -114,9 +115,14 @@ class GuidedCalls:
     _context: tuple[str, Callable[[], AbstractContextManager[None]]] | None = None
     """Name of the cache context that is entered, and what enters it again."""
     _warned: bool = False
+    _compiled: Callable[..., Any] | None = None
+    """What `transformer.compile()` has made of a call."""
 
     def attach(self, patches: PatchSet) -> None:
-        """Takes over the transformer's calls, with all hooks. Call it once everything else is attached."""
+        """Takes over the transformer's calls, with all hooks. Call it once everything else is attached.
+
+        `transformer.compile()`, called before or after, compiles what one half computes.
+        """
         enter: Any = self.transformer.cache_context
 
         @contextmanager
@@ -129,7 +135,20 @@ class GuidedCalls:
                 self._context = outer
 
         patches.set_attribute(self.transformer, "cache_context", cache_context)
-        patches.set_attribute(self.transformer, "_call_impl", self._called)  # what Module.__call__ calls
+        self._compiled, compiled = self.transformer._compiled_call_impl, self.transformer._compiled_call_impl
+
+        def compile_calls(*args: Any, **kwargs: Any) -> None:
+            self._compiled = torch.compile(MethodType(nn.Module._call_impl, self.transformer), *args, **kwargs)
+
+        def stay_compiled() -> None:
+            if self._compiled is not compiled:
+                self.transformer._compiled_call_impl = self._compiled
+
+        patches.on_detach(stay_compiled)
+        if compiled is not None:  # Module.__call__ would call it instead of `_call_impl`
+            patches.set_attribute(self.transformer, "_compiled_call_impl", None)
+        patches.set_attribute(self.transformer, "compile", compile_calls)
+        patches.set_attribute(self.transformer, "_call_impl", self._called)
 
     @torch.compiler.disable
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,13 +207,13 @@ class GuidedCalls:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, new: bool) -> _Call:
         """Returns a call of the transformer in the current cache context."""
         # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
-        context, compute = self._context, nn.Module._call_impl
+        context, compute = self._context, self._compiled or MethodType(nn.Module._call_impl, self.transformer)
 
         def forward() -> Any:
             if self.passes.board is not None and self.generations.board is not None:
                 self.passes.board.passes = self.generations.board.passes
             with nullcontext() if context is None else context[1]():
-                return compute(self.transformer, *args, **kwargs)
+                return compute(*args, **kwargs)
 
         return _Call(forward, None if context is None else context[0], new)
 
