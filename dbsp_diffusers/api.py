@@ -58,7 +58,9 @@ def enable(
             Default: Ulysses on all of them.
         guidance: True if each half of the ranks is to compute one of a step's two guidance passes: then `strategy`
             and the session are those of a half. "auto": if that is predicted to be faster. For pipelines whose calls
-            have guidance, such as Wan's, Qwen-Image's and CogVideoX's; without gradients.
+            have guidance, such as Wan's, Qwen-Image's and CogVideoX's; without gradients. `strategy: auto` alone does
+            not consider it: only the caller knows that all calls will have guidance, and no gradients, packed
+            passes or other step caches, which halves reject. `dbsp generate` knows its call, and passes "auto".
         vae: Whether the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
             on, and shares its tiles out. Setting `vae` of the configuration does so, too.
         steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.

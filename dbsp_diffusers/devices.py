@@ -34,7 +34,7 @@ def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> tuple
     called `torch.cuda.set_device`. Models that are on the CPU, and whose GPU is not known yet, get LOCAL_RANK's.
 
     Args:
-        models: A pipeline's transformers; accelerate's offloading hooks are followed to their GPU.
+        models: A pipeline's transformers; offload hooks of accelerate and diffusers are followed to their GPU.
         group: The ranks that run the pipeline together.
 
     Raises:
@@ -70,7 +70,10 @@ def require_own_gpus(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> No
 def _gpus_of(model: nn.Module) -> Iterator[torch.device]:
     """Yields the GPUs that a model's weights are on or are brought to."""
     places: list[Any] = [parameter.device for parameter in model.parameters()]
-    places += [getattr(getattr(part, "_hf_hook", None), "execution_device", None) for part in model.modules()]
+    for part in model.modules():
+        places.append(getattr(getattr(part, "_hf_hook", None), "execution_device", None))
+        hooks = getattr(getattr(part, "_diffusers_hook", None), "hooks", {})
+        places.append(getattr(getattr(hooks.get("group_offloading"), "group", None), "onload_device", None))
     devices = (
         torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
         for place in places

@@ -71,11 +71,12 @@ class PatchSet:
         it, whether they were registered before or after, and also when this is undone. It stays when they are removed.
         """
         place, name = _innermost_forward(module)
-        before, replaced = getattr(place, name), True
+        own, before = vars(place).get(name, _MISSING), getattr(place, name)
+        replacement: Callable[..., Any] | None = forward
 
         @functools.wraps(before)
         def either(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(before, *args, **kwargs) if replaced else before(*args, **kwargs)
+            return before(*args, **kwargs) if replacement is None else replacement(before, *args, **kwargs)
 
         own_module = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [own_module, *inspect.signature(before).parameters.values()]
@@ -84,14 +85,17 @@ class PatchSet:
         bound = types.MethodType(either, module)
 
         def restore() -> None:
-            nonlocal replaced
-            replaced = False
-            if vars(place).get(name) is bound:
-                undo()
-            elif vars(module).get("forward") is bound:  # the hook that it was within has been taken off
-                module.forward = before
+            nonlocal replacement
+            replacement = None  # libraries may keep `either`, and nothing that it called may live as long
+            if vars(place).get(name) is bound and own is _MISSING:
+                delattr(place, name)
+            # where libraries have moved it since, with hooks that were put on or taken off
+            kept = [(module, attribute) for attribute in vars(module)]
+            for holder, attribute in ((place, name), _innermost_forward(module), *kept):
+                if vars(holder).get(attribute) is bound:
+                    setattr(holder, attribute, before)
 
-        undo = _set(place, name, bound)
+        setattr(place, name, bound)
         self._undo.callback(restore)
 
     def replace_class(self, module: nn.Module, cls: type[nn.Module]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import torch
@@ -114,10 +115,28 @@ class GuidedCalls:
     _entered: Callable[[], Entered | None] = lambda: None
     """Returns the cache context that is entered."""
     _warned: bool = False
+    _compiled: Callable[..., Any] | None = None
+    """What `transformer.compile()` has made of a call."""
 
     def attach(self, patches: PatchSet) -> None:
-        """Takes over the transformer's calls, with all hooks. Call it once everything else is attached."""
+        """Takes over the transformer's calls, with all hooks. Call it once everything else is attached.
+
+        `transformer.compile()`, called before or after, compiles what one half computes.
+        """
         self._entered = cache_contexts(self.transformer, patches)
+        self._compiled = compiled = self.transformer._compiled_call_impl
+
+        def compile_calls(*args: Any, **kwargs: Any) -> None:
+            self._compiled = torch.compile(MethodType(nn.Module._call_impl, self.transformer), *args, **kwargs)
+
+        def stay_compiled() -> None:
+            if self._compiled is not compiled:
+                self.transformer._compiled_call_impl = self._compiled
+
+        patches.on_detach(stay_compiled)
+        if compiled is not None:  # Module.__call__ would call it instead of `_call_impl`
+            patches.set_attribute(self.transformer, "_compiled_call_impl", None)
+        patches.set_attribute(self.transformer, "compile", compile_calls)
         patches.set_attribute(self.transformer, "_call_impl", self._called)  # what Module.__call__ calls
 
     @torch.compiler.disable
@@ -178,13 +197,14 @@ class GuidedCalls:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: bool) -> _Call:
         """Returns a call of the transformer in the current cache context."""
         # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
-        context, compute = self._entered(), nn.Module._call_impl
+        context = self._entered()
+        compute = self._compiled or MethodType(nn.Module._call_impl, self.transformer)
 
         def forward() -> Any:
             if self.passes.board is not None and self.generations.board is not None:
                 self.passes.board.passes = self.generations.board.passes
             with nullcontext() if context is None else context[1]():
-                return compute(self.transformer, *args, **kwargs)
+                return compute(*args, **kwargs)
 
         return _Call(forward, None if context is None else context[0], new)
 

@@ -60,54 +60,12 @@ def _first_block(transformer: Any, threshold: float, clock: Callable[[], int]) -
     transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
 
 
-def _pyramid(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
-    from diffusers.hooks import PyramidAttentionBroadcastConfig
-
-    transformer.enable_cache(
-        PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=2,
-            spatial_attention_timestep_skip_range=(100, 950),
-            spatial_attention_block_identifiers=("blocks",),
-            current_timestep_callback=clock,
-        )
-    )
-
-
-def _taylor(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
-    from diffusers.hooks import TaylorSeerCacheConfig
-
-    config = {"cache_interval": 2, "disable_cache_before_step": 2, "taylor_factors_dtype": torch.float64}
-    transformer.enable_cache(TaylorSeerCacheConfig(**config, cache_identifiers=[r".*blocks\.\d+\.attn1"]))
-
-
 def _mag(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
     from diffusers.hooks import MagCacheConfig
 
     ratios = [1.0, 1.0, 0.99, 0.98, 0.98, 0.97]
     config = {"retention_ratio": 0.2, "threshold": 0.3, "max_skip_steps": 2}
     transformer.enable_cache(MagCacheConfig(num_inference_steps=6, mag_ratios=ratios, **config))
-
-
-def _faster(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
-    from diffusers.hooks import FasterCacheConfig
-
-    transformer.enable_cache(
-        FasterCacheConfig(
-            spatial_attention_block_skip_range=2,
-            spatial_attention_timestep_skip_range=(-1, 901),
-            unconditional_batch_skip_range=2,
-            unconditional_batch_timestep_skip_range=(-1, 801),
-            attention_weight_callback=lambda _: 0.3,
-            tensor_format="BFCHW" if type(transformer).__name__.startswith("Cog") else "BCFHW",
-            current_timestep_callback=clock,
-        )
-    )
-
-
-def _sea(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
-    from diffusers.hooks import SeaCacheConfig
-
-    transformer.enable_cache(SeaCacheConfig(threshold=threshold))
 
 
 def _cache_dit(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
@@ -136,11 +94,7 @@ def _without_cache_dit(transformer: Any) -> None:
 
 CACHES = {
     "first block": Cache(_first_block),
-    "pyramid": Cache(_pyramid),
-    "taylor": Cache(_taylor),
     "mag": Cache(_mag),
-    "faster": Cache(_faster),
-    "sea": Cache(_sea),
     "cache-dit": Cache(_cache_dit, _without_cache_dit),
 }
 

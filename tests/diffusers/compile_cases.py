@@ -31,9 +31,11 @@ def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[st
 
 
 def _compiled(transformer: Any, how: str) -> Any:
-    """Returns what is called of a transformer that is compiled in one of two ways."""
+    """Returns what is called of a transformer that is compiled in one of three ways."""
     if how == "blocks":
         transformer.compile_repeated_blocks(fullgraph=True, backend=GraphCounter())
+    elif how == "in place":
+        transformer.compile(backend=GraphCounter())
     else:
         return torch.compile(transformer, backend=GraphCounter())
     return transformer
@@ -74,3 +76,42 @@ def run_compiled_blocks(rank: int, world: int, model: str, config: dict[str, Any
         dbsp_diffusers.disable(transformer)
     difference = max(float((one - expected).abs().max()) for one in (out, again))
     return difference, first, graphs.compiled - first
+
+
+def run_compiled_guided(rank: int, world: int, first: bool, config: dict[str, Any]) -> tuple[float, int, bool, bool]:
+    """Compiles a transformer in place, before or after guidance parallelism is enabled.
+
+    Returns the difference from the same uncompiled, graphs that were run in a pair of passes, whether half of the
+    ranks computed each pass, and whether the transformer is left compiled.
+    """
+    transformer, inputs, graphs = make_tiny_transformer("wan"), tiny_inputs("wan"), GraphCounter()
+    torch._dynamo.reset()
+
+    def passes() -> tuple[torch.Tensor, torch.Tensor]:
+        with transformer.cache_context("cond"):
+            wanted = transformer(**inputs)[0]
+        with transformer.cache_context("uncond"):
+            unwanted = transformer(**inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]})[0]
+        return wanted + 0, unwanted + 0
+
+    with torch.no_grad():
+        dbsp_diffusers.enable(transformer, config, guidance=True)
+        expected = passes()
+        dbsp_diffusers.disable(transformer)
+        if first:
+            transformer.compile(backend=graphs)
+        session = dbsp_diffusers.enable(transformer, config, guidance=True)
+        if not first:
+            transformer.compile(backend=graphs)
+        found = passes()
+        halved = session.statistics()["calls"] == session.layers
+        runs = graphs.runs
+        dbsp_diffusers.disable(transformer)
+    names = vars(transformer)
+    compiled = names["_compiled_call_impl"] is not None and not {"compile", "_call_impl"} & names.keys()
+    return (
+        max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)),
+        runs,
+        halved,
+        compiled,
+    )

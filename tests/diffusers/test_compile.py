@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.diffusers.compile_cases import run_compiled, run_compiled_before, run_compiled_blocks
+from tests.diffusers.compile_cases import run_compiled, run_compiled_before, run_compiled_blocks, run_compiled_guided
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},
@@ -55,6 +55,7 @@ def test_repeated_blocks_are_compiled_without_a_break(pool, model, mask, graphs)
     [
         ("wan", "blocks"),
         ("wan", "whole"),
+        ("wan", "in place"),
         pytest.param("hunyuan1.5", "blocks", marks=pytest.mark.long),
     ],
 )
@@ -63,6 +64,15 @@ def test_transformer_compiled_before_db_sp_equals_uncompiled(pool, model, how):
     for with_db_sp, without in pool(2).run(run_compiled_before, model, how, config):
         assert with_db_sp <= 1e-5
         assert without <= 1e-5
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_transformer_compiled_in_place_computes_one_guidance_pass_per_half(pool, first):
+    for difference, runs, halved, left_compiled in pool(2).run(run_compiled_guided, first, {"mask": MASKS["window"]}):
+        assert difference <= 1e-5
+        assert runs > 0, "what a half computes must be compiled"
+        assert halved
+        assert left_compiled
 
 
 def test_attention_is_kept_out_of_cuda_graphs():

@@ -80,25 +80,6 @@ def test_cache_dit_left_to_itself_skips_other_steps(pool):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        CacheCase("pyramid", "wan"),
-        CacheCase("pyramid", "wan", first=True),
-        CacheCase("taylor", "cogvideox"),
-        CacheCase("taylor", "cogvideox", first=True),
-        CacheCase("mag", "wan"),
-        CacheCase("mag", "wan", first=True),
-        CacheCase("faster", "cogvideox"),
-        CacheCase("faster", "cogvideox", first=True),
-        CacheCase("sea", "wan", (0.3,), first=True),
-    ],
-    ids=lambda case: f"{case.cache} {'before' if case.first else 'after'}",
-)
-def test_caches_that_go_by_the_step_are_right_as_they_are(pool, case):
-    assert_as_in_one_process(pool(2).run(run_cache_case, case), skips=case.cache in ("mag", "sea"))
-
-
-@pytest.mark.parametrize(
     ("kind", "before", "after"),
     [
         ("unknown", *["db-SP does not know whether a StrangeHook skips the same layers on all ranks"] * 2),

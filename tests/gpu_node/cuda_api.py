@@ -107,6 +107,7 @@ def activate(runtime: Any, devices: int) -> None:
     torch.Generator = Generator  # type: ignore[misc]
     torch.version.cuda = "13.0"
     torch.__future__.set_swap_module_params_on_conversion(True)  # so that Module.to keeps the subclass
+    torch.Tensor.data = property(tensors.torch_data.__get__, tensors.set_data)  # type: ignore[assignment, method-assign]
     tensors.generators.update(generators)
     from tests.gpu_node import launches  # which asks for the architecture
 

@@ -32,7 +32,10 @@ def _empty_strided(
     return DeviceTensor(_unset(values), index_of(torch.device(device)))
 
 
-_FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm", "tril_indices")
+_FACTORIES = (
+    *("arange", "arange.start", "arange.start_step", "eye", "eye.m", "fft_fftfreq", "fft_rfftfreq", "linspace"),
+    *("randperm", "tril_indices"),
+)
 """Operators that would make an empty tensor on a device and resize it."""
 
 

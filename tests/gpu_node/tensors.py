@@ -15,9 +15,11 @@ from tests.gpu_node import streams
 from tests.gpu_node.faults import DeviceFault, recorded
 from tests.gpu_node.streams import Memory
 
-__all__ = ["DeviceTensor", "PeakBytes", "copy", "index_of", "inner", "on_device", "on_host", "peak_bytes"]
+__all__ = ["DeviceTensor", "PeakBytes", "copy", "index_of", "inner", "on_device", "on_host", "peak_bytes", "set_data"]
 
 aten = torch.ops.aten
+torch_data: Any = torch.Tensor.data
+"""torch's own descriptor."""
 _WAITS = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"),
     *("unique_consecutive", "bincount", "item", "allclose", "histogramdd"),
@@ -69,7 +71,16 @@ class DeviceTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, device: int, memory: Memory | None = None) -> DeviceTensor:
+    def __new__(
+        cls,
+        values: torch.Tensor,
+        device: int | None = None,
+        memory: Memory | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> Any:
+        if device is None:  # accelerate makes a parameter anew by calling its class
+            return torch.nn.Parameter(values, requires_grad)
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(),
             dtype=values.dtype, layout=values.layout, device=torch.device("cuda", device),
@@ -113,6 +124,16 @@ def on_device(values: torch.Tensor, device: int) -> DeviceTensor:
     made = DeviceTensor(values, device)
     streams.submit(device, [], [made.memory], "a copy to the device")
     return made
+
+
+def set_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Sets `tensor.data`, which offloading does; from the host to a device or back, the tensor's class is another."""
+    if isinstance(tensor, DeviceTensor) or isinstance(values, DeviceTensor):
+        fresh = values.detach()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        torch.utils.swap_tensors(tensor, torch.nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh)
+    else:
+        torch_data.__set__(tensor, values)
 
 
 def _allocated(values: torch.Tensor, device: int) -> Memory:
@@ -256,9 +277,9 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if not isinstance(source, DeviceTensor):
-        _from_host(source, to.device.index, non_blocking)
         to.inner.copy_(source)
         streams.submit(to.device.index, [], [to.memory], "copy_")
+        _from_host(source, to.device.index, non_blocking)
     elif not isinstance(to, DeviceTensor):
         _to_host(to, source, non_blocking)
     else:
@@ -280,8 +301,9 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if device.type == "cuda":
         index = index_of(device)
         if not isinstance(source, DeviceTensor):
+            made = on_device(aten._to_copy(source, **options), index)
             _from_host(source, index, non_blocking)
-            return on_device(aten._to_copy(source, **options), index)
+            return made
         made = DeviceTensor(aten._to_copy(source.inner, **options), index)
         recorded.operator("_to_copy")
         same = [source.memory] if index == source.device.index else []

@@ -1,9 +1,14 @@
-"""What the simulated node runs: offloading, casting, quantised and fused weights, put on before db-SP and after."""
+"""What the simulated node runs: features of other libraries together with db-SP, before `enable` or after it."""
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import threading
+import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,49 +16,120 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbsp_diffusers
-from tests.diffusers.models.model_cases import outputs
 from tests.simulated.model_cases import MASKS, apart, brief, brief_inputs, moved, own_device
-from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
 HOST = torch.device("cpu")
-CONFIG = {"mask": MASKS["selected"], "strategy": "U1R2"}
+CONFIG = {"mask": MASKS["static"] | {"block_q": 24, "block_k": 24}, "strategy": "U2R1"}
 _ONE_AT_A_TIME = threading.Lock()  # backends are chosen, and random weights drawn, for the whole process
 
 
-def _model_offload(transformer: Any, device: torch.device) -> None:
+class Denoising:
+    """Steps of a tiny transformer, in which it changes its input by less and less."""
+
+    def __init__(self, model: str, steps: int, batch: int = 1, device: torch.device = HOST) -> None:
+        with _ONE_AT_A_TIME:
+            self.transformer = brief(model, num_layers=2 if steps > 2 else 1)
+        self.steps, self.device, self.timestep = steps, device, 0
+        self.counts = steps > 2
+        inputs = brief_inputs(model)
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and len(value) == 1:
+                inputs[name] = torch.cat([value] * batch)
+        self.inputs = moved(inputs, device)
+
+    def run(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Returns the samples after each step, and the number of blocks that each pass has computed."""
+        sample, samples, computed = self.inputs["hidden_states"], [], []
+
+        def count(*_: Any) -> None:
+            computed[-1] += 1
+
+        blocks = getattr(self.transformer, "blocks", None) or self.transformer.transformer_blocks
+        last = [getattr(block, "ffn", None) or block.ff for block in blocks] if self.counts else []
+        handles = [part.register_forward_hook(count) for part in last]
+        with torch.no_grad():
+            for step in range(self.steps):
+                computed.append(0)
+                self.timestep = 900 - 100 * step
+                place = {"step_index": step, "sigma": self.timestep / 1000, "num_inference_steps": self.steps}
+                given = {"hidden_states": sample, "timestep": torch.full_like(self.inputs["timestep"], self.timestep)}
+                with self.transformer.cache_context("cond", **place):
+                    sample = sample - 0.5**step * self.transformer(**self.inputs | given)[0]
+                samples.append(sample.cpu())
+        for handle in handles:
+            handle.remove()
+        if self.transformer.is_cache_enabled:
+            self.transformer._reset_stateful_cache()
+        return samples, computed
+
+
+PutOn = Callable[[Denoising], None]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of another library.
+
+    Attributes:
+        acts: Whether it changes what a transformer gives.
+        skips: Whether it skips blocks.
+        offloads: Whether it brings weights to the device itself.
+        keeps: Where it keeps, out of reach, the forward that it found, which calls the transformer's own once db-SP
+            is disabled.
+    """
+
+    put_on: PutOn
+    model: str = "wan"
+    steps: int = 2
+    batch: int = 1
+    acts: bool = False
+    skips: bool = False
+    offloads: bool = False
+    keeps: str = ""
+
+
+def _model_offload(run: Denoising) -> None:
     from accelerate import cpu_offload_with_hook
 
-    cpu_offload_with_hook(transformer, execution_device=device)
+    cpu_offload_with_hook(run.transformer, execution_device=run.device)
 
 
-def _lora(transformer: Any, device: torch.device) -> None:
+def _sequential_offload(run: Denoising) -> None:
+    from accelerate import cpu_offload
+
+    cpu_offload(run.transformer, execution_device=run.device)
+
+
+def _group_offload(**options: Any) -> PutOn:
+    return lambda run: run.transformer.enable_group_offload(run.device, HOST, **options)
+
+
+def _streamed_offload(run: Denoising) -> None:
+    torch.cuda.set_device(run.device)  # on which diffusers makes its stream
+    run.transformer.enable_group_offload(run.device, HOST, offload_type="leaf_level", use_stream=True)
+
+
+def _lora(run: Denoising) -> None:
     from peft import LoraConfig
 
-    modules = ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]
     with _ONE_AT_A_TIME:
-        transformer.add_adapter(LoraConfig(r=4, target_modules=modules))
+        run.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0", "proj_out"]))
     draws = torch.Generator().manual_seed(5)
-    for name, parameter in transformer.named_parameters():
-        if "lora_" in name:
-            parameter.copy_(torch.randn(parameter.shape, generator=draws).mul_(0.05))
-    transformer.to(device)
+    with torch.no_grad():
+        for name, parameter in run.transformer.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=draws).mul_(0.05))
 
 
-def _fused_lora(transformer: Any, device: torch.device) -> None:
-    _lora(transformer, device)
-    transformer.fuse_lora()
+def _fused_lora(run: Denoising) -> None:
+    _lora(run)
+    run.transformer.fuse_lora()
 
 
-def _layerwise(transformer: Any, device: torch.device) -> None:
-    transformer.to(device)
-    transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-
-
-def _fused_qkv(transformer: Any, device: torch.device) -> None:
-    transformer.to(device)
-    transformer.fuse_qkv_projections()
+def _layerwise(run: Denoising) -> None:
+    run.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
 
 
 class _Int8Linear(nn.Linear):
@@ -70,81 +146,208 @@ class _Int8Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
-def _int8_weights(transformer: Any, device: torch.device) -> None:
-    for name, layer in list(transformer.named_modules()):
+def _int8_weights(run: Denoising) -> None:
+    for name, layer in list(run.transformer.named_modules()):
         if type(layer) is nn.Linear:
             parent, _, own = name.rpartition(".")
-            setattr(transformer.get_submodule(parent), own, _Int8Linear(layer))
-    transformer.to(device)
+            setattr(run.transformer.get_submodule(parent), own, _Int8Linear(layer))
 
 
-def _cross_backend(transformer: Any, device: torch.device) -> None:
+def _cross_backend(run: Denoising) -> None:
     """As a user's "flash" or "sage" would be: one that this machine has."""
     from diffusers.models.attention_dispatch import attention_backend
 
     with _ONE_AT_A_TIME, attention_backend():  # else it would be that of all models of this process from now on
-        transformer.set_attention_backend("_native_math")
-    transformer.to(device)
+        run.transformer.set_attention_backend("_native_math")
 
 
-FEATURES: dict[str, Callable[[Any, torch.device], None]] = {
-    "model offload": _model_offload,
-    "LoRA": _lora,
-    "fused LoRA": _fused_lora,
-    "layerwise casting": _layerwise,
-    "fused QKV": _fused_qkv,
-    "int8 weights": _int8_weights,
-    "another backend": _cross_backend,
-}
-WITH_AN_EFFECT = {"LoRA", "fused LoRA", "layerwise casting", "int8 weights"}
+def _cache(name: str, **options: Any) -> PutOn:
+    def put_on(run: Denoising) -> None:
+        from diffusers import hooks
+
+        asks = name in ("FasterCache", "PyramidAttentionBroadcast")
+        clock = {"current_timestep_callback": lambda: run.timestep} if asks else {}
+        run.transformer.enable_cache(getattr(hooks, f"{name}Config")(**options, **clock))
+
+    return put_on
 
 
-def _transformer() -> Any:
+def _cache_dit(run: Denoising) -> None:
+    os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
+    import cache_dit
+
+    config = {"Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 1, "num_inference_steps": run.steps}
+    adapter = cache_dit.BlockAdapter(
+        pipe=None, transformer=run.transformer, blocks=run.transformer.blocks, has_separate_cfg=False,
+        forward_pattern=cache_dit.ForwardPattern.Pattern_2, check_forward_pattern=False,
+    )  # fmt: skip
     with _ONE_AT_A_TIME:
-        return brief("wan")
+        cache_dit.enable_cache(adapter, cache_config=cache_dit.DBCacheConfig(**config, residual_diff_threshold=0.3))
+
+
+_PYRAMID = {
+    "spatial_attention_block_skip_range": 2,
+    "spatial_attention_timestep_skip_range": (100, 950),
+    "spatial_attention_block_identifiers": ("blocks",),
+}
+_FASTER = {
+    "spatial_attention_block_skip_range": 2,
+    "spatial_attention_timestep_skip_range": (-1, 901),
+    "unconditional_batch_skip_range": 2,
+    "unconditional_batch_timestep_skip_range": (-1, 801),
+    "attention_weight_callback": lambda _: 0.3,
+    "tensor_format": "BFCHW",
+}
+_MAG = {"num_inference_steps": 3, "mag_ratios": [1.0, 1.0, 0.99], "retention_ratio": 0.2, "threshold": 0.3}
+_TAYLOR = {
+    "cache_interval": 2,
+    "disable_cache_before_step": 1,
+    "taylor_factors_dtype": torch.float32,
+    "cache_identifiers": [r".*blocks\.\d+\.attn1"],
+}
+_cached = functools.partial(Feature, steps=3, acts=True)
+_offloads = functools.partial(Feature, offloads=True)
+
+FEATURES: dict[str, Feature] = {
+    "model offload": _offloads(_model_offload),
+    "sequential offload": _offloads(_sequential_offload),
+    "group offload by blocks": _offloads(_group_offload(offload_type="block_level", num_blocks_per_group=1)),
+    "group offload by leaves": _offloads(_group_offload(offload_type="leaf_level")),
+    "group offload on a stream": _offloads(_streamed_offload),
+    "LoRA": Feature(_lora, acts=True),
+    "fused LoRA": Feature(_fused_lora, acts=True),
+    "layerwise casting": Feature(_layerwise, acts=True),
+    "fused QKV": Feature(lambda run: run.transformer.fuse_qkv_projections()),
+    "int8 weights": Feature(_int8_weights, acts=True),
+    "another backend": Feature(_cross_backend),
+    "first-block cache": _cached(_cache("FirstBlockCache", threshold=0.3), skips=True),
+    "TaylorSeer": _cached(_cache("TaylorSeerCache", **_TAYLOR)),
+    "pyramid attention broadcast": _cached(_cache("PyramidAttentionBroadcast", **_PYRAMID)),
+    "FasterCache": _cached(_cache("FasterCache", **_FASTER), model="cogvideox", batch=2),
+    "MagCache": _cached(_cache("MagCache", **_MAG, max_skip_steps=1), skips=True),
+    "SeaCache": _cached(_cache("SeaCache", threshold=1.0), skips=True),
+    "cache-dit": _cached(_cache_dit, skips=True, keeps=".original_forward.function."),
+}
+
+
+@dataclass(frozen=True)
+class Together:
+    """What one rank found of a feature together with db-SP.
+
+    Attributes:
+        difference: The largest difference from one process with the feature.
+        effect: The largest difference between one process with the feature and without.
+        computed, expected: Number of blocks computed in each pass, and in one process.
+        left: What differs after `disable` from a transformer that db-SP was never enabled on.
+        same_bits: Whether samples after `disable` are those of such a transformer.
+    """
+
+    difference: float
+    effect: float
+    computed: list[int]
+    expected: list[int]
+    left: list[str]
+    same_bits: bool
+
+
+Samples = list[torch.Tensor]
 
 
 @shared
-def one_process(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Returns what one process on the CPU gives without the feature, with it and dense masks, and with it."""
-    plain, inputs = _transformer(), brief_inputs("wan")
-    with torch.no_grad():
-        single = attach_single_process(plain, CONFIG)
-        without = outputs(plain, inputs)
-        single.detach()
-        if name in WITH_AN_EFFECT:
-            FEATURES[name](plain, HOST)
-        dense = outputs(plain, inputs)
-        single = attach_single_process(plain, CONFIG)
-        expected = outputs(plain, inputs)
-        single.detach()
-    return without, dense, expected
+def one_process(model: str, steps: int, batch: int, name: str | None) -> tuple[Samples, list[int]]:
+    """Returns samples of one process on the CPU with the same masks, with a feature or none, and blocks computed."""
+    alone = Denoising(model, steps, batch)
+    if name is not None:
+        FEATURES[name].put_on(alone)
+    attach_single_process(alone.transformer, CONFIG)
+    return alone.run()
 
 
-def feature_on_gpus(rank: int, world: int, name: str, first: bool) -> tuple[float, float, float]:
-    """Returns the largest difference of two passes from one process, the feature's effect, and how far dense passes
-    are from one process's after `disable`."""
-    device, put_on = own_device(rank), FEATURES[name]
-    without, dense, expected = one_process(name)
-    ours, inputs = _transformer(), moved(brief_inputs("wan"), device)
-    with torch.no_grad():
-        if first:
-            put_on(ours, device)
-        elif name != "model offload":
-            ours.to(device)
-        before = fingerprint(ours)
-        dbsp_diffusers.enable(ours, CONFIG)
-        if not first:
-            put_on(ours, device)
-        found = [outputs(ours, inputs)]
-        if name == "model offload":  # diffusers takes its hooks off and puts them on between calls
-            from accelerate.hooks import remove_hook_from_module
+def together(rank: int, world: int, name: str, first: bool) -> Together:
+    """Runs a feature together with db-SP, and both after `disable`."""
+    feature = FEATURES[name]
+    sizes = feature.model, feature.steps, feature.batch
+    without, _ = one_process(*sizes, None)
+    expected, computed = one_process(*sizes, name if feature.acts else None)
+    device = torch.device("cuda", rank)
+    never, ours = (Denoising(*sizes, device) for _ in range(2))
+    # 1. A transformer that db-SP is enabled on.
+    if first:
+        _put_on(feature, ours, device)
+    elif feature.offloads:
+        own_device(rank)  # else db-SP finds it by the weights or offload hooks
+    else:
+        ours.transformer.to(device)
+    dbsp_diffusers.enable(ours.transformer, CONFIG)
+    if not first:
+        _put_on(feature, ours, device)
+    found, blocks = ours.run()
+    dbsp_diffusers.disable(ours.transformer)
+    there = traces(ours.transformer)
+    after, _ = ours.run()
+    # 2. One that it never is.
+    if not first and not feature.offloads:
+        never.transformer.to(device)
+    _put_on(feature, never, device)
+    never.run()
+    wanted, dense = traces(never.transformer), never.run()[0]
+    left = [
+        f"{place}: {there.get(place)}, not {wanted.get(place)}"
+        for place in sorted(there.keys() | wanted.keys())
+        if there.get(place) != wanted.get(place) and not (feature.keeps and feature.keeps in place)
+    ]
+    same_bits = all(torch.equal(one, other) for one, other in zip(after, dense, strict=True))
+    return Together(apart(found, expected), apart(expected, without), blocks, computed, left, same_bits)
 
-            remove_hook_from_module(ours)
-            put_on(ours, device)
-        found.append(outputs(ours, inputs))
-        dbsp_diffusers.disable(ours)
-        if first and name != "model offload":
-            assert fingerprint(ours) == before, "disable left something behind"
-        after = outputs(ours, inputs)
-    return max(apart(one, expected) for one in found), apart(expected, without), apart(after, dense)
+
+def _put_on(feature: Feature, run: Denoising, device: torch.device) -> None:
+    feature.put_on(run)
+    if not feature.offloads:
+        run.transformer.to(device)
+
+
+def traces(transformer: nn.Module) -> dict[str, str]:
+    """Returns all that modules hold, by place: classes, attributes, hooks, forward methods, and who made them."""
+    found: dict[str, str] = {}
+    for name, part in transformer.named_modules():
+        found[name] = f"{type(part).__module__}.{type(part).__qualname__}"
+        _describe(vars(part), name, found, {id(part)}, depth=7)
+    return found
+
+
+def _without_addresses(value: Any) -> str:
+    return re.sub(r"\d{12,}", "…", str(value))
+
+
+def _describe(value: Any, place: str, found: dict[str, str], seen: set[int], depth: int) -> None:
+    """Adds what a value is made of to `found`, but for numbers that differ between any two transformers."""
+    if isinstance(value, (nn.Module, type, float, torch.cuda.Stream)) or not depth or id(value) in seen:
+        found[place] = type(value).__qualname__
+        return
+    parts: dict[Any, Any] = {}
+    if isinstance(value, torch.Tensor):
+        found[place] = f"{type(value).__qualname__} {value.dtype} {value.device} {value.requires_grad}"
+    elif isinstance(value, dict):
+        numbered = all(isinstance(key, int) for key in value)
+        parts = (
+            dict(enumerate(value.values()))
+            if numbered
+            else {_without_addresses(key): one for key, one in value.items()}
+        )
+        found[place] = f"{type(value).__qualname__} of {sorted(parts)}"
+    elif isinstance(value, (list, tuple)):
+        parts, found[place] = dict(enumerate(value)), f"{type(value).__qualname__} of {len(value)}"
+    elif isinstance(value, types.FunctionType):
+        found[place] = f"{value.__module__}.{value.__qualname__}"
+        cells = value.__closure__ or ()
+        parts = dict(zip(value.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    elif isinstance(value, types.MethodType):
+        parts, found[place] = {"function": value.__func__, "self": value.__self__}, "method"
+    elif isinstance(value, functools.partial):
+        parts, found[place] = {"function": value.func, "args": value.args}, "partial"
+    elif isinstance(value, (str, int, type(None), torch.dtype, torch.device)):
+        found[place] = _without_addresses(value)
+    else:
+        parts, found[place] = getattr(value, "__dict__", {}), type(value).__qualname__
+    for name, part in parts.items():
+        _describe(part, f"{place}.{name}", found, seen | {id(value)}, depth - 1)

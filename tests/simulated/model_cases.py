@@ -113,49 +113,6 @@ def _in_bfloat16(transformer: Any) -> Any:
     return transformer
 
 
-def _put_cache_on(transformer: Any) -> None:
-    from diffusers.hooks import FirstBlockCacheConfig
-
-    transformer.enable_cache(FirstBlockCacheConfig(threshold=0.2))
-
-
-def _denoised(transformer: Any, inputs: dict[str, Any], steps: int) -> torch.Tensor:
-    """Returns the last sample of steps that change it by less and less."""
-    sample: torch.Tensor = inputs["hidden_states"]
-    with torch.no_grad(), transformer.cache_context("cond"):
-        for step in range(steps):
-            given = inputs | {"hidden_states": sample, "timestep": torch.full_like(inputs["timestep"], 900 - step)}
-            sample = sample - 0.2**step * transformer(**given)[0]
-    return sample
-
-
-@shared
-def cached_on_one_process(model: str, steps: int) -> torch.Tensor:
-    transformer = brief(model, num_layers=2)
-    attach_single_process(transformer, {"mask": MASKS["static"]})
-    _put_cache_on(transformer)
-    return _denoised(transformer, brief_inputs(model), steps)
-
-
-def step_cache_on_gpus(rank: int, world: int, model: str, steps: int, first: bool) -> tuple[float, int]:
-    """Returns the largest difference from one process on the CPU, and how many attentions were skipped.
-
-    `first` says whether diffusers' first-block cache is put on before db-SP.
-    """
-    device = own_device(rank)
-    expected = cached_on_one_process(model, steps)
-    transformer = brief(model, num_layers=2).to(device)
-    if first:
-        _put_cache_on(transformer)
-    session = dbsp_diffusers.enable(transformer, {"mask": MASKS["static"]})
-    if not first:
-        _put_cache_on(transformer)
-    found = _denoised(transformer, moved(brief_inputs(model), device), steps)
-    skipped = steps * session.layers - int(session.statistics()["calls"])
-    dbsp_diffusers.disable(transformer)
-    return apart([found], [expected]), skipped
-
-
 @shared
 def gradients_on_one_process(model: str, mask: str) -> dict[str, torch.Tensor]:
     transformer = brief(model).train()

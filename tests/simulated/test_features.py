@@ -1,7 +1,6 @@
-"""Offloading, casting, quantised and fused weights, backends on simulated GPUs: before db-SP and after it.
+"""Features of other libraries on simulated GPUs: put on before `enable` and after it, `disable` leaves no trace.
 
-The others are on gloo (tests/diffusers): group and sequential offload, which set tensors' `data` and class; LoRA;
-FSDP2, whose collectives are torch's own; torch.compile, which does not trace simulated tensors; other caches.
+tests/diffusers has, on gloo, what simulated tensors do not: FSDP2, torchao's tensors, torch.compile.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu_node.node import GpuNode
-from tests.simulated.feature_cases import FEATURES, WITH_AN_EFFECT, feature_on_gpus
+from tests.simulated.feature_cases import FEATURES, together
 
 TOLERANCE = 1e-5
 
@@ -17,7 +16,13 @@ TOLERANCE = 1e-5
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_goes_together_with_db_sp(gpu_node: GpuNode, name: str, first: bool) -> None:
-    for from_one_process, effect, left in gpu_node.run(2, feature_on_gpus, name, first):
-        assert from_one_process <= TOLERANCE
-        assert left <= TOLERANCE
-        assert effect > 100 * TOLERANCE or name not in WITH_AN_EFFECT, "the feature must matter"
+    feature = FEATURES[name]
+    if name == "cache-dit":
+        pytest.importorskip("cache_dit")
+    for found in gpu_node.run(2, together, name, first):
+        assert found.difference <= TOLERANCE
+        assert found.computed == found.expected, "all ranks must skip what one process skips"
+        assert found.effect > 100 * TOLERANCE or not feature.acts, "the feature must matter"
+        assert min(found.computed) < max(found.computed) or not feature.skips, "the cache must skip"
+        assert found.left == []
+        assert found.same_bits

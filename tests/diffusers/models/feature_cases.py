@@ -1,4 +1,4 @@
-"""What the workers run: what diffusers, accelerate, peft and torch offer besides, put on before db-SP and after."""
+"""What the workers run: FSDP2 and torchao before db-SP and after, IP-Adapters, and attention backends."""
 
 from __future__ import annotations
 
@@ -13,28 +13,7 @@ from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_i
 from tests.support.references import by_first_rank
 from tests.support.single_process import attach_single_process
 
-CPU = torch.device("cpu")
 CONFIG = {"mask": MASKS["sparge"], "strategy": "U1R2"}
-
-
-def _model_offload(transformer: Any) -> None:
-    from accelerate import cpu_offload_with_hook
-
-    cpu_offload_with_hook(transformer, execution_device=CPU)
-
-
-def _sequential_offload(transformer: Any) -> None:
-    from accelerate import cpu_offload
-
-    cpu_offload(transformer, execution_device=CPU)
-
-
-def _group_offload(transformer: Any) -> None:
-    transformer.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=1)
-
-
-def _leaf_offload(transformer: Any) -> None:
-    transformer.enable_group_offload(CPU, CPU, offload_type="leaf_level")
 
 
 def _fsdp(transformer: Any) -> None:
@@ -44,20 +23,6 @@ def _fsdp(transformer: Any) -> None:
         for block in transformer.blocks:
             fully_shard(block)
         fully_shard(transformer)
-
-
-def _lora(transformer: Any) -> None:
-    from peft import LoraConfig
-
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        modules = ["to_q", "to_k", "to_v", "to_out.0"]
-        transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=modules))
-
-
-def _fused_lora(transformer: Any) -> None:
-    _lora(transformer)
-    transformer.fuse_lora()
 
 
 def _torchao(transformer: Any) -> None:
@@ -74,16 +39,7 @@ def _cross_backend(transformer: Any) -> None:
         transformer.set_attention_backend("_native_math")
 
 
-FEATURES: dict[str, Callable[[Any], None]] = {
-    "model offload": _model_offload,
-    "sequential offload": _sequential_offload,
-    "group offload by blocks": _group_offload,
-    "group offload by leaves": _leaf_offload,
-    "FSDP2": _fsdp,
-    "LoRA": _lora,
-    "fused LoRA": _fused_lora,
-    "torchao int8 weights": _torchao,
-}
+FEATURES: dict[str, Callable[[Any], None]] = {"FSDP2": _fsdp, "torchao int8 weights": _torchao}
 
 
 @by_first_rank
@@ -114,13 +70,7 @@ def run_feature(rank: int, world: int, name: str, first: bool) -> tuple[float, f
         dbsp_diffusers.enable(ours, CONFIG)
         if not first:
             put_on(ours)
-        out = [outputs(ours, inputs)]
-        if name == "model offload":  # diffusers takes its hooks off and puts them on between calls
-            from accelerate.hooks import remove_hook_from_module
-
-            remove_hook_from_module(ours)
-            put_on(ours)
-        out.append(outputs(ours, inputs))
+        out = [outputs(ours, inputs), outputs(ours, inputs)]
         dbsp_diffusers.disable(ours)
         after = outputs(ours, inputs)
     return max(apart(one, expected) for one in out), apart(expected, without), apart(after, dense)
