@@ -191,7 +191,7 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
     state = attached_to(model)
     observer = None if state is None else run_observer(state.sessions[0][1])
     if state is None or observer is None:
-        raise UserError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
+        raise UserError("nothing was collected for a report; enable db-SP with config={'report': FOLDER, …}")
     name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
     write_run_report([session for _, session in state.sessions], name, state.host, folder)
     observer.restart()

@@ -10,7 +10,7 @@ import pytest
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
-from dbsp_core.reports.page import report_page
+from dbsp_core.reports.page import headline, in_a_line, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
 from tests.core.reports.report_cases import (
     fail_on_one_rank,
@@ -207,6 +207,17 @@ def test_totals():
     assert totals.saved_s == pytest.approx(3 * 0.5 * (0.25 + 1.5 / 1.125 - 1))
     assert totals.left_s == pytest.approx(3 * 0.5 * (1 - 1 / 1.125))
     assert totals.strategies == {"U1R2": 2, "U2R1": 4}
+
+
+def test_on_a_cpu_nothing_is_said_to_be_saved():
+    report = small_report()
+    on_gpu = dataclasses.replace(report, environment=dataclasses.replace(report.environment, kernel="triton"))
+    assert "saved 875 ms (modelled)" in in_a_line(on_gpu)
+    assert dict(cells[:2] for cells in headline(on_gpu))["saved"] == "875 ms"
+    assert "saved against contiguous plans" in report_page(on_gpu)
+    assert in_a_line(report).endswith("times on CPUs say nothing about GPUs")
+    assert headline(report)[-1] == ("saved", "–", "times on CPUs say nothing about GPUs")
+    assert "saved against contiguous plans" not in report_page(report)
 
 
 def test_json_round_trip(tmp_path):
