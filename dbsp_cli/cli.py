@@ -16,6 +16,7 @@ from dbsp_cli.commands.plan import plan_command
 from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.tiny import tiny_command
 from dbsp_cli.mask_tools.convert import ConvertOptions, RecordingOptions
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, printable
 from dbsp_core.utils.schema import setting_names
@@ -92,10 +93,15 @@ _REMOVED = {
     for name in (*setting_names(ConvertOptions), *setting_names(RecordingOptions))
 }
 """Commands and options that earlier versions had, and what to use instead."""
+_SETTINGS = {
+    **{name: name for name in setting_names(GenerateSettings) if name not in ("prompt", "seed", "image")},
+    "num_inference_steps": "steps",
+}
+"""Names of options by which other programs say what a video is like, and the settings that do so here."""
 
 
 def _require_present(words: Sequence[str]) -> None:
-    """Raises UserError for a command or an option of one that no longer exists."""
+    """Raises UserError for a command or an option that no longer exists, or that is a setting here."""
     own = words[: words.index("--")] if "--" in words else words  # what follows is another program's
     given = [word.partition("=")[0] for word in own]
     for removed, advice in _REMOVED.items():
@@ -103,6 +109,10 @@ def _require_present(words: Sequence[str]) -> None:
         command = removed.split()[: len(removed.split()) - len(option)]
         if given[: len(command)] == command and set(option) <= set(given):
             raise UserError(f"dbsp {removed} was removed; {advice}")
+    for word in given if given[:1] == ["generate"] else ():
+        name = word.removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in _SETTINGS:
+            raise UserError(f"dbsp generate has no {word}; write --set generate.{_SETTINGS[name]}=VALUE")
 
 
 def main() -> None:

@@ -37,9 +37,16 @@ from dbsp_core.models.table import (
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, require_value
 from dbsp_core.utils.files import expand_path, require_file, require_folder_place, user_path
 from dbsp_core.utils.process import RECORD
-from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shown_config
+from dbsp_core.utils.yaml_file import (
+    Settings,
+    find_config,
+    parse_value,
+    read_settings,
+    shipped_configs,
+    shown_config,
+)
 from dbsp_kernels import KernelRequirements, choose_kernel
-from dbsp_kernels.errors import install_command
+from dbsp_kernels.errors import install_command, page
 from dbsp_kernels.kernel import supports
 
 __all__ = ["Generation", "GenerationRequest", "Output", "require_video", "resolve"]
@@ -248,8 +255,9 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
     if request.config is None and request.model is None:
         names = ", ".join(MODEL_SPECS)
         raise UserError(f"nothing says which model; give --model ({names}, or a folder) or --config")
-    if request.config is not None:
-        settings = read_settings(find_config(request.config), "configuration file")
+    config = request.config or _shipped_for(request.model)
+    if config is not None:
+        settings = read_settings(find_config(config), "configuration file")
     else:
         default = default_config(signature_of_model(request.model or ""), find_model_spec(request.model or ""))
         path = Path(default.origin or "")
@@ -260,7 +268,10 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
         key, equals, text = _in_utf8(change, "--set").partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"--set {change} is not of the form KEY=VALUE, for example --set mask.cdf=0.9")
-        settings = settings.changed(key.split("."), parse_value(text, f"--set {key}"), f"--set {key}")
+        keys, value = key.split("."), parse_value(text, f"--set {key}")
+        if keys[1:] and keys[-1] == "source":  # another source has none of the settings of the one before
+            keys, value = keys[:-1], {"source": value}
+        settings = settings.changed(keys, value, f"--set {key}")
     if len(request.images) > 2:
         raise UserError(f"--image is given {len(request.images)} times; give the first frame, and maybe the last")
     given = {"prompt": prompts[0] if prompts else None, "seed": request.seed}
@@ -269,6 +280,12 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
         if value is not None:
             settings = settings.changed(("generate", name), value, f"--{'image' if 'image' in name else name}")
     return settings
+
+
+def _shipped_for(model: str | None) -> Path | None:
+    """Returns the shipped configuration of a tiny model's name, which has its video's size; None for other models."""
+    named = (path for path in shipped_configs().glob(f"{TINY}*.yaml") if path.stem == model)
+    return next(named, None)
 
 
 def _in_utf8(text: str, option: str) -> str:
@@ -373,8 +390,10 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
         names = [*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)]
         given = "--model" if request.model else f"{settings.place_of(('model',))}: model"
         raise UserError(
-            f"{given} {model}: neither a known model ({', '.join(names)}) nor a folder with model_index.json and "
-            f"transformer/config.json, as save_pretrained writes it{did_you_mean(Path(model).name.casefold(), names)}"
+            f"{given} {model}: neither a model that dbsp generate knows ({', '.join(names)}) nor a folder with "
+            "model_index.json and transformer/config.json, as save_pretrained writes it"
+            f"{did_you_mean(Path(model).name.casefold(), names)}; other families run in a script, by "
+            f"dbsp_diffusers.enable: {page('diffusers')}"
         )
     require_same_model(config, identity)
     if identity.pipeline not in PIPELINES:

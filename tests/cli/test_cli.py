@@ -163,6 +163,12 @@ MISTAKES = [
     (["plan", "--sequences=g2b1i128"], "dbsp plan --sequences was removed; write bags: auto"),
     (["calibrate", "--ranks", "8"], "dbsp calibrate was removed; dbsp bench MODEL measures"),
     (["simulate", "--gpus", "8"], "dbsp simulate was removed; dbsp plan --model NAME --gpus N models"),
+    (["generate", "--prompt", "x", "--steps", "4"], "dbsp generate has no --steps; write --set generate.steps=VALUE"),
+    (["generate", "--num-inference-steps=4"], "no --num-inference-steps; write --set generate.steps=VALUE"),
+    (
+        ["generate", "--model", "hunyuanvideo", "--prompt", "x"],
+        "other families run in a script, by dbsp_diffusers.enable",
+    ),
     (["plan", "MASK", "--gpus", HUGE], "--gpus"),
     (["plan", "MASK"], "--gpus"),
     (["plan", "MASK", "--gpus", "many"], "--gpus"),

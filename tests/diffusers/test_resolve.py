@@ -112,7 +112,10 @@ class TestGenerateRefuses:
                 "--config tiny-wam --prompt x",
                 "does not exist; give the path of a YAML file or a shipped one's name; did you mean 'tiny-wan'?",
             ),
-            ("--config tiny-wan --prompt x --model ./nowhere", "--model ./nowhere: neither a known model (wan2.1"),
+            (
+                "--config tiny-wan --prompt x --model ./nowhere",
+                "./nowhere: neither a model that dbsp generate knows (wan2.1",
+            ),
             ("--config tiny-wan --prompt x --model wan2.1-t2v-14b", "is for tiny-wan, the model is wan2.1-t2v-14b"),
             ("--config tiny-wan --prompt x --set mask.density=2", "--set mask.density: density=2.0 must lie between"),
             ("--config tiny-wan --prompt x --set mask.dnsity=2", "--set mask.dnsity: unknown key 'dnsity' in mask so"),
@@ -133,7 +136,7 @@ class TestGenerateRefuses:
             ("--model Wan21-T2V-14B --prompt x", "did you mean 'wan2.1-t2v-14b'?"),
             (
                 "--config tiny-wan --prompt x --set model=tiny-van",
-                "--set model: model tiny-van: neither a known model",
+                "--set model: model tiny-van: neither a model that",
             ),
             ("--config tiny-wan-paro --prompt x", "tiny-wan-paro.yaml:6: mask file masks/tiny-wan-paro.safetensors"),
         ],

@@ -15,6 +15,8 @@ from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import Place
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.tiny_models import TRAINED_WAN, make_tiny, unknown_words
+from dbsp_core.sources import SpargeSource
+from dbsp_core.sources.spec import mask_values
 from dbsp_core.utils.errors import UserError
 
 SIZE = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
@@ -82,6 +84,25 @@ class TestPrompts:
         assert unknown_words(tmp_path, prompt) is None
         warnings = decided(tmp_path, config="tiny-wan-trained", prompt=prompt, videos=2, out="{seed}.mp4").warnings
         assert len(warnings) == (unknown is not None)
+
+
+class TestSettings:
+    def test_another_source_has_none_of_the_settings_of_the_one_before(self, tmp_path):
+        made = decided(tmp_path, config="tiny-wan-trained", changes=["mask.source=dense"])
+        assert mask_values(made.config.mask)["source"] == "dense"
+        made = decided(tmp_path, config="tiny-wan-trained", changes=["mask.source=sparge", "mask.cdf=0.7"])
+        assert (made.config.mask.cdf, made.config.mask.similarity) == (0.7, SpargeSource().similarity)
+
+    def test_a_setting_that_is_only_a_source_is_unknown(self, tmp_path):
+        with pytest.raises(UserError, match="unknown key 'source'"):
+            decided(tmp_path, changes=["source=dense"])
+
+    def test_a_tiny_model_s_name_has_its_video(self, tmp_path):
+        named, configured = (
+            decided(tmp_path, changes=(), **given)
+            for given in ({"config": None, "model": "tiny-wan-trained"}, {"config": "tiny-wan-trained"})
+        )
+        assert named.config == configured.config
 
 
 class TestVideos:
@@ -273,7 +294,7 @@ class TestHome:
         by_option = decided(home, config=None, model="~/wan")
         by_setting = decided(home, changes=(*SIZE, "model=~/wan"))
         assert by_option.model == by_setting.model == str(home / "wan")
-        with pytest.raises(UserError, match=f"--model {home}/won: neither a known model"):
+        with pytest.raises(UserError, match=f"--model {home}/won: neither a model that"):
             decided(home, config=None, model="~/won")
 
     def test_options_of_the_command_are_read_so(self, home, dbsp, mistake):
