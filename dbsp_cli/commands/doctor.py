@@ -179,8 +179,8 @@ def verdict(checks: list[Check]) -> str:
     hosts = [host.what for host in HOSTS if state[host.what].ok]
     where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"
     if hosts:
-        return f"db-SP {own_version()} generates with {', '.join(hosts)}; {where}"
-    return f"db-SP {own_version()} can plan and simulate; to generate, {install_command('diffusers')}"
+        return f"db-SP {own_version()} runs in {', '.join(hosts)}; {where}"
+    return f"db-SP {own_version()} can plan; to generate, {install_command('diffusers')}"
 
 
 def own_version() -> str:

@@ -161,8 +161,8 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
         axes = figure.subplots(2, 1, sharex=True, sharey=True)
         heading(
             figure,
-            f"How even is the work? Imbalance ρ_s {before:.3f} → {after:.3f}",
-            f"Dense blocks by rank at each layer's last attention, {plans[0].strategy}; dotted: perfectly even",
+            f"How even was each layer's last attention? Imbalance ρ_s {before:.3f} → {after:.3f}",
+            f"Dense blocks by rank, {plans[0].strategy}; dotted: perfectly even; the report has ρ_s of the whole run",
         )
         middle = np.arange(len(layers))
         rows = (
