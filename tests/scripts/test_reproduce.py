@@ -33,7 +33,7 @@ CURRENT = {
     "knapformer.throughput": [],
     "table1": [],
 }
-"""Programs whose figures are counted or modelled, with the options that docs/results/files.md names."""
+"""Programs whose figures are counted or modelled, with the options that docs/results/evidence.yaml names."""
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 CURRENT_JSON = {
     "planner": ("planner", []),
