@@ -104,7 +104,8 @@ def check_consistent(
             raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
             if not issubclass(error, UserError):
                 raised = error
-            raise raised(where + texts[first]) from problem
+            # a user's mistake is told once, without the trace of where it was found
+            raise raised(where + texts[first]) from None if isinstance(problem, UserError) else problem
         for place, complaint in enumerate(marks, 1 + len(told)):
             require_equal(complaint, [state[place] for state in states], error)
         return told_by_rank

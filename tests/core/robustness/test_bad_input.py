@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_core import UserError, make_plan
+from dbsp_core import SequenceGroup, UserError, make_plan
+from dbsp_core.comm.consistency import check_consistent
 from tests.core.robustness.bad_input_cases import (
     a_mask,
     call,
@@ -150,3 +151,13 @@ def test_a_plan_of_other_things(mask, strategy, message):
 
 def test_a_process_group_is_taken_in_place_of_ours(pool):
     assert pool(WORLD).run(equal_by_process_group) == [True] * WORLD
+
+
+@pytest.mark.parametrize(
+    ("problem", "has_cause"), [(UserError("cfd is no setting"), False), (ValueError("a bug"), True)]
+)
+def test_where_a_user_s_mistake_was_found_is_no_cause_of_its_error(problem, has_cause):
+    with pytest.raises(Exception, match=str(problem)) as raised:
+        check_consistent(SequenceGroup(0, 1), problem, {})
+    assert (raised.value.__cause__ is problem) == has_cause
+    assert raised.value.__suppress_context__
