@@ -13,7 +13,7 @@ from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_con
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
-from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
+from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
 from dbsp_core.models.table import model_title
 from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
@@ -31,6 +31,7 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
         name = architecture_of(transformer).pipeline or type(transformer).__name__
+    name = next((own for own, one in PIPELINES.items() if one.from_video == name), name)  # of the same checkpoints
     two = all(getattr(pipe, part, None) is not None for part in ("transformer", "transformer_2"))
     return model_signature(name, transformer.config, variant_of(two, getattr(pipe, "config", {})))
 
