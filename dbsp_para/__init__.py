@@ -1,12 +1,14 @@
 """db-SP for diffusers pipelines, in the manner of ParaAttention.
 
-import dbsp_para
-dbsp_para.parallelize_pipe(pipe, config={"mask": {"source": "window"}})    # changes nothing but this pipe
-# or, through para-attn's own functions, which know two more arguments wherever db-SP is installed:
-from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
-parallelize_pipe(pipe, mesh=mesh, attn="dbsp", config=...)
+Example::
 
-dbsp_para.unparallelize(pipe)                                             # as it was
+    import dbsp_para
+    dbsp_para.parallelize_pipe(pipe, config={"mask": {"source": "window"}})    # changes nothing but this pipe
+    # or, through para-attn's own functions, which know two more arguments wherever db-SP is installed:
+    from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
+    parallelize_pipe(pipe, mesh=mesh, attn="dbsp", config=...)
+
+    dbsp_para.unparallelize(pipe)                                             # as it was
 """
 
 from dbsp_diffusers import DbspConfig, session_of, write_report
