@@ -71,7 +71,7 @@ class PatchSet:
         it, whether they were registered before or after, and also when this is undone. It stays when they are removed.
         """
         place, name = _innermost_forward(module)
-        own, before = vars(place).get(name, _MISSING), getattr(place, name)
+        before = getattr(place, name)
         replacement: Callable[..., Any] | None = forward
 
         @functools.wraps(before)
@@ -87,15 +87,15 @@ class PatchSet:
         def restore() -> None:
             nonlocal replacement
             replacement = None  # libraries may keep `either`, and nothing that it called may live as long
-            if vars(place).get(name) is bound and own is _MISSING:
-                delattr(place, name)
+            if vars(place).get(name) is bound:
+                undo()
             # where libraries have moved it since, with hooks that were put on or taken off
             kept = [(module, attribute) for attribute in vars(module)]
-            for holder, attribute in ((place, name), _innermost_forward(module), *kept):
+            for holder, attribute in (_innermost_forward(module), *kept):
                 if vars(holder).get(attribute) is bound:
                     setattr(holder, attribute, before)
 
-        setattr(place, name, bound)
+        undo = _set(place, name, bound)
         self._undo.callback(restore)
 
     def replace_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
