@@ -101,7 +101,7 @@ _ON_CPU = "times on CPUs say nothing about GPUs"
 
 def _saved(report: RunReport) -> tuple[str, str]:
     """Returns what balancing saved, and a note. Attention on CPUs is no measure of what a GPU would save."""
-    if report.environment.kernel == "cpu":
+    if report.environment.on_cpu:
         return "–", _ON_CPU
     note = f"modelled from ρ_s; perfectly even would save {in_seconds(report.totals.left_s)} more"
     return in_seconds(report.totals.saved_s), note
@@ -113,8 +113,7 @@ def in_a_line(report: RunReport) -> str:
     parts = [f"attention {t.attention_share:.0%} of {in_seconds(report.seconds)}", f"density {t.density:.3f}"]
     if report.world_size > 1:
         saved = f"{'saved' if t.saved_s >= 0 else 'lost'} {in_seconds(abs(t.saved_s))} (modelled)"
-        on_cpu = report.environment.kernel == "cpu"
-        parts += [f"ρ_s {t.rho_before:.3f} → {t.rho:.3f}", _ON_CPU if on_cpu else saved]
+        parts += [f"ρ_s {t.rho_before:.3f} → {t.rho:.3f}", _ON_CPU if report.environment.on_cpu else saved]
     return ", ".join(parts)
 
 

@@ -40,6 +40,11 @@ class Environment:
     dtype: str
     date: str = ""
 
+    @property
+    def on_cpu(self) -> bool:
+        """True if attention ran on CPUs, whose times say nothing about GPUs."""
+        return self.kernel == "cpu"
+
 
 @dataclass(frozen=True)
 class CallColumns:
