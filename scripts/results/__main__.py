@@ -58,9 +58,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the CSVs")
     parser.add_argument("--out", type=Path, help="folder for the PNGs; the CSVs' where left out")
     options = parser.parse_args()
-    if options.stale:
-        print_stale()
-        return
+    try:
+        if options.stale:
+            print_stale()
+        elif options.ran is not None:
+            print(f"{', '.join(record_run(options.ran).files)}: made at this commit")
+        else:
+            draw(parser, options)
+    except UserError as error:
+        sys.exit(str(error))
+
+
+def draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Draws the pictures that are asked for, or prints their names."""
     known = results()
     if options.list:
         print("\n".join(known))
@@ -69,14 +79,8 @@ def main() -> None:
         parser.error(f"there is no {unknown[0]}; there are {', '.join(known)}")
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-    try:
-        if options.ran is not None:
-            print(f"{', '.join(record_run(options.ran).files)}: made at this commit")
-            return
-        for name in options.names or known:
-            print(f"drew {known[name].redraw(options.folder, options.out)}")
-    except UserError as error:
-        sys.exit(str(error))
+    for name in options.names or known:
+        print(f"drew {known[name].redraw(options.folder, options.out)}")
 
 
 if __name__ == "__main__":
