@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import re
 
 import pytest
 
+from tests.docs.results import of_balance
 from tests.support.repository import ROOT
 
 NAMES = ["", "before", "snake", "striped", "paper's Alg. 1", "moved", "db-SP", "moved", "planning"]
@@ -26,13 +26,7 @@ def table() -> list[list[str]]:
 
 def counted(strategy: str, planner: str, layout: str) -> tuple[float, float, float]:
     """(ρ_s, the worst layer's, the share that moves) of one row of the results, for Wan2.1-14B."""
-    with (ROOT / "docs" / "results" / "balanced.csv").open(encoding="utf-8") as file:
-        wanted = ("wan2.1-t2v-14b", strategy, planner, layout)
-        (row,) = (
-            row
-            for row in csv.DictReader(file)
-            if (row["preset"], row["strategy"], row["planner"], row["layout"]) == wanted
-        )
+    row = of_balance(strategy, planner, layout)
     return float(row["rho"]), float(row["rho_max"]), float(row["moved"])
 
 
