@@ -16,6 +16,7 @@ from scripts.checks.campaign.faults.acts import fire
 from scripts.checks.campaign.faults.judging import Expected, complaint_about
 from scripts.checks.campaign.faults.nursery import Nursery, Task
 from scripts.checks.campaign.faults.phases import PHASES
+from scripts.checks.campaign.features import features_part
 from scripts.checks.campaign.frame import Outcome, Progress, State, run_part
 from scripts.checks.campaign.oracle.attention_case import draw_case
 from scripts.checks.campaign.oracle.oracle_part import BOUNDS
@@ -26,6 +27,7 @@ from scripts.checks.campaign.soak.soak_draw import Block
 from scripts.checks.campaign.soak.soak_worker import run_block
 from scripts.checks.campaign.soak.track import Track
 from tests.scripts.fault_controls import HOW, misbehave
+from tests.simulated.feature_cases import Order, Together, together
 from tests.support.programs import run, run_module
 from tests.support.repository import child_environment
 
@@ -71,7 +73,8 @@ def test_a_campaign_goes_on_where_it_was_and_says_how_to_repeat_a_failure(tmp_pa
 
 @pytest.mark.long
 def test_a_wrong_scale_is_found(pool):
-    cases = [draw_case(0, number) for number in range(4)]
+    drawn = (draw_case(0, number) for number in itertools.count())
+    cases = list(itertools.islice((case for case in drawn if case.world == 2), 4))
     right, wrong = (
         [max(a.errors["output"] for a in by_rank) for by_rank in answers_of(pool(2), cases, scale)]
         for scale in (1.0, 1.2)
@@ -85,6 +88,25 @@ def test_a_wrong_scale_is_found(pool):
 def answers_of(workers, cases, scale):
     """By case and rank."""
     return zip(*workers.run(run_cases, cases, scale), strict=True)
+
+
+def test_orders_of_features_are_drawn_from_their_numbers_alone_and_have_smaller_variants():
+    for number in range(40):
+        case = features_part.draw_case(3, number)
+        assert case == features_part.draw_case(3, number)
+        assert 0 <= case.order.before <= len(case.order.features)
+        for one in features_part.smaller(case):
+            assert one != case
+            assert 0 <= one.order.before <= len(one.order.features) <= len(case.order.features)
+
+
+@pytest.mark.long
+def test_a_feature_that_breaks_is_found(monkeypatch):
+    part, case = features_part.Features(), features_part.Draw(2, Order(("LoRA",), 1))
+    told = [Together(1e-7, 1.0, [2], [2], [], True), Together(1e-7, 1.0, [2], [1], ["hook: one, not two"], False)]
+    monkeypatch.setattr(part, "_ask", lambda _, function: told if function is together else None)
+    found = part._outcome(0, case).failure
+    assert found == "ranks skip other blocks than one process; left: hook: one, not two; other bits after disable"
 
 
 def test_a_case_is_drawn_from_its_numbers_alone_and_has_smaller_variants():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import threading
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Feature:
         skips: Whether it skips blocks.
         offloads: Whether it brings weights to the device itself.
         keeps: Where it keeps, out of reach, the forward that it found, which calls the transformer's own once db-SP
-            is disabled.
+            is disabled, or what torch.compile keeps of its own.
     """
 
     put_on: PutOn
@@ -230,13 +231,21 @@ FEATURES: dict[str, Feature] = {
 }
 
 
+_compiles = functools.partial(Feature, keeps="._compiled_call_impl.")
+COMPILED = {
+    "compiled by blocks": _compiles(lambda run: run.transformer.compile_repeated_blocks(backend="eager")),
+    "compiled in place": _compiles(lambda run: run.transformer.compile(backend="eager")),
+}
+"""On the CPU: torch.compile does not trace simulated devices."""
+
+
 @dataclass(frozen=True)
 class Together:
-    """What one rank found of a feature together with db-SP.
+    """What one rank found of features together with db-SP.
 
     Attributes:
-        difference: The largest difference from one process with the feature.
-        effect: The largest difference between one process with the feature and without.
+        difference: The largest difference from one process with the features.
+        effect: The largest difference between one process with the features and without.
         computed, expected: Number of blocks computed in each pass, and in one process.
         left: What differs after `disable` from a transformer that db-SP was never enabled on.
         same_bits: Whether samples after `disable` are those of such a transformer.
@@ -253,57 +262,114 @@ class Together:
 Samples = list[torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Order:
+    """Features in the order in which they are put on, and when db-SP is enabled.
+
+    Attributes:
+        features: Names in `FEATURES` or `COMPILED`.
+        before: How many of them are put on before `enable`.
+        config: db-SP's settings.
+        model: The tiny transformer's name, or "" for the one that the features name.
+    """
+
+    features: tuple[str, ...]
+    before: int
+    config: Mapping[str, Any] = field(default_factory=lambda: CONFIG)
+    model: str = ""
+
+    @property
+    def parts(self) -> list[Feature]:
+        return [feature_named(name) for name in self.features]
+
+    @property
+    def sizes(self) -> tuple[str, int, int]:
+        """Model, steps and batch that all features can have."""
+        parts = self.parts
+        model = self.model or next((one.model for one in parts if one.model != "wan"), "wan")
+        return model, max(one.steps for one in parts), max(one.batch for one in parts)
+
+    @property
+    def acting(self) -> tuple[str, ...]:
+        return tuple(name for name in self.features if feature_named(name).acts)
+
+
+def feature_named(name: str) -> Feature:
+    return FEATURES[name] if name in FEATURES else COMPILED[name]
+
+
 @shared
-def one_process(model: str, steps: int, batch: int, name: str | None) -> tuple[Samples, list[int]]:
-    """Returns samples of one process on the CPU with the same masks, with a feature or none, and blocks computed."""
-    alone = Denoising(model, steps, batch)
-    if name is not None:
-        FEATURES[name].put_on(alone)
-    attach_single_process(alone.transformer, CONFIG)
+def _one_process(sizes: tuple[str, int, int], names: tuple[str, ...], config: str) -> tuple[Samples, list[int]]:
+    alone = Denoising(*sizes)
+    for name in names:
+        feature_named(name).put_on(alone)
+    attach_single_process(alone.transformer, json.loads(config))
     return alone.run()
 
 
-def together(rank: int, world: int, name: str, first: bool) -> Together:
-    """Runs a feature together with db-SP, and both after `disable`."""
-    feature = FEATURES[name]
-    sizes = feature.model, feature.steps, feature.batch
-    without, _ = one_process(*sizes, None)
-    expected, computed = one_process(*sizes, name if feature.acts else None)
-    device = torch.device("cuda", rank)
-    never, ours = (Denoising(*sizes, device) for _ in range(2))
+def one_process(order: Order, names: tuple[str, ...]) -> tuple[Samples, list[int]]:
+    """Returns samples of one process on the CPU with the same masks and these features, and blocks computed."""
+    return _one_process(order.sizes, names, json.dumps(order.config))
+
+
+def alone(rank: int, world: int, order: Order, simulated: bool = True) -> None:
+    """Raises what features raise by themselves, without db-SP. On rank 0."""
+    if rank == 0:
+        never_enabled(order, torch.device("cuda", 0) if simulated else HOST).run()
+        one_process(order, order.acting)
+
+
+def never_enabled(order: Order, device: torch.device) -> Denoising:
+    """Returns a transformer with these features that db-SP was never enabled on."""
+    run = Denoising(*order.sizes, device)
+    before, after = order.parts[: order.before], order.parts[order.before :]
+    if after and not before and not any(one.offloads for one in after):
+        run.transformer.to(device)
+    _put_on(before, run)
+    _put_on(after, run, before)
+    return run
+
+
+def together(rank: int, world: int, order: Order, simulated: bool = True) -> Together:
+    """Runs features together with db-SP, and alone after `disable`, on simulated devices or the CPU."""
+    device = torch.device("cuda", rank) if simulated else HOST
+    before, after = order.parts[: order.before], order.parts[order.before :]
+    without, _ = one_process(order, ())
+    expected, computed = one_process(order, order.acting)
+    ours = Denoising(*order.sizes, device)
     # 1. A transformer that db-SP is enabled on.
-    if first:
-        _put_on(feature, ours, device)
-    elif feature.offloads:
-        own_device(rank)  # else db-SP finds it by the weights or offload hooks
-    else:
-        ours.transformer.to(device)
-    dbsp_diffusers.enable(ours.transformer, CONFIG)
-    if not first:
-        _put_on(feature, ours, device)
+    _put_on(before, ours)
+    if simulated and after and not before:
+        if any(one.offloads for one in after):
+            own_device(rank)  # else db-SP finds it by the weights or offload hooks
+        else:
+            ours.transformer.to(device)
+    dbsp_diffusers.enable(ours.transformer, dict(order.config))
+    _put_on(after, ours, before)
     found, blocks = ours.run()
     dbsp_diffusers.disable(ours.transformer)
     there = traces(ours.transformer)
-    after, _ = ours.run()
+    again, _ = ours.run()
     # 2. One that it never is.
-    if not first and not feature.offloads:
-        never.transformer.to(device)
-    _put_on(feature, never, device)
+    never = never_enabled(order, device)
     never.run()
     wanted, dense = traces(never.transformer), never.run()[0]
+    kept = [one.keeps for one in order.parts if one.keeps]
     left = [
         f"{place}: {there.get(place)}, not {wanted.get(place)}"
         for place in sorted(there.keys() | wanted.keys())
-        if there.get(place) != wanted.get(place) and not (feature.keeps and feature.keeps in place)
+        if there.get(place) != wanted.get(place) and not any(name in place for name in kept)
     ]
-    same_bits = all(torch.equal(one, other) for one, other in zip(after, dense, strict=True))
+    same_bits = all(torch.equal(one, other) for one, other in zip(again, dense, strict=True))
     return Together(apart(found, expected), apart(expected, without), blocks, computed, left, same_bits)
 
 
-def _put_on(feature: Feature, run: Denoising, device: torch.device) -> None:
-    feature.put_on(run)
-    if not feature.offloads:
-        run.transformer.to(device)
+def _put_on(features: Sequence[Feature], run: Denoising, others: Sequence[Feature] = ()) -> None:
+    """Puts features on a transformer, which then is on the run's device unless a feature offloads it."""
+    for feature in features:
+        feature.put_on(run)
+    if features and not any(one.offloads for one in (*features, *others)):
+        run.transformer.to(run.device)
 
 
 def traces(transformer: nn.Module) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu_node.node import GpuNode
-from tests.simulated.feature_cases import FEATURES, together
+from tests.simulated.feature_cases import FEATURES, Order, together
 
 TOLERANCE = 1e-5
 
@@ -19,7 +19,7 @@ def test_feature_goes_together_with_db_sp(gpu_node: GpuNode, name: str, first: b
     feature = FEATURES[name]
     if name == "cache-dit":
         pytest.importorskip("cache_dit")
-    for found in gpu_node.run(2, together, name, first):
+    for found in gpu_node.run(2, together, Order((name,), int(first))):
         assert found.difference <= TOLERANCE
         assert found.computed == found.expected, "all ranks must skip what one process skips"
         assert found.effect > 100 * TOLERANCE or not feature.acts, "the feature must matter"

@@ -16,11 +16,12 @@ from tests.support import interpreter  # noqa: F401  before anything else import
 PARTS = {
     "oracle": "scripts.checks.campaign.oracle.oracle_part:Oracle",
     "faults": "scripts.checks.campaign.faults.faults_part:Faults",
+    "features": "scripts.checks.campaign.features.features_part:Features",
     "fuzz": "scripts.checks.campaign.fuzz.fuzz_part:Fuzz",
     "soak": "scripts.checks.campaign.soak.soak_part:Soak",
 }
 """Each is imported when it runs: that takes seconds."""
-SHARES = {"oracle": 0.5, "faults": 0.25, "fuzz": 0.15, "soak": 0.1}
+SHARES = {"oracle": 0.4, "faults": 0.2, "features": 0.2, "fuzz": 0.1, "soak": 0.1}
 """Of the time, where all parts run."""
 REPO = Path(__file__).resolve().parents[3]
 

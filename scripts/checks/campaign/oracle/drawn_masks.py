@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from dbsp_core import BlockGrid, BlockMask, save_mask
 from dbsp_core.sources import (
+    CallableSource,
     DenseSource,
     FileSource,
     LocalQK,
@@ -21,9 +22,12 @@ from dbsp_core.sources import (
     MaskRequest,
     MaskSource,
     RadialSource,
+    SolSource,
     SpargeSource,
     SvgSource,
     SyntheticSource,
+    UnionSource,
+    VsaSource,
     WindowSource,
     packed_mask,
 )
@@ -74,6 +78,16 @@ def _source(kind: str, case: Draw, seed: int) -> MaskSource:
         return RadialSource(*blocks, width=float(rng.uniform(0.1, 1.5)), sink_frames=int(rng.integers(3)))
     if kind == "svg":
         return SvgSource(*blocks, frames=int(rng.integers(1, 5)), temporal_heads=float(rng.random()))
+    if kind == "function":
+        return CallableSource(*blocks, function=_function, parameters={"seed": seed, "density": case.density})
+    if kind == "sol":
+        return SolSource(*blocks, tau=float(rng.uniform(-1, 2)), thresh_type=str(rng.choice(["diag", "exact"])))  # type: ignore[arg-type]
+    if kind == "union":
+        window = WindowSource(*blocks, window=tuple(rng.integers(1, 5, 3).tolist()))
+        return UnionSource((window, SpargeSource(*blocks, topk=float(rng.uniform(0.1, 0.6)), similarity=0.2)))
+    if kind == "vsa":
+        tile = _tile_of(case.block_q, rng)
+        return VsaSource(*blocks, sparsity=float(rng.uniform(0, 0.95)), tile=tile, coarse=False)
     if kind == "synthetic":
         return SyntheticSource(*blocks, density=float(rng.uniform(0.05, 1.0)), seed=seed)
     if kind in ("sparge", "lowrank"):
@@ -85,6 +99,19 @@ def _source(kind: str, case: Draw, seed: int) -> MaskSource:
             return SpargeSource(**settings, similarity=0.2)
         return _fitted(settings | {"queries": str(rng.choice(["mean", "all"]))}, case.heads, case.width, rng)
     return DenseSource(*blocks)
+
+
+def _function(grid: BlockGrid, request: MaskRequest, seed: int, density: float) -> np.ndarray:
+    """Returns a user's masks, from what a function is given."""
+    rng = np.random.default_rng([seed, request.layer])
+    return rng.random((request.heads, grid.nq, grid.nk)) < density * rng.uniform(0.2, 1.8, (request.heads, 1, 1))
+
+
+def _tile_of(block: int, rng: np.random.Generator) -> tuple[int, int, int]:
+    """Returns frames, rows and columns of a tile of so many tokens."""
+    frames = int(rng.choice([one for one in range(1, block + 1) if block % one == 0]))
+    rows = int(rng.choice([one for one in range(1, block // frames + 1) if block // frames % one == 0]))
+    return frames, rows, block // frames // rows
 
 
 @dataclass(frozen=True, eq=False)
