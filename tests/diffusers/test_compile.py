@@ -55,7 +55,7 @@ def test_repeated_blocks_are_compiled_without_a_break(pool, model, mask, graphs)
     [
         ("wan", "blocks"),
         ("wan", "whole"),
-        ("wan", "in place"),
+        pytest.param("wan", "in place", marks=pytest.mark.long),  # with guidance: below
         pytest.param("hunyuan1.5", "blocks", marks=pytest.mark.long),
     ],
 )

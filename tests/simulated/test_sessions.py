@@ -58,17 +58,15 @@ def test_sources_with_files_are_exact(gpu_node: GpuNode, tmp_path: Path, name: s
     check(gpu_node, SessionCase({"mask": source_with_file(name, tmp_path)}, strategy))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["window", "sparge"])
+@pytest.mark.parametrize(("name", "strategy"), zip(("sparge", "window") * 5, STRATEGIES, strict=False))
 def test_every_strategy_is_exact(gpu_node: GpuNode, name: str, strategy: str) -> None:
     check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy, (Call(900.0),)))
 
 
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R2", "U2R2"])
-def test_dense_steps_and_layers_are_exact(gpu_node: GpuNode, strategy: str) -> None:
-    for mask in (SPARGE, WINDOW):
-        settings = {"mask": mask, "dense_schedule": {"first_steps": 1, "first_layers": 1}}
-        check(gpu_node, SessionCase(settings, strategy, (Call(900.0), Call(800.0)), layers=2))
+@pytest.mark.parametrize(("strategy", "name"), [("U2R1", "sparge"), ("U1R2", "window"), ("U2R2", "sparge")])
+def test_dense_steps_and_layers_are_exact(gpu_node: GpuNode, strategy: str, name: str) -> None:
+    settings = {"mask": MASKS[name], "dense_schedule": {"first_steps": 1, "first_layers": 1}}
+    check(gpu_node, SessionCase(settings, strategy, (Call(900.0), Call(800.0)), layers=2))
 
 
 CHANGES = {
