@@ -75,8 +75,6 @@ class DbspTransformer:
         text: QKV | None = None
         if metadata is not None and metadata.joint_query is not None:
             text = metadata.joint_query, metadata.joint_key, metadata.joint_value
-        elif self._joint:  # one rank, which has it in its sequence
-            qkv, text = self._session.without_text(qkv)
         return self._session.attend(layer, *qkv, scale=scale, text=text)
 
     def _begin(self, layout: EngineLayout, device: torch.device, timestep: Any = None) -> None:
