@@ -77,6 +77,8 @@ class DbspTransformer:
         layout, timestep = _published(metadata, q.shape[1]), None
         if layout is None and self._architecture is not None and self._tokens is not None:
             tokens, last = self._tokens(), self._architecture.text == "last"
+            if metadata.joint_query is not None:
+                last = metadata.joint_strategy == "rear"
             tokens.require_grid(self._session.session.config.mask)
             layout, timestep = _layout_of(tokens, last, q.shape[1], self._session.session.group.size), tokens.timestep
         if layout is None:

@@ -17,8 +17,10 @@ import torch
 import dbsp_engines.lightx2v
 import dbsp_engines.sglang
 from dbsp_core.masks.steps import StepClock
+from dbsp_core.runtime.engine_session import EngineLayout
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
+from dbsp_diffusers.models import TokenSequence
 from dbsp_engines import vllm_omni_plugin
 from scripts.checks.engines.reference import attend_under
 
@@ -146,6 +148,30 @@ def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
     vllm_omni.attach(torch.nn.ModuleList([layer]), settings(), StepClock())
     with pytest.raises(UserError, match=r"does not publish it .video_layout., and db-SP knows no class"):
         layer.attention.forward(q, q, q, Metadata())
+
+
+def packed(text: list[int], video: range, length: int | None = None) -> TokenSequence:
+    return TokenSequence((1, 5, 15), len(text), packed=torch.tensor([*text, *video]), packed_length=length)
+
+
+def test_vllm_omni_has_image_and_text_in_one_sequence(vllm_omni):
+    """As Z-Image, the image first; and with text around it, and padding at the end, on 4 ranks."""
+    image_first, inside = packed(list(range(75, 128)), range(75)), packed([0, 1, 77, 78], range(2, 77), length=81)
+    assert vllm_omni._layout_of(image_first, False, 32, 4) == EngineLayout((1, 5, 15), 0, 53, 32)
+    assert vllm_omni._layout_of(inside, False, 21, 4) == EngineLayout((1, 5, 15), 2, 2, 21)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shard"),
+    [
+        (packed(list(range(75, 128)), range(75)), 40),
+        (packed([0, 1], range(5, 80), length=80), 20),
+    ],
+    ids=["another length, as with a reference image", "padding of text before the image"],
+)
+def test_vllm_omni_with_another_order_is_refused(vllm_omni, tokens, shard):
+    with pytest.raises(UserError, match="do not hold this model's"):
+        vllm_omni._layout_of(tokens, False, shard, 4)
 
 
 @dataclass(frozen=True)
