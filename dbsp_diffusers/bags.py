@@ -189,7 +189,7 @@ class BagSessions:
         whole, config, world = self.whole, self.whole.config, self.whole.group.size
         # 1. What each costs, as whole numbers. Of all layers' masks that of the middle one stands for the others.
         middle = whole.layers // 2
-        requests = [MaskRequest(middle, whole.heads, *video, layers=whole.layers) for video in videos]
+        requests = [MaskRequest(middle, whole.heads, video.thw, video.text, layers=whole.layers) for video in videos]
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]

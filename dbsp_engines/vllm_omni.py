@@ -29,15 +29,13 @@ from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import QKV, EngineLayout, EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
-from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.models import TokenSequence, known_architecture
 from dbsp_diffusers.patching import signature_of
 
 __all__ = ["DbspBackend", "DbspImpl", "attach"]
 
 _AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
 """Values of `cache_backend`: by all ranks' tokens (tea, sea), by the step (mag), or polled (cache-dit)."""
-_JOINT = {"Flux2Transformer2DModel", "QwenImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"}
-"""Classes whose text every rank has whole. They take diffusers' arguments, and diffusers' entries read them."""
 
 
 class DbspTransformer:
@@ -45,19 +43,17 @@ class DbspTransformer:
 
     def __init__(self, module: torch.nn.Module, session: EngineSession) -> None:
         self._session = session
-        self._joint = not _JOINT.isdisjoint(cls.__name__ for cls in type(module).__mro__)
+        self._architecture = known_architecture(module)
+        self._tokens: Callable[[], TokenSequence] | None = None
         self._begun = False
         module.register_forward_pre_hook(self._pass, with_kwargs=True)
 
     @torch.compiler.disable
     def _pass(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        self._begun = self._joint
-        if self._joint:
-            architecture, inputs = architecture_of(module), signature_of(module).bind(*args, **kwargs).arguments
-            tokens = architecture.sequence(module, inputs)
-            tokens.require_grid(self._session.session.config.mask)
-            layout = EngineLayout(tokens.thw, text=tokens.text, text_last=architecture.text == "last")
-            self._begin(layout, inputs["hidden_states"].device, tokens.timestep)
+        self._begun = False
+        if self._architecture is not None:
+            inputs = signature_of(module).bind(*args, **kwargs).arguments
+            self._tokens = functools.partial(self._architecture.sequence, module, inputs)
         cache = vars(module).get("_context_manager")  # cache-dit's
         if cache is not None and "can_cache" not in vars(cache):
             cache.can_cache = functools.partial(self._all_can, cache.can_cache)
@@ -67,35 +63,61 @@ class DbspTransformer:
         """Polls all ranks for cache-dit's decision, which looks at one rank's tokens: all skip a layer, or none."""
         return self._session.all_agree(can_cache(*args, **options))
 
-    def attend(self, layer: int, qkv: QKV, metadata: AttentionMetadata | None, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, qkv: QKV, metadata: AttentionMetadata, scale: float) -> torch.Tensor:
         """Attention of q, k and v [B, this rank's tokens, H, D]; see `DbspImpl.forward`."""
         if not self._begun:
-            self._begin(_published(metadata, qkv[0].shape[1]), qkv[0].device)
-            self._begun = True
+            self._begin(metadata, qkv[0])
         text: QKV | None = None
-        if metadata is not None and metadata.joint_query is not None:
+        if metadata.joint_query is not None:
             text = metadata.joint_query, metadata.joint_key, metadata.joint_value
-        elif self._joint:  # one rank, which has it in its sequence
-            qkv, text = self._session.without_text(qkv)
-        return self._session.attend(layer, *qkv, scale=scale, text=text)
+        return self._session.attend(layer, *qkv, scale=scale, text=text, gate=metadata.extra.get("gate_compress"))
 
-    def _begin(self, layout: EngineLayout, device: torch.device, timestep: Any = None) -> None:
-        self._session.begin(layout, device, get_forward_context().denoise_step_idx, timestep=timestep)
+    def _begin(self, metadata: AttentionMetadata, q: torch.Tensor) -> None:
+        """Starts a pass at its first attention: where its tokens are is published, or read from its arguments."""
+        layout, timestep = _published(metadata, q.shape[1]), None
+        if layout is None and self._architecture is not None and self._tokens is not None:
+            tokens, last = self._tokens(), self._architecture.text == "last"
+            if metadata.joint_query is not None:
+                last = metadata.joint_strategy == "rear"
+            tokens.require_grid(self._session.session.config.mask)
+            layout, timestep = _layout_of(tokens, last, q.shape[1], self._session.session.group.size), tokens.timestep
+        if layout is None:
+            raise UserError(
+                "masks need the grid of this model's video tokens. It does not publish it (video_layout), and db-SP "
+                "knows no class of diffusers of its name; use another attention backend"
+            )
+        self._session.begin(layout, q.device, get_forward_context().denoise_step_idx, timestep=timestep)
+        self._begun, self._tokens = True, None
 
 
-def _published(metadata: AttentionMetadata | None, shard: int) -> EngineLayout:
+def _published(metadata: AttentionMetadata, shard: int) -> EngineLayout | None:
     """What a model says of its sequence: [prefix | video | padding]; of several, only the target is video here."""
-    layout = (metadata and metadata.video_layout) or VideoTokenLayout()
+    layout = metadata.video_layout or VideoTokenLayout()
     targets = [span for span in layout.video_spans if span.role == "target"]
     first = targets[-1].start if targets else layout.prefix_len or 0
     thw = targets[-1].latent_grid if targets else layout.latent_grid
     if thw is None:
+        return None
+    end, runs = first + math.prod(thw), metadata.extra.get("vsa_h3_prefix_segments", ())
+    return EngineLayout(tuple(thw), first, (layout.used_len or end) - end, shard, runs=tuple(runs))
+
+
+def _layout_of(tokens: TokenSequence, text_last: bool, shard: int, world: int) -> EngineLayout:
+    """The sequence of a pass's arguments: text is whole on every rank, or packed with the image.
+
+    Raises UserError for a packed sequence with padding inside, or of another length than its ranks hold.
+    """
+    if tokens.packed is None:
+        return EngineLayout(tokens.thw, text=tokens.text, text_last=text_last)
+    length, video = tokens.packed_length or len(tokens.packed), tokens.packed[tokens.text :]
+    in_order = int(tokens.packed.max()) < len(tokens.packed) and bool((video.diff() == 1).all())
+    if shard != -(-length // world) or not in_order:
         raise UserError(
-            "this model publishes no grid of video tokens (video_layout), which masks need; DBSP serves vLLM-Omni's "
-            "Wan, MiniMax-H3, HunyuanVideo-1.5, Qwen-Image and Flux.2; use another attention backend for others"
+            f"{world} ranks of {shard} tokens do not hold this model's {length} in order; db-SP does not know how it "
+            "packs image and text; use another attention backend"
         )
-    end = first + math.prod(thw)
-    return EngineLayout(tuple(thw), first, (layout.used_len or end) - end, shard)
+    first = int(video[0])
+    return EngineLayout(tokens.thw, first, tokens.text - first, shard)
 
 
 class DbspImpl(AttentionImpl[AttentionMetadata]):
@@ -121,7 +143,8 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
         """
         if self.transformer is None:
             raise UserError(f"{self.where}: vLLM-Omni has not loaded this transformer as part of a pipeline")
-        return self.transformer.attend(self.layer, (query, key, value), attn_metadata, self.scale)
+        metadata = attn_metadata or AttentionMetadata()
+        return self.transformer.attend(self.layer, (query, key, value), metadata, self.scale)
 
 
 class DbspBackend(AttentionBackend):
@@ -160,11 +183,14 @@ def attach(transformer: torch.nn.Module, config: OmniDiffusionConfig, clock: Ste
     """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
 
     Their exchange of vLLM-Omni's own is switched off: a layer hands over its rank's shard as it is. Attention outside
-    the sharded sequence, such as that of MiniMax-H3's token refiner, gets vLLM-Omni's default backend.
+    the model's repeated blocks, such as that of refiners, and what it calls outside the sharded sequence get
+    vLLM-Omni's default backend.
     """
+    names = getattr(transformer, "_layerwise_offload_blocks_attrs", None) or [""]
+    in_blocks = {one for name in names for one in transformer.get_submodule(name).modules()}
     attentions = [one for one in transformer.modules() if isinstance(one, Attention)]
     layers = [one for one in attentions if isinstance(one.attention, DbspImpl)]
-    for layer in [one for one in layers if one.skip_sequence_parallel]:
+    for layer in [one for one in layers if one.skip_sequence_parallel or one not in in_blocks]:
         _give_back(layer)
         layers.remove(layer)
     if not layers:
@@ -186,7 +212,7 @@ def attach(transformer: torch.nn.Module, config: OmniDiffusionConfig, clock: Ste
     attached = DbspTransformer(transformer, session)
     for index, layer in enumerate(layers):
         layer.attention.transformer, layer.attention.layer = attached, index
-        layer.parallel_strategy = layer._no_parallel_strategy
+        layer.skip_sequence_parallel = True  # by which vLLM-Omni knows attention that communicates itself
 
 
 def _give_back(layer: Attention) -> None:

@@ -1,15 +1,21 @@
 """Makes db-SP known to vLLM-Omni, in every process that loads its plug-ins: `register`, and its undo.
 
 vLLM-Omni 0.30 has a closed list of attention backends, no sign by which a backend says that it communicates itself,
-and a split that refuses to pad where there is a ring. So one list is extended and two functions are wrapped.
+a split that pads for some models only and never in a ring, and a contract of FastH3 that allows one backend by name.
+So one list is extended, and these functions are wrapped.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
+from dbsp_core.runtime.engine_session import CONFIG_VARIABLE
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import log
 
@@ -23,8 +29,6 @@ EXPECTED = ExpectedHost(
     names=(
         f"{_PACKAGE}.attention.backends.abstract:VideoTokenLayout.video_spans",
         f"{_PACKAGE}.attention.backends.registry:DiffusionAttentionBackendEnum",
-        f"{_PACKAGE}.attention.layer:Attention._no_parallel_strategy",
-        f"{_PACKAGE}.attention.layer:Attention.parallel_strategy",
         f"{_PACKAGE}.attention.layer:Attention.skip_sequence_parallel",
         f"{_PACKAGE}.attention.selector:get_attn_backend_for_role",
         f"{_PACKAGE}.data:AttentionConfig.resolve_with_source",
@@ -32,11 +36,11 @@ EXPECTED = ExpectedHost(
         f"{_PACKAGE}.distributed.parallel_state:get_sp_group",
         f"{_PACKAGE}.forward_context:get_forward_context",
         f"{_PACKAGE}.forward_context:is_forward_context_available",
-        f"{_PACKAGE}.hooks.sequence_parallel:SequenceParallelSplitHook._shard_with_auto_pad",
-        f"{_PACKAGE}.models.flux2.flux2_transformer:Flux2Transformer2DModel",
-        f"{_PACKAGE}.models.hunyuan_video.hunyuan_video_15_transformer:HunyuanVideo15Transformer3DModel",
-        f"{_PACKAGE}.models.qwen_image.qwen_image_transformer:QwenImageTransformer2DModel",
+        f"{_PACKAGE}.hooks.sequence_parallel:SequenceParallelSplitHook._prepare_sp_input",
+        f"{_PACKAGE}.models.minimax_h3.fasth3:FastH3WeightFusion.check_serving_contract",
+        f"{_PACKAGE}.models.minimax_h3.fasth3_checkpoint:FastH3CheckpointSpec.check_serving_contract",
         f"{_PACKAGE}.registry:_apply_sequence_parallel_if_enabled",
+        f"{_PACKAGE}.registry:_prepare_diffusion_quant_config",
         "cache_dit.caching.cache_contexts.cache_manager:CachedContextManager.can_cache",
     ),
 )
@@ -63,7 +67,8 @@ def register() -> None:
     if "DBSP" not in DiffusionAttentionBackendEnum.__members__:
         extend_enum(DiffusionAttentionBackendEnum, "DBSP", "dbsp_engines.vllm_omni.DbspBackend")
     _wrap(registry, "_apply_sequence_parallel_if_enabled", _attach_all)
-    _wrap(SequenceParallelSplitHook, "_shard_with_auto_pad", _pad_with_a_ring)
+    _wrap(SequenceParallelSplitHook, "_prepare_sp_input", _shard)
+    _wrap(registry, "_prepare_diffusion_quant_config", _before_pipeline)
 
 
 def unregister() -> None:
@@ -83,6 +88,17 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     _undo.append(lambda: setattr(owner, name, stock))
 
 
+def _before_pipeline(stock: Callable[..., None], od_config: Any, model_class: type) -> None:
+    """Wraps FastH3's contracts before a pipeline of MiniMax-H3 is made: only now are their modules imported."""
+    stock(od_config, model_class)
+    if _names_dbsp(od_config) and "minimax_h3" in model_class.__module__:
+        from vllm_omni.diffusion.models.minimax_h3.fasth3 import FastH3WeightFusion
+        from vllm_omni.diffusion.models.minimax_h3.fasth3_checkpoint import FastH3CheckpointSpec
+
+        for contract in (FastH3CheckpointSpec, FastH3WeightFusion):
+            _wrap(contract, "check_serving_contract", _check_fasth3)
+
+
 def _attach_all(stock: Callable[..., None], model: Any, od_config: Any) -> None:
     """Gives each transformer of a pipeline its session, once vLLM-Omni has sharded them."""
     from dbsp_core.masks.steps import StepClock
@@ -96,23 +112,39 @@ def _attach_all(stock: Callable[..., None], model: Any, od_config: Any) -> None:
         attach(transformer, od_config, clock)
 
 
-def _pad_with_a_ring(stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Pads where there is a ring too, if the running model's self-attention is DBSP's."""
+def _shard(stock: Callable[..., Any], hook: Any, tensor: Any, part: Any, *args: Any, **options: Any) -> Any:
+    """Pads any length that a plan (`_sp_plan`) cuts, in a ring too, if the running model's attention is DBSP's."""
     from vllm_omni.diffusion.distributed import parallel_state
+    from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
+    if not is_forward_context_available() or not _names_dbsp(get_forward_context().omni_diffusion_config):
+        return stock(hook, tensor, part, *args, **options)
+    if hasattr(part, "auto_pad"):
+        part = dataclasses.replace(part, auto_pad=True)
     ring = parallel_state.get_ring_parallel_world_size
-    if _serves():  # then it is told that there is none
-        parallel_state.get_ring_parallel_world_size = lambda: 1
+    parallel_state.get_ring_parallel_world_size = lambda: 1  # to DBSP, padding is no key in a ring either
     try:
-        return stock(*args, **options)
+        return stock(hook, tensor, part, *args, **options)
     finally:
         parallel_state.get_ring_parallel_world_size = ring
 
 
-def _serves() -> bool:
-    """Whether self-attention of the running model is DBSP's: to it, padding is no key, in a ring either."""
-    from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
+def _check_fasth3(stock: Callable[..., None], contract: Any, *, od_config: Any, **options: Any) -> None:
+    """Accepts DBSP and rings for students that were trained with VSA, if the mask is VSA's with its coarse branch."""
+    if _names_dbsp(od_config):
+        from dbsp_core.config import DbspConfig
+        from dbsp_core.sources import VsaSource
 
-    config = get_forward_context().omni_diffusion_config if is_forward_context_available() else None
+        mask = DbspConfig.load(os.environ.get(CONFIG_VARIABLE)).mask
+        if getattr(contract, "requires_vsa", True) and not (isinstance(mask, VsaSource) and mask.coarse):
+            raise UserError(f"this FastH3 was trained with VSA; set {CONFIG_VARIABLE}=vsa:sparsity=0.8")
+        od_config = copy.copy(od_config)
+        od_config.diffusion_attention_config = od_config.parallel_config = None
+        od_config.diffusion_attention_backend = "FASTVIDEO_VSA"
+    stock(contract, od_config=od_config, **options)
+
+
+def _names_dbsp(config: Any) -> bool:
+    """Returns True if self-attention of a model that is served with this configuration is DBSP's."""
     spec = None if config is None else config.diffusion_attention_config.resolve_with_source(role="self")[0]
     return spec is not None and spec.backend.upper() == "DBSP"

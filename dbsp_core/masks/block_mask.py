@@ -48,6 +48,8 @@ class CoarseBranch:
 
     def add_to(self, out: torch.Tensor) -> None:
         """Adds it to [B, H, n_local, D], or [1, B · H, n_local, D], at home."""
+        if not self.coarse.shape[1]:  # a rank of padding alone
+            return
         gate, coarse = (one.reshape(*out.shape[:2], *one.shape[-2:]) for one in (self.gate, self.coarse))
         added = gate * coarse.index_select(2, self.block)
         out.add_(added.masked_fill_(~self.real[:, None], 0.0))

@@ -83,10 +83,12 @@ class Video(NamedTuple):
     Attributes:
         thw: Frames, rows and columns of its token grid; an image has one frame.
         text: Tokens of text in the same sequence.
+        text_runs: Their number in each run of one kind (text, audio, reference images), where the model distinguishes.
     """
 
     thw: tuple[int, int, int]
     text: int = 0
+    text_runs: tuple[int, ...] = ()
 
     @property
     def grid_tokens(self) -> int:
@@ -152,6 +154,7 @@ class BlockGrid:
         packed_from: The sequences of a packed grid, which `packed` makes; see `sequences`.
         whole_tiles: Whether no block holds video tokens of two tiles, so that those at the far sides are short; needs
             one order of tiles for all heads.
+        text_runs: Tokens of each run of text; no block holds tokens of two. Empty: the text is one run.
 
     Raises:
         UserError: For sizes that make no grid, or orders that do not fit.
@@ -165,6 +168,7 @@ class BlockGrid:
     orders: tuple[Order, ...] = (CANONICAL,)
     packed_from: tuple[BlockGrid, ...] = ()
     whole_tiles: bool = False
+    text_runs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.packed_from:
@@ -174,6 +178,8 @@ class BlockGrid:
             raise UserError(f"a block grid needs at least one token, got tokens={self.tokens}")
         if not 0 <= self.text_tokens <= self.tokens:
             raise UserError(f"text_tokens={self.text_tokens} must lie between 0 and tokens={self.tokens}")
+        if self.text_runs and sum(self.text_runs) != self.text_tokens:
+            raise UserError(f"text_runs {self.text_runs} must add up to text_tokens={self.text_tokens}")
         for name in ("block_q", "block_k"):
             require_value(self, name, getattr(self, name) >= 1, "must be at least 1; 64 and 128 are usual")
         self._check_orders()
@@ -310,15 +316,19 @@ class BlockGrid:
         for place, grid in enumerate(self.sequences):
             (q, k), ends = (q_bounds[place], k_bounds[place]), (q_bounds[place + 1], k_bounds[place + 1])
             own = bits[..., q : ends[0], k : ends[1]]
-            text_q, text_k = -(-grid.text_tokens // grid.block_q), -(-grid.text_tokens // grid.block_k)
+            text_q, text_k = (sum(-(-run // size) for run in grid._runs) for size in (grid.block_q, grid.block_k))
             own[..., :text_q, :], own[..., :text_k] = True, True
 
     @property
     def _segments(self) -> list[int]:
         """Tokens of the runs that are cut into blocks: text, then the video or each of its tiles."""
         if not self.whole_tiles or self.thw is None:
-            return [self.text_tokens, self.tokens - self.text_tokens]
-        return [self.text_tokens, *tile_lengths(str(self.orders[0]), self.thw).tolist()]
+            return [*self._runs, self.tokens - self.text_tokens]
+        return [*self._runs, *tile_lengths(str(self.orders[0]), self.thw).tolist()]
+
+    @property
+    def _runs(self) -> tuple[int, ...]:
+        return self.text_runs or (self.text_tokens,)
 
     def _axis(self, block: int) -> BlockAxis:
         starts, bounds, first = [], [0], 0

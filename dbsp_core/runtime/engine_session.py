@@ -46,6 +46,7 @@ class EngineLayout:
         shard: Places of a rank; None: as few as hold the sequence.
         text: Tokens of text that every rank has whole beside the sequence, without their padding.
         text_last: Whether outputs of that text follow those of the shard, rather than precede them.
+        runs: Tokens of each kind before the video, where the engine says so; mask source vsa pools none with another.
     """
 
     thw: tuple[int, int, int]
@@ -54,11 +55,13 @@ class EngineLayout:
     shard: int | None = None
     text: int = 0
     text_last: bool = False
+    runs: tuple[int, ...] = ()
 
     @property
     def video(self) -> Video:
         """Its size for masks, to which all that is no video is text."""
-        return Video(self.thw, self.text + self.before + self.after)
+        runs = tuple(filter(None, (self.text, *self.runs, self.after))) if self.runs else ()
+        return Video(self.thw, self.text + self.before + self.after, runs)
 
     def text_share(self, world: int) -> int:
         """Places of a rank for the text that all have: each treats a part of it as its own, the last one's padded."""
@@ -173,23 +176,28 @@ class EngineSession:
         v: torch.Tensor,
         scale: float | None = None,
         text: QKV | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one layer.
 
         Args:
             q, k, v: [B, shard, H, D], this rank's tokens with padding.
             text: The same of the text that every rank has whole, [B, places, H, D]: its tokens, then padding, which is
-                no key, and whose outputs are 0.
+                no key, and whose outputs are 0. None: a single rank may have it in its sequence.
+            gate: Of q's shape: by what the model multiplies a coarse branch, for mask source vsa.
 
         Returns:
             Of q's shape; with text [B, places + shard, H, D], or [B, shard + places, H, D] where text is last. The
             text's outputs are equal on all ranks.
         """
+        if text is None and self._layout.text:
+            (q, k, v), text = self._without_text((q, k, v))
         own = (q, k, v) if text is None else map(self._with_share, (q, k, v), text)
-        out = self.session.attend(layer, *(one.transpose(1, 2) for one in own), scale=scale).transpose(1, 2)
+        gate = None if gate is None else gate.transpose(1, 2)
+        out = self.session.attend(layer, *(one.transpose(1, 2) for one in own), scale=scale, gate=gate).transpose(1, 2)
         return out if text is None else self._with_all_text(out, text[0].shape[1])
 
-    def without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
+    def _without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
         """Parts one rank's [B, places + shard, H, D], or [B, shard + places, H, D], into those of shard and text."""
         tokens, last = self._layout.video.tokens - self._layout.text, self._layout.text_last
         others = qkv[0].shape[1] - tokens

@@ -170,7 +170,8 @@ class MaskProvider:
 
     def _requests(self, layer: int) -> list[MaskRequest]:
         """One for each video."""
-        now = self.moment
+        step, branch = self.moment.step, self.moment.cfg_branch
         return [
-            MaskRequest(layer, self.heads, *video, now.step, now.cfg_branch, self.layers) for video in self._videos
+            MaskRequest(layer, self.heads, video.thw, video.text, step, branch, self.layers, video.text_runs)
+            for video in self._videos
         ]

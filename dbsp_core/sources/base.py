@@ -38,6 +38,7 @@ class MaskRequest:
         step: The denoising step, from 0.
         cfg_branch: The guidance pass, from 0: classifier-free guidance runs the transformer twice a step.
         layers: Number of the model's layers, if known.
+        text_runs: Tokens of each kind of text, where the model distinguishes; see `Video`.
     """
 
     layer: int
@@ -47,6 +48,7 @@ class MaskRequest:
     step: int = 0
     cfg_branch: int = 0
     layers: int | None = None
+    text_runs: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -195,7 +197,7 @@ def packed_mask(
     for first, (grid, source) in zip(bounds, sequences, strict=False):
         if grid.thw is None:
             raise UserError(f"a sequence of {grid.tokens} tokens has no thw, which its mask source needs; give it one")
-        own = replace(request, thw=grid.thw, text_tokens=grid.text_tokens)
+        own = replace(request, thw=grid.thw, text_tokens=grid.text_tokens, text_runs=grid.text_runs)
         if source.changes != "per_call":
             masks.append(source.mask(own))
         elif tokens is None:

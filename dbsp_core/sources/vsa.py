@@ -33,6 +33,7 @@ class VsaSource(BlockSizes):
 
     Attributes:
         sparsity: Share of the key blocks that a row skips; it keeps ceil((1 − sparsity) · nk), and at least one.
+            Blocks of dense text are kept in addition, and do not count.
         tile: Frames, rows and columns of a tile, of as many tokens as a block. Tiles at the far sides are smaller.
         coarse: Whether to add the coarse branch, if the model has a gate for it.
         dense_text: Whether rows and columns of text are dense.
@@ -57,7 +58,7 @@ class VsaSource(BlockSizes):
     def grid(self, request: MaskRequest) -> BlockGrid:
         order = "tile:" + "x".join(map(str, self.tile))
         uneven = any(size % side for size, side in zip(request.thw, self.tile, strict=True))
-        return replace(super().grid(request), orders=(order,), whole_tiles=uneven)
+        return replace(super().grid(request), orders=(order,), whole_tiles=uneven, text_runs=request.text_runs)
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask, and its coarse branch where there is a gate. Collective."""
@@ -68,13 +69,15 @@ class VsaSource(BlockSizes):
             _say_without_gate()
         rows = pool_own_heads(tokens, grid, values).flatten(0, 1)
         dense = always_dense(grid, self.dense_text, False, rows.device)
-        count = max(1, math.ceil((1 - self.sparsity) * grid.nk))
+        text = int((grid.k_axis.starts < grid.text_tokens).sum()) if self.dense_text else 0
+        count = text + max(1, math.ceil((1 - self.sparsity) * (grid.nk - text)))
         known, coarse = grid.nq + grid.nk, []
 
         def choose(some: torch.Tensor) -> torch.Tensor:
             chance = torch.softmax(pooled_scores(some[:, :known], grid.nq, tokens.scale, ANY_SIMILARITY), dim=-1)
             if values is not None:
                 coarse.append(torch.bmm(chance, some[:, known:, :-1].double()).float())
+            chance[..., :text] = 1.0  # dense blocks are the first: the others compete with one another
             return select_blocks(chance, dense.expand(len(some), -1), None, count)
 
         found = predict_bits(rows, choose, tokens, grid)

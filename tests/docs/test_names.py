@@ -34,6 +34,7 @@ FROM_OTHERS = {
     # Files of other projects, and what users may call or set there.
     *("sparse_reordered_all.pt", "cogvideo_lut.pt", "load_lora_weights", "NCCL_SOCKET_IFNAME", "ball.rankn.log"),
     *("xFuserArgs.add_cli_args", "advanced_uaa", "WorkerProc._async_output_loop"),
+    *("_sp_plan", "custom_attention", "vsa_h3_sparsity"),
 }
 """Names that our texts quote and our code does not have."""
 _QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

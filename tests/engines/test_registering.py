@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -17,8 +17,10 @@ import torch
 import dbsp_engines.lightx2v
 import dbsp_engines.sglang
 from dbsp_core.masks.steps import StepClock
+from dbsp_core.runtime.engine_session import EngineLayout
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
+from dbsp_diffusers.models import TokenSequence
 from dbsp_engines import vllm_omni_plugin
 from scripts.checks.engines.reference import attend_under
 
@@ -53,6 +55,7 @@ def as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
 class Metadata:
     joint_query: torch.Tensor | None = None
     video_layout: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +78,6 @@ class Layer(torch.nn.Module):
         self.role, self.causal, self.skip_sequence_parallel = "self", False, False
         self.num_heads = self.num_kv_heads = HEADS
         self.head_size, self.softmax_scale, self.prefix, self.qkv_layout = 8, 8**-0.5, "blocks.0.attn1", None
-        self._no_parallel_strategy, self.parallel_strategy = "none", "ulysses"
         vars(self).update(changed)
         self.attention = impl(HEADS, 8, self.softmax_scale, self.prefix)
 
@@ -111,7 +113,7 @@ def test_vllm_omni_attends_under_the_mask(vllm_omni, monkeypatch):
     layers = [Layer(vllm_omni.DbspImpl) for _ in range(2)]
     outside = Layer(vllm_omni.DbspImpl, skip_sequence_parallel=True)
     vllm_omni.attach(torch.nn.ModuleList([*layers, outside]), settings(), StepClock())
-    assert {layer.parallel_strategy for layer in layers} == {"none"}
+    assert all(layer.skip_sequence_parallel for layer in layers), "no exchange of vLLM-Omni's"
     assert not isinstance(outside.attention, vllm_omni.DbspImpl), "it has vLLM-Omni's default backend"
     metadata = Metadata(video_layout=Layout(prefix_len=0, latent_grid=THW))
     for index, layer in enumerate(layers):
@@ -144,37 +146,69 @@ def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
     with pytest.raises(UserError, match="has not loaded this transformer as part of a pipeline"):
         layer.attention.forward(q, q, q, None)
     vllm_omni.attach(torch.nn.ModuleList([layer]), settings(), StepClock())
-    with pytest.raises(UserError, match="publishes no grid of video tokens"):
+    with pytest.raises(UserError, match=r"does not publish it .video_layout., and db-SP knows no class"):
         layer.attention.forward(q, q, q, Metadata())
 
 
-def test_registering_in_vllm_omni_wraps_two_functions_and_is_undone(vllm_omni, put, monkeypatch):
+def packed(text: list[int], video: range, length: int | None = None) -> TokenSequence:
+    return TokenSequence((1, 5, 15), len(text), packed=torch.tensor([*text, *video]), packed_length=length)
+
+
+def test_vllm_omni_has_image_and_text_in_one_sequence(vllm_omni):
+    """As Z-Image, the image first; and with text around it, and padding at the end, on 4 ranks."""
+    image_first, inside = packed(list(range(75, 128)), range(75)), packed([0, 1, 77, 78], range(2, 77), length=81)
+    assert vllm_omni._layout_of(image_first, False, 32, 4) == EngineLayout((1, 5, 15), 0, 53, 32)
+    assert vllm_omni._layout_of(inside, False, 21, 4) == EngineLayout((1, 5, 15), 2, 2, 21)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shard"),
+    [
+        (packed(list(range(75, 128)), range(75)), 40),
+        (packed([0, 1], range(5, 80), length=80), 20),
+    ],
+    ids=["another length, as with a reference image", "padding of text before the image"],
+)
+def test_vllm_omni_with_another_order_is_refused(vllm_omni, tokens, shard):
+    with pytest.raises(UserError, match="do not hold this model's"):
+        vllm_omni._layout_of(tokens, False, shard, 4)
+
+
+@dataclass(frozen=True)
+class Part:
+    """vLLM-Omni's plan of one tensor."""
+
+    auto_pad: bool = False
+
+
+def test_registering_in_vllm_omni_wraps_three_functions_and_is_undone(vllm_omni, put, monkeypatch):
     as_expected(monkeypatch)
     attached, backends = [], SimpleNamespace(__members__={})
     state = sys.modules["vllm_omni.diffusion.distributed.parallel_state"]
 
     class Split:
-        def _shard_with_auto_pad(self, tokens: str) -> tuple[str, int]:
-            return tokens, state.get_ring_parallel_world_size()
+        def _prepare_sp_input(self, tokens: str, part: Part) -> tuple[str, bool, int]:
+            return tokens, part.auto_pad, state.get_ring_parallel_world_size()
 
     put("aenum", extend_enum=lambda enum, name, value: enum.__members__.update({name: value}))
-    registry = put("vllm_omni.diffusion.registry", _apply_sequence_parallel_if_enabled=lambda model, config: None)
+    wrapped = ("_apply_sequence_parallel_if_enabled", "_prepare_diffusion_quant_config")
+    registry = put("vllm_omni.diffusion.registry", **dict.fromkeys(wrapped, lambda first, second: None))
     put("vllm_omni.diffusion.attention.backends.registry", DiffusionAttentionBackendEnum=backends)
     put("vllm_omni.diffusion.hooks.sequence_parallel", SequenceParallelSplitHook=Split)
-    stock = registry._apply_sequence_parallel_if_enabled, Split._shard_with_auto_pad
+    stock = [getattr(registry, name) for name in wrapped], Split._prepare_sp_input
     monkeypatch.setattr(vllm_omni, "attach", lambda *given: attached.append(given))
     vllm_omni_plugin.register()
     vllm_omni_plugin.register()
     try:
         assert backends.__members__ == {"DBSP": "dbsp_engines.vllm_omni.DbspBackend"}
-        assert Split()._shard_with_auto_pad("tokens") == ("tokens", 1), "padded as where there is no ring"
+        assert Split()._prepare_sp_input("tokens", Part()) == ("tokens", True, 1), "padded as where there is no ring"
         assert state.get_ring_parallel_world_size() == 4
         registry._apply_sequence_parallel_if_enabled(SimpleNamespace(transformer="a", transformer_2="b"), "config")
         assert [given[:2] for given in attached] == [("a", "config"), ("b", "config")]
         assert attached[0][2] is attached[1][2], "one clock"
     finally:
         vllm_omni_plugin.unregister()
-    assert (registry._apply_sequence_parallel_if_enabled, Split._shard_with_auto_pad) == stock
+    assert ([getattr(registry, name) for name in wrapped], Split._prepare_sp_input) == stock
 
 
 def test_registering_in_sglang_names_its_functions_and_ours(put, monkeypatch):

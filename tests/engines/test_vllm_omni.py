@@ -5,12 +5,30 @@ Runs in an environment of its own: `scripts/engines test`.
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("vllm_omni", reason="run scripts/engines test")
+from vllm_omni.diffusion import registry
+from vllm_omni.diffusion.attention.layer import Attention
+from vllm_omni.diffusion.data import DiffusionParallelConfig, parse_attention_config
+
+import dbsp_engines.vllm_omni
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.steps import StepClock
+from dbsp_core.utils.errors import UserError
 from dbsp_engines.vllm_omni_plugin import EXPECTED, register, unregister
 from scripts.checks.engines.commands import differences
+from scripts.checks.engines.reference import stand_in_for_torchvision
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
@@ -24,6 +42,8 @@ from tests.engines.cases import (
 
 ENGINE = "vllm_omni"
 PREDICTED = "sparge:cdf=0.35,similarity=-1,block_q=16,block_k=8"
+VSA = "vsa:sparsity=0.6"
+PAGE = Path(__file__).parents[2] / "docs" / "minimax-h3.md"
 IMAGES = ((1, 5, 15), (1, 6, 12))
 UNCACHED = 2 * LAYERS * STEPS
 """Attentions of two guidance passes a step."""
@@ -36,9 +56,16 @@ def test_it_equals_one_process(ulysses, ring):
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), *SPLITS])
-def test_models_whose_ranks_all_have_the_text(ulysses, ring):
-    """3 and 5 heads, two sizes in turn, padding of text in the last two models, which is no key."""
+def test_models_with_text_in_self_attention(ulysses, ring):
+    """3 and 5 heads, two sizes in turn; padding of text in Qwen-Image and HunyuanVideo-1.5, which is no key.
+
+    Z-Image packs image and text in one sequence, each filled up with tokens that are keys.
+    """
     cases = (
+        Case(3, IMAGES, KNOWN, model="z_image"),
+        Case(5, IMAGES, PREDICTED, passes=2, model="z_image"),
+        Case(5, IMAGES, KNOWN, model="longcat_image"),
+        Case(3, IMAGES, PREDICTED, passes=2, model="longcat_image"),
         Case(3, IMAGES, KNOWN, model="flux2"),
         Case(5, IMAGES, PREDICTED, passes=2, model="flux2"),
         Case(3, IMAGES, PREDICTED, model="qwen_image"),
@@ -54,6 +81,101 @@ def test_minimax_h3(ulysses, ring, heads):
     """Text and audio before the video, and references; of 128 places, the last of four ranks has padding alone."""
     cases = (Case(heads, (UNEVEN, EVEN), KNOWN, model="h3"), Case(heads, (UNEVEN,), PREDICTED, model="h3_references"))
     assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "strategy"), [(1, 2, None), (1, 2, "U2R1"), (2, 2, None), (1, 4, "U4R1")])
+def test_fasth3_with_its_coarse_branch(ulysses, ring, strategy):
+    """As vLLM-Omni computes it in one process, tiles at the far sides, kinds of text and gates included.
+
+    5 heads on a ring, and by a strategy of the configuration by heads, which vLLM-Omni's degrees would not admit.
+    """
+    heads, tall, wide = 4 if ulysses > 1 else 5, (5, 9, 6), (5, 6, 7)
+    sparse = Case(heads, (tall, wide), VSA, strategy=strategy, model="h3_vsa")
+    cases = (sparse, replace(sparse, sizes=(tall,), model="h3_vsa_references"))
+    without = replace(sparse, sizes=(tall,), wrong=f"{VSA},coarse=false")
+    *found, control = run(ENGINE, ulysses, ring, *cases, without)
+    assert_exact(cases, found)
+    assert control["error"] > 1e-2, "the coarse branch matters"
+
+
+@pytest.fixture
+def registered():
+    stand_in_for_torchvision()
+    register()
+    yield
+    unregister()
+
+
+def config_of(backend: str, **degrees: int) -> SimpleNamespace:
+    """As much of vLLM-Omni's configuration as FastH3's contracts and `attach` read."""
+    ulysses, ring = degrees.get("usp", 1), degrees.get("ring", 1)
+    sizes = {"ulysses_degree": ulysses, "ring_degree": ring, "sequence_parallel_size": ulysses * ring}
+    return SimpleNamespace(
+        parallel_config=DiffusionParallelConfig(**sizes),
+        diffusion_attention_config=parse_attention_config({"per_role": {"self": {"backend": backend}}}),
+        quantization_config=None,
+        cache_backend=None,
+    )
+
+
+def check_contracts(config: SimpleNamespace) -> None:
+    """As a pipeline of FastH3 does: the full student's, and that of an adapter with gates."""
+    from vllm_omni.diffusion.models.minimax_h3.fasth3 import FastH3WeightFusion
+    from vllm_omni.diffusion.models.minimax_h3.fasth3_checkpoint import FastH3CheckpointSpec
+
+    pipeline = type("Pipeline", (), {"__module__": FastH3WeightFusion.__module__})
+    registry._prepare_diffusion_quant_config(config, pipeline)
+    FastH3CheckpointSpec().check_serving_contract(partition="fl2va", od_config=config)
+    adapter = FastH3WeightFusion(source=Path("adapter"), patches={}, head_dim=128, requires_vsa=True)
+    adapter.check_serving_contract(partition="fl2va", od_config=config, video_shift=10.0, audio_shift=3.0)
+
+
+def test_fasth3_admits_dbsp_in_a_ring_with_its_own_mask_alone(registered, monkeypatch):
+    monkeypatch.setenv("DBSP_CONFIG", VSA)
+    check_contracts(config_of("DBSP", usp=8, ring=2))
+    with pytest.raises(ValueError, match="FASTVIDEO_VSA"):
+        check_contracts(config_of("TORCH_SDPA"))
+    with pytest.raises(ValueError, match="pure Ulysses sequence parallelism"):
+        check_contracts(config_of("FASTVIDEO_VSA", usp=8, ring=2))
+    for other in (PREDICTED, f"{VSA},coarse=false"):
+        monkeypatch.setenv("DBSP_CONFIG", other)
+        with pytest.raises(UserError, match="this FastH3 was trained with VSA; set DBSP_CONFIG=vsa"):
+            check_contracts(config_of("DBSP"))
+
+
+@pytest.mark.parametrize("strategy", ["U8R2", "U16R1"])
+def test_the_commands_printed_for_fasth3(registered, monkeypatch, tmp_path, strategy):
+    """vLLM-Omni has their options, FastH3's contracts hold, and 56 heads on 16 ranks get that strategy."""
+    # 1. The command, and the file that it may write.
+    (printed,) = re.findall(rf"```sh\n(# {strategy}\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    file = re.search(r"cat > (\S+) <<'END'\n(.*?)END\n", printed, re.DOTALL)
+    if file:
+        (tmp_path / file[1]).write_text(file[2], encoding="utf-8")
+    words = shlex.split(printed.rpartition("vllm serve")[2])
+    options = dict(itertools.pairwise(words))
+    source = Path(importlib.util.find_spec("vllm_omni").origin).parent / "entrypoints" / "cli" / "serve.py"
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option.partition(".")[0]}"' in source.read_text(encoding="utf-8"), option
+    # 2. Its configuration.
+    (settings,) = re.findall(r"DBSP_CONFIG=(\S+)", printed)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DBSP_CONFIG", settings)
+    degrees = {name: int(options[f"--{name}"]) for name in ("usp", "ring") if f"--{name}" in options}
+    config = config_of(options["--diffusion-attention-config.per_role.self.backend"], **degrees)
+    check_contracts(config)
+    # 3. What is attached, for ranks that there are not.
+    layer = Attention.__new__(Attention)  # its constructor asks for a GPU
+    torch.nn.Module.__init__(layer)
+    heads_of = {"num_heads": 56, "num_kv_heads": 56, "attention": dbsp_engines.vllm_omni.DbspImpl(56, 128, 0.1)}
+    vars(layer).update(heads_of, role="self", causal=False, skip_sequence_parallel=False)
+    given: list[Any] = []
+    monkeypatch.setattr(dbsp_engines.vllm_omni, "get_sp_group", lambda: SimpleNamespace(device_group=None))
+    monkeypatch.setattr(dbsp_engines.vllm_omni, "EngineSession", lambda *those, clock: given.extend(those))
+    dbsp_engines.vllm_omni.attach(torch.nn.ModuleList([layer]), config, StepClock())
+    _, of_engine, heads, layers = given
+    found = DbspConfig.load(settings).strategy_or(of_engine)
+    assert (str(found), found.world, heads, layers) == (strategy, config.parallel_config.sequence_parallel_size, 56, 1)
+    assert found.world == 16
 
 
 def test_on_one_rank_too():
@@ -115,17 +237,19 @@ def test_nothing_changes_where_dbsp_is_not_named():
 
 def test_outside_a_denoising_its_split_is_its_own_and_wrappers_come_off(monkeypatch):
     from vllm_omni.diffusion.distributed import parallel_state
+    from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelInput
     from vllm_omni.diffusion.hooks.sequence_parallel import SequenceParallelSplitHook
 
     monkeypatch.setattr(parallel_state, "get_sequence_parallel_world_size", lambda: 1)
-    stock, tokens = SequenceParallelSplitHook._shard_with_auto_pad, torch.zeros(1, 75)
+    stock, tokens = SequenceParallelSplitHook._prepare_sp_input, torch.zeros(1, 75)
     register()
     try:
-        assert SequenceParallelSplitHook._shard_with_auto_pad is not stock
-        assert SequenceParallelSplitHook({}, None)._shard_with_auto_pad(tokens, 1, None) is tokens
+        assert SequenceParallelSplitHook._prepare_sp_input is not stock
+        part = SequenceParallelInput(1, auto_pad=True)
+        assert SequenceParallelSplitHook({}, None)._prepare_sp_input(tokens, part) is tokens
     finally:
         unregister()
-    assert SequenceParallelSplitHook._shard_with_auto_pad is stock
+    assert SequenceParallelSplitHook._prepare_sp_input is stock
 
 
 def test_the_names_that_it_uses_are_there():

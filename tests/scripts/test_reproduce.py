@@ -49,6 +49,11 @@ def test_what_is_published_is_what_the_program_makes_today(tmp_path, name):
     assert published(tmp_path / file) == published(RESULTS / file)
 
 
+def test_minimax_h3_is_current(tmp_path):
+    run("h3", tmp_path)
+    assert (tmp_path / "h3.csv").read_text() == (RESULTS / "h3.csv").read_text()
+
+
 @pytest.mark.parametrize("name", CURRENT_JSON)
 def test_what_is_counted_and_modelled_beside_what_was_measured_is_current(name):
     program, options = CURRENT_JSON[name]

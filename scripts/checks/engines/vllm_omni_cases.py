@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -72,7 +73,7 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
     parallel = settings(ulysses, ring, None if case.mask is None else "DBSP")
     parallel.cache_backend = case.cache or "none"
     vllm_config = create_diffusion_vllm_config(torch.device("cpu"), parallel)
-    os.environ["DBSP_CONFIG"] = case.wrong or case.mask or ""
+    os.environ["DBSP_CONFIG"] = configuration(case)
     seeds, model = (0, 1) if case.pair else (0,), MODELS[case.model]
     with torch.no_grad(), set_current_vllm_config(vllm_config):
         pipeline = Pipeline(*(tiny(parallel, vllm_config, case, seed) for seed in seeds))
@@ -112,6 +113,17 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
     return {"error": worst, "dense": dense_away, "padding": padding, "calls": calls, "graphs": graphs}
 
 
+def configuration(case: Case) -> str:
+    """What $DBSP_CONFIG has to be: a mask, or a file where the strategy is not the engine's degrees."""
+    mask = case.wrong or case.mask or ""
+    if case.strategy is None:
+        return mask
+    mine, file = (Path(sys.argv[4]).with_name(f"{name}.yaml") for name in (os.environ["RANK"], "of_all"))
+    mine.write_text(f"mask: {mask}\nstrategy: {case.strategy}\n", encoding="utf-8")
+    mine.replace(file)  # at once: another rank may be reading it
+    return str(file)
+
+
 def enable_cache(pipeline: Pipeline, case: Case) -> None:
     """The engine's step cache, as its worker enables it, with thresholds by which it skips layers.
 
@@ -144,7 +156,10 @@ def as_one_process() -> AbstractContextManager[Any]:
 
 
 def numbers_of(output: Any) -> torch.Tensor:
-    return torch.cat([one.flatten() for one in output]) if isinstance(output, tuple) else output.sample
+    if not isinstance(output, tuple):
+        return output.sample
+    parts = output[0] if isinstance(output[0], list) else output  # Z-Image's images, and what else it returns
+    return torch.cat([one.flatten() for one in parts])
 
 
 def main() -> None:

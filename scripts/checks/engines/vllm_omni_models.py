@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
 
+from dbsp_core.config import DbspConfig
 from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import LAYERS, Case
 
@@ -32,6 +36,7 @@ class Model:
         tokens: int64, places in the sequence of one process of text, then video; what is left out is padding; and
             how many are text.
         says_step: Whether its pipeline tells the step.
+        attend: Self-attention of one process under a mask, where it is the engine's own and not `attend_under`.
     """
 
     make: Callable[[OmniDiffusionConfig, int], nn.Module]
@@ -39,6 +44,7 @@ class Model:
     attentions: Callable[[Any], list[Any]]
     tokens: Callable[[Grid], tuple[torch.Tensor, int]]
     says_step: bool = False
+    attend: Callable[..., torch.Tensor] | None = None
 
     def mask_attention(self, model: nn.Module, case: Case, thw: Grid) -> Callable[[], int]:
         """Replaces self-attention by torch's own under the case's mask; returns what takes that back, and counts."""
@@ -49,6 +55,8 @@ class Model:
 
             def attend(q: Any, k: Any, v: Any, metadata: Any = None, layer: int = layer) -> torch.Tensor:
                 calls.append(layer)
+                if self.attend is not None:
+                    return self.attend(case.mask, q, k, v, metadata)
                 real = (one[:, places] for one in (q, k, v))
                 out = torch.zeros_like(q)
                 out[:, places] = attend_under(case.mask or "", layer, LAYERS, thw, *real, text=text)
@@ -168,6 +176,46 @@ def _of_hunyuan(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any
     }
 
 
+def _z_image(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    from vllm_omni.diffusion.models.z_image.z_image_transformer import ZImageTransformer2DModel
+
+    sizes = {"in_channels": 4, "cap_feat_dim": 16, "axes_dims": [8, 8, 8], "axes_lens": [256, 64, 64]}
+    depth = {"n_layers": LAYERS, "n_refiner_layers": 1}
+    return ZImageTransformer2DModel(dim=heads * HEAD, n_heads=heads, n_kv_heads=heads, **sizes, **depth)
+
+
+def _of_z_image(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+    image = _random(1000 * number + 10 * step, 4, thw[0], 2 * thw[1], 2 * thw[2])
+    return {"x": [image], "t": 1 - _timestep(step) / 1000, "cap_feats": [_random(branch, TEXT, 16)]}
+
+
+def _of_z_image_tokens(thw: Grid) -> tuple[torch.Tensor, int]:
+    """The image and the caption, each filled up to a multiple of 32, which is attended to."""
+    return _text_last(-_count(thw) % 32 + 32)(thw)
+
+
+def _longcat_image(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    from vllm_omni.diffusion.models.longcat_image.longcat_image_transformer import LongCatImageTransformer2DModel
+
+    sizes = {"patch_size": 1, "in_channels": 8, "joint_attention_dim": 16, "pooled_projection_dim": 16}
+    depth = {"num_layers": 1, "num_single_layers": LAYERS - 1}
+    attention = {"num_attention_heads": heads, "attention_head_dim": HEAD, "axes_dims_rope": [8, 8, 8]}
+    config.tf_model_config = TransformerConfig.from_dict(sizes | depth | attention)
+    return LongCatImageTransformer2DModel(config)
+
+
+def _of_longcat_image(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+    _, h, w = thw
+    return {
+        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
+        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+        "timestep": _timestep(step) / 1000,
+        "img_ids": torch.cartesian_prod(torch.arange(1, 2), torch.arange(h), torch.arange(w)),
+        "txt_ids": torch.stack([torch.zeros(TEXT), torch.arange(TEXT), torch.arange(TEXT)], dim=1),
+        "return_dict": False,
+    }
+
+
 H3_TEXT, H3_AUDIO = 7, 8
 H3_REFERENCES = (
     {"kind": "image", "latent_h": 4, "latent_w": 6},
@@ -234,6 +282,51 @@ def _of_h3(references: bool) -> Callable[[Grid, int, int, int], dict[str, Any]]:
     return inputs
 
 
+def _h3_vsa(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    """With the gates that FastH3's sparse students have."""
+    model = _h3(config, heads)
+    model.enable_vsa_gates()
+    return model
+
+
+def _attend_as_fasth3(mask: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """vLLM-Omni's own attention of FastH3, with its tiles, choice of blocks, coarse branch and gate; in float32, and
+    with the one kernel that needs a GPU written out."""
+    from vllm_omni.diffusion.models.minimax_h3.attention import fastvideo_h3
+
+    kept = 1 - DbspConfig.load(mask).mask.sparsity
+    tiles = math.prod(-(-side // 4) for side in metadata.video_layout.video_spans[-1].latent_grid)
+    own = fastvideo_h3.MiniMaxH3VSAImpl(
+        q.shape[2], HEAD, HEAD**-0.5, backend_kwargs={"topk": math.ceil(kept * tiles), "fallback_on_error": False}
+    )
+    used, out = metadata.extra["valid_kv_length"], torch.zeros_like(q)
+    with (
+        mock.patch.object(fastvideo_h3, "fastvideo_block_sparse_attn_bshd", _attend_to_tiles),
+        mock.patch.object(fastvideo_h3, "torch", _TorchInFloat32()),
+    ):
+        out[:, :used] = own._forward_h3(q[:, :used], k[:, :used], v[:, :used], metadata)
+    return out
+
+
+class _TorchInFloat32:
+    """torch to a module that asks for 16 bits, because its kernel does."""
+
+    float16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _attend_to_tiles(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, lengths: torch.Tensor, tiles: int
+) -> torch.Tensor:
+    """Attention [B, 64 · n, H, D] to the tiles bool[B, H, n, n] that are chosen, without what fills them up."""
+    real = (torch.arange(64) < lengths[:, None]).flatten()
+    allowed = chosen.repeat_interleave(64, dim=2).repeat_interleave(64, dim=3) & real
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).nan_to_num().transpose(1, 2)
+
+
 def _of_h3_blocks(model: Any) -> list[Any]:
     return [block.attn.attention for block in model.blocks]
 
@@ -261,10 +354,16 @@ def _of_flux2_blocks(model: Any) -> list[Any]:
 MODELS = {
     "wan": Model(_wan, _of_wan, lambda model: [block.attn1.attn for block in model.blocks], _text_last(0), True),
     "flux2": Model(_flux2, _of_flux2, _of_flux2_blocks, _text_first(TEXT, TEXT)),
+    "longcat_image": Model(_longcat_image, _of_longcat_image, _of_flux2_blocks, _text_first(TEXT, TEXT)),
+    "z_image": Model(
+        _z_image, _of_z_image, lambda model: [layer.attention.attn for layer in model.layers], _of_z_image_tokens
+    ),
     "qwen_image": Model(_qwen, _of_qwen, _of_blocks, _text_first(TEXT - 2, TEXT)),
     "h3": Model(_h3, _of_h3(False), _of_h3_blocks, _in_order(H3_TEXT + H3_AUDIO), True),
     "h3_references": Model(
         _h3, _of_h3(True), _of_h3_blocks, _in_order(H3_TEXT + H3_AUDIO + H3_REFERENCE_TOKENS), True
     ),
+    "h3_vsa": Model(_h3_vsa, _of_h3(False), _of_h3_blocks, _in_order(0), True, _attend_as_fasth3),
+    "h3_vsa_references": Model(_h3_vsa, _of_h3(True), _of_h3_blocks, _in_order(0), True, _attend_as_fasth3),
     "hunyuan_video_15": Model(_hunyuan, _of_hunyuan, _of_blocks, _text_last(TEXT - 2 + 3)),
 }

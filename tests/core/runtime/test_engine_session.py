@@ -3,6 +3,8 @@ padding anywhere at the end; against torch's own attention in one process."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,10 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
+from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
 from dbsp_core.utils.errors import UserError
 from scripts.checks.engines.reference import attend_under
+from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import ThreadRanks
 
 KNOWN = "synthetic:density=0.4,block_q=16,block_k=8"
@@ -88,6 +92,38 @@ def test_it_equals_one_process(name, mask, strategy):
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of, name, mask, strategy)) <= 1e-5
 
 
+VSA = VsaSource(64, 64, sparsity=0.7)
+H3, H3_PLACES = EngineLayout((6, 9, 5), before=20, runs=(7, 8, 5)), 320
+"""As MiniMax-H3 has it: text, audio and a reference in one sequence with the video, and padding after it."""
+
+
+def of_h3(heads: int) -> torch.Tensor:
+    """q, k, v and gate, [4, 1, tokens, heads, D]."""
+    return torch.randn(4, 1, H3.video.tokens, heads, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def error_of_h3(rank: int, world: int, strategy: str, heads: int) -> float:
+    group, shard = SequenceGroup.of(), H3_PLACES // world
+    session = EngineSession(group, Strategy.parse(strategy), heads, 1, VSA)
+    session.begin(replace(H3, shard=shard), "cpu", step=0)
+    everywhere = of_h3(heads)
+    padded = F.pad(everywhere, (0, 0, 0, 0, 0, H3_PLACES - everywhere.shape[2]), value=1e4)
+    q, k, v, gate = padded[:, :, rank * shard : (rank + 1) * shard]
+    out = torch.cat(group.all_gather(session.attend(0, q, k, v, gate=gate)), dim=1)[:, : everywhere.shape[2]]
+    q, k, v, gate = (one.transpose(1, 2) for one in everywhere)
+    request = MaskRequest(0, heads, H3.thw, H3.before, layers=1, text_runs=H3.runs)
+    mask = VSA.mask(request, LocalQK.alone(q, k, v=v, gate=gate))
+    expected = masked_attention(q, k, v, mask)
+    assert mask.bits.float().mean() < 0.8, "blocks are skipped"
+    return float((out - expected.transpose(1, 2)).abs().max())
+
+
+@pytest.mark.parametrize(("strategy", "heads"), [("U8R2", 56), ("U16R1", 56), ("U8R1", 7), ("U2R4", 5)])
+def test_vsa_of_minimax_h3_with_heads_that_do_not_divide(strategy, heads):
+    """All that vLLM-Omni #7589 asks for, with its 56 heads on 16 ranks: text, audio, video, coarse branch, gate."""
+    assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_h3, strategy, heads)) <= 1e-5
+
+
 def test_one_rank_finds_the_text_in_its_sequence():
     for name in ("whole text first", "whole text last"):
         layout = LAYOUTS[name]
@@ -95,8 +131,9 @@ def test_one_rank_finds_the_text_in_its_sequence():
         session.begin(layout, "cpu", step=0)
         text, sequence = tensors(layout, 0)
         joined = torch.cat([sequence, text] if layout.text_last else [text, sequence], dim=2)
-        shard, own_text = session.without_text(tuple(joined))
-        assert all(map(torch.equal, (*shard, *own_text), (*sequence, *text)))
+        whole, expected = reference(layout, KNOWN, 0)
+        expected = torch.cat([expected, whole] if layout.text_last else [whole, expected], dim=1)
+        assert (session.attend(0, *joined) - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("shard", "said"), [(20, "2 ranks of 20 tokens for a sequence that it says has 75")])

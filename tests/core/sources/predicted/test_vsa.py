@@ -4,29 +4,51 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 
 from dbsp_core import Strategy
 from dbsp_core.masks.block_mask import CoarseBranch
-from dbsp_core.sources import LocalQK, VsaSource
+from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
 
 BLOCKS = {"tile": [2, 3, 4], "block_q": 24, "block_k": 24}
-VsaCase = partial(SpargeCase, kind=VsaSource, heads=3)
+
+
+@dataclass(frozen=True)
+class VsaCase(SpargeCase):
+    """A prediction of VSA, perhaps with text of several kinds."""
+
+    heads: int = 3
+    kind: type[Any] = VsaSource
+    text_runs: tuple[int, ...] = ()
+
+    @property
+    def request(self) -> MaskRequest:
+        return replace(super().request, text_runs=self.text_runs)
+
+
 CASES = {
     "tiles that divide the video": VsaCase(thw=(4, 6, 8), settings={"sparsity": 0.6, **BLOCKS}),
     "smaller tiles at the far sides": VsaCase(thw=(5, 7, 9), settings={"sparsity": 0.8, **BLOCKS}),
     "text, batch of two": VsaCase(thw=(3, 7, 6), text_tokens=30, batch=2, settings={"sparsity": 0.5, **BLOCKS}),
+    "text of three kinds": VsaCase(
+        thw=(5, 7, 6), text_tokens=30, text_runs=(5, 2, 23), settings={"sparsity": 0.7, **BLOCKS}
+    ),
 }
 
 
 def tiles(case: SpargeCase) -> list[list[int]]:
     """The tokens of each block: runs of text, then tile after tile."""
-    text = [list(range(first, min(first + 24, case.text_tokens))) for first in range(0, case.text_tokens, 24)]
+    ends = list(itertools.accumulate(case.text_runs or (case.text_tokens,), initial=0))
+    text = [
+        list(range(first, min(first + 24, end)))
+        for start, end in itertools.pairwise(ends)
+        for first in range(start, end, 24)
+    ]
     sides = [
         [range(a, min(a + step, n)) for a in range(0, n, step)] for n, step in zip(case.thw, (2, 3, 4), strict=True)
     ]
@@ -50,9 +72,10 @@ def written_out(case: SpargeCase) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, gate = (one.double().flatten(0, 1) for one in (q, k, v, gate))
     means = [torch.stack([one[:, tile].mean(dim=1) for tile in tiles(case)], dim=1) for one in (q, k, v)]
     scores = means[0] @ means[1].mT * case.width**-0.5
-    count = math.ceil((1 - case.settings["sparsity"]) * scores.shape[-1])
-    bits = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(count).indices, True)
-    text = -(-case.text_tokens // 24)
+    text = sum(-(-run // 24) for run in case.text_runs or (case.text_tokens,))
+    count = math.ceil((1 - case.settings["sparsity"]) * (scores.shape[-1] - text))
+    chosen = text + scores[:, :, text:].topk(count).indices
+    bits = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
     bits[:, :text], bits[:, :, :text] = True, True
     branch = torch.zeros_like(q)
     for tile, row in zip(tiles(case), (scores.softmax(-1) @ means[2]).unbind(1), strict=True):
