@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_cli.measure import uneven_mask
+from dbsp_cli.measure import imbalanced_mask
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy
@@ -41,7 +41,7 @@ class Case:
     slope: float
 
     def mask(self) -> BlockMask:
-        return uneven_mask(self.heads, BlockGrid.uniform(self.tokens, 64), self.density, self.seed, self.slope)
+        return imbalanced_mask(self.heads, BlockGrid.uniform(self.tokens, 64), self.density, self.seed, self.slope)
 
 
 PLANNERS = ("contiguous", "dbsp")

@@ -26,7 +26,7 @@ from rich.table import Table
 from dbsp_core import SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
 from scripts.bench.timing import run_ranks
 from scripts.checks.csv_table import update_table
@@ -98,7 +98,7 @@ def decode_in_turns(rank: int, world: int, case: str, turns: int) -> tuple[list[
         times = [time.perf_counter() - start, time.thread_time() - core]
         control.barrier()
         patches = PatchSet()
-        share_decoding(SimpleNamespace(vae=vae), GenerationAgreement(group), patches)
+        share_decoding(SimpleNamespace(vae=vae), GenerationChecks(group), patches)
         control.barrier()
         start, core = time.perf_counter(), time.thread_time()
         shared = vae.decode(latents).sample

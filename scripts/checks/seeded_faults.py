@@ -165,11 +165,11 @@ FAULTS = (
         "tests/core/sources/predicted/test_sol.py -k every_number",
     ),
     Fault(
-        "re-homing finds its way back",
-        "dbsp_core/comm/rehoming.py",
-        "_Way(self.put, self.received, self.take, self.sent, self.places[::-1])",
-        "_Way(self.take, self.received, self.put, self.sent, self.places[::-1])",
-        "tests/core/sequences/test_rehoming.py -k 0-2",
+        "redistribution finds its way back",
+        "dbsp_core/comm/redistribution.py",
+        "_Way(self.put, self.received, self.take, self.sent, self.slots[::-1])",
+        "_Way(self.take, self.received, self.put, self.sent, self.slots[::-1])",
+        "tests/core/sequences/test_redistribution.py -k 0-2",
     ),
     Fault(
         "modelled bytes of all token orders",

@@ -83,7 +83,7 @@ def test_tokens_are_smooth_seeded_and_of_their_own_in_each_head():
 
 
 @pytest.mark.parametrize(
-    ("q", "k", "complaint"),
+    ("q", "k", "message"),
     [
         ((1, 2, 5, 4), (1, 2, 5, 4), r"does not fit the mask: expected \[1, 2 or 1, 768, D\]"),
         ((1, 3, TOKENS, 4), (1, 3, TOKENS, 4), "does not fit"),
@@ -91,6 +91,6 @@ def test_tokens_are_smooth_seeded_and_of_their_own_in_each_head():
         ((1, 2, TOKENS, 4), (1, 1, TOKENS, 4), "must have the shape of q"),
     ],
 )
-def test_tensors_that_don_t_fit_raise(q, k, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_tensors_that_don_t_fit_raise(q, k, message):
+    with pytest.raises(ValueError, match=message):
         sparse_errors(torch.zeros(q), torch.zeros(k), torch.zeros(k), LOCAL)

@@ -78,7 +78,7 @@ def schedule_read_once() -> bool:
     return part._base is schedule and first_value(part) == 500.0 and len(part) == 2
 
 
-def refused(model: str, change: str) -> str:
+def unsupported(model: str, change: str) -> str:
     """Returns what is said where items of several sizes cannot be run."""
     transformer = make_tiny_transformer(model)
     dbsp_diffusers.enable(transformer, SPARSE | {"strategy": "U1R1"})

@@ -139,7 +139,7 @@ def enabled_pipeline(host: str, folder: str, mask: dict[str, Any]) -> Any:
     return pipe, latents(pipe, seed=None, **BRIEF)
 
 
-def refused() -> Exception:
+def unsupported() -> Exception:
     """The error of a strategy that does not fit, with its traceback and all that was in scope there."""
     try:
         dbsp_diffusers.enable(make_transformer("wan"), CONFIG, strategy="U7R3")

@@ -16,11 +16,11 @@ from tests.diffusers.enable_cases import (
     enabled_in_a_second_life,
     enabled_pipeline,
     exchanges_before_the_first_attention,
-    refused,
     run_hunyuan_15,
     run_pipeline,
     run_repeated_timesteps,
     run_transformer,
+    unsupported,
 )
 from tests.support.models.transformers_for_tests import make_transformer
 
@@ -147,7 +147,7 @@ def test_an_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, fold
 
 
 def test_a_caught_refusal_keeps_no_destroyed_group_alive(pool, tmp_path):
-    for _, left in pool(2).run(left_alive, str(tmp_path), refused):
+    for _, left in pool(2).run(left_alive, str(tmp_path), unsupported):
         assert left == []
 
 

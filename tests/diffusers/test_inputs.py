@@ -10,7 +10,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.sharding.generation_agreement import _are_close
+from dbsp_diffusers.sharding.generation_checks import _are_close
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
 from tests.diffusers.input_cases import (
     DENSE,

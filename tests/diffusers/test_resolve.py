@@ -104,7 +104,7 @@ class TestGenerateRefuses:
     """Before a process is launched, with one line."""
 
     @pytest.mark.parametrize(
-        ("arguments", "complaint"),
+        ("arguments", "message"),
         [
             ("--prompt x", "nothing says which model; give --model"),
             ("--config tiny-wan", "there is no prompt; give one with --prompt"),
@@ -141,11 +141,11 @@ class TestGenerateRefuses:
             ("--config tiny-wan-paro --prompt x", "tiny-wan-paro.yaml:6: mask file masks/tiny-wan-paro.safetensors"),
         ],
     )
-    def test_one_line(self, dbsp, arguments, complaint, monkeypatch, tmp_path):
+    def test_one_line(self, dbsp, arguments, message, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         code, out, err = dbsp("generate", *arguments.split(" "))
         assert (code, out) == (2, "")
-        assert complaint in err
+        assert message in err
         assert len(err.splitlines()) == 1
         assert list(tmp_path.iterdir()) == []
 

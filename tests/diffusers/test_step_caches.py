@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup, SequenceLayout
-from dbsp_diffusers.sharding.step_caches import ALIKE, DECIDING, ForwardRanks
+from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRanks
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 from tests.diffusers.cache_cases import (
     CacheCase,
     important_tokens,
-    refusal,
+    rejection,
     run_cache_case,
     run_cached_pipeline,
 )
@@ -87,7 +87,7 @@ def test_cache_dit_left_to_itself_skips_other_steps(pool):
     ],
 )
 def test_what_could_differ_between_ranks_is_refused_by_all(pool, kind, before, after):
-    assert_said(pool(2).run(refusal, kind), before, after)
+    assert_said(pool(2).run(rejection, kind), before, after)
 
 
 def test_cache_dit_s_choice_of_single_tokens_is_refused(pool):
@@ -126,15 +126,19 @@ class TestWhatIsKnownOfOtherLibraries:
             importlib.import_module(f"diffusers.hooks.{module.name}")
         named = {cls.__name__ for cls in heirs(hooks.ModelHook) if cls.__module__.startswith("diffusers.hooks.")}
         skipping = {cls.__name__ for cls in heirs(hooks.ModelHook) if hasattr(cls, "new_forward")}
-        assert {DECIDING, *ALIKE} <= named
-        refused = {name for name in skipping if name in named} - {DECIDING, *ALIKE}
-        assert refused == {"AttentionProcessorSkipHook"}
+        assert {DECIDING, *IDENTICAL} <= named
+        unsupported = {name for name in skipping if name in named} - {DECIDING, *IDENTICAL}
+        assert unsupported == {"AttentionProcessorSkipHook"}
 
     def test_which_of_diffusers_hooks_look_at_data(self):
         """A decision from data takes a number off the device: `.item()`, `float(…)` or `.tolist()`."""
         hooks = importlib.import_module("diffusers.hooks")
         for cls in heirs(hooks.ModelHook):
-            if cls.__name__ not in ALIKE or cls.__name__ == "FasterCacheDenoiserHook" or "SeaCache" in cls.__name__:
+            if (
+                cls.__name__ not in IDENTICAL
+                or cls.__name__ == "FasterCacheDenoiserHook"
+                or "SeaCache" in cls.__name__
+            ):
                 continue  # these two look at the whole input, which every rank has
             taken = [line.strip() for line in inspect.getsource(cls).splitlines() if ".item()" in line]
             printed = ["ratio = (curr_norm / (prev_norm + 1e-8)).mean().item()"]  # when calibrating, and only printed

@@ -82,7 +82,7 @@ class TestWhatIsNotThere:
         assert "without its kernels for Hopper" in sparge.why_unavailable()
 
     @pytest.mark.parametrize(
-        ("name", "capability", "needs", "complaint"),
+        ("name", "capability", "needs", "message"),
         [
             ("sparge", (12, 0), KernelRequirements(), r"compute capability 8.0, .*, 9.0; cuda has 12.0"),
             ("fa4", (9, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128, not 64×64"),
@@ -95,9 +95,9 @@ class TestWhatIsNotThere:
             ),
         ],
     )
-    def test_what_a_kernel_cannot_serve(self, monkeypatch, name, capability, needs, complaint):
+    def test_what_a_kernel_cannot_serve(self, monkeypatch, name, capability, needs, message):
         served_here(monkeypatch, name, capability)
-        with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*{complaint}.*; use "):
+        with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*{message}.*; use "):
             choose_kernel(name, "cuda", torch.bfloat16, needs)
 
     def test_fa4_installed_auto_takes_triton(self, monkeypatch):

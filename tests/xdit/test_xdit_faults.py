@@ -45,8 +45,8 @@ def assert_alike(messages, expected):
         ("unknown", {}, "does not know Identity; it knows WanTransformer3DModel, "),
         ("unknown of xfuser", {}, "does not know xFuserStrangeTransformer3DWrapper"),
         ("cached before", {}, "attach db-SP before step caches"),
-        ("wrapper", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' cannot serve this plan"),
-        ("stock", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' cannot serve this plan"),
+        ("wrapper", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' does not support this plan"),
+        ("stock", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' does not support this plan"),
         ("wrapper", {"strategy": "U3R1"}, "strategy U3R1 needs 3 GPUs"),
         ("stock", {"mask": {"source": "windwo"}}, "unknown mask source 'windwo'"),
     ],
@@ -65,7 +65,7 @@ def test_guidance_in_parallel_needs_a_pipeline_that_has_it(pool):
     for kind in ("stock", "wrapper", "cogvideox"):
         assert_alike(
             workers.run(attach_error, kind, {}),
-            "use_cfg_parallel: SimpleNamespace does not run the two guidance passes",
+            "use_cfg_parallel: SimpleNamespace does not run the two CFG passes",
         )
     workers.run(start_xfuser)
 

@@ -142,10 +142,10 @@ def _bytes_of(
     with torch.no_grad():
         predictions = packed_forward_local(transformer, samples, bags=way)
     dist.barrier()
-    wire = torch.tensor(sent_bytes(link) - before if rank % ranks_per_node == 0 else 0.0, dtype=torch.float64)
-    dist.all_reduce(wire)
+    comm_dtype = torch.tensor(sent_bytes(link) - before if rank % ranks_per_node == 0 else 0.0, dtype=torch.float64)
+    dist.all_reduce(comm_dtype)
     counted = _counted(predictions, ranks_per_node)
-    return {"counted_bytes": counted, "wire_bytes": int(wire), "outputs": predictions.samples}
+    return {"counted_bytes": counted, "wire_bytes": int(comm_dtype), "outputs": predictions.samples}
 
 
 def _counted(predictions: LocalPredictions, ranks_per_node: int) -> int:
@@ -173,7 +173,7 @@ def crossing_bytes(
     apart = node[:, None] != node
     tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, *(2 * traffic.keys)))
     out = float(traffic.queries[apart.T].sum()) * head_dim * element_bytes
-    return out + tokens * plan.wire.token_bytes(head_dim, element_bytes)
+    return out + tokens * plan.comm_dtype.token_bytes(head_dim, element_bytes)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def main() -> int:
             update_table(options.out, [asdict(row) for row in rows], ("package", "version"))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
-    return int(any(row.complaints for row in rows))
+    return int(any(row.messages for row in rows))
 
 
 def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
@@ -95,7 +95,7 @@ def in_scratch(row: Row, make: Callable[[Path], Path]) -> Row:
     try:
         return judged(row, make(folder))
     except RuntimeError as error:
-        return replace(row, complaints=f"cannot be installed: {error}")
+        return replace(row, messages=f"cannot be installed: {error}")
     finally:
         shutil.rmtree(folder)
 
@@ -106,10 +106,10 @@ def judged(row: Row, python: Path) -> Row:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=_variables())
     except subprocess.TimeoutExpired:
-        return replace(row, complaints=f"no answer in {LIMIT_S} s")
+        return replace(row, messages=f"no answer in {LIMIT_S} s")
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        return replace(row, complaints=f"cannot be run: {said}")
+        return replace(row, messages=f"cannot be run: {said}")
     return summed_up(row, json.loads(done.stdout.splitlines()[-1]))
 
 

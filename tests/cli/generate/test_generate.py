@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
@@ -131,7 +131,7 @@ def test_images_that_do_not_fit_are_refused_before_a_process_is_launched(tmp_pat
         changes=[c for c in SMALL if c != "--set"],
     )
     with pytest.raises(ValueError, match=said) as caught:
-        resolve(request, Place())
+        resolve(request, RankInfo())
     assert "\n" not in str(caught.value)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
 from dbsp_core.comm.exchange import mean_of_tokens
+from dbsp_core.planning.comm_dtype import Int8Format
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.wire_format import Int8Format
 from dbsp_kernels.exchange import CopySegments
 from tests.support.attention_cases import Case, Inputs, as_sent
 from tests.support.oracle import dense_attention, largest_difference
@@ -88,7 +88,7 @@ def error_with(rank: int, world: int, case: Case, fault: str) -> float:
     """The error with one of `FAULTS`, against the same rounded in one process."""
     given = Inputs.of(case, rank)
     plan = planned(case, given)
-    plan = replace(plan, wire=FAULTS[fault](rank))
+    plan = replace(plan, comm_dtype=FAULTS[fault](rank))
     n_local = given.local[0].shape[2]
     attend = DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.of(), n_local=n_local)
     q, k, v = as_sent(case, given.full)
@@ -103,7 +103,7 @@ def rows_at_owners(rank: int, world: int, case: Case, fault: str | None = None) 
     kept = Kept()
     if fault is not None:
         kept.write = FAULTS[fault](rank).write  # type: ignore[method-assign]
-    plan, n_local = replace(plan, wire=kept), given.local[0].shape[2]
+    plan, n_local = replace(plan, comm_dtype=kept), given.local[0].shape[2]
     DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.of(), n_local=n_local)(*given.local)
     rows, *slots = kept.seen
     return [*_rows(plan, rank, rows), *_slots(plan, rank, slots)]

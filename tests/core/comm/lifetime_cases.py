@@ -19,7 +19,7 @@ from dbsp_core import (
     make_plan,
 )
 from dbsp_core.comm.groups import gather_shards
-from dbsp_core.comm.rehoming import Rehoming
+from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -65,9 +65,9 @@ def session(source: dict[str, Any], group: SequenceGroup | None = None) -> Atten
     return made
 
 
-def rehoming() -> tuple[Rehoming, torch.Tensor]:
+def redistribution() -> tuple[Redistribution, torch.Tensor]:
     whole = SequenceLayout.whole_sequences([TOKENS // 2] * 2, [0, 1], 2)
-    way = Rehoming.of(whole, SequenceLayout.contiguous(TOKENS, 2))
+    way = Redistribution.of(whole, SequenceLayout.contiguous(TOKENS, 2))
     return way, way.there(torch.randn(TOKENS // 2, 3, requires_grad=True)).sum()
 
 

@@ -105,8 +105,8 @@ class TestBytes:
             sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
             assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
-            assert route.q_places == traffic.rows[rank] * 16
-            assert route.kv_places == traffic.blocks[0, rank] * 16
+            assert route.q_slots == traffic.rows[rank] * 16
+            assert route.kv_slots == traffic.blocks[0, rank] * 16
             assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
             came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
             received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]

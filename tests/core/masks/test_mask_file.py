@@ -99,10 +99,10 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize(("make", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_raises_one_line_that_names_it(path, make, complaint):
+@pytest.mark.parametrize(("make", "message"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_raises_one_line_that_names_it(path, make, message):
     make(path)
-    with pytest.raises(ValueError, match=complaint) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         MaskFile(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -180,11 +180,11 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize(("tensors", "metadata", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_raises_one_line_that_names_it(tmp_path, tensors, metadata, complaint):
+@pytest.mark.parametrize(("tensors", "metadata", "message"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_raises_one_line_that_names_it(tmp_path, tensors, metadata, message):
     path = tmp_path / "masks.safetensors"
     write(path, metadata, **tensors)
-    with pytest.raises(ValueError, match=complaint) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         MaskFile(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -208,14 +208,14 @@ class TestSaving:
     MASK = BlockMask(np.ones((2, GRID.nq, GRID.nk), bool), GRID)
 
     @pytest.mark.parametrize(
-        ("masks", "groups", "complaint"),
+        ("masks", "groups", "message"),
         [
             ([[MASK], [MASK, MASK]], "0-4,5-9", "same number of layers"),
             ([[MASK]], "0-4,5-9", "need 2 lists of masks"),
             ([[MASK]], None, "need groups"),
         ],
     )
-    def test_masks_that_don_t_go_together_raise(self, tmp_path, masks, groups, complaint):
-        with pytest.raises(ValueError, match=complaint):
+    def test_masks_that_don_t_go_together_raise(self, tmp_path, masks, groups, message):
+        with pytest.raises(ValueError, match=message):
             save_mask(tmp_path / "m.safetensors", masks, groups=groups)
         assert not list(tmp_path.iterdir())

@@ -35,7 +35,7 @@ def test_rows_blocks_and_numbers_are_what_plain_counting_gives(strategy, data):
     rows = [row for rank in ranks for row in zip(*map(list, plan.rows_of(rank)), strict=True)]
     assert sorted(rows) == list(np.ndindex(heads, grid.nq))
     # 2. Every rank is sent each KV block of its column's heads once, from the ring rank that each chunk is of.
-    home = np.broadcast_to(plan.chunks.home, (heads, grid.nk))
+    home = np.broadcast_to(plan.chunks.k_ring_rank, (heads, grid.nk))
     for rank in ranks:
         of_column = {h for one in range(rank % x, strategy.world, x) for h in plan.rows_of(one)[0].tolist()}
         chunks = plan.chunks.of(rank)
@@ -75,7 +75,7 @@ def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
         return changed
 
     moved_row = replace(plan, owner=one_elsewhere(plan.owner, strategy.world))
-    moved_block = replace(plan, chunks=replace(chunks, home=one_elsewhere(chunks.home, strategy.ring)))
+    moved_block = replace(plan, chunks=replace(chunks, k_ring_rank=one_elsewhere(chunks.k_ring_rank, strategy.ring)))
     assert len({one.fingerprint for one in (plan, moved_row, moved_block)}) == 3
 
 

@@ -90,7 +90,7 @@ class TestStreams:
         assert not np.array_equal(one.tokens, other.tokens)
 
     @pytest.mark.parametrize(
-        ("codes", "world", "complaint"),
+        ("codes", "world", "message"),
         [
             ("", 8, "not of the form g"),
             ("g8", 8, "not of the form g"),
@@ -102,8 +102,8 @@ class TestStreams:
             ("g8b0i256", 8, "there are no sequences"),
         ],
     )
-    def test_what_makes_no_sequences_is_refused(self, codes, world, complaint):
-        with pytest.raises(UserError, match=complaint):
+    def test_what_makes_no_sequences_is_refused(self, codes, world, message):
+        with pytest.raises(UserError, match=message):
             draw(parse_streams(codes), world, 0, StreamAssumptions())
 
     @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
 
 
 @pytest.mark.parametrize(
-    ("values", "complaint"),
+    ("values", "message"),
     [
         ({"tokens": [], "cost": [], "loader": []}, "there are no sequences"),
         ({"tokens": [5, 0, 5]}, "at least one token"),
@@ -237,7 +237,7 @@ def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
         ({"tokens": [90] * 6, "cost": [1] * 6, "loader": [0] * 6, "max_tokens": 45}, "allow more tokens a rank"),
     ],
 )
-def test_mistakes_say_what_fits(values, complaint):
+def test_mistakes_say_what_fits(values, message):
     asked = {"cost": [3, 9, 3], "tokens": [30, 90, 30], "loader": [0, 1, 2]} | values
-    with pytest.raises(UserError, match=complaint):
+    with pytest.raises(UserError, match=message):
         plan_sequences(topology=BagTopology.parse("g2n4", 8), **asked)

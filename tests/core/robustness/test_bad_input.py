@@ -42,7 +42,7 @@ def assert_fails_alike(pool, message, function, *args):
         ({"planner": "magic"}, "unknown planner 'magic'; use one of"),
         (
             {"kernel": "sparge", "strategy": "U1R3"},
-            "kernel 'sparge' cannot serve this plan: it returns no log-sum-exp",
+            "kernel 'sparge' does not support this plan: it returns no log-sum-exp",
         ),
         ({"kernel": "magic"}, "unknown kernel 'magic'; use one of auto"),
         ({"precision": "in8"}, "precision cannot be 'in8': use one of model, int8; did you mean 'int8'?"),
@@ -64,7 +64,7 @@ def test_shapes_that_do_not_fit_the_mask(pool):
         (1, "other mask", "the mask differs on rank(s) [{}]"),
         (2, "other layout", "the sequence layout differs on rank(s) [{}]"),
         (0, "other scale", "the scale of the scores differs on rank(s) [{}]"),
-        (1, "other kernel", "another kernel serves on rank(s) [{}]"),
+        (1, "other kernel", "rank(s) [{}] selected a different attention kernel"),
         (2, "other version", "the version of triton differs on rank(s) [{}]; install the same for all ranks"),
         (0, "no debug", "debug differs on rank(s) [{}]"),
         (1, "other shape", "rank(s) [{}]: q, k, v must be [batch, heads, n_local, D] of one shape"),

@@ -224,7 +224,7 @@ def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None
         session.begin(Video(THW), timestep=890.0)
         ((executor,),) = (context._prepared.values() for context in session._sizes.values())
         if (rank, when) == (odd, "mask"):
-            vars(executor)["mask_mark"] ^= 1
+            vars(executor)["mask_fingerprint"] ^= 1
         if (rank, when) == (odd, "kernel"):
             executor.kernels.clear()
             vars(executor)["kernel"] = "reference"

@@ -18,7 +18,7 @@ import dbsp_core.runtime.chunk_attention
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.exchange import CHUNKS_IN_FLIGHT
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
-from dbsp_core.planning import wire_format
+from dbsp_core.planning import comm_dtype
 
 
 class _Alive(TorchDispatchMode):
@@ -79,7 +79,7 @@ def peak_of_attention(plan: Plan, mask: BlockMask, layout: SequenceLayout, rank:
         mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all),
         mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", kernel),
         mock.patch.object(dbsp_core.comm.exchange, "copy_segments", copy_segments),
-        mock.patch.object(wire_format, "copy_segments", copy_segments),
+        mock.patch.object(comm_dtype, "copy_segments", copy_segments),
         alive,
     ):
         attend(q, k, v)

@@ -153,7 +153,7 @@ class TestInputs:
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
-            ("pass", "the denoising step or guidance pass differs on rank(s) [1]"),
+            ("pass", "the denoising step or CFG pass differs on rank(s) [1]"),
             ("mask", "the mask differs on rank(s) [1]"),
             ("version", "the version of torch differs on rank(s) [1]"),
         ],
@@ -165,7 +165,7 @@ class TestInputs:
         ("when", "message"),
         [
             ("mask", "the mask differs on rank(s) [1]"),
-            ("kernel", "another kernel serves on rank(s) [1]"),
+            ("kernel", "rank(s) [1] selected a different attention kernel"),
             ("value", "rank(s) [1]: q, k or v has values that are not finite"),
         ],
     )

@@ -86,7 +86,7 @@ class TestOneRank:
         assert grids == {GRID}
 
     @pytest.mark.parametrize(
-        ("changes", "complaint"),
+        ("changes", "message"),
         [
             ({"heads": 12}, "is for 6 heads and 105 tokens"),
             ({"thw": (3, 5, 8)}, "the model runs 6 heads and 120 tokens"),
@@ -95,10 +95,10 @@ class TestOneRank:
             ({"step": 3}, r"has masks for steps 1 to 2 \(groups 1-1,2-2\), none for step 3; run fewer steps"),
         ],
     )
-    def test_a_file_for_another_model_or_too_few_steps_raises(self, path, changes, complaint):
+    def test_a_file_for_another_model_or_too_few_steps_raises(self, path, changes, message):
         source = ParoSource(str(path))
-        source.cache_key(request(**changes))  # leaves the complaint to `mask`, which all ranks call together
-        with pytest.raises(ValueError, match=complaint) as raised:
+        source.cache_key(request(**changes))  # leaves the message to `mask`, which all ranks call together
+        with pytest.raises(ValueError, match=message) as raised:
             source.mask(request(**changes))
         assert str(path) in str(raised.value)
 
@@ -174,16 +174,16 @@ KINDS = ["heads", "layers", "tokens", "steps", "truncated", "missing"]
 
 @pytest.mark.parametrize(("kind", "culprit"), [(kind, (None, 1)[place % 2]) for place, kind in enumerate(KINDS)])
 def test_a_bad_file_raises_on_every_rank(pool, path, tmp_path, kind, culprit):
-    bad, complaint = other_file(tmp_path, kind)
+    bad, message = other_file(tmp_path, kind)
     if kind == "steps" and culprit is not None:
-        complaint = "differs on rank(s) [1]"  # its step 0 is not dense: found before it runs out of groups
+        message = "differs on rank(s) [1]"  # its step 0 is not dense: found before it runs out of groups
     paths = (str(bad), None) if culprit is None else (str(path), str(bad))
     with pytest.raises(WorkerError) as caught:
         pool(3).run(run_bad_file, *paths, culprit, {"source": "paro"})
     assert [rank for rank, _, _ in caught.value.errors] == [0, 1, 2]
     for _, error, text in caught.value.errors:
         assert (error, "\n" in text) == ("UserError", False)
-        assert complaint in text
+        assert message in text
     assert pool(3).run(run_bad_file, str(path), None, None, {"source": "paro"}) == [None] * 3  # still in step
 
 

@@ -69,7 +69,7 @@ def test_outputs_of_one_half_alone_are_another_video(threads):
     ("name", "ranks", "part"),
     [
         ("odd", 3, "guidance=True halves the ranks, and there are 3"),
-        ("class", 2, "the two guidance passes of HunyuanVideo15Transformer3DModel"),
+        ("class", 2, "the two CFG passes of HunyuanVideo15Transformer3DModel"),
         ("value", 2, "guidance must be True, False or \"auto\", got 'both'"),
         ("mesh", 2, "a mesh says how all of them are used"),
         ("auto", 2, "leave strategy out"),

@@ -7,7 +7,7 @@ import inspect
 import pytest
 from torch import nn
 
-from dbsp_diffusers.models import ARCHITECTURES, REFUSED, architecture_of, register_architecture
+from dbsp_diffusers.models import ARCHITECTURES, UNSUPPORTED, architecture_of, register_architecture
 
 
 def test_each_class_is_known_or_refused():
@@ -16,8 +16,8 @@ def test_each_class_is_known_or_refused():
 
     classes = {name for name, cls in vars(transformers).items() if inspect.isclass(cls) and issubclass(cls, nn.Module)}
     assert len(classes) > 60
-    assert {*ARCHITECTURES, *REFUSED} == classes
-    assert ARCHITECTURES.keys() & REFUSED.keys() == set()
+    assert {*ARCHITECTURES, *UNSUPPORTED} == classes
+    assert ARCHITECTURES.keys() & UNSUPPORTED.keys() == set()
 
 
 def made(name: str, *bases: type) -> nn.Module:

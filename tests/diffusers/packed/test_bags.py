@@ -48,8 +48,8 @@ def test_int8_travels_within_bags_and_has_no_gradients(pool, bags, samples):
     """Refused on all ranks, also where a bag has nothing to attend to."""
     errors, said = zip(*pool(4).run(int8_in_bags, BagCase(bags, "dense", samples=(samples,), seed=3)), strict=True)
     assert 1e-6 < max(errors) < 0.02
-    refusal = "precision: int8 has no gradients"
-    assert all(refusal in one and "\n" not in one for one in said), said
+    rejection = "precision: int8 has no gradients"
+    assert all(rejection in one and "\n" not in one for one in said), said
 
 
 def test_a_bag_without_sequences_computes_nothing_and_another_all(pool):

@@ -57,7 +57,7 @@ class Ended:
     seconds: until each process ended;  errors, outputs: the end of what each wrote to standard error and output
     results: what each left as its result;  orphans: commands of processes that outlived all others
     left: files in the case's own temporary folder and /dev/shm
-    complaint: the task's own;  trouble: why all this is not known
+    message: the task's own;  trouble: why all this is not known
     """
 
     fired: bool = False
@@ -68,7 +68,7 @@ class Ended:
     results: list[str | None] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    complaint: str | None = None
+    message: str | None = None
     trouble: str | None = None
 
 
@@ -136,7 +136,7 @@ def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
             processes.append(process)
         ended = _watch(task, folder, processes, started)
         ended.orphans = _end_orphans(task.limit_s if task.told is signal.SIGKILL else 0.1)
-        ended.complaint = task.check and task.check(task.argument, folder, ended)
+        ended.message = task.check and task.check(task.argument, folder, ended)
         ended.left = [f"tmp/{path.relative_to(folder / 'tmp')}" for path in (folder / "tmp").rglob("*")]
         ended.left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")] if private else []
     except BaseException:

@@ -11,7 +11,7 @@ import torch
 
 from dbsp_core import Strategy
 from dbsp_core.comm import exchange
-from dbsp_core.comm.exchange_backward import GradientsAtHome
+from dbsp_core.comm.exchange_backward import LocalGradients
 from dbsp_core.runtime import chunk_attention
 from tests.core.comm.oracle_cases import pairwise
 from tests.support.attention_cases import Case, Inputs, attend, whole
@@ -130,7 +130,7 @@ def sabotaged(how: str) -> Iterator[None]:
         return readers(segments)[:1]
 
     patches = {
-        "a chunk that does not return": lambda: patch.object(GradientsAtHome, "add_chunk", none_but_the_first),
+        "a chunk that does not return": lambda: patch.object(LocalGradients, "add_chunk", none_but_the_first),
         "a wrong log-sum-exp": lambda: patch.object(chunk_attention, "_attend", another_lse),
         "one reader of a split head": lambda: patch.object(exchange, "_readers", one_reader),
     }
