@@ -69,9 +69,8 @@ class Chunks:
         """Returns (head, KV block) of what `rank` is sent in each chunk, int64[Ck] each, as packed."""
         flat = np.flatnonzero(self.sent[rank])
         head, block = np.divmod(flat, self.sent.shape[2])
-        chunk = (
-            self._ring_rank[rank] - np.broadcast_to(self.k_ring_rank, self.sent.shape[1:]).ravel()[flat]
-        ) % self.ring
+        source = np.broadcast_to(self.k_ring_rank, self.sent.shape[1:]).ravel()[flat]
+        chunk = (self._ring_rank[rank] - source) % self.ring
         return [(head[chunk == one], block[chunk == one]) for one in range(self.ring)]
 
     @property

@@ -55,7 +55,7 @@ class TestFit:
         assert residual["exchange"] < 1e-6
 
 
-def test_an_uneven_mask_has_its_density_and_a_full_one_all_blocks():
+def test_an_unequal_mask_has_its_density_and_a_full_one_all_blocks():
     grid = BlockGrid.uniform(1024, 16)
     assert imbalanced_mask(4, grid, 0.25).density == pytest.approx(0.25, rel=0.05)
     assert imbalanced_mask(4, grid, 1.0).density == 1

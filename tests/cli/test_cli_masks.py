@@ -169,7 +169,7 @@ class TestInfo:
         assert (len(found["layers"]), found["drift"]) == (1, [])
 
 
-def test_layers_are_sampled_evenly():
+def test_layers_are_sampled_equally():
     assert spread_out(range(40), 4) == [0, 13, 26, 39]
     assert spread_out([3, 5], 4) == [3, 5]
     assert spread_out([3, 5, 9], 1) == [3]
@@ -237,7 +237,7 @@ class TestRecord:
     @pytest.mark.parametrize(
         ("name", "value", "message"), [("LIMIT", "lots", "size 'lots'"), ("LAYERS", "1-", "layers '1-'")]
     )
-    def test_a_variable_that_makes_no_sense_is_refused_before_the_run(
+    def test_a_variable_that_makes_no_sense_is_rejected_before_the_run(
         self, mistake, tmp_path, monkeypatch, name, value, message
     ):
         monkeypatch.setenv(f"DBSP_RECORD_{name}", value)

@@ -1,4 +1,4 @@
-"""Converting masks of other projects: every form that they write, read right; everything else refused in one line."""
+"""Converting masks of other projects: every form that they write, read right; everything else rejected in one line."""
 
 from __future__ import annotations
 
@@ -324,19 +324,19 @@ class TestRefused:
             convert(tmp_path, inside(sparse))
 
     @pytest.mark.parametrize("kind", [".pt", ".pth", ".npy", ".npz", ".safetensors"])
-    def test_pickles_are_refused_and_not_run(self, tmp_path, kind):
+    def test_pickles_are_rejected_and_not_run(self, tmp_path, kind):
         path = hostile(kind)(tmp_path)
         with pytest.raises(ValueError, match="cannot be read without unpickling objects, or is damaged") as raised:
             convert_masks(path, tmp_path / "out.safetensors", OPTIONS)
         assert "\n" not in str(raised.value)
         assert not (tmp_path / "out.safetensors").exists()
 
-    def test_an_array_whose_header_cannot_be_parsed_is_refused(self, tmp_path):
+    def test_an_array_whose_header_cannot_be_parsed_is_rejected(self, tmp_path):
         (tmp_path / "in.npy").write_bytes(b"\x93NUMPY\x01\x00\x0c\x00{'descr': (\n")
         with pytest.raises(ValueError, match="or is damaged"):
             convert_masks(tmp_path / "in.npy", tmp_path / "out.safetensors", OPTIONS)
 
-    def test_a_raw_pickle_called_pt_is_refused(self, tmp_path):
+    def test_a_raw_pickle_called_pt_is_rejected(self, tmp_path):
         (tmp_path / "in.pt").write_bytes(pickle.dumps({"mask": Evil()}, protocol=2))
         with pytest.raises(ValueError, match="cannot be read without unpickling"):
             convert_masks(tmp_path / "in.pt", tmp_path / "out.safetensors", OPTIONS)

@@ -22,7 +22,7 @@ LOCAL = WindowSource(16, 16, (3, 5, 5)).mask(MaskRequest(0, 2, THW))
 
 @given(SEEDS)
 @examples(15)
-def test_the_error_is_that_of_the_oracle_whatever_the_orders(seed):
+def test_the_error_is_that_of_the_oracle_for_any_orders(seed):
     grid = BlockGrid(47, 5, 4, 3, (2, 3, 7), ("hwt", "thw", "wth"))
     mask = BlockMask(random_bits(3, grid, seed, 0.7), grid)
     generator = torch.Generator().manual_seed(seed % 2**31)
@@ -35,7 +35,7 @@ def test_the_error_is_that_of_the_oracle_whatever_the_orders(seed):
         assert one.density == pytest.approx(float(mask.bits[one.head].float().mean()))
 
 
-def test_one_head_of_tokens_serves_every_head_and_heads_can_be_chosen():
+def test_one_head_of_tokens_supports_every_head_and_heads_can_be_chosen():
     grid = BlockGrid(47, 5, 4, 3, (2, 3, 7))
     mask = BlockMask(random_bits(3, grid, 1), grid)
     tokens = smooth_tokens((2, 3, 7), 5)

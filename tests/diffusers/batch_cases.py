@@ -19,7 +19,7 @@ SPARSE = {"mask": MASKS["sparge"] | {"block_q": 8}, "strategy": "U1R2"}
 
 
 def ragged(model: str) -> dict[str, Any]:
-    """Four items: the first and the third are of one size, whose prompts are filled up alike."""
+    """Four items: the first and the third are of one size, whose prompts are filled up identically."""
     inputs = tiny_inputs(model, batch=BATCH)
     if model == "ernie-image":
         return inputs | {"text_lens": torch.tensor([9, 6, 9, 13])}

@@ -116,7 +116,7 @@ def passes_alone(rank: int, world: int) -> list[str]:
     return [*said, str(checks.calls)]
 
 
-def refused_on_one(rank: int, world: int, fault: str) -> str:
+def rejected_on_one(rank: int, world: int, fault: str) -> str:
     """What `enable` says where it cannot be done on the last rank alone, and whether it can be done afterwards."""
     transformer, options = make_transformer("wan"), {}
     odd = rank == world - 1

@@ -1,4 +1,4 @@
-"""What ranks must have alike: compared at the beginning of a generation, and the first rank's in every pass."""
+"""What ranks must have identically: compared at the beginning of a generation, and the first rank's in every pass."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_pipeline_of_another_kind_can_be_enabled():
     assert float((found - expected).abs().max()) <= TOLERANCE
 
 
-def test_a_pipeline_without_room_for_attributes_is_refused():
+def test_a_pipeline_without_room_for_attributes_is_rejected():
     with pytest.raises(UserError, match="WithSlots has __slots__"):
         dbsp_diffusers.enable(WithSlots(make_transformer("wan")), DENSE)
 

@@ -62,7 +62,7 @@ def test_on_xdit_s_own_transformer(pool, cache, first):
 
 @pytest.mark.parametrize(("cache", "first"), [("first block", False), ("cache-dit", True)])
 def test_whole_pipelines(pool, folder, cache, first):
-    """Whose two guidance passes have a cache each."""
+    """Whose two CFG passes have a cache each."""
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
     for differences, effect in pool(2).run(run_cached_pipeline, folder, cache, first):
@@ -86,11 +86,11 @@ def test_cache_dit_left_to_itself_skips_other_steps(pool):
         ("another version", *["does not know the first-block cache in this version of diffusers"] * 2),
     ],
 )
-def test_what_could_differ_between_ranks_is_refused_by_all(pool, kind, before, after):
+def test_what_could_differ_between_ranks_is_rejected_by_all(pool, kind, before, after):
     assert_said(pool(2).run(rejection, kind), before, after)
 
 
-def test_cache_dit_s_choice_of_single_tokens_is_refused(pool):
+def test_cache_dit_s_choice_of_single_tokens_is_rejected(pool):
     pytest.importorskip("cache_dit")
     for said in pool(2).run(important_tokens):
         assert said.startswith("UserError: cache-dit's important_condition_threshold")
@@ -104,7 +104,7 @@ def assert_said(results, *expected):
             assert "\n" not in message
 
 
-def test_padding_and_uneven_shards_weigh_nothing():
+def test_padding_and_unequal_shards_weigh_nothing():
     """The shards of 3 and 2 tokens give the change of 5 tokens."""
     video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
     before = video.take(torch.ones(1, 5, 4), dim=1)

@@ -1,4 +1,4 @@
-"""Videos decoded in parallel: bit by bit what the serial tiled decode makes, and refusals on all ranks together."""
+"""Videos decoded in parallel: bitwise what the serial tiled decode makes, and rejections on all ranks together."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _serial(rank, world, vae, z):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bit_by_bit_the_serial_tiled_decode(threads, kind):
+def test_bitwise_the_serial_tiled_decode(threads, kind):
     vae, z = _small(kind)
     expected = _serially(threads, vae, z)
     assert expected.std() > 0
@@ -208,7 +208,7 @@ def _malformed(rank, vae, z):
         (_other, r"latents that are decoded differ on rank\(s\) \[1\]"),
     ],
 )
-def test_ranks_that_differ_are_refused_together(threads, change, message):
+def test_ranks_that_differ_are_rejected_together(threads, change, message):
     vae, z = _small("wan")
     with pytest.raises(WorkerError, match=message) as raised:
         threads(2).run(_decode, vae, z, change)
@@ -232,7 +232,7 @@ def test_a_decoder_that_fails_on_one_rank_ends_all(threads):
     assert all(text == "rank(s) [1]: MemoryError: no memory left" for *_, text in raised.value.errors)
 
 
-def test_gradients_are_refused(threads):
+def test_gradients_are_rejected(threads):
     vae, z = _small("wan")
 
     def with_gradients(rank, world):
@@ -244,7 +244,7 @@ def test_gradients_are_refused(threads):
     threads(2).run(with_gradients)
 
 
-def test_what_cannot_be_shared_is_refused():
+def test_what_cannot_be_shared_is_rejected():
     vae, _ = _small("wan")
     with pytest.raises(UserError, match="does not know the decoder of AutoencoderKLMochi, only those of"):
         _shared(object.__new__(type("AutoencoderKLMochi", (), {})), PatchSet())

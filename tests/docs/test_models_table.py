@@ -24,7 +24,7 @@ def test_each_known_class_has_a_row():
     assert all(pipelines for _, pipelines, _ in table)
 
 
-def test_refused_classes_have_their_reasons():
+def test_rejected_classes_have_their_reasons():
     table = rows("| class in diffusers | why |")
     assert {name.strip("`"): why for name, why in table}.items() <= UNSUPPORTED.items()
     videos = {name for name in UNSUPPORTED if name.endswith("3DModel") and "image" not in UNSUPPORTED[name]}

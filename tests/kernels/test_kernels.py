@@ -1,4 +1,4 @@
-"""Kernels on packed blocks against attention written out in float64, and what the registry refuses."""
+"""Kernels on packed blocks against attention written out in float64, and what the registry rejects."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class TestRegistry:
         p = packed()
         assert torch.equal(p.attend("auto")[0], p.q + 1)
 
-    def test_a_chosen_kernel_serves_without_another_choice(self, monkeypatch):
+    def test_a_chosen_kernel_supports_without_another_choice(self, monkeypatch):
         p = packed()
         expected, chosen = p.attend("cpu"), choose_kernel("auto", "cpu", torch.float32)
         monkeypatch.setenv("DBSP_KERNEL", "no such kernel")
@@ -328,7 +328,7 @@ class TestCapabilities:
             ),
         ],
     )
-    def test_a_plan_that_a_kernel_can_never_serve_is_refused_by_name(self, monkeypatch, needs, message):
+    def test_a_plan_that_a_kernel_can_never_serve_is_rejected_by_name(self, monkeypatch, needs, message):
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
         with pytest.raises(ValueError, match=f"kernel 'sparge' does not support this plan: .*{message}"):
             require_supported("sparge", needs)

@@ -26,7 +26,7 @@ from tests.support.repository import ROOT, child_environment
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 BY_STEP = MASK | {"drift": 0.05}
-"""In a striped layout, with all keys; `MASK`, which never changes, in a contiguous one with needed keys."""
+"""In a striped layout, with all keys; `MASK`, which never changes, in a contiguous one with selective KV exchange."""
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False}
 
 

@@ -1,4 +1,4 @@
-"""dbsp_para: whole pipelines make one video whatever the ranks, one after the other, after failures, with a cache."""
+"""dbsp_para: whole pipelines make one video for any ranks, one after the other, after failures, with a cache."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_first_block_cache_skips_what_one_process_skips(pool, deep, model, world
         assert from_uncached > 100 * TOLERANCE, "skipping must matter"
 
 
-def test_ranks_decide_alike_where_stock_averages_would_not():
-    """Padding and uneven shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
+def test_ranks_decide_identically_where_stock_averages_would_not():
+    """Padding and unequal shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
     from dbsp_core import SequenceGroup, SequenceLayout
     from dbsp_diffusers.sharding.step_caches import ForwardRanks
     from dbsp_diffusers.sharding.stream_shards import StreamShards

@@ -1,4 +1,4 @@
-"""Timing of benchmarks: ranks compute in turns, the slowest counts, and ranks that fail are reported."""
+"""Timing of benchmarks: ranks compute alternately, the slowest counts, and ranks that fail are reported."""
 
 from __future__ import annotations
 

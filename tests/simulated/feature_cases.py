@@ -239,7 +239,7 @@ class Together:
         effect: The largest difference between one process with the feature and without.
         computed, expected: Number of blocks computed in each pass, and in one process.
         left: What differs after `disable` from a transformer that db-SP was never enabled on.
-        same_bits: Whether samples after `disable` are those of such a transformer.
+        identical_bits: Whether samples after `disable` are those of such a transformer.
     """
 
     difference: float
@@ -247,7 +247,7 @@ class Together:
     computed: list[int]
     expected: list[int]
     left: list[str]
-    same_bits: bool
+    identical_bits: bool
 
 
 Samples = list[torch.Tensor]
@@ -296,8 +296,8 @@ def together(rank: int, world: int, name: str, first: bool) -> Together:
         for place in sorted(there.keys() | wanted.keys())
         if there.get(place) != wanted.get(place) and not (feature.keeps and feature.keeps in place)
     ]
-    same_bits = all(torch.equal(one, other) for one, other in zip(after, dense, strict=True))
-    return Together(apart(found, expected), apart(expected, without), blocks, computed, left, same_bits)
+    identical_bits = all(torch.equal(one, other) for one, other in zip(after, dense, strict=True))
+    return Together(apart(found, expected), apart(expected, without), blocks, computed, left, identical_bits)
 
 
 def _put_on(feature: Feature, run: Denoising, device: torch.device) -> None:

@@ -28,15 +28,15 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_node_refuses_what_cuda_refuses(gpu_node: GpuNode, name: str) -> None:
+def test_node_rejects_what_cuda_rejects(gpu_node: GpuNode, name: str) -> None:
     rank, text = UNSUPPORTED[name]
-    said = gpu_node.run(2, node_cases.refused, name)[rank]
+    said = gpu_node.run(2, node_cases.rejected, name)[rank]
     assert said is not None, "it ran"
     assert text in said
 
 
 def test_node_runs_a_right_program(gpu_node: GpuNode) -> None:
-    assert gpu_node.run(2, node_cases.refused, "right") == [None, None]
+    assert gpu_node.run(2, node_cases.rejected, "right") == [None, None]
 
 
 def test_host_waits_are_counted_at_their_lines(gpu_node: GpuNode) -> None:

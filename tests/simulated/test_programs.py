@@ -61,7 +61,7 @@ def config_file(folder: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
-def test_processes_refuse_what_nccl_and_gloo_refuse(ranks: GpuProcesses, what: str) -> None:
+def test_processes_reject_what_nccl_and_gloo_reject(ranks: GpuProcesses, what: str) -> None:
     for said in ranks.run(program_cases.said_of_transfer, what):
         assert UNSUPPORTED[what] in said
         assert bool(said) == bool(UNSUPPORTED[what])

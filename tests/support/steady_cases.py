@@ -65,7 +65,7 @@ FUSED = (
     *("dbsp_core.planning.comm_dtype.copy_segments", "dbsp_core.planning.comm_dtype.quantise_segments"),
     *("dbsp_core.planning.comm_dtype.restore_rows", "dbsp_core.comm.exchange.sum_tokens"),
 )
-"""What on a GPU is one kernel each, whatever the CPU takes: ours."""
+"""What on a GPU is one kernel each, for any CPU takes: ours."""
 
 
 class Launches(TorchDispatchMode):

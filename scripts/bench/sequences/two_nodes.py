@@ -31,7 +31,7 @@ from scripts.results.result import FOLDER, write_csv
 
 HEADS, WIDTH, LAYERS, PROMPT, TEXT, CHANNELS = 8, 32, 4, 16, 32, 16
 LOADERS = (((6, 16, 24),), ((1, 16, 24),) * 3, ((3, 16, 24), (1, 12, 16)), ((1, 24, 24),) * 2)
-"""Token grids that ranks load in turn; with the numbers of a step they go round."""
+"""Token grids that ranks load one after another; with the numbers of a step they go round."""
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 64, "block_k": 64}
 
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def run_rank(rank: int, ranks_per_node: int, link: str, store: str, steps: int) -> None:
-    """In a namespace: both ways in turn. Rank 0 prints what was found."""
+    """In a namespace: both ways one after another. Rank 0 prints what was found."""
     from diffusers import WanTransformer3DModel
 
     torch.set_num_threads(1)

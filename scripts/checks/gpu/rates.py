@@ -1,4 +1,4 @@
-"""Step 5: rates of kernels at shipped shapes, beside dense SDPA, FlashAttention and other kernels that import."""
+"""Step 5: rates of kernels at shipped shapes, next to dense SDPA, FlashAttention and other kernels that import."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
         ms = setting.sampler.medians(dense | sparse)
         best = max(dense_flops / ms[name] / 1e9 for name in dense)
         for name in dense:
-            yield Row(f"{name} beside {density}", dense_flops / ms[name] / 1e9, "TFLOP/s")
+            yield Row(f"{name} next to {density}", dense_flops / ms[name] / 1e9, "TFLOP/s")
         for name in sparse:
             rate = job.flops / ms[name] / 1e9
             yield Row(f"{name} at {density}", rate, "TFLOP/s")

@@ -75,11 +75,11 @@ def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
         oldest[package] = f"{package}=={versions[0]}"
         for which, one in {"newest": versions[-1], "oldest": versions[0]}.items():
             row = Row(package, str(one), which if len(versions) > 1 else "only")
-            beside = [oldest[other] for other in BESIDE.get(package, ()) if which == "oldest"]
+            alongside = [oldest[other] for other in BESIDE.get(package, ()) if which == "oldest"]
             if str(one) == metadata.version(package).partition("+")[0]:
                 yield replace(here, package=row.package, version=row.version, which=row.which)
             elif which == "newest" or len(versions) > 1:
-                pinned = [f"{package}=={one}", *beside]
+                pinned = [f"{package}=={one}", *alongside]
                 yield in_scratch(row, lambda folder, pinned=pinned: layered(folder, *pinned))
             if len(versions) == 1:
                 break

@@ -31,7 +31,7 @@ ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
         ({"machine": "h300"}, ("machine",), "no hardware 'h300'; use a800"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_its_setting(settings, path, message):
+def test_what_cannot_be_served_is_rejected_with_its_setting(settings, path, message):
     with pytest.raises(SettingError, match=message) as raised:
         require_possible(DbspConfig.load(settings))
     assert raised.value.path == path
@@ -75,7 +75,7 @@ def tiny(tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["vae", "transformer/diffusion_pytorch_model.safetensors"])
-def test_a_folder_that_is_not_whole_is_refused(tiny, gone, monkeypatch):
+def test_a_folder_that_is_not_whole_is_rejected(tiny, gone, monkeypatch):
     require_checkpoint(str(tiny))
     path = tiny / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -138,7 +138,7 @@ def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_mac
     "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x09" + b"\0" * 7 + b'{"a": {}}']
 )
 def test_what_is_no_file_of_weights_is_named(tmp_path, content):
-    """Of Git LFS's stand-in the first eight bytes are no length to read."""
+    """Of Git LFS's stub the first eight bytes are no length to read."""
     file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
     file.parent.mkdir()
     file.write_bytes(content)

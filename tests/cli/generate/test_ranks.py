@@ -106,7 +106,7 @@ class TestStarting:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert processes_here(given) == count
 
-    def test_a_gpu_serves_one_rank(self, monkeypatch):
+    def test_a_gpu_supports_one_rank(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         with pytest.raises(UserError, match="--nproc 3 is more than the 2 GPUs of this computer; a GPU runs one"):
             processes_here(3)

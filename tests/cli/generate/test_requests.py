@@ -1,4 +1,4 @@
-"""What a request for a video means, and what is refused before anything is made: prompts, paths, places."""
+"""What a request for a video means, and what is rejected before anything is made: prompts, paths, places."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestPrompts:
         by_setting = decided(tmp_path, prompt=None, changes=(*SIZE, "generate.prompt=''"))
         assert [output.prompt for output in by_setting.outputs] == [""]
 
-    def test_none_is_refused(self, tmp_path):
+    def test_none_is_rejected(self, tmp_path):
         with pytest.raises(UserError, match="there is no prompt; give one with --prompt"):
             decided(tmp_path, prompt=None)
 
@@ -130,12 +130,12 @@ class TestVideos:
             ("{index}.avi", "must end in .mp4"),
         ],
     )
-    def test_a_pattern_that_does_not_do_is_refused(self, tmp_path, out, said):
+    def test_a_pattern_that_does_not_do_is_rejected(self, tmp_path, out, said):
         with pytest.raises(UserError, match=re.escape(said)):
             decided(tmp_path, videos=3, out=str(tmp_path / out))
 
     @pytest.mark.parametrize("videos", [0, -1, 100_001])
-    def test_a_number_of_videos_that_is_none_is_refused(self, tmp_path, videos):
+    def test_a_number_of_videos_that_is_none_is_rejected(self, tmp_path, videos):
         with pytest.raises(UserError, match=f"--videos {videos} must be at least 1, and all videos at most 100,000"):
             decided(tmp_path, videos=videos, out=str(tmp_path / "{index}.mp4"))
 
@@ -175,7 +175,7 @@ class TestVideos:
         ({"lora": ("a=b",)}, "--lora a=b: 'b' is not a number"),
     ],
 )
-def test_features_that_cannot_be_had_are_refused(tmp_path, monkeypatch, features, said):
+def test_features_that_cannot_be_had_are_rejected(tmp_path, monkeypatch, features, said):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
@@ -201,7 +201,7 @@ class TestPlaces:
             ({"config": "{}/my.yaml"}, r"my.yaml:2: report .*/file is a file; give the name of a folder"),
         ],
     )
-    def test_a_place_that_is_none_is_refused(self, tmp_path, changed, message):
+    def test_a_place_that_is_none_is_rejected(self, tmp_path, changed, message):
         (tmp_path / "folder.mp4").mkdir()
         (tmp_path / "file").touch()
         (tmp_path / "my.yaml").write_text(f"model: tiny-wan\nreport: {tmp_path}/file\n")
@@ -217,7 +217,7 @@ class TestPlaces:
         with pytest.raises(UserError, match=message):
             decided(tmp_path, **given)
 
-    def test_a_folder_that_cannot_be_written_to_is_refused(self, tmp_path, monkeypatch):
+    def test_a_folder_that_cannot_be_written_to_is_rejected(self, tmp_path, monkeypatch):
         closed = tmp_path / "closed"  # the tests may run as root, who may write everywhere
         closed.mkdir()
         monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed)
@@ -251,7 +251,7 @@ class TestPlaces:
         ],
     )
     @pytest.mark.parametrize("by", ["option", "setting"])
-    def test_two_results_in_one_place_are_refused(self, tmp_path, place, said, by):
+    def test_two_results_in_one_place_are_rejected(self, tmp_path, place, said, by):
         (tmp_path / "link").symlink_to("v.mp4")
         changes = SIZE if by == "option" else (*SIZE, f"report={tmp_path / place}")
         with pytest.raises(UserError, match=said):

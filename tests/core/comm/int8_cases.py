@@ -1,4 +1,4 @@
-"""What ranks run with int8 on the wire: what owners are sent, wire formats with a fault, and refused gradients."""
+"""Workers of int8 exchanges: what owners are sent, communication dtypes with a fault, and rejected gradients."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def means(rank: int, world: int, case: Case) -> torch.Tensor:
     return mean_of_tokens(given.local[1], given.layout, SequenceGroup.of())
 
 
-def refused_gradients(rank: int, world: int, whose: int | None) -> str:
-    """What is said where inputs of all ranks need gradients, or of one; nothing of q, k and v may travel."""
+def rejected_gradients(rank: int, world: int, whose: int | None) -> str:
+    """What is said where inputs of all ranks need gradients, or of one; nothing of q, k and v may be sent."""
     case = Case(str(Strategy(world, 1)), precision="int8")
     given = Inputs.of(case, rank)
     for tensor in given.local:
         tensor.requires_grad_(whose in (None, rank))
-    sent = mock.Mock(side_effect=AssertionError("q, k or v travelled"))
+    sent = mock.Mock(side_effect=AssertionError("q, k or v was sent"))
     n_local = given.local[0].shape[2]
     attend = DualBalancedAttention.prepare(planned(case, given), given.mask, given.layout, None, n_local=n_local)
     attend.prepared.route.dispatch_exchanges[0].__dict__["run"] = sent

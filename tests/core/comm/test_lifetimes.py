@@ -42,7 +42,7 @@ WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_nothing_keeps_a_destroyed_group_alive(pool, tmp_path, groups, use, args):
-    """groups: that there are while it is used, ours beside torch's among them"""
+    """groups: that there are while it is used, ours next to torch's among them"""
     for there, left in pool(2).run(left_alive, str(tmp_path), use, *args):
         assert (there, left) == (groups, [])
 

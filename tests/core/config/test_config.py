@@ -163,7 +163,7 @@ MISTAKES = {
     "a mask that is no mask": ({"mask": 5}, "'mask' in the configuration must be a mask such as sparge"),
     "a setting of a mask misspelled": ({"mask": "sparge:cfd=0.9"}, "unknown key 'cfd' in mask source 'sparge'"),
     "a configuration that is none": (5, "config must be a DbspConfig, a mapping, a YAML file or a mask, got"),
-    "a mask beside other settings": (
+    "a mask next to other settings": (
         {"source": "sparge", "planner": "paper"},
         "unknown key 'source' in the configuration; it belongs under 'mask'",
     ),

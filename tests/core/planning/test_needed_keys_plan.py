@@ -1,4 +1,4 @@
-"""Plans that send only needed keys: what is needed, and rows cut in token order."""
+"""Plans that send only selective KV exchange: what is needed, and rows cut in token order."""
 
 from __future__ import annotations
 

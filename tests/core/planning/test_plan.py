@@ -19,7 +19,7 @@ every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
 
 
 def counted(plan: Plan, mask: BlockMask) -> float:
-    """ρ_s, dense block by dense block."""
+    """ρ_s, active block by active block."""
     done = Counter(int(plan.owner[h, i]) for h, i, _ in mask.bits.nonzero().tolist())
     return max(done.values()) / (done.total() / plan.strategy.world) if done else 1.0
 
@@ -132,8 +132,8 @@ def test_a_contiguous_plan_by_hand():
 
 
 def test_a_paper_plan_by_hand():
-    # The same mask, R_b = 1. Rows, largest first: 4 stays, as 0 − 4 < 0; 3, 0 at home: 4 − 3 > 0, moves to rank 0;
-    # 2 at home: 3 − 2 < 4, stays; 1 at home: 5 − 1 = 4, a tie that the lower rank wins, so it stays.
+    # The same mask, R_b = 1. Rows, largest first: 4 stays, as 0 − 4 < 0; 3, 0 locally: 4 − 3 > 0, moves to rank 0;
+    # 2 locally: 3 − 2 < 4, stays; 1 locally: 5 − 1 = 4, a tie that the lower rank wins, so it stays.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "paper")
     assert plan.owner.tolist() == [[0, 0, 0, 1]]

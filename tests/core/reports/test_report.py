@@ -73,7 +73,7 @@ def _require_recounted(report, expected, world):
 
 
 def test_plain_usp_sends_what_is_said(pool):
-    """Contiguous plans on shards and heads that divide evenly are plain USP."""
+    """Contiguous plans on shards and heads that divide equally are plain USP."""
     settings = {"mask": {"source": "dense", "block_q": 6, "block_k": 6}, "planner": "contiguous"}
     for strategy in ("U4R1", "U1R4"):  # 4·6·7 = 168 tokens, 7 blocks a rank
         (report, _), *_ = pool(4).run(recounted_session, settings, strategy)
@@ -253,7 +253,7 @@ def test_json_round_trip(tmp_path):
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [0] * 6}}), "totals are not finite"),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path, change, message):
+def test_what_is_no_report_is_rejected(tmp_path, change, message):
     path = tmp_path / "report.json"
     path.write_text(change(json.loads(small_report().to_json())))
     with pytest.raises(ValueError, match=message) as caught:

@@ -41,7 +41,7 @@ def no_work(monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_that_takes_nothing_is_refused_before_any_work(tmp_path, monkeypatch, dbsp, no_work, command):
+def test_a_folder_that_takes_nothing_is_rejected_before_any_work(tmp_path, monkeypatch, dbsp, no_work, command):
     no_work(command)
     _, line, option = COMMANDS[command]
     closed, real = tmp_path / "closed", Path

@@ -75,7 +75,7 @@ class TestHome:
             ("~nobody-at-all/x", "path '~nobody-at-all/x' names a home folder that is not known"),
         ],
     )
-    def test_what_names_no_place_is_refused(self, path, message):
+    def test_what_names_no_place_is_rejected(self, path, message):
         with pytest.raises(UserError, match=message):
             expand_path(path)
         for key in ("report", "machine", "model"):
@@ -101,13 +101,13 @@ class TestUnreadable:
             {"mask": {"source": "lowrank", "path": "a" * 5000, "cdf": 0.9}},
         ],
     )
-    def test_a_name_that_is_too_long_is_refused_in_a_short_line(self, config):
+    def test_a_name_that_is_too_long_is_rejected_in_a_short_line(self, config):
         with pytest.raises(UserError, match=r"cannot be read \(File name too long\)") as raised:
             DbspConfig.load(config)
         assert len(str(raised.value)) < 1500
 
     @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only the superuser can be another user")
-    def test_what_permissions_forbid_is_refused(self):
+    def test_what_permissions_forbid_is_rejected(self):
         with tempfile.TemporaryDirectory() as made:
             folder, locked = Path(made), Path(made, "locked")
             locked.mkdir()

@@ -44,7 +44,7 @@ KINDS = ("dense", "window", "radial", "sparge", "random")
 
 @dataclass(frozen=True)
 class RandomSource(BlockSizes):
-    """Asymmetric, uneven over heads and rows, some of them empty; every head in a token order of its own."""
+    """Asymmetric, unequal over heads and rows, some of them empty; every head in a token order of its own."""
 
     seed: int = 0
 
@@ -95,7 +95,7 @@ class PackedCase:
 
     @property
     def of_reference(self) -> dict[str, Any]:
-        """What one process's attention depends on, beside the seed."""
+        """What one process's attention depends on, next to the seed."""
         return {"one_long": self.one_long, "dtype": self.dtype, "sabotage": self.sabotage, "first": self.first}
 
     @property
@@ -258,17 +258,17 @@ def run_redistribution(rank: int, world: int, seed: int) -> dict:
     arrived, labels = redistribution.there(leaf, local[1])
     (arrived * weights).sum().backward()
     return {
-        "there": _same_bits(there, held(target)),
-        "round trip": _same_bits(back, local),
+        "there": _identical_bits(there, held(target)),
+        "round trip": _identical_bits(back, local),
         "bytes": group.bytes[:2],
         "said": redistribution.bytes_sent(token_bytes),
         "moved": [n * token_bytes for n in moved],
-        "gradient": _same_bits([leaf.grad], [redistribution.back(weights)]) and not labels.requires_grad,
+        "gradient": _identical_bits([leaf.grad], [redistribution.back(weights)]) and not labels.requires_grad,
         "exchanges": len(group.bytes),
     }
 
 
-def _same_bits(found, expected) -> bool:
+def _identical_bits(found, expected) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Packed grids and masks: what planners, tables, files and pictures are told of several sequences."""
+"""Packed grids and masks: what planners, tables, files and pictures are given of several sequences."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class TestOneRank:
         assert densities(2) == [1, 1, second]
         assert densities(9) == [1, 1, 1]
 
-    def test_a_file_without_groups_serves_every_step(self, tmp_path):
+    def test_a_file_without_groups_supports_every_step(self, tmp_path):
         save_mask(tmp_path / "m.safetensors", file_masks(1)[0])
         source = ParoSource(str(tmp_path / "m.safetensors"), dense_steps=1)
         assert source.mask(request()).bits.all()
@@ -81,7 +81,7 @@ class TestOneRank:
         expected[:, :1] = expected[:, :, :2] = True
         assert torch.equal(bits, expected)
 
-    def test_the_grid_for_home_layouts_is_the_same_whatever_the_layer_and_step(self, path):
+    def test_the_grid_for_home_layouts_is_the_same_for_any_layer_and_step(self, path):
         grids = {ParoSource(str(path)).grid(request(layer=layer, step=step)) for layer in (0, 1) for step in (0, 2)}
         assert grids == {GRID}
 
@@ -108,7 +108,7 @@ DENSE = {"source": "dense", "block_q": 8, "block_k": 8}
 
 @pytest.fixture(scope="module")
 def references(path, tmp_path_factory):
-    """Of one process: with the masks of `path`, dense, and with the same bits in no order."""
+    """Of one process: with the masks of `path`, dense, and with identical bits in no order."""
     ignored = tmp_path_factory.mktemp("paro") / "ignored.safetensors"
     save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
     masks = ({"source": "paro", "path": str(path)}, DENSE, {"source": "paro", "path": str(ignored)})
@@ -118,7 +118,7 @@ def references(path, tmp_path_factory):
 @pytest.mark.parametrize(("world", "strategies"), [(2, ["U2R1", "U1R2"]), (3, ["U1R3"]), (4, ["U2R2", "U1R4"])])
 @pytest.mark.parametrize("planner", ["contiguous", "dbsp"])
 @pytest.mark.usefixtures("debug")
-def test_equals_one_process_whatever_the_order_of_each_head(pool, path, references, world, strategies, planner):
+def test_equals_one_process_for_any_order_of_each_head(pool, path, references, world, strategies, planner):
     """In a contiguous layout, and in a striped one."""
     for strategy in strategies:
         mask = {"source": "paro", "path": str(path)}

@@ -108,7 +108,7 @@ def test_equals_gates_put_in_by_hand(threads, wan, checkpoint, tmp_path, monkeyp
         assert apart(found, expected) <= 1e-5
 
 
-def test_layers_are_like_those_beside_them(checkpoint, wan):
+def test_layers_are_like_those_next_to_them(checkpoint, wan):
     source = DbspConfig.load({"mask": VSA}).mask
     for dtype in (torch.float32, torch.bfloat16):
         transformer = load(checkpoint, torch_dtype=dtype)
@@ -164,7 +164,7 @@ def unsupported(rank: int, world: int, transformers: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["a layer is missing", "another shape", "whole numbers", "a shard is missing"])
-def test_what_is_wrong_on_one_rank_is_refused_on_all(threads, wan, checkpoint, tmp_path, kind):
+def test_what_is_wrong_on_one_rank_is_rejected_on_all(threads, wan, checkpoint, tmp_path, kind):
     expected = spoil(kind, tmp_path, wan)
     transformers = [load(checkpoint), load(tmp_path)]
     if kind == "a shard is missing":

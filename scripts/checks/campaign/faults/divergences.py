@@ -1,4 +1,4 @@
-"""What may differ on one rank, and what all ranks are told of it."""
+"""What may differ on one rank, and what all ranks are given of it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ DIVERGENCES: dict[str, Divergence] = {
     "session: heads": _session(SETTINGS, heads=5),
     "session: strategy": _session(SETTINGS, strategy="other"),
     "session: size": _session("differs on rank(s) [{}]", thw=(4, 6, 6)),
-    "session: guidance pass": _session("the denoising step or CFG pass differs on rank(s) [{}]", True, cfg_branch=1),
+    "session: CFG pass": _session("the denoising step or CFG pass differs on rank(s) [{}]", True, cfg_branch=1),
     "session: layer": _session("another layer's attention is reached on rank(s) [{}]", layer=1),
     "session: predicted mask": Divergence(
         "session", "the mask differs on rank(s) [{}]", {"flipped": True}, later=True, settings={"mask": SPARGE}

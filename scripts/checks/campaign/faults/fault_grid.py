@@ -27,7 +27,7 @@ SOMEWHERE = {
     ),
     "terminate": ("mask exchange: bits", "kernel: 2nd chunk", "combine", "report: gathering"),
     "out of host memory": ("planning", "planning: a new plan", "report: gathering", "attaching: session"),
-    "stand still": ("planning", "counts of the last call"),
+    "hang": ("planning", "counts of the last call"),
     "disk full": WRITERS,
     "read-only": WRITERS,
 }

@@ -33,10 +33,10 @@ _CLONE_NEWNS = 0x00020000
 class Task:
     """main: called in each process with (argument, number, folder)
 
-    limit_s: from when the fault happens, until all must have ended;  stopped: the process that will stand still
+    limit_s: from when the fault happens, until all must have ended;  stopped: the process that will hang
     told:   what the first process is sent when the fault happens
     check:  says what is wrong with what (argument, folder) is left, seen from where a disk of the case's own is
-    after_s: beyond the limit, before all is killed: what is late is told from what hangs
+    after_s: beyond the limit, before all is killed: what is late is distinguished from what hangs
     """
 
     main: Callable[[Any, int, Path], None]

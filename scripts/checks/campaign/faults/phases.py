@@ -1,4 +1,4 @@
-"""Phases of an attention and of a run: which program has each, and the function that stands for it."""
+"""Phases of an attention and of a run: which program has each, and the function that represents it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PHASES: dict[str, Phase] = {
     "static mask": _session(f"{RUNTIME}.mask_provider.MaskProvider.mask", mask=WINDOW),
     "agreement on shapes": _session(f"{RUNTIME}.session.check_attention"),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),
-    "mask exchange: travel": _session("dbsp_core.comm.block_pooling.exchange_heads", 4),
+    "mask exchange: exchange": _session("dbsp_core.comm.block_pooling.exchange_heads", 4),
     "mask exchange: bits": _session("dbsp_core.sources.head_shares.gather_bits", 2),
     "planning": _session(f"{RUNTIME}.size_context.SizeContext._new_plan"),
     "planning: a new plan": _session(f"{RUNTIME}.size_context.plan_from_counts", 3, **ALWAYS_ANEW),
@@ -56,14 +56,14 @@ PHASES: dict[str, Phase] = {
     "prepare": Phase("attention", f"{RUNTIME}.attention.check_consistent"),
     "first call's agreement": Phase("attention", f"{RUNTIME}.attention.check_attention"),
     "dispatch": Phase("attention", f"{COMM}.exchange.Route.dispatch", 2),
-    "dispatch: travel": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
+    "dispatch: exchange": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
     "kernel: first chunk": Phase("attention", f"{RUNTIME}.chunk_attention.block_attention", 4),
     "kernel: 2nd chunk": Phase("attention", f"{RUNTIME}.chunk_attention.block_attention", 5),
     "kernel: last chunk": Phase("attention", f"{RUNTIME}.chunk_attention.block_attention", 6),
     "chunk: request": Phase("attention", f"{COMM}.exchange.Exchange.start", 3),
     "chunk: arrival": Phase("attention", f"{COMM}.exchange.Route._arrived", 3),
     "combine": Phase("attention", f"{COMM}.exchange.Route.combine", 2),
-    "combine: travel": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 4),
+    "combine: exchange": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 4),
     "fetch": Phase("attention", f"{COMM}.groups.SequenceGroup.start_all_to_all", 2, settings=NEEDED),
     "fetch: arrival": Phase("attention", f"{COMM}.exchange.Route._arrived", settings=NEEDED),
     "backward: dispatch": Phase("attention", "dbsp_core.runtime.backward.gradient_to_owners", settings=BACKWARD),

@@ -12,7 +12,7 @@ from dbsp_core.planning.planners import PLANNERS
 
 WORLDS = (2, 3, 4, 1, 6, 5, 8, 7)
 CASES_PER_WORLD = 100
-"""So many numbers have one world size in turn: starting processes takes seconds."""
+"""So many numbers have one world size one after another: starting processes takes seconds."""
 ORDERS = ("thw", "twh", "htw", "hwt", "wth", "wht", "tile:2x2x2", "tile:1x3x4")
 STATIC = ("random", "dense", "window", "tile", "radial", "svg", "synthetic", "file")
 PREDICTED = ("sparge", "lowrank")
@@ -42,7 +42,7 @@ class Draw:
     orders:    of tokens, one for all heads or one per head; for mask source "random"
     keys, precision: as for `make_plan`;  padded: whether ranks hold padding too
     planner:   a name, or "random" for any owner and any chunk
-    layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys travel
+    layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys are sent
     """
 
     world: int

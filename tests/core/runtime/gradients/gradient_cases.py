@@ -35,7 +35,7 @@ SETTINGS = (
 
 
 def cases_for(strategy: Strategy) -> list[tuple[Case, float]]:
-    """Each with its tolerance: every setting, in float32 and float64 in turn."""
+    """Each with its tolerance: every setting, in float32 and float64 one after another."""
     cases = []
     for place, case in enumerate(pairwise(strategy, SHAPES, SETTINGS)):
         dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(place + strategy.ring) % 2]
@@ -77,8 +77,8 @@ def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
     return errors[0], max(errors[1:])
 
 
-def same_bits(rank: int, world: int, case: Case) -> bool:
-    """Whether two backward passes give the same bits."""
+def identical_bits(rank: int, world: int, case: Case) -> bool:
+    """Whether two backward passes give identical bits."""
     found = []
     for _ in range(2):
         given = Inputs.of(case, rank)
