@@ -78,9 +78,9 @@ _NUMBERS = (
     ("attention, mean over ranks", "attention_mean_s", "s"),
     ("saved against contiguous (modelled)", "saved_s", "s"),
     ("even work would still save (modelled)", "left_s", "s"),
-    ("home → owner", "bytes_to_owners", "bytes"),
-    ("further chunks", "bytes_chunks", "bytes"),
-    ("owner → home", "bytes_to_homes", "bytes"),
+    ("source → owner", "bytes_to_owners", "bytes"),
+    ("later chunks", "bytes_chunks", "bytes"),
+    ("owner → source", "bytes_to_sources", "bytes"),
     ("sent, sum", "bytes_sent", "bytes"),
     ("plain USP would send", "bytes_usp", "bytes"),
 )
@@ -105,7 +105,7 @@ def _context(report: RunReport) -> dict[str, Any]:
     settings = {key: value for key, value in environment.settings.items() if key not in ("report", "record")}
     return {
         "model": report.model,
-        "host": report.host,
+        "framework": report.framework,
         "ranks": report.world_size,
         "strategies": strategies_in_words(report),
         **flat_settings(settings),

@@ -1,7 +1,7 @@
 """The installed command.
 
 Standard streams take all text, also if they are closed or not UTF-8. An interrupt while libraries are being imported
-ends a command at once. At its end, what it has imported is not taken apart: with torch and its hosts that would take
+ends a command at once. At its end, what it has imported is not taken apart: with torch and frameworks that would take
 one to two seconds, in which others wait for the process, and in which gloo's threads can abort it.
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-__all__ = ["dbsp", "quick_end"]
+__all__ = ["dbsp", "fast_exit"]
 
 
 def dbsp() -> None:
     _open_streams()
-    with quick_end():
+    with fast_exit():
         _dbsp()
 
 
@@ -71,7 +71,7 @@ def _end_when_interrupted() -> signal._HANDLER:
 
 
 @contextmanager
-def quick_end() -> Iterator[None]:
+def fast_exit() -> Iterator[None]:
     """Wraps a whole program, before it imports much: its process ends right after its `atexit` functions.
 
     Its threads have been waited for by then, errors have been shown, and the exit code is what it would have been. An

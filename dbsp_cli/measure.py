@@ -1,6 +1,6 @@
-"""What `dbsp bench` times, on all ranks together, and the constants of the latency model that explain the times.
+"""Measurements of `dbsp bench`, on all ranks together, and the latency model's constants that explain the times.
 
-Whatever is compared runs in turns, so that a drifting clock hits all alike. A time is the slowest rank's, median over
+Compared runs are interleaved, so that a drifting clock affects all of them. A time is the slowest rank's, median over
 the turns: by CUDA events on GPUs, by the clock on a CPU.
 """
 
@@ -29,7 +29,7 @@ from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_kernels import KERNELS, PartialAttention, block_attention, merge_states
 
-__all__ = ["DENSITIES", "SPARSE", "Attention", "Measured", "Rows", "Workload", "fit", "measure", "uneven_mask"]
+__all__ = ["DENSITIES", "SPARSE", "Attention", "Measured", "Rows", "Workload", "fit", "imbalanced_mask", "measure"]
 
 DENSITIES = (0.1, 0.25, 0.5, 1.0)
 """Shares of active blocks at which the kernel is timed."""
@@ -40,8 +40,8 @@ _PLAIN = "contiguous"
 Action = Callable[[], object]
 
 
-def uneven_mask(heads: int, grid: BlockGrid, density: float, seed: int = 0, slope: float = 0.5) -> BlockMask:
-    """Makes random blocks; heads, rows and columns grow denser from first to last, so contiguous plans are uneven.
+def imbalanced_mask(heads: int, grid: BlockGrid, density: float, seed: int = 0, slope: float = 0.5) -> BlockMask:
+    """Makes random blocks; heads, rows and columns grow denser from first to last, so contiguous plans are imbalanced.
 
     Args:
         density: In the middle. 1: all blocks.
@@ -85,8 +85,8 @@ class Workload:
         return max(1, self.heads // self.group.size)
 
     def mask(self, heads: int, density: float, tokens: int = 0, blocks: tuple[int, int] | None = None) -> BlockMask:
-        """Makes an uneven mask, of all tokens and the model's blocks where nothing else is said."""
-        return uneven_mask(heads, BlockGrid(tokens or self.tokens, 0, *(blocks or self.blocks)), density)
+        """Makes an imbalanced mask, of all tokens and the model's blocks if nothing else is given."""
+        return imbalanced_mask(heads, BlockGrid(tokens or self.tokens, 0, *(blocks or self.blocks)), density)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -200,7 +200,7 @@ def measure(work: Workload, others: Constants, say: Callable[[str], None]) -> Me
 
     Args:
         others: Another machine's constants, for what is not measured: exchanges, if there is one rank.
-        say: Is told what is being measured.
+        say: Called with a text about the current measurement.
     """
     # 1. Parts of an attention.
     say("dense and sparse attention of one rank")

@@ -20,7 +20,7 @@ from dbsp_core.utils.errors import in_number
 __all__ = ["ModelledVideo", "linear_flops", "modelled_table", "modelled_videos", "passes"]
 
 _LAYERS = 2
-"""Layers whose masks stand for all."""
+"""Layers whose masks represent all."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def passes(spec: ModelSpec) -> int:
 def linear_flops(spec: ModelSpec) -> float:
     """Returns the FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
 
-    The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
+    The keys and values of cross-attention's text are left out: 512 tokens against tens of thousands.
     """
     projections = 4 * spec.width**2 + 2 * spec.width * spec.ffn
     if spec.cross_text:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dbsp_core.utils.errors import UserError, cut_short
-from dbsp_core.utils.files import require_place, user_path
+from dbsp_core.utils.files import require_path, user_path
 from dbsp_core.utils.process import printable
 
 __all__ = [
@@ -34,8 +34,8 @@ __all__ = [
     "print_json",
     "print_tables",
     "require_apart",
-    "require_file_place",
-    "require_picture_place",
+    "require_file_path",
+    "require_picture_path",
     "working",
 ]
 
@@ -89,7 +89,7 @@ def working(what: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(escape(what))
 
 
-def require_picture_place(picture: Path | None, others: Mapping[str, Path]) -> None:
+def require_picture_path(picture: Path | None, others: Mapping[str, Path]) -> None:
     """Raises UserError for a --picture that cannot be written: over another file, or without matplotlib.
 
     Args:
@@ -97,7 +97,7 @@ def require_picture_place(picture: Path | None, others: Mapping[str, Path]) -> N
     """
     if picture is None:
         return
-    require_file_place(picture, "--picture")
+    require_file_path(picture, "--picture")
     require_apart({"--picture": picture}, inputs=others)
     try:
         importlib.import_module("matplotlib.backends.backend_agg")
@@ -160,21 +160,21 @@ def require_apart(
         inputs: Files that are read.
     """
     given = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
-    places = [(what, Path(os.path.realpath(path))) for what, path in given]
-    for index, (what, place) in enumerate(places[: len(files) + len(folders or {})]):
-        for other, taken in places[index + 1 :]:
-            if place == taken:
-                raise UserError(f"{what} and {other} are the same place, {cut_short(str(place))}; give another {what}")
-        for other, file in places[: len(files)]:
-            if file in place.parents:
-                raise UserError(f"{what} {cut_short(str(place))} is inside {other}, a file; give another {what}")
+    paths = [(what, Path(os.path.realpath(path))) for what, path in given]
+    for index, (what, path) in enumerate(paths[: len(files) + len(folders or {})]):
+        for other, taken in paths[index + 1 :]:
+            if path == taken:
+                raise UserError(f"{what} and {other} are the same path, {cut_short(str(path))}; give another {what}")
+        for other, file in paths[: len(files)]:
+            if file in path.parents:
+                raise UserError(f"{what} {cut_short(str(path))} is inside {other}, a file; give another {what}")
 
 
-def require_file_place(path: Path, what: str) -> None:
+def require_file_path(path: Path, what: str) -> None:
     """Raises UserError unless a file can be written there; `what` names the path in the message."""
     if os.path.isdir(path):
         raise UserError(f"{what} {path} is a folder; give the name of a file")
     if not os.path.exists(path) or os.path.isfile(path):
-        require_place(path, what)
+        require_path(path, what)
     elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
-        raise UserError(f"{what} {path} cannot be written to; give another place")
+        raise UserError(f"{what} {path} cannot be written to; give another path")

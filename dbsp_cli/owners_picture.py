@@ -17,7 +17,7 @@ _NAMED = 16
 
 
 def owners_picture(title: str, plans: Sequence[tuple[str, Plan]]) -> Any:
-    """Draws plans of one mask, one below the other: the owner of each row, and dense blocks by rank.
+    """Draws plans of one mask, one below the other: the owner of each row, and active blocks by rank.
 
     Args:
         plans: (name, plan) of equal worlds and grids, at least one.
@@ -33,7 +33,7 @@ def owners_picture(title: str, plans: Sequence[tuple[str, Plan]]) -> Any:
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 1.0 + 2.2 * len(plans)), layout="constrained")
         FigureCanvasAgg(figure)
-        note = f"{title}; right: dense blocks by GPU, dotted: the mean (counted)"
+        note = f"{title}; right: active blocks by GPU, dotted: the mean (counted)"
         heading(figure, "Who computes what: a plan gives every row an owner", note)
         axes = figure.subplots(len(plans), 2, squeeze=False, width_ratios=(2.2, 1), sharex="col")
         colours = _colours(world)
@@ -49,12 +49,12 @@ def owners_picture(title: str, plans: Sequence[tuple[str, Plan]]) -> Any:
             _name_each(right, "GPU", world)
         axes[-1][0].set_xlabel("query block")
         axes[-1][1].xaxis.get_major_locator().set_params(nbins=4)
-        axes[-1][1].set_xlabel("dense blocks")
+        axes[-1][1].set_xlabel("active blocks")
     return figure
 
 
 def _colours(world: int) -> list[Any]:
-    """One for each rank; of more than are in `RANKS`, from blue to red."""
+    """Returns one for each rank; of more than are in `RANKS`, from blue to red."""
     if world <= len(RANKS):
         return list(RANKS[:world])
     from matplotlib import colormaps

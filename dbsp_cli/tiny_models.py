@@ -1,6 +1,6 @@
 """Tiny checkpoints: complete pipelines, made offline in seconds, for demonstrations and tests.
 
-They have the real architectures (diffusers' own classes), so that the hosts run their real code. Random weights prove
+They have the real architectures (diffusers' own classes), so that frameworks run their real code. Random weights prove
 exactness and nothing else: the video is noise. The trained ones, which ship with db-SP, show a small world of shapes
 that move (weights/tiny-wan/README.md). Needs diffusers, transformers and tokenizers (extras "xdit" or "para").
 """
@@ -93,7 +93,7 @@ def _trained_wan() -> Any:
 
 
 def _wan_parts(transformer: str = "WanTransformer3DModel", **sizes: Any) -> dict[str, Any]:
-    """The parts of Wan's pipelines. The transformer has 4 layers with 12 heads."""
+    """Returns the parts of Wan's pipelines. The transformer has 4 layers with 12 heads."""
     import diffusers
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -132,28 +132,28 @@ def _wan_transformer(cls: str = "WanTransformer3DModel", **sizes: Any) -> Any:
 
 
 def _wan() -> Any:
-    """Wan2.1 text-to-video."""
+    """Makes Wan2.1 text-to-video."""
     from diffusers import WanPipeline
 
     return WanPipeline(**_wan_parts())
 
 
 def _wan_2_2() -> Any:
-    """Wan2.2 A14B text-to-video: a second transformer for the steps with little noise."""
+    """Makes Wan2.2 A14B text-to-video: a second transformer for the steps with little noise."""
     from diffusers import WanPipeline
 
     return WanPipeline(**_wan_parts(), transformer_2=_wan_transformer(), boundary_ratio=0.875)
 
 
 def _wan_ti2v() -> Any:
-    """Wan2.2 TI2V: a timestep for each token, and a video from text alone or with its first frame."""
+    """Makes Wan2.2 TI2V: a timestep for each token, and a video from text alone or with its first frame."""
     from diffusers import WanPipeline
 
     return WanPipeline(**_wan_parts(), expand_timesteps=True)
 
 
 def _wan_i2v() -> Any:
-    """Wan2.1 image-to-video: the image joins the noise as channels, and cross-attention as CLIP's embedding."""
+    """Makes Wan2.1 image-to-video: the image joins the noise as channels, and cross-attention as CLIP's embedding."""
     from diffusers import WanImageToVideoPipeline
     from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
@@ -165,14 +165,14 @@ def _wan_i2v() -> Any:
 
 
 def _wan_vace() -> Any:
-    """Wan2.1 VACE: 2 of the 4 layers take a control video."""
+    """Makes Wan2.1 VACE: 2 of the 4 layers take a control video."""
     from diffusers import WanVACEPipeline
 
     return WanVACEPipeline(**_wan_parts("WanVACETransformer3DModel", vace_layers=[0, 2], vace_in_channels=96))
 
 
 def _cogvideox() -> Any:
-    """CogVideoX1.5 text-to-video: 2 layers, 6 heads, joint text of 226 tokens; wants 8k + 1 frames."""
+    """Makes CogVideoX1.5 text-to-video: 2 layers, 6 heads, joint text of 226 tokens; wants 8k + 1 frames."""
     import diffusers
     from transformers import T5Config, T5EncoderModel
 
@@ -212,7 +212,7 @@ def _cogvideox() -> Any:
 
 
 def _hunyuan_15() -> Any:
-    """HunyuanVideo-1.5 text-to-video: 2 layers, 6 heads, the valid tokens of two prompts joint with the video's."""
+    """Makes HunyuanVideo-1.5 text-to-video: 2 layers, 6 heads, the valid tokens of two prompts joint with video's."""
     import diffusers
     from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
 

@@ -1,7 +1,7 @@
 """db-SP: dual-balanced sequence parallelism for block-sparse attention."""
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.rehoming import Rehoming
+from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -18,7 +18,7 @@ __all__ = [
     "DualBalancedAttention",
     "MaskFile",
     "Plan",
-    "Rehoming",
+    "Redistribution",
     "SequenceGroup",
     "SequenceLayout",
     "Strategy",

@@ -1,4 +1,4 @@
-"""DbspConfig: every setting, in one place, from YAML, a dict or flags."""
+"""DbspConfig: all settings, from YAML, a dict or flags."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import ModelSpec, model_title, published_model, signature_of_model, signature_of_name
 from dbsp_core.planning.bags import BagConfig
 from dbsp_core.planning.chunks import ALL, NEEDED
+from dbsp_core.planning.comm_dtype import COMM_DTYPES, MODEL, CommDtype
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_values, names_mask, read_mask
 from dbsp_core.utils.errors import (
@@ -84,7 +84,7 @@ def _read_bags(value: Any, name: str) -> Any:
 
 
 def _is_mask(config: Any) -> bool:
-    """Returns whether what is given as a configuration is a mask alone."""
+    """Returns True if the given configuration is a mask alone."""
     if isinstance(config, Mapping):
         return "source" in config and not set(setting_names(DbspConfig)) & set(config)
     if isinstance(config, (str, os.PathLike)):
@@ -99,7 +99,7 @@ class DbspConfig:
     Attributes:
         model: The checkpoint that the settings are for: a name, or a folder relative to the file. `dbsp generate`
             loads this checkpoint; attaching to another one is an error. None: any.
-        generate: What `dbsp generate` makes, a mapping such as {height: 480, width: 832, steps: 50}. `xdit` reads the
+        generate: Settings of `dbsp generate`, a mapping such as {height: 480, width: 832, steps: 50}. `xdit` reads the
             dtype.
         mask: Source of the block masks: a name such as sparge, a name with settings such as sparge:cdf=0.92, a mapping
             such as {source: sparge, cdf: 0.92}, a function or a mask file; see docs/masks.md. Dense if none is named,
@@ -107,7 +107,7 @@ class DbspConfig:
         dense_schedule: Steps and layers whose attention stays dense, for any mask, a mapping such as {first_steps: 10,
             first_layers: 1}.
         strategy: `UxRy`: x ranks share heads, y ranks share blocks; x·y is the number of ranks. `auto`: the strategy
-            that is predicted to be fastest, at each attention; see docs/latency-model.md. None: the host's own
+            that is predicted to be fastest, at each attention; see docs/latency-model.md. None: the framework's own
             degrees.
         planner: `dbsp` (ours), `paper` (Alg. 1 of the db-SP paper), `contiguous` (as USP) or `snake` (xDiT's order of
             heads).
@@ -158,44 +158,44 @@ class DbspConfig:
                 self.for_transformer("transformer_2")
         with blame_setting("planner"):
             require_planner(self.planner)
-        require_choice("precision", self.precision, tuple(WIRE_FORMATS))
+        require_choice("precision", self.precision, tuple(COMM_DTYPES))
         require_value(self, "reuse", self.reuse >= 1, "must be at least 1, the least ρ_s there is")
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
         if self.bags is not None:
             for name, shown in (("report", "report"), ("record", f"${RECORD}")):
                 if getattr(self, name) is not None:
-                    complaint = "is for ranks that share all sequences; leave it out, or bags"
-                    raise SettingError(f"{shown} {complaint}", (name,))
+                    message = "is for ranks that share all sequences; leave it out, or bags"
+                    raise SettingError(f"{shown} {message}", (name,))
         if isinstance(self.strategy, Strategy) and self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
 
     def for_transformer(self, name: str) -> DbspConfig:
-        """The settings of the transformer that a pipeline has by this name: "transformer" or "transformer_2"."""
+        """Returns the settings of a pipeline's transformer by its name: "transformer" or "transformer_2"."""
         own = self.transformer_2 if name == "transformer_2" else {}
         if not own:
             return replace(self, transformer_2={})
         for key in (key for key in ("model", "generate", "report", "vae", "transformer_2") if key in own):
-            raise SettingError(f"'{key}' in 'transformer_2' is for both transformers; set it beside it", (key,))
+            raise SettingError(f"'{key}' in 'transformer_2' is for both transformers; set it one level up", (key,))
         return replace(self, **checked(DbspConfig, {**own, "transformer_2": {}}, "'transformer_2'"))
 
     @property
     def mask_is_named(self) -> bool:
-        """Whether a mask was given, maybe dense. Otherwise a model whose checkpoint brings a mask keeps it."""
+        """True if a mask was given, maybe dense. Otherwise a model whose checkpoint brings a mask keeps it."""
         return self.mask is not _UNNAMED
 
-    def strategy_or(self, host: Strategy) -> Strategy | None:
-        """The strategy to use where the host has its own; None for "auto"."""
+    def strategy_or(self, default: Strategy) -> Strategy | None:
+        """Returns the strategy to use if the framework has its own; None for "auto"."""
         if isinstance(self.strategy, Strategy):
             return self.strategy
-        return None if self.strategy == AUTO else host
+        return None if self.strategy == AUTO else default
 
     @property
     def keys(self) -> str:
         """Keys and values that each rank is sent: "needed" by its rows if the mask never changes, else "all".
 
-        Each change of needed keys is a new plan, and a predicted mask is known too late to choose what is sent. A
+        Each change of the keys sent is a new plan, and a predicted mask is known too late to choose what is sent. A
         kernel that supports only whole heads gets all of their keys, also those that no row attends to.
         """
         return NEEDED if self.mask.changes == "never" and supports(self.kernel, _ANY_ROWS) else ALL
@@ -209,18 +209,18 @@ class DbspConfig:
         return "contiguous" if self.mask.changes == "never" else require_planner(self.planner).layout
 
     @property
-    def wire(self) -> WireFormat:
+    def comm_dtype(self) -> CommDtype:
         """The format of queries, keys and values in exchanges."""
-        return WIRE_FORMATS[self.precision]
+        return COMM_DTYPES[self.precision]
 
     @property
     def fingerprint(self) -> int:
         """Equal for settings that make the same plans. A mask file may be in another folder on another node."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COMPARED}
-        for place, mask in enumerate(parts_of(self.mask)):
+        for location, mask in enumerate(parts_of(self.mask)):
             if type(mask) in SOURCES.values() and is_dataclass(mask):
                 shown = {f.name: getattr(mask, f.name) for f in fields(mask) if f.init and f.name != "path"}
-                plain[f"mask {place}"] = (type(mask).__name__, shown)
+                plain[f"mask {location}"] = (type(mask).__name__, shown)
         return fingerprint_of(plain)
 
     @classmethod
@@ -254,7 +254,11 @@ class DbspConfig:
         with settings.located():
             config = replace(cls._of_mapping(settings.values, ""), origin=settings.origin or None)
         model = config.model
-        if model is None or signature_of_name(model) or not settings.place_of(("model",)).startswith(settings.origin):
+        if (
+            model is None
+            or signature_of_name(model)
+            or not settings.location_of(("model",)).startswith(settings.origin)
+        ):
             return config
         return replace(config, model=str(Path(settings.origin).parent / model))
 
@@ -276,14 +280,14 @@ class DbspConfig:
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
-"""Stands for a file's name as the origin of settings."""
+"""Replaces a file's name as the origin of settings."""
 
 
 def default_config(identity: ModelSignature | None, spec: ModelSpec | None = None) -> DbspConfig:
-    """The settings where nothing is configured: those shipped for a known model, dense attention for others.
+    """Returns the settings if nothing is configured: those shipped for a known model, dense attention for others.
 
     Args:
-        spec: Which of the models with this signature it is, where a name tells.
+        spec: The model with this signature, if a name identifies it.
     """
     spec = spec or (None if identity is None else published_model(identity))
     path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
@@ -293,10 +297,10 @@ def default_config(identity: ModelSignature | None, spec: ModelSpec | None = Non
 
 
 def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_pipeline: bool = True) -> None:
-    """Raises UserError when a configuration names another checkpoint than the actual one, if both can be told.
+    """Raises UserError if a configuration names another checkpoint than the actual one, if both are known.
 
     Args:
-        with_pipeline: Whether the actual pipeline is known, not only its transformer.
+        with_pipeline: True if the actual pipeline is known, not only its transformer.
     """
     wanted = None if config.model is None else signature_of_model(config.model)
     if wanted is None or actual is None:

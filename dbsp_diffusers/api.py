@@ -14,7 +14,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, why_removed
-from dbsp_diffusers.attach import Host, attach_host
+from dbsp_diffusers.attach import Framework, attach_framework
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
@@ -36,7 +36,7 @@ def enable(
     guidance: Guidance = False,
     vae: bool = False,
     steps: Callable[[], int | None] | None = None,
-    host: str = "diffusers",
+    framework: str = "diffusers",
     **removed: Any,
 ) -> AttentionSession:
     """Shards a diffusers pipeline's transformer over ranks, with dual-balanced block-sparse self-attention.
@@ -51,20 +51,20 @@ def enable(
         config: A `DbspConfig`, a mapping, the path of a YAML file, the name of a shipped one, or a mask alone, such as
             "sparge:cdf=0.92" or a function (see docs/masks.md). None: the settings shipped for the transformer's
             checkpoint, dense attention where none are shipped.
-        mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, whatever others it has: the ranks
+        mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, in addition to any others: the ranks
             that share a sequence, and how. Default: all ranks.
         group: The ranks that share a sequence, where no mesh says it. Default: all ranks.
-        strategy: How the ranks of a sequence are used, for example "U4R2", where the configuration does not say.
+        strategy: Strategy of the ranks of a sequence, for example "U4R2", if the configuration does not name it.
             Default: Ulysses on all of them.
-        guidance: True if each half of the ranks is to compute one of a step's two guidance passes: then `strategy`
+        guidance: True if each half of the ranks is to compute one of a step's two CFG passes: then `strategy`
             and the session are those of a half. "auto": if that is predicted to be faster. For pipelines whose calls
             have guidance, such as Wan's, Qwen-Image's and CogVideoX's; without gradients. `strategy: auto` alone does
             not consider it: only the caller knows that all calls will have guidance, and no gradients, packed
             passes or other step caches, which halves reject. `dbsp generate` knows its call, and passes "auto".
-        vae: Whether the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
+        vae: True if the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
             on, and shares its tiles out. Setting `vae` of the configuration does so, too.
         steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
-        host: The name of the caller in reports.
+        framework: The name of the caller in reports.
         removed: Arguments of earlier versions, which raise UserError.
 
     Returns:
@@ -75,24 +75,24 @@ def enable(
             GPUs or another one than on other ranks, or a mesh, strategy or configuration that does not fit or differs
             between ranks. The model is then as it was.
     """
-    _refuse_removed(removed)
+    _reject_removed(removed)
     if guidance is not False and mesh is not None:
         raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
     halves = None if guidance is False else Halves.chosen(guidance, model, config, strategy, sequence)
     if halves is not None:
         sequence, default = _ranks_of(halves.own)
-    whole = Host(
-        name=host,
+    whole = Framework(
+        name=framework,
         sequence=sequence,
         choose_strategy=lambda config: config.strategy_or(default if strategy is None else Strategy.parse(strategy)),
         vae=vae,
         halves=halves,
     )
-    return attach_host(model, config, whole, steps)
+    return attach_framework(model, config, whole, steps)
 
 
-def _refuse_removed(given: Mapping[str, Any]) -> None:
+def _reject_removed(given: Mapping[str, Any]) -> None:
     """Raises UserError for arguments that `enable` no longer takes, TypeError for others."""
     for name in given:
         if name in ("batch_group", "everyone"):
@@ -145,7 +145,7 @@ def disable(model: Any) -> None:
 
 
 def session_of(model: Any) -> AttentionSession | None:
-    """The session of an enabled pipeline or transformer.
+    """Returns the session of an enabled pipeline or transformer.
 
     Args:
         model: The pipeline, or its transformer, compiled since or not.
@@ -162,7 +162,7 @@ def session_of(model: Any) -> AttentionSession | None:
 
 
 def sessions_of(model: Any) -> dict[str, AttentionSession]:
-    """The sessions of an enabled pipeline.
+    """Returns the sessions of an enabled pipeline.
 
     Args:
         model: The pipeline.
@@ -182,10 +182,10 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
 
     Args:
         model: A pipeline or transformer that was enabled with setting `report`.
-        folder: Where to write. Default: the folder of that setting.
+        folder: Folder of the report. Default: the folder of that setting.
 
     Raises:
-        UserError: Where there is nothing to report.
+        UserError: If there is nothing to report.
         RuntimeError: If a rank does not take part.
     """
     state = attached_to(model)
@@ -193,5 +193,5 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
     if state is None or observer is None:
         raise UserError("nothing was collected for a report; enable db-SP with config={'report': FOLDER, …}")
     name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
-    write_run_report([session for _, session in state.sessions], name, state.host, folder)
+    write_run_report([session for _, session in state.sessions], name, state.framework, folder)
     observer.restart()

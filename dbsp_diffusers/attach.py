@@ -1,4 +1,4 @@
-"""Attaches db-SP to a pipeline's transformers for any host: configurations, sessions, sharding and reports."""
+"""Attaches db-SP to a pipeline's transformers in any framework: configurations, sessions, sharding and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.reports.observer import observe_run, observed_session
-from dbsp_core.runtime.agreement import agree_on_settings
+from dbsp_core.runtime.consistency_checks import check_settings
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
@@ -32,7 +32,7 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
 from dbsp_diffusers.sharding.coverage import Coverage
-from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.guidance import GuidedCalls
 from dbsp_diffusers.sharding.halves import Halves
@@ -40,7 +40,7 @@ from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
-__all__ = ["Host", "attach_host"]
+__all__ = ["Framework", "attach_framework"]
 
 _DIFFER = (
     "the configuration differs on rank(s) {}; it must be the same on every rank",
@@ -52,16 +52,16 @@ VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every r
 
 
 @dataclass(frozen=True)
-class Host:
-    """How a host runs a transformer.
+class Framework:
+    """A framework's way to run a transformer.
 
     Attributes:
         name: The host's name in reports.
         sequence: The ranks that share a sequence and make one video together.
         choose_strategy: Returns the strategy for a configuration; None for "auto".
-        vae: Whether videos are decoded in parallel, whatever the configuration says.
+        vae: True if videos are decoded in parallel, for any configuration.
         decoders: The ranks that decode a video together, if more than `sequence`.
-        halves: Of the ranks that make one video, if guidance passes are computed by two halves; `sequence` is one.
+        halves: Halves of the ranks that make one video, if each computes one CFG pass; `sequence` is one.
     """
 
     name: str
@@ -79,10 +79,10 @@ class Host:
 
 @dataclass(frozen=True)
 class _Attaching:
-    """What one rank has attached to a model, before ranks have compared anything of it.
+    """One rank's attachments to a model, before ranks have compared anything of it.
 
     Attributes:
-        device: What `use_model_device` has returned.
+        device: Result of `use_model_device`.
         passes: The ranks that run one forward pass together.
         sessions: Each transformer with its session.
         gates: Gates that a checkpoint brings, by attention module.
@@ -92,79 +92,79 @@ class _Attaching:
     pipe: Any
     device: tuple[int, int]
     generations: Generations
-    passes: GenerationAgreement
+    passes: GenerationChecks
     sessions: list[tuple[nn.Module, AttentionSession]]
     gates: dict[nn.Module, nn.Linear]
     like: list[torch.Tensor]
 
-    def marks(self) -> dict[str, int]:
-        """Returns fingerprints of what must be the same on all ranks, by complaint."""
+    def fingerprints(self) -> dict[str, int]:
+        """Returns fingerprints of what must be the same on all ranks, by message."""
         configs = [session.config.fingerprint for _, session in self.sessions]
         gated = [gated_layers(one, session.config.mask, self.gates) for one, session in self.sessions]
         weights = [weights_fingerprint(transformer) for transformer, _ in self.sessions]
         return dict(zip(_DIFFER, map(fingerprint_of, (configs, gated, weights)), strict=True))
 
 
-def attach_host(
+def attach_framework(
     model: Any,
     config: ConfigLike,
-    host: Host,
+    framework: Framework,
     steps: Callable[[], int | None] | None = None,
     patches: PatchSet | None = None,
 ) -> AttentionSession:
-    """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective.
+    """Attaches db-SP to a pipeline or transformer in one of the frameworks, like `enable`. Collective.
 
     Each rank attaches all, and then they compare once: if one cannot, or does so otherwise, all undo it.
 
     `patches` are changes made already, which are undone with the others.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile returns calls this module's hooks
-    ranks, changes = host.ranks, patches or PatchSet()
+    ranks, changes = framework.ranks, patches or PatchSet()
     with changes:
         # 1. Alone.
-        made, problem, marks = None, None, dict.fromkeys(_DIFFER, 0)
+        made, problem, fingerprints = None, None, dict.fromkeys(_DIFFER, 0)
         try:
-            made = _attached(model, config, host, steps, changes)
-            marks = made.marks()
+            made = _attached(model, config, framework, steps, changes)
+            fingerprints = made.fingerprints()
         except Exception as error:  # any error: this rank must not stop alone
             problem = error
         # 2. Together.
         sessions = [] if made is None else [session for _, session in made.sessions]
-        told = [*(made.device if made else (-1, 0)), secrets.randbits(62)]
-        told_by_rank = agree_on_settings(ranks, sessions, problem, marks, told)
+        numbers = [*(made.device if made else (-1, 0)), secrets.randbits(62)]
+        numbers_by_rank = check_settings(ranks, sessions, problem, fingerprints, numbers)
         if made is None:
             raise RuntimeError("nothing is attached, and no rank has said why")
-        require_own_gpus(ranks, [device for *device, _ in told_by_rank])
-        made.generations.agreement.board = ranks.failure_board(told_by_rank[0][-1])
-        made.passes.board = host.sequence.failure_board(told_by_rank[0][-1])
-        if host.decoders is not None:  # more ranks than those that have compared their settings
-            check_consistent(host.decoders.control(), None, {VAE_DIFFERS: int(sessions[0].config.vae)})
+        require_own_gpus(ranks, [device for *device, _ in numbers_by_rank])
+        made.generations.checks.board = ranks.failure_board(numbers_by_rank[0][-1])
+        made.passes.board = framework.sequence.failure_board(numbers_by_rank[0][-1])
+        if framework.decoders is not None:  # more ranks than those that have compared their settings
+            check_consistent(framework.decoders.control(), None, {VAE_DIFFERS: int(sessions[0].config.vae)})
         # 3. What depends on other ranks' wishes.
         observe_run(sessions)
         if made.pipe is not None:
-            report_calls(made.pipe, sessions, changes, host.name)
-    _log(made, host)
+            report_calls(made.pipe, sessions, changes, framework.name)
+    _log(made, framework)
     return sessions[0]
 
 
 def _attached(
-    model: Any, config: ConfigLike, host: Host, steps: Callable[[], int | None] | None, changes: PatchSet
+    model: Any, config: ConfigLike, framework: Framework, steps: Callable[[], int | None] | None, changes: PatchSet
 ) -> _Attaching:
     """Attaches db-SP on this rank alone. Raises UserError for what it cannot be attached to."""
     # 1. Settings and sessions.
     transformers = _require_attachable(model)
     pipe = None if model in transformers.values() else model
-    generations = Generations(pipe, host.ranks)
-    passes = generations.agreement if host.halves is None else GenerationAgreement(host.sequence)
+    generations = Generations(pipe, framework.ranks)
+    passes = generations.checks if framework.halves is None else GenerationChecks(framework.sequence)
     clock = StepClock(generations.progress, shared=len(transformers) > 1)
-    device = use_model_device(transformers.values(), host.ranks)
+    device = use_model_device(transformers.values(), framework.ranks)
     made = _Attaching(pipe, device, generations, passes, [], {}, [])
     for name, transformer in transformers.items():
-        own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
+        own = _own_config(config, name, transformer, framework, pipe, several=len(transformers) > 1)
         made.gates.update(gates_in_checkpoint(transformer, own.mask, None if pipe is None else name))
         attentions = architecture_of(transformer).attentions_of(transformer)
-        parts = own, host.sequence, _choose_strategy(host, own), heads_of(attentions[0]), len(attentions)
-        session = observed_session(*parts, steps or generations.steps, clock, agree=False)
+        parts = own, framework.sequence, _choose_strategy(framework, own), heads_of(attentions[0]), len(attentions)
+        session = observed_session(*parts, steps or generations.steps, clock, check=False)
         made.sessions.append((transformer, session))
         # of the attention's weights: a model may keep others, such as embeddings, in float32
         floats = (p for p in attentions[0].parameters() if p.is_floating_point())
@@ -175,7 +175,7 @@ def _attached(
     debug = any(session.config.debug for _, session in made.sessions)
     together: list[ForwardRanks] = []
     for transformer, session in made.sessions:
-        if host.halves is None:
+        if framework.halves is None:
             generations.hook(transformer, session, changes, always=debug)
         ranks, packing = shard_transformer(transformer, session, changes), packing_of(transformer)
         if packing is not None:
@@ -183,38 +183,38 @@ def _attached(
         changes.set_attribute(transformer, "_is_parallelized", ranks)
         together.append(ranks)
     exchanged = functools.partial(_exchanged, pipe, list(transformers.values()))
-    generations.attach(changes, exchanged, shares_state=host.decoders is None)
+    generations.attach(changes, exchanged, shares_state=framework.decoders is None)
     for (transformer, _), ranks in zip(made.sessions, together, strict=True):
         on_host = next(transformer.parameters()).device.type == "cpu"
-        patience = host.ranks.timeout if on_host else None
+        patience = framework.ranks.timeout if on_host else None
         Coverage(transformer, ranks.reached, passes, patience).attach(changes)
-        if host.halves is not None:
-            GuidedCalls(transformer, host.halves, generations, passes, debug, patience).attach(changes)
+        if framework.halves is not None:
+            GuidedCalls(transformer, framework.halves, generations, passes, debug, patience).attach(changes)
     # 3. Decoding, and where to find all this again.
     if made.sessions[0][1].config.vae:
-        decoders = generations.agreement if host.decoders is None else GenerationAgreement(host.decoders)
+        decoders = generations.checks if framework.decoders is None else GenerationChecks(framework.decoders)
         share_decoding(model, decoders, changes)
     for transformer, _ in made.sessions:
-        changes.set_attribute(transformer, STATE, Attached(changes, made.sessions, host.name, generations))
-        changes.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
+        changes.set_attribute(transformer, STATE, Attached(changes, made.sessions, framework.name, generations))
+        changes.set_attribute(transformer, "__reduce_ex__", _reject_copy)  # which copy and pickle ask
     return made
 
 
-def _log(made: _Attaching, host: Host) -> None:
+def _log(made: _Attaching, framework: Framework) -> None:
     """Logs the settings in effect, and gates that were found."""
     for (transformer, session), like in zip(made.sessions, made.like, strict=True):
-        log_config(session.config, identify(transformer, made.pipe), host.ranks, session.strategy, like)
+        log_config(session.config, identify(transformer, made.pipe), framework.ranks, session.strategy, like)
         carried = carried_by(transformer)
-        if carried and host.ranks.rank == 0:
+        if carried and framework.ranks.rank == 0:
             log.info("the %s carries %s", type(transformer).__name__, ", ".join(carried))
-    if host.halves is not None and host.ranks.rank == 0:
-        log.info("each half of the ranks computes one of the guidance passes of a step")
-    if made.gates and host.ranks.rank == 0:
+    if framework.halves is not None and framework.ranks.rank == 0:
+        log.info("each half of the ranks computes one of the CFG passes of a step")
+    if made.gates and framework.ranks.rank == 0:
         log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, len(made.gates))
 
 
 def _exchanged(pipe: Any, transformers: Sequence[nn.Module]) -> UserError | None:
-    """The error for a transformer that was put into the pipeline after db-SP was enabled on it, if any."""
+    """Returns the error for a transformer that was put into the pipeline after db-SP was enabled on it, if any."""
     for name, part in transformers_in(pipe).items():
         if getattr(part, "_orig_mod", part) not in transformers:
             return UserError(
@@ -224,16 +224,16 @@ def _exchanged(pipe: Any, transformers: Sequence[nn.Module]) -> UserError | None
     return None
 
 
-def _choose_strategy(host: Host, config: DbspConfig) -> Strategy | None:
-    """That of all ranks. A strategy beside bags is of these. Raises UserError for bags that do not fit the ranks."""
+def _choose_strategy(framework: Framework, config: DbspConfig) -> Strategy | None:
+    """Chooses all ranks' strategy. With bags it is theirs. Raises UserError for bags that do not fit the ranks."""
     if config.bags is None:
-        return host.choose_strategy(config)
-    config.bags.require_ranks(host.sequence.size)
-    return host.choose_strategy(replace(config, strategy=None))
+        return framework.choose_strategy(config)
+    config.bags.require_ranks(framework.sequence.size)
+    return framework.choose_strategy(replace(config, strategy=None))
 
 
 def _require_attachable(model: Any) -> dict[str, Any]:
-    """A model's transformers by name. Raises UserError for what db-SP cannot be attached to."""
+    """Returns a model's transformers by name. Raises UserError for what db-SP cannot be attached to."""
     transformers = transformers_of(model)
     for transformer in transformers.values():
         if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
@@ -256,7 +256,7 @@ def _require_not_parallelized(transformer: nn.Module, self_attentions: Sequence[
         )
 
 
-def _refuse_copy(protocol: int) -> NoReturn:
+def _reject_copy(protocol: int) -> NoReturn:
     """Raises UserError: a copy would compute with the original's weights, to which the replaced methods are bound."""
     raise UserError(
         "a transformer on which db-SP is enabled cannot be copied or pickled; do so before `enable`, or after "
@@ -265,8 +265,8 @@ def _refuse_copy(protocol: int) -> NoReturn:
 
 
 def _own_config(
-    config: ConfigLike, name: str, transformer: nn.Module, host: Host, pipe: Any, several: bool
+    config: ConfigLike, name: str, transformer: nn.Module, framework: Framework, pipe: Any, several: bool
 ) -> DbspConfig:
-    """One transformer's settings; each of several records its masks in a folder of its own."""
-    own = resolve_config(config, transformer, pipe, name, vae=host.vae)
+    """Resolves one transformer's settings; each of several records its masks in a folder of its own."""
+    own = resolve_config(config, transformer, pipe, name, vae=framework.vae)
     return replace(own, record=os.path.join(own.record, name)) if own.record and several else own

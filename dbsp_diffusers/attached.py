@@ -1,4 +1,4 @@
-"""What db-SP has attached to a pipeline's transformers, kept on them and found again."""
+"""State that db-SP has attached to a pipeline's transformers, kept on them and found again."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ STATE = "_dbsp"
 
 @dataclass(frozen=True)
 class Attached:
-    """What is attached to a pipeline's transformers, or to one without a pipeline.
+    """State that is attached to a pipeline's transformers, or to one without a pipeline.
 
     Attributes:
         sessions: Each transformer with its session.
-        generations: What the ranks agree on for each video.
+        generations: Checks and steps of each video that the ranks make.
     """
 
     patches: PatchSet
     sessions: Sequence[tuple[nn.Module, AttentionSession]]
-    host: str
+    framework: str
     generations: Generations
 
 
 def carried_by(transformer: nn.Module) -> list[str]:
-    """Returns what a transformer carries beside its class's own weights: adapters, and weights of integers."""
+    """Returns what a transformer carries in addition to its class's weights: adapters, and weights of integers."""
     adapters = {name: getattr(part, "merged_adapters", ()) for part in transformer.modules() for name in _active(part)}
     found = [f"LoRA {name}" + (" (fused)" if name in merged else "") for name, merged in sorted(adapters.items())]
     weights = {str(p.dtype).removeprefix("torch.") for p in transformer.parameters() if not _is_number(p.dtype)}
@@ -63,6 +63,6 @@ def weights_fingerprint(transformer: nn.Module) -> int:
 
 
 def attached_to(model: Any) -> Attached | None:
-    """What is attached to any of a model's transformers, or None. torch.compile may have wrapped them."""
+    """Returns what is attached to any of a model's transformers, or None. torch.compile may have wrapped them."""
     parts = (getattr(part, "_orig_mod", part) for part in transformers_in(model).values())
     return next(filter(None, (vars(part).get(STATE) for part in parts)), None)

@@ -46,20 +46,20 @@ _SLACK = 0.05
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sharing:
-    """Where the tokens of a packed call are, as one rank sees it.
+    """The layout of the tokens of a packed call, as one rank sees it.
 
     Attributes:
-        group: The ranks that share out the sequences.
-        layout: Which of them has which token.
-        places: This rank's, padding included.
-        first_stream: How many of them are of the stream that comes first, where text is in the sequence; else 0.
+        group: The ranks among which the sequences are distributed.
+        layout: Layout of the tokens on them.
+        slots: This rank's, padding included.
+        first_stream: Number of them in the stream that comes first, if text is in the sequence; else 0.
         session: That of this rank's bag; None: it has no sequences, or db-SP is not enabled.
         plan: The bag of each sequence; None: all ranks share in each.
     """
 
     group: SequenceGroup
     layout: SequenceLayout
-    places: int
+    slots: int
     first_stream: int = 0
     session: AttentionSession | None = None
     plan: SequencePlan | None = None
@@ -74,7 +74,7 @@ class Sharing:
         scale: float | None = None,
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As the session's; without sequences that of padding, as every rank computes with every parameter."""
+        """Computes attention as the session; that of padding without sequences, as all ranks use all parameters."""
         if self.session is None:
             return F.scaled_dot_product_attention(q, k, v, scale=scale)
         return self.session.attend(layer, q, k, v, scale=scale, gate=gate)
@@ -114,9 +114,9 @@ class BagSessions:
             layer: The transformer's.
             videos: All sequences of the pass.
             loaders: The rank that is given each; None: all ranks are given all.
-            device: Where hidden states are.
-            streams: Whether each rank has its tokens of text before or after its others.
-            step: What `AttentionSession.begin` is told of the denoising step.
+            device: Device of hidden states.
+            streams: Order of a rank's tokens of text and its others.
+            step: The denoising step for `AttentionSession.begin`.
 
         Raises:
             UserError: On all ranks, where bags or sequences don't fit, or ranks would share them out otherwise.
@@ -158,14 +158,14 @@ class BagSessions:
         return Sharing(group, whole, layout.shard, first_here, session, plan)
 
     def _made(self, topology: BagTopology, bag: int) -> AttentionSession:
-        """This rank's session for a topology. Collective within its bag."""
+        """Returns this rank's session for a topology. Collective within its bag."""
         whole = self.whole
         strategies = {ranks: _strategy_within(whole.config, ranks, topology) for ranks in topology.sizes}
         ranks = int(topology.ranks[bag])
         return whole.within(whole.group.part(int(topology.first_rank[bag]), ranks), strategies[ranks])
 
     def _density(self, control: SequenceGroup) -> float:
-        """Of the last pass's masks on all ranks, where they are predicted; 1 before there was one. Collective then."""
+        """Returns the last pass's density on all ranks, if masks are predicted, else 1. Collective if so."""
         if self.whole.config.mask.changes != "per_call":
             return 1.0
         mine = [0, 0]
@@ -185,9 +185,9 @@ class BagSessions:
         density: float,
         device: torch.device,
     ) -> tuple[SequencePlan, SequenceWork]:
-        """The bag of each sequence, and what all of them compute."""
+        """Returns the bag of each sequence, and what all of them compute."""
         whole, config, world = self.whole, self.whole.config, self.whole.group.size
-        # 1. What each costs, as whole numbers. Of all layers' masks that of the middle one stands for the others.
+        # 1. The cost of each, as whole numbers. The middle layer's mask represents those of all layers.
         middle = whole.layers // 2
         requests = [MaskRequest(middle, whole.heads, video.thw, video.text, layers=whole.layers) for video in videos]
         work = SequenceWork.under(config.mask, requests, self._known, density)
@@ -219,17 +219,17 @@ class BagSessions:
 
 
 def is_text(videos: Sequence[Video]) -> np.ndarray:
-    """bool[tokens], which tokens of sequences packed one after another are text."""
+    """Returns bool[tokens], which tokens of sequences packed one after another are text."""
     return np.concatenate([np.arange(one.tokens) < one.text for one in videos])
 
 
 def _first(text: np.ndarray, streams: Streams) -> np.ndarray:
-    """bool[tokens], which tokens are of the stream that comes first."""
+    """Returns bool[tokens], which tokens are of the stream that comes first."""
     return text if streams == "first" else ~text
 
 
 def _with_streams(layout: SequenceLayout, text: np.ndarray, streams: Streams) -> SequenceLayout:
-    """The layout with text and video apart, and at least one place for each on every rank, be it for padding.
+    """Returns the layout with text and video apart, and at least one slot for each on every rank, maybe for padding.
 
     Attention modules of two streams are given some of both.
     """
@@ -238,12 +238,12 @@ def _with_streams(layout: SequenceLayout, text: np.ndarray, streams: Streams) ->
     layout = layout.with_streams(text, streams)
     first = np.bincount(layout.rank[_first(text, streams)], minlength=layout.world)
     local = layout.local + (first[layout.rank] == 0)
-    places = max(layout.shard, int(local.max()) + 1, int(first.max()) + 1)
-    return replace(layout, local=local, shard=places)
+    slots = max(layout.shard, int(local.max()) + 1, int(first.max()) + 1)
+    return replace(layout, local=local, shard=slots)
 
 
 def _strategy_within(config: DbspConfig, ranks: int, topology: BagTopology) -> Strategy | None:
-    """How a bag of so many ranks uses them. Raises UserError for a configured strategy that is for other bags."""
+    """Returns a bag's strategy for its number of ranks. Raises UserError for a configured one for other bags."""
     strategy = config.strategy
     if strategy is None or ranks == 1:
         return Strategy(ranks, 1)

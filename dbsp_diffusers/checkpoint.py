@@ -23,7 +23,7 @@ _WITHOUT_WEIGHTS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Guid")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is in a folder.
+    """Content of a checkpoint's folder.
 
     Attributes:
         variant: Variant of the files to load, such as "fp16", or None for files without one.

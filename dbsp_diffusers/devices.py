@@ -47,21 +47,21 @@ def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> tuple
     current = _launchers_gpu() if device is None else device
     if current is not None:
         torch.cuda.set_device(current)
-    return -1 if device is None else _mark_of(device), int(group.over_nccl)
+    return -1 if device is None else _device_fingerprint(device), int(group.over_nccl)
 
 
-def require_own_gpus(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> None:
+def require_own_gpus(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]) -> None:
     """Raises UserError if several ranks run their model on one GPU, and NCCL connects them: it needs one GPU per rank.
 
-    Over gloo that is allowed, with a warning. `marks` are what `use_model_device` has returned on each rank.
+    Over gloo that is allowed, with a warning. `fingerprints` are what `use_model_device` has returned on each rank.
     """
-    places = [place for place, _ in marks]
-    shared = [place for place in places if place >= 0 and places.count(place) > 1]
+    indices = [index for index, _ in fingerprints]
+    shared = [index for index in indices if index >= 0 and indices.count(index) > 1]
     if not shared:
         return
-    ranks = [rank for rank, place in enumerate(places) if place == shared[0]]
+    ranks = [rank for rank, index in enumerate(indices) if index == shared[0]]
     message = _SHARED.format(ranks)
-    if any(nccl for _, nccl in marks):
+    if any(nccl for _, nccl in fingerprints):
         raise UserError(message)
     if group.rank == ranks[0]:
         log.warning(message)
@@ -69,15 +69,15 @@ def require_own_gpus(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> No
 
 def _gpus_of(model: nn.Module) -> Iterator[torch.device]:
     """Yields the GPUs that a model's weights are on or are brought to."""
-    places: list[Any] = [parameter.device for parameter in model.parameters()]
+    found: list[Any] = [parameter.device for parameter in model.parameters()]
     for part in model.modules():
-        places.append(getattr(getattr(part, "_hf_hook", None), "execution_device", None))
+        found.append(getattr(getattr(part, "_hf_hook", None), "execution_device", None))
         hooks = getattr(getattr(part, "_diffusers_hook", None), "hooks", {})
-        places.append(getattr(getattr(hooks.get("group_offloading"), "group", None), "onload_device", None))
+        found.append(getattr(getattr(hooks.get("group_offloading"), "group", None), "onload_device", None))
     devices = (
-        torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-        for place in places
-        if place is not None
+        torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        for device in found
+        if device is not None
     )
     yield from (device for device in devices if device.type == "cuda" and device.index is not None)
 
@@ -92,7 +92,7 @@ def _launchers_gpu() -> torch.device | None:
     )
 
 
-def _mark_of(device: torch.device) -> int:
+def _device_fingerprint(device: torch.device) -> int:
     """Returns a number that two ranks share only if they use one GPU."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", os.environ.get("CUDA_VISIBLE_DEVICES"))
     return fingerprint_of((socket.gethostname(), str(uuid), device.index))

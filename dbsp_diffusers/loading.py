@@ -23,8 +23,8 @@ def load_stock_pipeline(
 
     Args:
         model: Folder or repository.
-        identity: What the model is, None where that is not known.
-        from_image: Whether it starts from an image: checkpoints of Wan2.2 TI2V name the class that does not.
+        identity: The model, or None if it is not known.
+        from_image: True if it starts from an image: checkpoints of Wan2.2 TI2V name the class that does not.
         flow_shift: None leaves the checkpoint's.
         cls: diffusers' class; the default takes the one that the checkpoint names.
         options: Further arguments of `from_pretrained`.

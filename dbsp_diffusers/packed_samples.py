@@ -22,7 +22,7 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Condition:
-    """What a sequence is denoised by.
+    """Conditions of a sequence's denoising.
 
     Attributes:
         timesteps: [1], or [tokens].
@@ -41,17 +41,17 @@ class Condition:
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """What a transformer of one configuration takes as a sample.
+    """Samples that a transformer of one configuration takes.
 
     Attributes:
-        channels: Of the latents.
+        channels: Channels of the latents.
         patch: Latents' frames, rows and columns of one token.
         text: Width of the prompt's embeddings.
         image: Width of an image encoder's embeddings; None: it takes none.
         pooled: Width of the pooled text embedding; None: it takes none.
-        guidance: Whether it is told the guidance scale, which it has learned.
-        token_timesteps: Whether each token may have a timestep of its own.
-        images_only: Whether latents have one frame.
+        guidance: True if it is given the guidance scale, which it has learned.
+        token_timesteps: True if each token may have a timestep of its own.
+        images_only: True if latents have one frame.
     """
 
     channels: int
@@ -78,8 +78,8 @@ class PackedSample:
             (HunyuanVideo).
         image: float[m, e], the image encoder's embeddings, where the model has them (Wan2.1 I2V).
         pooled: float[p], the pooled embedding of the prompt, where the model has it (Flux, HunyuanVideo).
-        guidance: The guidance scale that a distilled model is told, as the transformer itself is given it (FLUX.1-dev:
-            the scale; HunyuanVideo: 1000 times the scale).
+        guidance: The guidance scale that a distilled model is given, as the transformer itself is given it
+            (FLUX.1-dev: the scale; HunyuanVideo: 1000 times the scale).
     """
 
     latents: torch.Tensor
@@ -106,7 +106,7 @@ class PackedSample:
         return Condition(timesteps, self.text, self.image, self.pooled, guidance)
 
     def _on_device(self, value: torch.Tensor | float) -> torch.Tensor:
-        """Returns a tensor [n] beside the latents; of a number without a copy from the host, which waits."""
+        """Returns a tensor [n] on the latents' device; of a number without a copy from the host, which waits."""
         device = self.latents.device
         if isinstance(value, torch.Tensor):
             return value.to(device).reshape(-1)
@@ -115,21 +115,21 @@ class PackedSample:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """What a transformer is called with for several samples at once.
+    """Inputs of a transformer's call for several samples at once.
 
     Attributes:
         samples: Those that this rank is given.
         sizes: Latents' frames, rows and columns of all sequences of the call, in the order in which they are packed.
-        device: Of the samples.
+        device: Device of the samples.
         timestep: The largest of all, or another number that falls from step to step of a denoising.
         loaders: By sequence, the rank that is given it; None: every rank is given all.
         lengths: By sequence, tokens of text and of image, and number of timesteps, where loaders differ.
-        text_type: Of text, image and pooled embeddings, where loaders differ.
-        debug: Whether all ranks compare what they exchange before every exchange.
+        text_type: Dtype of text, image and pooled embeddings, if loaders differ.
+        debug: True if all ranks compare what they exchange before every exchange.
         videos: Each sequence as attention sees it.
-        bags: Into which sequences are shared out; None: all ranks share in each.
+        bags: Bags among which sequences are distributed; None: all ranks share in each.
         layer: Sizes of the transformer's layers, which bags are planned by.
-        sharing: Where tokens are; None: not known yet.
+        sharing: Layout of the tokens; None: not known yet.
     """
 
     samples: tuple[PackedSample, ...]
@@ -153,7 +153,7 @@ class PackedBatch:
         return [text for text, _, _ in self.lengths]
 
     def grids(self, patch: Sequence[int]) -> list[Size]:
-        """Each sequence's token grid (t, h, w)."""
+        """Returns each sequence's token grid (t, h, w)."""
         t, h, w = patch
         return [(frames // t, height // h, width // w) for frames, height, width in self.sizes]
 
@@ -161,13 +161,13 @@ class PackedBatch:
 def check_samples(samples: Sequence[PackedSample], spec: SampleSpec) -> None:
     """Raises UserError for samples that are not what a transformer takes."""
     for number, sample in enumerate(samples):
-        complaint = _complaint(sample, spec)
-        if complaint:
-            raise UserError(f"sample {number}: {complaint}")
+        message = _message(sample, spec)
+        if message:
+            raise UserError(f"sample {number}: {message}")
 
 
-def _complaint(sample: PackedSample, spec: SampleSpec) -> str | None:
-    """What is wrong with a sample, in one line."""
+def _message(sample: PackedSample, spec: SampleSpec) -> str | None:
+    """Returns the error message about a sample, or None."""
     latents, text = sample.latents, sample.text
     if latents.ndim != 4 or latents.shape[0] != spec.channels or not latents.numel():
         return f"latents must be [{spec.channels}, frames, height, width], got {list(latents.shape)}"

@@ -1,4 +1,4 @@
-"""Changes to a host that can be undone: hooks, attributes, pipeline calls; and which guidance pass it runs."""
+"""Changes to a framework that can be undone: hooks, attributes, pipeline calls; and the CFG pass that it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "PatchSet",
     "around_calls",
     "cache_contexts",
-    "guidance_branch",
+    "current_cfg_pass",
     "has_class_forward",
     "in_float64",
     "require_names",
@@ -40,7 +40,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PatchSet:
-    """A stack of changes to a host; `detach` undoes them in reverse, once, all of them even when undoing one fails.
+    """A stack of changes to a framework; `detach` undoes all in reverse, once, even if undoing one fails.
 
     As a context manager, around the making of the changes, it is all or nothing: an exception undoes those made.
     """
@@ -70,8 +70,8 @@ class PatchSet:
         What hooks of diffusers and accelerate wrap around it, such as attention caches and offloading, stays around
         it, whether they were registered before or after, and also when this is undone. It stays when they are removed.
         """
-        place, name = _innermost_forward(module)
-        before = getattr(place, name)
+        owner, name = _innermost_forward(module)
+        before = getattr(owner, name)
         replacement: Callable[..., Any] | None = forward
 
         @functools.wraps(before)
@@ -87,7 +87,7 @@ class PatchSet:
         def restore() -> None:
             nonlocal replacement
             replacement = None  # libraries may keep `either`, and nothing that it called may live as long
-            if vars(place).get(name) is bound:
+            if vars(owner).get(name) is bound:
                 undo()
             # where libraries have moved it since, with hooks that were put on or taken off
             kept = [(module, attribute) for attribute in vars(module)]
@@ -95,12 +95,12 @@ class PatchSet:
                 if vars(holder).get(attribute) is bound:
                     setattr(holder, attribute, before)
 
-        undo = _set(place, name, bound)
+        undo = _set(owner, name, bound)
         self._undo.callback(restore)
 
     def replace_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
         """Gives a module another class; libraries that keep the module's forward call that of its current class."""
-        own, (place, name) = type(module), _innermost_forward(module)
+        own, (owner, name) = type(module), _innermost_forward(module)
 
         @functools.wraps(cls.forward)
         def current(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -108,11 +108,11 @@ class PatchSet:
 
         bound = types.MethodType(current, module)
         module.__class__ = cls
-        undo = _set(place, name, bound)
+        undo = _set(owner, name, bound)
 
         def restore() -> None:
             module.__class__ = own
-            if vars(place).get(name) is bound:
+            if vars(owner).get(name) is bound:
                 undo()
 
         self._undo.callback(restore)
@@ -125,7 +125,7 @@ class PatchSet:
         self._undo.callback(function)
 
     def detach(self) -> None:
-        """Leaves the host as it was."""
+        """Leaves the framework as it was."""
         self._undo.close()
 
 
@@ -144,7 +144,7 @@ def _set(target: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _innermost_forward(module: nn.Module) -> tuple[Any, str]:
-    """The object and its attribute that hold a module's forward within the hooks of diffusers and accelerate."""
+    """Returns the object and attribute that hold a module's forward within the hooks of diffusers and accelerate."""
     if isinstance(vars(module).get("_old_forward"), types.MethodType):  # else it is what diffusers' hooks have made
         return module, "_old_forward"
     innermost = next(iter(getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())), None)
@@ -155,23 +155,23 @@ def _innermost_forward(module: nn.Module) -> tuple[Any, str]:
 
 def has_class_forward(module: nn.Module) -> bool:
     """Returns True if a module's forward, within such hooks, is its class's own."""
-    place, name = _innermost_forward(module)
-    return getattr(getattr(place, name), "__func__", None) is type(module).forward
+    owner, name = _innermost_forward(module)
+    return getattr(getattr(owner, name), "__func__", None) is type(module).forward
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
-    """How a module is called, by its class: libraries replace an instance's forward by one that takes anything."""
+    """Returns a module's signature by its class: libraries replace an instance's forward by one with any arguments."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def sample_of(arguments: Mapping[str, Any]) -> Any:
-    """The latents among a forward pass's arguments, a tensor or a list: the first, in all diffusers transformers."""
+    """Returns the latents of a forward pass, a tensor or a list: the first argument, in all diffusers transformers."""
     return next(iter(arguments.values()))
 
 
 def without_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Arguments:
-    """The arguments of a module's forward with None for one of them, if it is given."""
+    """Returns the arguments of a module's forward with None for one of them, if it is given."""
     call = signature_of(module).bind(*args, **kwargs)
     if name in call.arguments:
         call.arguments[name] = None
@@ -183,17 +183,17 @@ def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) ->
 
     Args:
         package: The package by pip's name.
-        names: Arguments that a function must take, by its place "module:Class.method".
-        fix: What to do about it.
+        names: Arguments that a function must take, by its path "module:Class.method".
+        fix: Fix for the user.
     """
-    for place, arguments in names.items():
+    for owner, arguments in names.items():
         try:
-            taken = set(inspect.signature(pkgutil.resolve_name(place)).parameters)
+            taken = set(inspect.signature(pkgutil.resolve_name(owner)).parameters)
         except (ImportError, AttributeError):
             taken = set()
         if not taken.issuperset(arguments):
             raise UserError(
-                f"{package} {installed_version(package)} does not have {place}({', '.join(arguments)}), which db-SP "
+                f"{package} {installed_version(package)} does not have {owner}({', '.join(arguments)}), which db-SP "
                 f"expects; {fix}"
             )
 
@@ -217,11 +217,11 @@ def in_float64(pipe: Any) -> Any:
 Entered = tuple[str, Callable[[], AbstractContextManager[None]]]
 """Name of a cache context that is entered, and what enters it again."""
 _BRANCHES = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_uncond": 1}
-"""Number of a guidance pass by the usual names of its cache context; others are numbered as they appear."""
+"""Number of a CFG pass by the usual names of its cache context; others are numbered as they appear."""
 
 
 def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], Entered | None]:
-    """Observes `transformer.cache_context(name)`, by which diffusers' pipelines say which guidance pass they run.
+    """Observes `transformer.cache_context(name)`, by which diffusers' pipelines say which CFG pass they run.
 
     Returns:
         A function that returns the context that is entered, or None outside of contexts.
@@ -245,8 +245,8 @@ def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], Entered 
     return lambda: entered
 
 
-def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
-    """Returns what tells the number of the current guidance pass, or None if the pipeline does not say it."""
+def current_cfg_pass(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
+    """Returns a function that returns the number of the current CFG pass, or None if the pipeline does not name it."""
     entered = cache_contexts(transformer, patches)
     numbers: dict[str, int] = {}
 
@@ -267,7 +267,7 @@ def around_calls(pipe: Any, around: Callable[[Call], Call], patches: PatchSet) -
     """Replaces what `pipe(...)` calls by around(it); the last one given is the outermost.
 
     Python looks `__call__` up on the class, so the pipe gets a subclass of its own, of the same name. If something
-    else was put in the subclass's place meanwhile, or on it (as para-attn's first-block cache does), it stays and
+    else replaced the subclass meanwhile, or is on it (as para-attn's first-block cache does), it stays and
     passes calls through.
     """
     cls, replaced = type(pipe), True

@@ -18,7 +18,7 @@ _ANSWER_S = 10.0
 
 
 def require_possible(config: DbspConfig) -> None:
-    """Raises SettingError for settings that cannot be served on this machine, or with these masks."""
+    """Raises SettingError for settings that are not supported on this computer, or with these masks."""
     with blame_setting("kernel"):
         choose_kernel(config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype)
     if config.machine is not None:
@@ -56,7 +56,7 @@ def local_checkpoint(model: str) -> Checkpoint | None:
 
 
 def cached_checkpoint(repository: str, file: str = "model_index.json") -> Path | None:
-    """The folder in Hugging Face's cache that has this file of a repository, whole or not."""
+    """Returns the folder in Hugging Face's cache that has this file of a repository, whole or not."""
     try:
         from huggingface_hub import try_to_load_from_cache
 

@@ -29,7 +29,7 @@ def report_calls(
     pipe: Any,
     sessions: Sequence[AttentionSession],
     patches: PatchSet,
-    host: str,
+    framework: str,
 ) -> None:
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
@@ -59,7 +59,7 @@ def report_calls(
             if observer.device.type == "cuda":
                 torch.cuda.synchronize(observer.device)
             observer.seconds = time.perf_counter() - start
-            report_or_say_why_not(sessions, model_name(pipe), host)
+            report_or_say_why_not(sessions, model_name(pipe), framework)
             return output
 
         return call_and_report
@@ -80,7 +80,7 @@ def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet
             if is_writer(session.group) and 0 < after.counted - before.counted == after.dense - before.dense:
                 source = session.config.to_values()["mask"]["source"]
                 log.warning(
-                    session.config.dense_schedule.complaint(session.steps())
+                    session.config.dense_schedule.message(session.steps())
                     or f"mask {source} left nothing out, density 1.000 in every attention: nothing was gained over "
                     f"dense attention; {page('masks')} has its settings, and other sources"
                 )
@@ -91,7 +91,7 @@ def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet
     around_calls(pipe, around, patches)
 
 
-def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, host: str) -> None:
+def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, framework: str) -> None:
     """Makes the report and writes it on the first rank. Collective.
 
     An error is logged in one line, after a traceback if it is a fault of db-SP's: neither that nor a full disk must
@@ -100,7 +100,7 @@ def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, host
     observer = run_observer(sessions[0])
     folder = Path(observer.folder if observer is not None else ".")
     try:
-        write_run_report(sessions, model, host, folder)
+        write_run_report(sessions, model, framework, folder)
     except Exception as error:
         if not isinstance(error, (UserError, RuntimeError, OSError)):
             traceback.print_exc()
@@ -109,7 +109,7 @@ def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, host
 
 
 def write_run_report(
-    sessions: Sequence[AttentionSession], model: str, host: str, folder: str | os.PathLike[str] | None = None
+    sessions: Sequence[AttentionSession], model: str, framework: str, folder: str | os.PathLike[str] | None = None
 ) -> None:
     """Makes one report of all sessions, and writes it on the first rank. Collective; raises as `make_report` does.
 
@@ -124,21 +124,21 @@ def write_run_report(
         model += f", layers {layers} to {last}: transformer_{number}"
         records |= {layers + layer: plan for layer, plan in session.records.items()}
         layers = last + 1
-    report, observer = make_report(first, model, host), run_observer(first)
+    report, observer = make_report(first, model, framework), run_observer(first)
     if is_writer(first.group) and observer is not None:
         write_report_files(report, first, Path(folder or observer.folder), records)
         observer.report = report
 
 
 def model_name(pipe: Any) -> str:
-    """Shown name of what a pipeline was loaded from; else its transformer's class."""
+    """Returns the shown name of what a pipeline was loaded from; else its transformer's class."""
     config = getattr(pipe, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else None
     return shown_name(name) if name else type(pipe.transformer or pipe.transformer_2).__name__
 
 
 def shown_name(model: str) -> str:
-    """Short name of a known model, last part of a folder's path, or the name of another repository as it is."""
+    """Returns the short name of a known model, last part of a folder's path, or another repository's name as it is."""
     spec = find_model_spec(model)
     return spec.name if spec is not None else Path(model).name if Path(model).is_dir() else model
 

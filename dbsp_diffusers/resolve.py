@@ -15,7 +15,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
 from dbsp_core.models.table import model_title
-from dbsp_core.planning.wire_format import MODEL
+from dbsp_core.planning.comm_dtype import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
 from dbsp_core.utils.errors import UserError, in_number
 from dbsp_core.utils.process import log
@@ -27,7 +27,7 @@ __all__ = ["describe_mask", "identify", "log_config", "resolve_config"]
 
 
 def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
-    """What a transformer is, given its pipeline if there is one. Raises UserError for an unknown class."""
+    """Identifies a transformer, given its pipeline if there is one. Raises UserError for an unknown class."""
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
         name = architecture_of(transformer).pipeline or type(transformer).__name__
@@ -39,7 +39,7 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
 def resolve_config(
     config: ConfigLike, transformer: Any, pipe: Any = None, name: str = "transformer", *, vae: bool = False
 ) -> DbspConfig:
-    """The settings for a transformer: those given, or else those shipped for its checkpoint.
+    """Returns the settings for a transformer: those given, or else those shipped for its checkpoint.
 
     Where they name no mask, and the checkpoint brings one of its own, they are given this one. `name` is that of the
     transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError for an error in the
@@ -55,7 +55,7 @@ def resolve_config(
 
 
 def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
-    """With the mask that a checkpoint brings where none is named; and with its numbers where its mask is, without."""
+    """Adds the mask that a checkpoint brings if none is named; and its numbers if its mask is named without them."""
     known = known_architecture(transformer)
     own = known.own_mask.source(transformer) if known is not None and known.own_mask is not None else None
     if own is None:
@@ -85,7 +85,7 @@ def log_config(
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
-    if config.wire is not MODEL:
+    if config.comm_dtype is not MODEL:
         layout += f", precision {config.precision}"
     _log_once(f"{model_title(identity)} on {in_number(group.size, 'rank')}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {shown_config(config.origin)}"
@@ -93,7 +93,7 @@ def log_config(
 
 
 def describe_mask(config: DbspConfig) -> str:
-    """The mask source with what is set of it, for example "sparge (cdf 0.92, block_q 128), dense first_steps 5"."""
+    """Describes the mask source with its settings, such as "sparge (cdf 0.92, block_q 128), dense first_steps 5"."""
     schedule = _describe_changed(config.dense_schedule, DenseSchedule())
     sources = " + ".join(map(_describe_source, parts_of(config.mask)))
     return sources + (f", dense {schedule}" if schedule else "")
@@ -107,7 +107,7 @@ def _describe_source(mask: MaskSource) -> str:
 
 
 def _describe_changed(settings: Any, default: Any) -> str:
-    """The fields whose value is not the default's, as text; without a default instance, all that are set."""
+    """Returns the fields whose value is not the default's, as text; without a default instance, all that are set."""
     shown = []
     for f in sorted(fields(settings), key=lambda one: bool(one.kw_only)):  # what several sources have comes last
         value = getattr(settings, f.name)

@@ -32,7 +32,7 @@ def sum_gradients(model: Any) -> None:
         model: A pipeline or transformer on which db-SP is enabled.
 
     Raises:
-        UserError: Where db-SP is not enabled.
+        UserError: If db-SP is not enabled.
     """
     state = attached_to(model)
     if state is None:
@@ -55,7 +55,7 @@ def sum_gradients(model: Any) -> None:
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients of one dtype and device, of BUCKET_BYTES or a single tensor; alike on all ranks."""
+    """Groups gradients of one dtype and device, of BUCKET_BYTES or a single tensor; identically on all ranks."""
     waiting: dict[object, list[torch.Tensor]] = {}
     for grad in grads:
         bucket = waiting.setdefault((grad.dtype, grad.device), [])

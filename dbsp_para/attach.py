@@ -80,7 +80,7 @@ def _parallelize(
             f'unknown attn {attn!r}; pass attn="dbsp", or call para-attn\'s own function for its attention'
         )
     _require_whole_batch(mesh)
-    enable(model, config, mesh=mesh, steps=steps, host="para")
+    enable(model, config, mesh=mesh, steps=steps, framework="para")
     return model
 
 

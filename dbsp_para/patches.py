@@ -1,6 +1,6 @@
 """Teaches para-attn's `parallelize_pipe` and `parallelize_transformer` the argument `attn="dbsp"`.
 
-para-attn looks its adapters' functions up by name at each call, so wrapping them is enough, whatever was imported
+para-attn looks its adapters' functions up by name at each call, so wrapping them is enough, for any import
 first. Its first-block cache is taught to compare tensors that db-SP has sharded: all ranks skip the steps that one
 process would skip.
 """
@@ -32,7 +32,7 @@ _ADAPTERS = tuple(
         "flux",
         "hunyuan_video",
         "mochi",
-    )  # the last three refuse attn="dbsp" with a reason
+    )  # the last three reject attn="dbsp" with a reason
 )
 _CACHE = "para_attn.first_block_cache.utils"
 _WRAPPED = {

@@ -14,7 +14,7 @@ from dbsp_core.config import ConfigLike
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.api import disable, session_of
-from dbsp_diffusers.attach import Host, attach_host
+from dbsp_diffusers.attach import Framework, attach_framework
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet, has_class_forward
 from dbsp_xdit.command_line import strategy_from
@@ -46,7 +46,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     whole = guidance.size > 1 and world.size == sequence.size * guidance.size
     with PatchSet() as patches:
         stock = run_consistently(sequence.control(), lambda: _in_diffusers_classes(pipe, patches, guidance.size))
-        host = Host(
+        framework = Framework(
             "xdit",
             sequence,
             choose_strategy=lambda config: strategy_from(
@@ -54,7 +54,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
             ),
             decoders=world if whole else None,  # both halves of guidance have the latents of the one video
         )
-        return attach_host(stock, config, host, patches=patches)
+        return attach_framework(stock, config, framework, patches=patches)
 
 
 def detach(pipe: Any) -> None:
@@ -67,7 +67,7 @@ def detach(pipe: Any) -> None:
 
 
 def _groups() -> list[SequenceGroup]:
-    """Returns the ranks that share a sequence, those that share the guidance passes, and all ranks.
+    """Returns the ranks that share a sequence, those that share the CFG passes, and all ranks.
 
     Raises UserError if xfuser has none yet, or others that don't go with db-SP.
     """
@@ -92,10 +92,10 @@ def _in_diffusers_classes(pipe: Any, patches: PatchSet, guidance: int) -> Any:
     """Returns the diffusers pipeline that `pipe` is or wraps, with transformers of diffusers' own classes.
 
     A pipeline in xfuser's wrapper runs as diffusers' own from then on, and returns its output on every rank. Weights
-    stay where they are. Whatever is not xfuser's stays as it is.
+    stay where they are. What is not xfuser's stays as it is.
     """
     if _wraps(pipe):
-        # xfuser's wrapper then calls the wrapped pipeline, once it has shared out the prompts
+        # xfuser's wrapper then calls the wrapped pipeline, once it has distributed the prompts
         patches.set_attribute(pipe, "use_naive_forward", lambda: True)
         pipe = pipe.module
         for name in ("transformer", "scheduler"):
@@ -103,7 +103,7 @@ def _in_diffusers_classes(pipe: Any, patches: PatchSet, guidance: int) -> Any:
                 patches.set_attribute(pipe, name, getattr(pipe, name).module)
     if guidance > 1 and not _is_xfusers(pipe):
         raise UserError(
-            f"use_cfg_parallel: {type(pipe).__name__} does not run the two guidance passes on two groups of ranks; "
+            f"use_cfg_parallel: {type(pipe).__name__} does not run the two CFG passes on two groups of ranks; "
             "leave it out and double the Ulysses or ring degree"
         )
     for transformer in transformers_in(pipe).values():
@@ -123,7 +123,7 @@ def _wraps(part: Any) -> bool:
 
 
 def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
-    """Puts what xfuser has wrapped among a module's parts back into its place."""
+    """Restores what xfuser has wrapped among a module's parts."""
     for name, part in list(module.named_children()):
         inner: Any = part.module if _wraps(part) else part
         if inner is not part:

@@ -1,4 +1,4 @@
-"""What an xdit command line asks for: db-SP's flags with their configuration, and the model that `--model` means.
+"""Settings on an xdit command line: db-SP's flags with their configuration, and the model that `--model` means.
 
 xfuser's own models run as they are; CogVideoX, some sizes of Wan and local folders as diffusers' pipelines.
 """

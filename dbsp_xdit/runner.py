@@ -1,4 +1,4 @@
-"""What db-SP changes in an `xdit` command with `--sp-backend`: in its launcher, and in xfuser's runner."""
+"""Changes of an `xdit` command with `--sp-backend`: in its launcher, and in xfuser's runner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_folder_place
+from dbsp_core.utils.files import require_folder_path
 from dbsp_core.utils.process import exit_on_user_error
 from dbsp_diffusers.patching import PatchSet, require_names
 from dbsp_diffusers.preflight import require_checkpoint, require_possible
@@ -60,7 +60,7 @@ def preflight(argv: Sequence[str]) -> None:
         raise UserError("--prompt is missing; say what to generate")
     require_possible(config)
     if config.report and torchrun["--nnodes"] == "1":  # one of several nodes writes it
-        require_folder_place(Path(config.report).absolute(), "report")
+        require_folder_path(Path(config.report).absolute(), "report")
     require_checkpoint(source_of(args["model"]))
 
 

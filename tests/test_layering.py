@@ -32,7 +32,7 @@ PACKAGES = {
     },
 }
 """Our packages, and which of them each may name: in imports, and in strings that are modules."""
-HOSTS = {
+FRAMEWORKS = {
     "xfuser",
     "para_attn",
     "diffusers",
@@ -43,7 +43,7 @@ HOSTS = {
     "lightx2v",
     "lightx2v_platform",
 }
-OPTIONAL = {*HOSTS, "matplotlib", "tokenizers", "accelerate", "imageio", "imageio_ffmpeg", "ftfy", "yunchang"}
+OPTIONAL = {*FRAMEWORKS, "matplotlib", "tokenizers", "accelerate", "imageio", "imageio_ffmpeg", "ftfy", "yunchang"}
 
 
 def folder_of(package: str) -> Path:
@@ -105,7 +105,7 @@ def test_a_module_named_in_a_string_would_be_found(tmp_path):
 def test_the_core_imports_no_host_with_itself():
     core = files("dbsp_core", "dbsp_kernels")
     assert found_in(core, lambda path: tops(imports(path, inside_functions=False)) & OPTIONAL) == {}
-    assert found_in(core, lambda path: tops(imports(path)) & HOSTS) == {}
+    assert found_in(core, lambda path: tops(imports(path)) & FRAMEWORKS) == {}
 
 
 def test_plain_diffusers_needs_neither_of_the_other_hosts():

@@ -47,7 +47,7 @@ def programs() -> Iterator[tuple[Path, str]]:
                 yield path, text
 
 
-def test_text_files_are_read_and_written_in_utf_8_whatever_the_locale() -> None:
+def test_text_files_are_read_and_written_in_utf_8_for_any_locale() -> None:
     found = {str(path.relative_to(ROOT)): list(without_encoding(text)) for path, text in programs()}
     assert len(found) > 100
     assert {path: lines for path, lines in found.items() if lines} == {}
@@ -70,5 +70,5 @@ def test_text_files_are_read_and_written_in_utf_8_whatever_the_locale() -> None:
         ("Image.open(path)", 0),
     ],
 )
-def test_calls_are_told_apart(source: str, found: int) -> None:
+def test_calls_are_distinguished(source: str, found: int) -> None:
     assert len(list(without_encoding(source))) == found

@@ -22,7 +22,7 @@ from tests.support.repository import ROOT
 from tests.test_layering import PACKAGES
 
 pytestmark = pytest.mark.long
-HOSTS = {
+FRAMEWORKS = {
     "diffusers": (
         "diffusers",
         "transformers",
@@ -109,7 +109,7 @@ def borrow(target: Path, hidden: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("extra", NEEDS)
 def test_an_extra_alone_is_enough_away_from_the_checkout(tmp_path, wheel, extra):
     pytest.importorskip("para_attn")
-    hidden = tuple(name for host, names in HOSTS.items() if host not in NEEDS[extra] for name in names)
+    hidden = tuple(name for host, names in FRAMEWORKS.items() if host not in NEEDS[extra] for name in names)
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     place = subprocess.run(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import typer
 
-from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.measure import SPARSE, Measured, Rows, Workload, measure
 from dbsp_cli.output import (
     PATH,
@@ -24,8 +24,8 @@ from dbsp_cli.output import (
     TextTable,
     print_json,
     print_tables,
-    require_file_place,
-    require_picture_place,
+    require_file_path,
+    require_picture_path,
 )
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import default_config
@@ -66,17 +66,17 @@ def bench_command(
     identity = signature_of_model(model)
     if identity is None:
         raise unknown_model(model)
-    place = Place.of(os.environ)
-    if place is not None:
-        place.export()
+    rank_info = RankInfo.of(os.environ)
+    if rank_info is not None:
+        rank_info.export()
     device = use_local_device()
     out = out or measured_file(device.type)
-    require_file_place(out, "--out")
-    require_picture_place(picture, {"--out": out})
-    with nullcontext() if place is None else process_group(device):
+    require_file_path(out, "--out")
+    require_picture_path(picture, {"--out": out})
+    with nullcontext() if rank_info is None else process_group(device):
         work, shapes = _workload(model, identity, device, SequenceGroup.of())
         found = _measured(model, work, shapes, out.stem)
-    if place is None or place.local == 0:  # nodes may have folders of their own
+    if rank_info is None or rank_info.local == 0:  # nodes may have folders of their own
         save_hardware(out, found.hardware, found.record)
     if work.group.rank:
         return
@@ -96,8 +96,8 @@ class Bench:
     """Everything that was measured of one model.
 
     Attributes:
-        others: The machine whose constants stand for what was not measured.
-        record: What the file says of how it was made.
+        others: The hardware profile whose constants replace what was not measured.
+        record: Text in the file about its origin.
     """
 
     model: str
@@ -199,7 +199,7 @@ class KernelResult:
     """One kernel at one size of blocks.
 
     Attributes:
-        problem: Why it did not run, or None.
+        problem: Reason why it did not run, or None.
         speed: Over the first kernel that was exact with these blocks.
     """
 
@@ -313,7 +313,7 @@ def _report(found: Bench, out: Path) -> dict[str, Any]:
 
 
 def _picture(found: Bench) -> bytes:
-    """PNG: one rank's attention over density, rates of exchanges, whole attentions."""
+    """Draws a PNG: one rank's attention over density, rates of exchanges, whole attentions."""
     from matplotlib.figure import Figure
 
     work, measured = found.work, found.measured

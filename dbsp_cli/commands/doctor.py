@@ -48,7 +48,7 @@ class Check:
 
     Attributes:
         state: "ok", "missing", or "not here" where nothing could be installed to change it.
-        fix: What to do where it is not ok.
+        fix: Fix if it is not ok.
     """
 
     what: str
@@ -69,7 +69,7 @@ class Importable:
         needs: Packages, by the names they are imported by, whose versions are shown.
         extra: Extra of dbsp-attention that installs them.
         code: Imports what is used of them.
-        use: What they are for.
+        use: Purpose of the package.
     """
 
     what: str
@@ -92,7 +92,7 @@ class Importable:
         return Check(self.what, "ok", ", ".join(f"{name} {_version(name)}" for name in self.needs))
 
 
-HOSTS = (
+FRAMEWORKS = (
     Importable(
         "xDiT",
         ("xfuser", "diffusers", "transformers", "triton"),
@@ -129,7 +129,7 @@ class Engine:
 
     Attributes:
         group: Entry points that it loads, db-SP's among them.
-        expected: What db-SP's plug-in uses of it.
+        expected: Names of the engine that db-SP's plug-in uses.
     """
 
     what: str
@@ -157,9 +157,9 @@ ENGINES = (
 
 
 def run_checks() -> list[Check]:
-    """Checks versions, devices, communication, kernels, hosts and engines. What hosts are called ok are imported."""
+    """Checks versions, devices, communication, kernels, frameworks and engines. Imports the frameworks that are ok."""
     with ThreadPoolExecutor() as threads:
-        imported = list(threads.map(Importable.check, (*HOSTS, *_PACKAGES)))
+        imported = list(threads.map(Importable.check, (*FRAMEWORKS, *_PACKAGES)))
     return [
         Check("db-SP", "ok", own_version()),
         Check("python", "ok", platform.python_version()),
@@ -176,10 +176,10 @@ def run_checks() -> list[Check]:
 def verdict(checks: list[Check]) -> str:
     """Returns the one line to read first."""
     state = {one.what: one for one in checks}
-    hosts = [host.what for host in HOSTS if state[host.what].ok]
+    frameworks = [one.what for one in FRAMEWORKS if state[one.what].ok]
     where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"
-    if hosts:
-        return f"db-SP {own_version()} runs in {', '.join(hosts)}; {where}"
+    if frameworks:
+        return f"db-SP {own_version()} runs in {', '.join(frameworks)}; {where}"
     return f"db-SP {own_version()} can plan; to generate, {install_command('diffusers')}"
 
 
@@ -291,11 +291,11 @@ def _kernels() -> list[Check]:
     for name, kernel in KERNELS.items():
         reason, state = kernel.why_unsupported(device, dtype), "missing"
         if reason is None:
-            findings.append(Check(f"kernel {name}", "ok", "serves this machine"))
+            findings.append(Check(f"kernel {name}", "ok", "supported here"))
             continue
         if device not in kernel.devices:
             reason, state = "needs a GPU" if device == "cpu" else "is for the CPU", "not here"
-        findings.append(Check(f"kernel {name}", state, reason, f"kernel {usable} serves instead"))
+        findings.append(Check(f"kernel {name}", state, reason, f"kernel {usable} is used instead"))
     try:
         order, set_name = kernel_order("auto", None, torch.device(device)), os.environ.get("DBSP_KERNEL")
         chosen = choose_kernel(order, device, dtype).name

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from dbsp_cli.generate.pipeline import OFFLOADS, QUANTIZATIONS, Features
-from dbsp_cli.generate.ranks import Place, processes_here, run_ranks
+from dbsp_cli.generate.ranks import RankInfo, processes_here, run_ranks
 from dbsp_cli.generate.request import Generation, GenerationRequest, Output, resolve
 from dbsp_cli.output import PATH, options_for
 from dbsp_core.reports.page import in_a_line
@@ -56,14 +56,14 @@ def generate_command(
     lists = {name: tuple(given[name] or ()) for name in ("images", "lora", "changes")}
     features = Features(**options_for(Features, given | lists))
     request = GenerationRequest(**options_for(GenerationRequest, given | lists | {"features": features}))
-    joined = Place.of(os.environ)
+    joined = RankInfo.of(os.environ)
     count = 1 if joined else processes_here(nproc)
-    place = joined or Place(world=count, local_world=count)
-    generation = resolve(request, place)
+    rank_info = joined or RankInfo(world=count, local_world=count)
+    generation = resolve(request, rank_info)
     if dry_run:
-        _say_what_would_be_made(generation, place)
+        _say_what_would_be_made(generation, rank_info)
         return
-    if place.rank == 0 and not joined:
+    if rank_info.rank == 0 and not joined:
         for line in generation.warnings:
             print(f"{NOTICE}{line}", file=sys.stderr)
     if not joined and not generation.left:  # ranks that are there decide together
@@ -71,24 +71,24 @@ def generate_command(
         return
     if count > 1:
         raise typer.Exit(run_ranks(count, sys.argv[1:]))
-    _make(generation, place)
+    _make(generation, rank_info)
 
 
-def _make(generation: Generation, place: Place) -> None:
+def _make(generation: Generation, rank_info: RankInfo) -> None:
     """Makes the videos as one of the ranks; rank 0 says what was made."""
     from dbsp_cli.generate.videos import make_videos  # here: it takes seconds to import
 
-    place.export()
+    rank_info.export()
     start = time.perf_counter()
     reports = make_videos(generation)
-    if place.rank == 0:
+    if rank_info.rank == 0:
         _say_what_was_made(generation, reports, time.perf_counter() - start)
-    if generation.report is not None and place.rank == 0 and not all(reports.values()):
+    if generation.report is not None and rank_info.rank == 0 and not all(reports.values()):
         raise typer.Exit(_NO_REPORT)
 
 
-def _say_what_would_be_made(generation: Generation, place: Place) -> None:
-    print(f"# {place.world} rank{'s' if place.world > 1 else ''} would make, with these settings:")
+def _say_what_would_be_made(generation: Generation, rank_info: RankInfo) -> None:
+    print(f"# {rank_info.world} rank{'s' if rank_info.world > 1 else ''} would make, with these settings:")
     for output in generation.left:
         print(f"# {output.path}: seed {output.seed}, {output.prompt!r}")
     print(yaml.safe_dump(generation.effective, allow_unicode=True, sort_keys=False), end="")

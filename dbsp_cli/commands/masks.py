@@ -31,14 +31,14 @@ from dbsp_cli.output import (
     print_json,
     print_tables,
     require_apart,
-    require_file_place,
-    require_picture_place,
+    require_file_path,
+    require_picture_path,
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import parse_size, require_folder_place, write_atomically
+from dbsp_core.utils.files import parse_size, require_folder_path, write_atomically
 from dbsp_core.utils.process import RECORD, RECORD_LAYERS, RECORD_LIMIT, environment_value, printable
 
 __all__ = ["masks_app"]
@@ -66,7 +66,7 @@ def convert(
 
     For example: dbsp masks convert sparse_plan.pth masks.safetensors thw=21,45,80 steps=50
     """
-    require_file_place(target, "OUT")
+    require_file_path(target, "OUT")
     require_apart({"OUT": target}, inputs={"IN": source})
     if os.path.isdir(source):
         layout = convert_recording(source, target, read_options(settings or (), RecordingOptions))
@@ -93,7 +93,7 @@ def record(
             parse(given)
     if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
-    require_folder_place(folder.absolute(), "OUT")
+    require_folder_path(folder.absolute(), "OUT")
     try:
         code = subprocess.call(command, env=os.environ | {RECORD: str(folder.absolute())})
     except OSError as error:
@@ -111,7 +111,7 @@ def fit(
     rank: Annotated[int, typer.Option(help="Dimensions that each head's queries and keys are projected to.")] = 8,
 ) -> None:
     """Fit low-rank projections of each layer's and head's queries and keys, for mask source lowrank."""
-    require_file_place(out, "OUT")
+    require_file_path(out, "OUT")
     require_apart({"OUT": out}, inputs={str(recording): recording for recording in recordings})
     found = fit_recording(recordings, out, rank)
     rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in found.kept.items()]
@@ -129,8 +129,8 @@ def info(
     picture: Annotated[Path | None, typer.Option(help="PNG to write.", **PATH)] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say how dense masks are, how even their work is, how they change over steps, and what they cost in accuracy."""
-    require_picture_place(picture, {"the mask file": file})
+    """Say how dense masks are, how balanced their work is, how they change by step, and what they cost in accuracy."""
+    require_picture_path(picture, {"the mask file": file})
     series = MaskSeries.read(file, branch)
     found = examine_masks(series, gpus, quality)
     if picture is not None:

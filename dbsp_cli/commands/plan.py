@@ -12,7 +12,7 @@ import torch
 import typer
 
 from dbsp_cli.modelled import modelled_table, modelled_videos
-from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables, require_picture_place
+from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables, require_picture_path
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_core.cost.machine import hardware_for, load_hardware
 from dbsp_core.cost.prediction import candidates, traffic_of
@@ -53,13 +53,13 @@ def plan_command(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Plan one attention of a mask file: how even the work is before and after, and what moves."""
+    """Plan one attention of a mask file: how balanced the work is before and after, and what migrates."""
     if model is not None and file is None:
         _show_model(model, gpus, machine, as_json)
         return
     if file is None or model is not None:
         raise UserError("dbsp plan needs either a mask file or --model; for example --model wan2.1-t2v-14b")
-    require_picture_place(picture, {"the mask file": file})
+    require_picture_path(picture, {"the mask file": file})
     source = MaskFile(file)
     mask = source.layer(layer)
     plans = _plans(mask, gpus, strategy, planner, keys)
@@ -146,8 +146,8 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
 
 
 def _picture(title: str, mask: BlockMask, plans: list[Plan]) -> bytes:
-    """PNG of the most even plan, below the contiguous one of the same strategy."""
-    best = _most_even(plans)
+    """Draws a PNG of the most balanced plan, below the contiguous one of the same strategy."""
+    best = _most_balanced(plans)
     ((contiguous, _),) = _plans(mask, best.strategy.world, str(best.strategy), "contiguous", ALL)
     rows = [("plain sequence parallelism", contiguous), (best.planner, best)]
     figure = owners_picture(f"{title}: {best.strategy}", rows if best.planner != "contiguous" else rows[:1])
@@ -156,7 +156,7 @@ def _picture(title: str, mask: BlockMask, plans: list[Plan]) -> bytes:
     return content.getvalue()
 
 
-def _most_even(plans: list[Plan]) -> Plan:
+def _most_balanced(plans: list[Plan]) -> Plan:
     return min(plans, key=lambda plan: (plan.rho, plan.moved))
 
 
@@ -164,5 +164,5 @@ def _conclusion(plans: list[Plan]) -> str:
     """Names the most even of several plans in a line."""
     if len(plans) == 1:
         return ""
-    best = _most_even(plans)
+    best = _most_balanced(plans)
     return f"most even: {best.strategy}, {best.planner}: ρ_s {best.rho_before:.4f} → {best.rho:.4f}\n"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dbsp_cli.comparison import Comparison, compare
-from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, require_apart, require_file_place
+from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, require_apart, require_file_path
 from dbsp_core.reports.page import LayerSummary, headline, in_seconds, layer_summaries, render_page, report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
@@ -30,13 +30,13 @@ def report_command(
     if len(runs) > 2:
         raise UserError(f"dbsp report takes one run or two, got {len(runs)}")
     if html is not None:
-        require_file_place(html, "--html")
+        require_file_path(html, "--html")
         files = [run / "report.json" if os.path.isdir(run) else run for run in runs]
         require_apart({"--html": html}, inputs={str(file): file for file in files})
     reports = [RunReport.read(path) for path in runs]
     if len(reports) == 1:
         (report,) = reports
-        names = ("model", "host", "world_size", "strategy", "planner", "seconds")
+        names = ("model", "framework", "world_size", "strategy", "planner", "seconds")
         values = {name: getattr(report, name) for name in names} | {"totals": asdict(report.totals)}
         values["layers"] = [asdict(one) for one in layer_summaries(report)]
         tables, page = run_tables(report), report_page(report) if html is not None else ""
@@ -62,7 +62,7 @@ def run_tables(report: RunReport) -> list[TextTable]:
         density, before, rho, *rest = _cells(one)
         rows.append([str(one.layer), density, before, rho, f"{one.rho_worst:.3f}", f"{one.rho_best:.3f}", *rest])
     columns = ("layer", "density", "ρ_s before", "ρ_s", "worst", "least", "plans", "time", "sent")
-    title = f"{report.model}, db-SP in {report.host} on {report.world_size} ranks"
+    title = f"{report.model}, db-SP in {report.framework} on {report.world_size} ranks"
     caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
     return [
         TextTable(title, ("what", "value", "note"), headline(report), left=("what", "value", "note")),

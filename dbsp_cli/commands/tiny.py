@@ -11,7 +11,7 @@ import typer
 from dbsp_cli.output import PATH
 from dbsp_cli.tiny_models import MAKERS, make_tiny, silence_libraries
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_place
+from dbsp_core.utils.files import require_path
 from dbsp_kernels.errors import install_command
 
 __all__ = ["tiny_command"]
@@ -22,7 +22,7 @@ def tiny_command(
     folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.", **PATH)],
 ) -> None:
     """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
-    require_place(folder, "FOLDER")
+    require_path(folder, "FOLDER")
     try:
         silence_libraries()
         make_tiny(model, folder)

@@ -17,7 +17,7 @@ _ADVICE = "name a file such as a PNG or JPEG"
 
 
 def fitted(path: Path, video: GenerateSettings) -> Any:
-    """Reads an image in the video's size: scaled, and cut off evenly where it is too wide or too high.
+    """Reads an image in the video's size: scaled, and cut off on both sides if it is too wide or too high.
 
     Raises:
         UserError: The file is not an image, has transparent parts or values of an unknown range, or more than half of
@@ -28,13 +28,13 @@ def fitted(path: Path, video: GenerateSettings) -> Any:
     require_file(path, "image", _ADVICE)
     try:
         opened = Image.open(path)
-        complaint = _colour_complaint(opened)
+        message = _colour_message(opened)
         image = ImageOps.exif_transpose(opened)
         image = _in_8_bits(image) if _has_16_bits(opened) else image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read as an image; {_ADVICE}") from error
-    if complaint is not None:
-        raise UserError(f"{path} {complaint}")
+    if message is not None:
+        raise UserError(f"{path} {message}")
     width, height = video.width or image.width, video.height or image.height
     ratio = image.width * height / (image.height * width)
     if not 0.5 <= ratio <= 2:
@@ -58,7 +58,7 @@ def _in_8_bits(image: Any) -> Any:
     return Image.fromarray(levels.round().clip(0, 255).astype(np.uint8)).convert("RGB")
 
 
-def _colour_complaint(image: Any) -> str | None:
+def _colour_message(image: Any) -> str | None:
     """Returns what is wrong with an image's values, or None."""
     if image.mode in ("I", "F") and not _has_16_bits(image):
         return "has values of 32 bits, and does not say which one is white; save it with 8 or 16 bits"

@@ -29,13 +29,13 @@ _CACHE_THRESHOLD = 0.05
 
 @dataclass(frozen=True)
 class Features:
-    """Features of diffusers that a pipeline is given besides db-SP.
+    """Features of diffusers that a pipeline is given in addition to db-SP.
 
     Attributes:
         lora: Files, folders or repositories of LoRA weights, each maybe with "=WEIGHT".
         offload: "model" or "sequential": weights wait in the host's memory until they are needed.
         quantize: A key of `QUANTIZATIONS`, for the transformers' weights.
-        compile: Whether the transformers' blocks are compiled.
+        compile: True if the transformers' blocks are compiled.
         cache: "first-block", maybe with "=THRESHOLD": steps whose first block changes little are not computed.
     """
 
@@ -103,7 +103,7 @@ def load_pipeline(
         model: Folder or repository.
         settings: Their dtype is the weights', but for Wan's VAE, which has float32 at least, as in diffusers'
             examples.
-        from_video: Whether the pipeline starts from a video.
+        from_video: True if the pipeline starts from a video.
     """
     from dbsp_diffusers.loading import load_stock_pipeline
     from dbsp_diffusers.patching import in_float64
@@ -129,7 +129,7 @@ def load_pipeline(
         weights[f"lora_{number}"] = weight
     if weights:
         pipe.set_adapters(list(weights), adapter_weights=list(weights.values()))
-    # 3. The place of the weights.
+    # 3. The device of the weights.
     if features.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif features.offload == "sequential":

@@ -22,7 +22,7 @@ from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, environment_number, printable
 
-__all__ = ["ENDING", "Place", "ending_in_order", "processes_here", "run_ranks"]
+__all__ = ["ENDING", "RankInfo", "ending_in_order", "processes_here", "run_ranks"]
 
 _STARTERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
@@ -40,13 +40,13 @@ ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process's place among the ranks of a run, one process each.
+class RankInfo:
+    """This process's rank in a run, one process each.
 
     Attributes:
         local: Rank on this node.
         local_world: Number of ranks on this node.
-        address: Host of rank 0, where ranks meet at `port`; any free port for 0, of one rank alone.
+        address: Host name of rank 0, where ranks meet at `port`; any free port for 0, of one rank alone.
     """
 
     rank: int = 0
@@ -57,14 +57,14 @@ class Place:
     port: int = 0
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place | None:
-        """Returns what the environment says, None where it names no other rank.
+    def of(cls, environment: Mapping[str, str]) -> RankInfo | None:
+        """Returns what the environment says, or None if it names no other rank.
 
         Raises:
             UserError: Nothing says where ranks of several nodes meet, or MASTER_PORT is no port.
         """
-        for *placed, local_world in _STARTERS:
-            rank, world, local = (environment_number(name, environment) for name in placed)
+        for *names, local_world in _STARTERS:
+            rank, world, local = (environment_number(name, environment) for name in names)
             if rank is None or world is None or local is None or world < 2:
                 continue
             here = re.match(r"[1-9]\d{0,8}", environment.get(local_world, ""))  # of Slurm's "2(x3),1"
@@ -101,7 +101,7 @@ def _port(environment: Mapping[str, str]) -> int:
 
 
 def _address(environment: Mapping[str, str], one_node: bool) -> str:
-    """Returns the host of rank 0's node."""
+    """Returns the host name of rank 0's node."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if nodes:  # such as "gpu[07-09,12],login": the first of the first brackets
         first = re.match(r"([^,\[]*)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
@@ -124,7 +124,7 @@ def processes_here(given: int | None) -> int:
     count = max(1, gpus) if given is None else given
     if 0 < gpus < count:
         raise UserError(
-            f"--nproc {count} is more than the {gpus} GPUs of this machine; a GPU serves one process "
+            f"--nproc {count} is more than the {gpus} GPUs of this computer; a GPU runs one process "
             "(CUDA_VISIBLE_DEVICES= runs them on the CPU)"
         )
     return count
@@ -157,7 +157,7 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="dbsp-ranks-") as logs:
         os.environ["TMPDIR"] = logs  # for ranks, which may be ended before they have tidied up

@@ -16,13 +16,13 @@ import torch
 
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.pipeline import Features
-from dbsp_cli.generate.ranks import Place
-from dbsp_cli.output import require_apart, require_file_place
+from dbsp_cli.generate.ranks import RankInfo
+from dbsp_cli.output import require_apart, require_file_path
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.models.settings import GenerateSettings, side_complaint
+from dbsp_core.models.settings import GenerateSettings, side_message
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.models.table import (
     MODEL_SPECS,
@@ -35,7 +35,7 @@ from dbsp_core.models.table import (
     tiny_architecture,
 )
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, require_value
-from dbsp_core.utils.files import expand_path, require_file, require_folder_place, user_path
+from dbsp_core.utils.files import expand_path, require_file, require_folder_path, user_path
 from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import (
     Settings,
@@ -70,9 +70,9 @@ class GenerationRequest:
         seed: Seed of a prompt's first video; the next ones have the next.
         videos: Number of videos for each prompt.
         changes: "key=value", with dots in the key.
-        features: What is done to the pipeline besides db-SP.
+        features: Changes to the pipeline in addition to db-SP.
         out: Files to write; may have the fields `{index}`, `{seed}` and `{prompt}`.
-        resume: Whether files that are there already are left out.
+        resume: True if files that are there already are left out.
     """
 
     config: str | None = None
@@ -104,13 +104,13 @@ class Generation:
 
     Attributes:
         config: The settings, with the model's usual video filled in.
-        given: The settings as the user gave them, with the place of each.
+        given: The settings as the user gave them, with the location of each.
         model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
         frames: Images of the first frame and the last that the video is made from, in its size.
         outputs: All videos that are asked for.
-        resume: Whether those that are there already are left out.
+        resume: True if those that are there already are left out.
         report: Folder for reports; with several videos, each has a folder in it.
-        warnings: What the user should know before.
+        warnings: Warnings for the user, shown before.
     """
 
     config: DbspConfig
@@ -131,7 +131,7 @@ class Generation:
         return _left(self.outputs, self.resume)
 
     def report_of(self, output: Output) -> Path | None:
-        """The folder of one video's report."""
+        """Returns the folder of one video's report."""
         if self.report is None or len(self.outputs) == 1:
             return self.report
         return self.report / output.path.stem
@@ -149,11 +149,11 @@ class Generation:
         return values | found | {"generate": generate, "report": self.report and str(self.report)}
 
 
-def resolve(request: GenerationRequest, place: Place) -> Generation:
+def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     """Decides and checks all that can be known before weights are loaded.
 
     Args:
-        place: One of the ranks that make the videos.
+        rank_info: One of the ranks that make the videos.
 
     Raises:
         UserError: The user must change something.
@@ -181,17 +181,17 @@ def resolve(request: GenerationRequest, place: Place) -> Generation:
     _require_source_video(request, identity)
     if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
-    strategy = config.strategy or _default_strategy(place, config)
+    strategy = config.strategy or _default_strategy(rank_info, config)
     if isinstance(strategy, Strategy):
-        strategy.require_world(place.world)
+        strategy.require_world(rank_info.world)
     # 3. What is written, and where: rank 0 does it.
     outputs = _outputs(request, prompts or (video.prompt,), video)
-    for output in outputs if place.rank == 0 else ():
-        require_file_place(output.path, "--out")
+    for output in outputs if rank_info.rank == 0 else ():
+        require_file_path(output.path, "--out")
     tiny, named = tiny_architecture(model), find_model_spec(model)
     vocabulary = TRAINED_WAN if tiny == "wan-trained" else Path(model)
     warnings = (
-        config.dense_schedule.complaint(video.steps),
+        config.dense_schedule.message(video.steps),
         None if spec is None or torch.accelerator.is_available() else f"there is no GPU, and {spec.name} {_SLOW}",
         *dict.fromkeys(unknown_words(vocabulary, output.prompt) for output in _left(outputs, request.resume)),
     )
@@ -205,7 +205,7 @@ def resolve(request: GenerationRequest, place: Place) -> Generation:
         frames=_frames(video, settings),
         outputs=outputs,
         resume=request.resume,
-        report=_report(request, config, settings, here=place.rank == 0),
+        report=_report(request, config, settings, here=rank_info.rank == 0),
         warnings=tuple(filter(None, warnings)),
     )
     _require_apart(generation)
@@ -350,11 +350,11 @@ def _report(request: GenerationRequest, config: DbspConfig, settings: Settings, 
     given = request.report or (Path(config.report) if config.report else None)
     report = None if given is None else given.absolute()
     if here and config.record is not None:
-        require_folder_place(Path(config.record).absolute(), f"${RECORD}")
+        require_folder_path(Path(config.record).absolute(), f"${RECORD}")
     if here and report is not None:
         by_option = request.report is not None
         with settings.located(), nullcontext() if by_option else blame_setting("report"):
-            require_folder_place(report, "--report" if by_option else "report")
+            require_folder_path(report, "--report" if by_option else "report")
     return report
 
 
@@ -388,7 +388,7 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
     identity = signature_of_model(model)
     if identity is None:
         names = [*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)]
-        given = "--model" if request.model else f"{settings.place_of(('model',))}: model"
+        given = "--model" if request.model else f"{settings.location_of(('model',))}: model"
         raise UserError(
             f"{given} {model}: neither a model that dbsp generate knows ({', '.join(names)}) nor a folder with "
             "model_index.json and transformer/config.json, as save_pretrained writes it"
@@ -402,7 +402,7 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
     other = published_model(identity)
     if spec is not None and other not in (None, spec) and other.hub == spec.hub:
         raise UserError(
-            f"--model {model}: its weights are in files beside {spec.hub}; merge them into a folder and give that as "
+            f"--model {model}: its weights are in files next to {spec.hub}; merge them into a folder and give that as "
             f"--model, with --config {spec.name}-sparge"
         )
     return model, identity
@@ -413,9 +413,7 @@ def _require_images(identity: ModelSignature, video: GenerateSettings) -> None:
     given = sum(image is not None for image in (video.image, video.last_image))
     if given < identity.images[0]:
         again = " twice: the first frame, then the last" if identity.images[0] == 2 else ""
-        raise UserError(
-            f"{model_title(identity)} {identity.images_complaint(given)}; give one with --image FILE{again}"
-        )
+        raise UserError(f"{model_title(identity)} {identity.images_message(given)}; give one with --image FILE{again}")
 
 
 def _require_source_video(request: GenerationRequest, identity: ModelSignature) -> None:
@@ -431,23 +429,23 @@ def _require_source_video(request: GenerationRequest, identity: ModelSignature) 
 
 
 def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
-    """Raises SettingError for what the pipeline would change or refuse: frames, a size, or images."""
+    """Raises SettingError for what the pipeline would change or reject: frames, a size, or images."""
     spec = published_model(signature)
     if signature.pipeline in PIPELINES and video.num_frames is not None:
-        complaint = PIPELINES[signature.pipeline].frames_complaint(video.num_frames)
-        require_value(video, "num_frames", complaint is None, str(complaint), "generate.")
+        message = PIPELINES[signature.pipeline].frames_message(video.num_frames)
+        require_value(video, "num_frames", message is None, str(message), "generate.")
     for side in ("height", "width"):
         value = getattr(video, side)
-        complaint = None if value is None or spec is None else side_complaint(value, spec.token_pixels)
-        require_value(video, side, complaint is None, str(complaint), "generate.")
-    complaint = signature.images_complaint(sum(image is not None for image in (video.image, video.last_image)))
-    if complaint is not None:
-        raise SettingError(f"{model_title(signature)} {complaint}", ("image",))
+        message = None if value is None or spec is None else side_message(value, spec.token_pixels)
+        require_value(video, side, message is None, str(message), "generate.")
+    message = signature.images_message(sum(image is not None for image in (video.image, video.last_image)))
+    if message is not None:
+        raise SettingError(f"{model_title(signature)} {message}", ("image",))
     if video.last_image is not None and video.image is None:
         raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
 
 
-def _default_strategy(place: Place, config: DbspConfig) -> Strategy:
+def _default_strategy(rank_info: RankInfo, config: DbspConfig) -> Strategy:
     """Divides heads within a node, and blocks between nodes where the kernel can."""
-    ring = place.nodes if supports(config.kernel, KernelRequirements(lse=True)) else 1
-    return Strategy(place.world // ring, ring)
+    ring = rank_info.nodes if supports(config.kernel, KernelRequirements(lse=True)) else 1
+    return Strategy(rank_info.world // ring, ring)

@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.models.table import find_model_spec
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["memory_complaint"]
+__all__ = ["memory_message"]
 
 
-def memory_complaint(model: str, dtype: torch.dtype, processes: int) -> str | None:
+def memory_message(model: str, dtype: torch.dtype, processes: int) -> str | None:
     """Returns why a checkpoint's weights cannot fit into this machine's memory, with the figures, or None.
 
     Every process holds all weights: of its GPU's memory, or of the machine's. Counted from the files if they are
@@ -41,7 +41,7 @@ def _numbers_in(path: Path) -> int:
     """Returns how many numbers a file of weights holds, as its header says.
 
     Raises:
-        UserError: For a file that is none of weights: cut short, or Git LFS's stand-in for one.
+        UserError: For a file that is none of weights: cut short, or a pointer of Git LFS.
     """
     try:
         with safe_open(path, framework="numpy") as file:

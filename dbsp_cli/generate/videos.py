@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dbsp_cli.generate.pipeline import arguments_of, load_pipeline, speed_up
 from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation, Output
-from dbsp_cli.generate.resources import memory_complaint
+from dbsp_cli.generate.resources import memory_message
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.cost.prediction import AUTO
 from dbsp_core.models.settings import GenerateSettings
@@ -30,7 +30,7 @@ __all__ = ["make_videos", "outputs_left"]
 
 
 def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
-    """Makes the videos on this rank, together with the others, whose places the environment says. Rank 0 writes.
+    """Makes the videos on this rank, together with the others; the environment has their ranks. Rank 0 writes.
 
     Each video's file appears when it is complete; an older one stays until then, and after a failure.
 
@@ -62,9 +62,9 @@ def outputs_left(generation: Generation, device: torch.device) -> tuple[Output, 
     if not generation.resume:
         return generation.outputs
     there = set(generation.left)
-    marks = torch.tensor([output in there for output in generation.outputs], dtype=torch.uint8, device=device)
-    dist.broadcast(marks, src=0)
-    return tuple(output for output, left in zip(generation.outputs, marks.tolist(), strict=True) if left)
+    found = torch.tensor([output in there for output in generation.outputs], dtype=torch.uint8, device=device)
+    dist.broadcast(found, src=0)
+    return tuple(output for output, left in zip(generation.outputs, found.tolist(), strict=True) if left)
 
 
 def _require_runnable(generation: Generation) -> None:
@@ -76,10 +76,10 @@ def _require_runnable(generation: Generation) -> None:
     features = generation.features
     if features.offload is None and features.quantize is None:
         processes = int(os.environ["LOCAL_WORLD_SIZE"])
-        complaint = memory_complaint(generation.model, generation.config.generate.torch_dtype, processes)
-        if complaint is not None:
+        message = memory_message(generation.model, generation.config.generate.torch_dtype, processes)
+        if message is not None:
             raise UserError(
-                f"{complaint}; take a smaller model, --offload model, fewer --nproc, or --set generate.dtype=bfloat16"
+                f"{message}; take a smaller model, --offload model, fewer --nproc, or --set generate.dtype=bfloat16"
             )
     require_checkpoint(generation.model)
 
@@ -136,10 +136,10 @@ def _call(pipe: Any, settings: GenerateSettings, output: Output, device: torch.d
 
 
 def _write(pictures: Any, path: Path, fps: int) -> None:
-    """Writes an mp4, which appears when it is complete; one that cannot be put in its place is kept beside it.
+    """Writes an mp4, which appears when it is complete; one that cannot be moved to its path is kept next to it.
 
     Raises:
-        OSError: ffmpeg did not come to its end, or the place has been taken by something else.
+        OSError: ffmpeg did not come to its end, or the path has been taken by something else.
     """
     from diffusers.utils import export_to_video
 
@@ -159,12 +159,12 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
     try:
         made.replace(path)
     except OSError as error:
-        raise OSError(f"the video cannot be put in its place ({error}); it is kept: {made}") from error
+        raise OSError(f"the video cannot be moved to its path ({error}); it is kept: {made}") from error
     folder.rmdir()
 
 
 def _whole(video: Path) -> bool:
-    """Returns whether ffmpeg came to the file's end, where it writes the index. diffusers does not ask it."""
+    """Returns True if ffmpeg came to the file's end, where it writes the index. diffusers does not ask it."""
     import imageio_ffmpeg
 
     try:

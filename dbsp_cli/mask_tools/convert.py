@@ -56,7 +56,7 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     Args:
         counts: int[H, nq], how many entries of each row count. Without counts, all entries that name a block
             (0 ≤ block < nk) do, so that padding with −1, nk or, in delta, zeros is read right; only an empty row of
-            zeros cannot be told from block 0.
+            zeros cannot be distinguished from block 0.
 
     Raises:
         UserError: Entries that count name no block, counts are out of range, or lists are no integers.
@@ -134,16 +134,16 @@ class ConvertOptions:
         tokens: Text and video together; not needed with `thw`.
         orders: A token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
             PARO_ORDERS, as PAROAttention's permute plans have under 'permute'.
-        head_permutation: Path of a file with [L, H] or [H]: the head at each place, where heads were reordered.
+        head_permutation: Path of a file with [L, H] or [H]: the head at each position, if heads were reordered.
         groups: Step groups, such as "5-9,10-24,25-49".
-        steps: Denoising steps, divided evenly over the file's groups, as PAROAttention does it.
+        steps: Denoising steps, divided equally over the file's groups, as PAROAttention does it.
         dense_steps: Leading steps to be dense, with `steps`.
         lut: "absolute" or "delta" where the tensor lists each row's key blocks.
         counts: Name of the tensor with the lengths of these lists.
-        joined_text: Whether blocks run on from text into video; None for whichever fits.
-        skip_empty: Whether heads that the permute plan calls empty compute no video-to-video block.
-        crop: Whether to drop rows and columns beyond the last block.
-        tail_dense: Whether the last row and column are dense, as PAROAttention makes them; None: in its sparse plans.
+        joined_text: True if blocks run on from text into video; None for whichever fits.
+        skip_empty: True if heads that the permute plan calls empty compute no video-to-video block.
+        crop: True to drop rows and columns beyond the last block.
+        tail_dense: True if the last row and column are dense, as PAROAttention makes them; None: in its sparse plans.
     """
 
     key: str | None = None
@@ -243,8 +243,8 @@ class RecordingOptions:
 
     Attributes:
         step: The denoising step; not needed where only one was recorded.
-        branch: The guidance pass of the step.
-        packed: Whether eight blocks are in a byte.
+        branch: The CFG pass of the step.
+        packed: True if eight blocks are in a byte.
     """
 
     step: int | None = None
@@ -346,7 +346,7 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
         return even_groups(shape[0], options.steps, options.dense_steps)
     if options.groups is None:
         raise UserError(
-            f"masks have {shape[0]} step groups; say which steps they are for: steps=50 shares 50 out evenly, "
+            f"masks have {shape[0]} step groups; say which steps they are for: steps=50 distributes 50 equally, "
             "groups=5-9,10-24,25-49 says it in full"
         )
     groups = StepGroups.parse(options.groups)

@@ -21,7 +21,7 @@ RECORD = "record one with: xdit … --sp-config 'record_qk:path=FOLDER', or mask
 
 @dataclass(frozen=True)
 class FitSummary:
-    """What a fit was made of, and `kept`: by layer, the share of E[(q·k)²] that it keeps, mean over heads."""
+    """Origin of a fit, and `kept`: by layer, the share of E[(q·k)²] that it keeps, mean over heads."""
 
     heads: int
     width: int
@@ -54,7 +54,7 @@ def fit_projections(
 
 
 def _roots(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """C^½ and C^−½, float64[H, D, D]; directions with next to nothing in them are held above zero."""
+    """Returns C^½ and C^−½, float64[H, D, D]; directions with next to nothing in them are held above zero."""
     values, vectors = torch.linalg.eigh(moments.double())
     values = values.clamp(min=1e-9 * values.amax(dim=1, keepdim=True).clamp(min=1e-30))
     scaled = [(vectors * values.pow(power)[:, None]) @ vectors.transpose(1, 2) for power in (0.5, -0.5)]
@@ -88,10 +88,10 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
     sums: dict[str, torch.Tensor] = {}
     weights: dict[str, int] = {}
     known: set[str] = set()
-    for place in recordings:
-        files = sorted(place.glob("moments-*.safetensors")) if os.path.isdir(place) else [place]
+    for source in recordings:
+        files = sorted(source.glob("moments-*.safetensors")) if os.path.isdir(source) else [source]
         if not files or not os.path.isfile(files[0]):
-            raise UserError(f"{place} holds no recording of queries and keys; {RECORD}")
+            raise UserError(f"{source} holds no recording of queries and keys; {RECORD}")
         for path in files:
             try:
                 with safe_open(path, framework="pt") as file:

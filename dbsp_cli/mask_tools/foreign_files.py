@@ -149,7 +149,7 @@ def empty_heads(plan: Mapping[str, torch.Tensor], shape: Sequence[int]) -> torch
 
 
 def head_permutations(given: str, shape: Sequence[int]) -> torch.Tensor:
-    """Returns int64[masks, H]: the head that is at each place of the stored masks, from the file `given`.
+    """Returns int64[masks, H]: the head that is at each position of the stored masks, from the file `given`.
 
     Raises:
         UserError: It is no permutation of the heads.
@@ -181,9 +181,9 @@ class BlockReading:
     """A way to count blocks.
 
     Attributes:
-        joined: Whether blocks are counted from the first token on, so that one may hold text and video; else text and
+        joined: True if blocks are counted from the first token on, so that one may hold text and video; else text and
             video have blocks of their own.
-        text: Whether blocks of text are among them, or only the video's.
+        text: True if blocks of text are among them; False: only the video's.
     """
 
     grid: BlockGrid
@@ -199,7 +199,7 @@ class BlockReading:
         Args:
             columns: None where unknown.
             joined: None for whichever fits.
-            crop: Whether there may be more rows and columns at the end, which don't count.
+            crop: True if there may be more rows and columns at the end, which don't count.
 
         Raises:
             UserError: None fits or two do; the message names an option.
@@ -243,11 +243,11 @@ class BlockReading:
         return rows, columns
 
     def left_out(self, block: int) -> int:
-        """Number of text rows or columns, in blocks of this size, that the masks lack."""
+        """Returns the number of text rows or columns, in blocks of this size, that the masks lack."""
         return 0 if self.text else -(-self.grid.text_tokens // block)
 
     def short(self, axis: BlockAxis) -> bool:
-        """True where the last block is shorter than the others."""
+        """Returns True if the last block is shorter than the others."""
         return (self.grid.tokens - (0 if self.joined else self.grid.text_tokens)) % axis.block != 0
 
 
@@ -258,7 +258,7 @@ def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = Fal
     grid is dense when any of those that share tokens with it is.
 
     Args:
-        tail_dense: Whether to make the last row and column dense where the last block is short.
+        tail_dense: True to make the last row and column dense if the last block is short.
     """
     q, k = reading.grid.q_axis, reading.grid.k_axis
     rows, columns = reading.shape

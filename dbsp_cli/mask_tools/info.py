@@ -1,4 +1,4 @@
-"""What `dbsp masks info` says of a mask file, and of masks over denoising steps."""
+"""Figures of `dbsp masks info` about a mask file, and about masks over denoising steps."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _PLANNER = "dbsp"
 
 @dataclass(frozen=True)
 class MaskSeries:
-    """Masks over the steps of one guidance branch.
+    """Masks over the steps of one CFG pass.
 
     Attributes:
         steps: First step of each moment that has masks.
         layers: The layers that every moment has.
-        notice: What a reader should know, such as that the recording was cut short; or None.
+        notice: Notice for a reader, such as that the recording was cut short; or None.
     """
 
     steps: tuple[int, ...]
@@ -99,9 +99,9 @@ class Drift:
     """The changes of a layer's mask from one recorded step to the next.
 
     Attributes:
-        steps: Of each pair of neighbours of one shape, the later step.
-        iou: Of each pair, the share of their dense blocks that both have.
-        changed: Of each pair, the share of all blocks that differ.
+        steps: The later step of each pair of neighbours of one shape.
+        iou: Share of each pair's active blocks that both have.
+        changed: Share of each pair's blocks that differ.
         replans: Plans made, the first included, as a run makes them by the rule given.
     """
 
@@ -206,7 +206,7 @@ class MaskInfo:
         }
 
     def picture(self, title: str, series: MaskSeries) -> bytes:
-        """PNG; see `mask_picture`."""
+        """Draws a PNG; see `mask_picture`."""
         chosen = [(self.layers[row], head) for row, head in heads_to_draw(self.densities)]
         drawn = [(layer, head, series.first(layer)) for layer, head in chosen]
         similarity = [(f"layer {each.layer}", each.steps, each.iou) for each in self.drift if each.iou]
@@ -218,7 +218,7 @@ def examine_masks(series: MaskSeries, gpus: int = 8, quality: bool = False) -> M
 
     Args:
         gpus: Ranks for which ρ_s is computed.
-        quality: Whether to measure errors, which needs masks that have a token grid.
+        quality: True to measure errors, which needs masks that have a token grid.
     """
     sampled = spread_out(series.layers, _SAMPLE)
     first = series.first(series.layers[0])

@@ -15,7 +15,7 @@ __all__ = ["heads_to_draw", "mask_picture", "spread_out"]
 
 
 def spread_out(values: Sequence[int], count: int) -> list[int]:
-    """Picks at most `count` values, evenly spread, the first and last among them."""
+    """Picks at most `count` values at equal distances, the first and last among them."""
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int))]
 
 

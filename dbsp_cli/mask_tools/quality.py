@@ -25,7 +25,7 @@ DEFAULT_LIMIT = 0.1
 
 _SHARPNESS = 5.0
 """q·k · scale of a token with itself, less the logarithm of the number of tokens, so that the many far ones together
-weigh little against the few near ones whatever the video's size. At 5, sparse local masks err by 0.01 to 0.08, and the
+weigh little against the few near ones for any size of video. At 5, sparse local masks err by 0.01 to 0.08, and the
 same blocks read in another token order by more than 0.1."""
 _CELL = (2, 4, 4)
 """Frames, rows and columns over which tokens change."""
@@ -74,7 +74,7 @@ def sparse_errors(
     Queries whose row of blocks is empty count as zeros.
 
     Args:
-        q, k, v: [1, H or 1, tokens, D] by canonical position; one head of tokens serves every head of the mask.
+        q, k, v: [1, H or 1, tokens, D] by canonical position; one head of tokens is used for every head of the mask.
         heads: Heads of the mask to measure; all by default.
         queries: Number of tokens to compare, drawn by `seed`: memory and time are queries × tokens a head.
 
@@ -106,7 +106,7 @@ def sparse_errors(
 def _allowed(mask: BlockMask, head: int, queries: np.ndarray) -> torch.Tensor:
     """bool[queries, tokens] by canonical position."""
     grid = mask.grid
-    place = np.argsort(grid.token_permutation(grid.order_of(head)))
-    rows = torch.from_numpy(grid.q_axis.block_of[place[queries]])
-    columns = torch.from_numpy(grid.k_axis.block_of[place])
+    position = np.argsort(grid.token_permutation(grid.order_of(head)))
+    rows = torch.from_numpy(grid.q_axis.block_of[position[queries]])
+    columns = torch.from_numpy(grid.k_axis.block_of[position])
     return mask.bits[head].cpu()[rows][:, columns]

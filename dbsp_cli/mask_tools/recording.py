@@ -25,7 +25,7 @@ class Recording:
     Attributes:
         passes: Name of each recorded layer's mask file, by moment, in the order in which they ran.
         layers: Number of layers of the model, recorded or not.
-        stopped: Why it ended before the run did, or None.
+        stopped: Reason why it ended before the run did, or None.
     """
 
     folder: Path

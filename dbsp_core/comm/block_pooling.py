@@ -33,7 +33,7 @@ def pool_heads(
     """Pools the tokens of all ranks, and brings each rank the heads that it asks for. Collective.
 
     Args:
-        tensors: Of this rank's tokens, [B, H, n_local, D], such as q and k.
+        tensors: This rank's tokens, [B, H, n_local, D], such as q and k.
         blocks: The blocks of each of them.
         shares: By rank, the number of heads it asks for, which follow those of the rank before.
 
@@ -41,18 +41,18 @@ def pool_heads(
         float32[Hs, B, n, D + 1], the mean and similarity of every block of the first, then of the second, and so on.
     """
     device, (batch, _, _, width) = tensors[0].device, tensors[0].shape
-    sides = [blocks.places(side, group.rank, device) for side in range(len(tensors))]
+    sides = [blocks.positions(side, group.rank, device) for side in range(len(tensors))]
     # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
-    sums = [sum_tokens(t, place, first) for t, (place, first, _) in zip(tensors, sides, strict=True)]
+    sums = [sum_tokens(t, slot, first) for t, (slot, first, _) in zip(tensors, sides, strict=True)]
     means = [pool_rows(one[:, :, : len(whole)], whole) for one, (*_, whole) in zip(sums, sides, strict=True)]
     shared = [
         one[:, :, len(whole) :].view(torch.int32).unflatten(-1, (ROWS_OF_SUMS, -1)).flatten(2, 3)
         for one, (*_, whole) in zip(sums, sides, strict=True)
     ]
-    # 2. All travel to the ranks that ask for their head, in one exchange of rows of D + 1 numbers of 32 bits.
+    # 2. All are sent to the ranks that need their head, in one exchange of rows of D + 1 numbers of 32 bits.
     sent = torch.cat([*(one.view(torch.int32) for one in means), *shared], dim=2)
     arrived = exchange_heads(sent, shares, blocks.rows, group)
-    # 3. A rank puts means in their blocks' places, and adds up the sums of straddling blocks to means.
+    # 3. A rank writes means into their blocks' slots, and adds up the sums of straddling blocks to means.
     copies, lengths = shares[group.rank] * batch, blocks.lengths
     order_of_rows, parts, into, split, of_split = blocks.arrivals(copies, device)
     rows = arrived.index_select(0, order_of_rows).view(torch.float32)
@@ -107,11 +107,11 @@ class ShardedBlocks:
         return np.concatenate([axis.lengths for axis in self.axes])
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
-    def places(self, side: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def positions(self, side: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Returns a rank's blocks of one axis, complete ones first.
 
         Returns:
-            `place` and `first` of `sum_tokens`; int64, the tokens of each complete block.
+            `position` and `first` of `sum_tokens`; int64, the tokens of each complete block.
         """
         axis, offset = self.axes[side], _firsts(self.axes)[side]
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
@@ -123,12 +123,12 @@ class ShardedBlocks:
         block = number[axis.block_of[mine]]
         order = np.argsort(block, kind="stable")
         first = np.searchsorted(block[order], np.arange(len(own) + 1))
-        place = self.layout.local[self.token_permutation[mine[order]]]
-        return tuple(to_device(array, device) for array in (place, first, axis.lengths[whole]))
+        slot = self.layout.local[self.token_permutation[mine[order]]]
+        return tuple(to_device(array, device) for array in (slot, first, axis.lengths[whole]))
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Places of received rows, which are ordered by source rank, head and sample (`copies`), and block.
+        """Returns the slots of received rows, ordered by source rank, head and sample (`copies`), and block.
 
         Returns:
             int64[copies · blocks], the row of every complete block, row 0 for others; int64[n · ROWS_OF_SUMS], the
@@ -149,8 +149,8 @@ class ShardedBlocks:
 
 
 def _firsts(axes: Sequence[BlockAxis]) -> list[int]:
-    """Number of each axis's first block among those of all."""
-    return [sum(map(len, axes[:place])) for place in range(len(axes))]
+    """Returns the number of each axis's first block among those of all."""
+    return [sum(map(len, axes[:slot])) for slot in range(len(axes))]
 
 
 def exchange_heads(

@@ -17,8 +17,8 @@ __all__ = [
     "DEBUG_DIFFERS",
     "DIMENSIONS",
     "QKV",
+    "CheckedInputs",
     "InputKind",
-    "InputsAgreed",
     "check_consistent",
     "gather_texts",
     "input_kind",
@@ -34,10 +34,10 @@ __all__ = [
 Result = TypeVar("Result")
 
 _ROW = 32
-"""Least number of numbers in a comparison: ranks that are at different ones receive each other's, and say so."""
+"""Length of a comparison, at least: ranks that run different comparisons receive each other's, and raise."""
 
 DEBUG_DIFFERS = "debug differs on rank(s) {}; set it on all ranks or on none"
-"""A complaint for `check_consistent`: ranks with debug compare more often, and would wait for the others."""
+"""Error message for `check_consistent`: ranks with debug compare more often, and would wait for the others."""
 
 
 def run_consistently(
@@ -51,51 +51,51 @@ def run_consistently(
     `fingerprint` maps a result to a number below 2^63, equal for equal results; `what` names it in the message.
 
     Raises:
-        UserError: Where results differ, or the first rank that failed raised one.
-        ValueError: Where the first rank that failed raised another error.
+        UserError: If results differ, or the first rank that failed raised one.
+        ValueError: If the first rank that failed raised another error.
     """
     problem: Exception | None = None
-    result, mark = None, 0
+    result, found = None, 0
     try:
         result = function()
-        mark = fingerprint(result)
+        found = fingerprint(result)
     except Exception as error:  # any error: this rank must not stop alone
         problem = error
-    complaint = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
-    check_consistent(group, problem, {complaint: mark})
+    message = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
+    check_consistent(group, problem, {message: found})
     return result  # type: ignore[return-value]  # there is one, or check_consistent has raised
 
 
 def check_consistent(
     group: SequenceGroup,
     problem: Exception | None,
-    marks: Mapping[str, int],
+    fingerprints: Mapping[str, int],
     error: type[Exception] = UserError,
     *,
-    told: Sequence[int] = (),
+    numbers: Sequence[int] = (),
     meet: Callable[[list[tuple[int, ...]]], None] = lambda _: None,
 ) -> list[tuple[int, ...]]:
-    """Raises on all ranks when any of them has a problem, or a mark that most ranks don't have. Collective.
+    """Raises on all ranks when any of them has a problem, or a fingerprint that most ranks don't have. Collective.
 
     Args:
         group: The ranks.
         problem: This rank's, if any.
-        marks: Numbers below 2^63, by the complaint about ranks whose number differs, with {} for the ranks.
-        error: Raised where marks differ. A problem is raised as UserError where it is one, else as ValueError; if
-            `error` is no UserError, every problem is raised as `error`.
-        told: Further numbers, which may differ; equally many on all ranks.
-        meet: Takes what each rank has `told`, by rank, before anything is raised.
+        fingerprints: Maps an error message, with {} for the differing ranks, to this rank's fingerprint (below 2^63).
+        error: Raised if fingerprints differ. A problem is raised as UserError if it is one, else as ValueError; if
+            `error` is not a UserError, every problem is raised as `error`.
+        numbers: Further numbers to exchange, which may differ; the same number of them on all ranks.
+        meet: Called with the `numbers` of each rank, by rank, before anything is raised.
 
     Returns:
-        What each rank has `told`, by rank.
+        The `numbers` of each rank, by rank.
     """
     with outside_transforms():
         kind = _FINE if problem is None else _USERS if isinstance(problem, UserError) else _OURS
-        states = [[kind, *told, *marks.values()]]
+        states = [[kind, *numbers, *fingerprints.values()]]
         if not group.alone:  # without a process group one rank of several may be examined
             states = group.gather_integers(states[0] + [0] * (_ROW - len(states[0])))
-        told_by_rank = [tuple(state[1 : 1 + len(told)]) for state in states]
-        meet(told_by_rank)
+        numbers_by_rank = [tuple(state[1 : 1 + len(numbers)]) for state in states]
+        meet(numbers_by_rank)
         failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
         if failed:
             first = failed[0]
@@ -104,19 +104,19 @@ def check_consistent(
             raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
             if not issubclass(error, UserError):
                 raised = error
-            # a user's mistake is told once, without the trace of where it was found
+            # a user's mistake is reported once, without the traceback of where it was found
             raise raised(where + texts[first]) from None if isinstance(problem, UserError) else problem
-        for place, complaint in enumerate(marks, 1 + len(told)):
-            require_equal(complaint, [state[place] for state in states], error)
-        return told_by_rank
+        for index, message in enumerate(fingerprints, 1 + len(numbers)):
+            require_equal(message, [state[index] for state in states], error)
+        return numbers_by_rank
 
 
-def require_equal(complaint: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:
-    """Raises an error about ranks whose number is not the most frequent one; `complaint` has {} for the ranks."""
+def require_equal(message: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:
+    """Raises an error about ranks whose number is not the most frequent one; `message` has {} for the ranks."""
     usual = max(of_ranks, key=of_ranks.count)
-    differing = [rank for rank, mark in enumerate(of_ranks) if mark != usual]
+    differing = [rank for rank, found in enumerate(of_ranks) if found != usual]
     if differing:
-        raise error(complaint.format(differing))
+        raise error(message.format(differing))
 
 
 _FINE, _USERS, _OURS = range(3)
@@ -130,7 +130,7 @@ def _in_words(problem: Exception | None) -> str:
 
 
 def gather_texts(group: SequenceGroup, text: str) -> list[str]:
-    """Every rank's text, by rank. Collective."""
+    """Returns every rank's text, by rank. Collective."""
     mine = text.encode()
     length = max(1, *(size for (size,) in group.gather_integers([len(mine)])))
     padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
@@ -146,7 +146,7 @@ INFERENCE_TENSORS = (
 
 
 def needs_gradients(*tensors: torch.Tensor) -> bool:
-    """Returns whether autograd records what is computed from these tensors."""
+    """Returns True if autograd records what is computed from these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -198,13 +198,13 @@ def input_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> InputKind:
 
 
 @dataclass
-class InputsAgreed:
+class CheckedInputs:
     """Kinds of q, k and v that all ranks have compared."""
 
     _known: set[InputKind] = field(default_factory=set)
 
     def is_new(self, kind: InputKind, problem: str | None) -> bool:
-        """Returns whether ranks must compare these inputs, and remembers them as compared.
+        """Returns True if ranks must compare these inputs, and remembers them as compared.
 
         A `problem` of one rank alone can be shared only where the others compare too: at the first call.
         """
@@ -225,7 +225,7 @@ _TRANSFORMED = (
 
 
 def unfollowed(*tensors: torch.Tensor) -> str | None:
-    """Returns the complaint about tensors whose derivatives or batching would be lost, or None."""
+    """Returns the error message about tensors whose derivatives or batching would be lost, or None."""
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
         return _TRANSFORMED
     if any(unpack_dual(tensor).tangent is not None for tensor in tensors):

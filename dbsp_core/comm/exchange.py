@@ -15,8 +15,8 @@ import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.exchange import CopySegments, copy_segments, to_device
 from dbsp_kernels.prediction import sum_tokens
 from dbsp_kernels.rounding import MEAN_UNIT
@@ -24,7 +24,7 @@ from dbsp_kernels.rounding import MEAN_UNIT
 __all__ = [
     "CHUNKS_IN_FLIGHT",
     "Exchange",
-    "KeysAtHome",
+    "LocalKeys",
     "Route",
     "exchange_q_separately",
     "mean_bytes",
@@ -37,7 +37,7 @@ BLOCK = 256
 
 
 def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: SequenceGroup) -> torch.Tensor:
-    """float32[B, H, D], the mean over all tokens of a layout, from a rank's [B, H, n_local, D]. Collective.
+    """Returns float32[B, H, D], the mean over all tokens of a layout, from a rank's [B, H, n_local, D]. Collective.
 
     Padding does not count. Sums are of integers: no order, and no number of ranks, changes them. What is not finite,
     and magnitudes beyond 2^15, count as `sum_tokens` has them.
@@ -45,8 +45,8 @@ def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: Sequence
     own = _own_tokens(layout, group.rank, tokens.device)
     width = tokens.shape[-1]
     sums = sum_tokens(tokens, *own)[..., :width].sum(dim=2)  # [H, B, D]
-    everyone = group.all_gather_along(sums[None].contiguous()).sum(dim=0)
-    mean = everyone.to(torch.float64) * (MEAN_UNIT / layout.tokens)
+    gathered = group.all_gather_along(sums[None].contiguous()).sum(dim=0)
+    mean = gathered.to(torch.float64) * (MEAN_UNIT / layout.tokens)
     return mean.to(torch.float32).transpose(0, 1).contiguous()
 
 
@@ -57,39 +57,39 @@ def mean_bytes(batch: int, heads: int, width: int, ranks: int) -> int:
 
 @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
 def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rank's places with a token, in blocks: `place` and `first` of `sum_tokens`."""
-    place = layout.tokens_at(rank)[1]
-    first = np.append(np.arange(0, len(place), BLOCK), len(place))
-    return to_device(place, device), to_device(first, device)
+    """Returns the rank's slots with a token, in blocks: `position` and `first` of `sum_tokens`."""
+    target = layout.tokens_at(rank)[1]
+    first = np.append(np.arange(0, len(target), BLOCK), len(target))
+    return to_device(target, device), to_device(first, device)
 
 
 CHUNKS_IN_FLIGHT = 2
 """Chunks of keys and values that a rank holds or awaits at a time: the one that its kernel reads, and the next."""
 
-UNEVEN = 1.05
+IMBALANCED = 1.05
 """Most rows of a rank over the mean. Above it, saving memory is worth an exchange more."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Exchange:
-    """One rank's side of an all-to-all of uneven parts.
+    """One rank's side of an all-to-all with different amounts per rank.
 
     Attributes:
         sent: Tokens by destination.
         received: Tokens by source.
         pack: By input tensor, copies to the send buffer, in which the tokens for one destination are together.
         unpack: By output tensor, copies from the receive buffer, which run one after another; none of them writes to a
-            place twice. Output tensors are written as the buffer is.
-        wire: How tokens are written in the buffers.
-        adds: Whether unpacking adds to output tensors.
-        in_order: Whether the receive buffer of one item has keys and values as the kernel reads them.
+            slot twice. Output tensors are written as the buffer is.
+        comm_dtype: Communication dtype of the tokens in the buffers.
+        adds: True if unpacking adds to output tensors.
+        in_order: True if the receive buffer of one item has keys and values as the kernel reads them.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     pack: tuple[CopySegments, ...]
     unpack: tuple[tuple[CopySegments, ...], ...]
-    wire: WireFormat = MODEL
+    comm_dtype: CommDtype = MODEL
     adds: bool = False
     in_order: bool = False
 
@@ -97,16 +97,16 @@ class Exchange:
     def backward(self) -> Exchange:
         """The exchange of gradients: the same tables, read in the other direction. Made at the first use.
 
-        A rank packs what it unpacked, and unpacks, adding, what it packed: a place that several ranks read gets their
-        gradients in the order of ranks, so that sums have the same bits every time.
+        A rank packs what it unpacked, and unpacks, adding, what it packed: a slot that several ranks read gets their
+        gradients in the order of ranks, so that sums are bitwise identical every time.
         """
         pack = tuple(_reversed(segments, segments.table.cpu().numpy()) for (segments,) in self.unpack)
         return Exchange(self.received, self.sent, pack, tuple(map(_readers, self.pack)), adds=True)
 
     def to(self, device: torch.device) -> Exchange:
         """Returns a copy with its tables on a device."""
-        unpack = tuple(_moved(copies, device) for copies in self.unpack)
-        return replace(self, pack=_moved(self.pack, device), unpack=unpack)
+        unpack = tuple(_on_device(copies, device) for copies in self.unpack)
+        return replace(self, pack=_on_device(self.pack, device), unpack=unpack)
 
     def to_others(self, rank: int) -> int:
         """Returns the tokens that `rank`, whose side this is, sends to others."""
@@ -118,8 +118,8 @@ class Exchange:
         `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None.
         """
         first = tensors[0]
-        buffer = self.wire.empty(first, sum(self.sent), first.shape[0])
-        self.wire.write(tensors, _by_batch(buffer), self.pack, less or [None] * len(tensors))
+        buffer = self.comm_dtype.empty(first, sum(self.sent), first.shape[0])
+        self.comm_dtype.write(tensors, _by_batch(buffer), self.pack, less or [None] * len(tensors))
         return buffer
 
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -131,13 +131,13 @@ class Exchange:
         return group.start_all_to_all(buffer, self.received, self.sent)
 
     def deliver(self, came: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Unpacks what was received into output tensors [B, heads, places, W]."""
+        """Unpacks what was received into output tensors [B, heads, slots, W]."""
         for tensor, copies in zip(tensors, self.unpack, strict=True):
             for segments in copies:
                 copy_segments([_by_batch(came)], tensor, [segments], add=self.adds)
 
 
-class KeysAtHome(NamedTuple):
+class LocalKeys(NamedTuple):
     """A rank's keys and values, [B, H, n_local, D] of any strides, outside attention.
 
     Attributes:
@@ -151,23 +151,23 @@ class KeysAtHome(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Route:
-    """The exchanges that take one rank's tensors from their homes to the owners of rows, and the output back.
+    """The exchanges that take one rank's tensors from their source ranks to the owners of rows, and the output back.
 
     Attributes:
         dispatch_exchanges: One for q, k and v; or one for q, then one for k and v.
-        q_places: Rq·Bq, tokens with the places beyond short blocks; kv_places, Ck·Bk, likewise.
+        q_slots: Rq·Bq, tokens and the padding of short blocks; kv_slots, Ck·Bk, likewise.
         fetch_exchanges: For the k and v of chunks after the first; each brings so many `fetched_blocks`.
-        packed_alike: Whether this rank sends the same keys in each of them, so that one send buffer serves them all.
+        packed_identically: True if this rank sends the same keys in each of them, from one send buffer.
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
     combine_exchange: Exchange
-    q_places: int
-    kv_places: int
+    q_slots: int
+    kv_slots: int
     block_k: int
     fetch_exchanges: tuple[Exchange, ...] = ()
     fetched_blocks: tuple[int, ...] = ()
-    packed_alike: bool = False
+    packed_identically: bool = False
 
     def to(self, device: torch.device) -> Route:
         """Returns a copy with its tables on a device."""
@@ -190,7 +190,7 @@ class Route:
         )
         return dispatched, fetched, self.combine_exchange.to_others(rank)
 
-    def dispatch(self, q: torch.Tensor, keys: KeysAtHome, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def dispatch(self, q: torch.Tensor, keys: LocalKeys, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """Brings q [B, H, n_local, D] of any strides, and keys and values, to their owners. Collective.
 
         Returns:
@@ -200,19 +200,19 @@ class Route:
         (k, v, mean), (first, *second) = keys, self.dispatch_exchanges
         of_q = (q,) if second else (q, k, v)
         came = first.run(first.send_buffer(*of_q, less=(None, mean, None)[: len(of_q)]), group)
-        packed_q = came.new_empty(len(q), self.q_places, came.shape[-1])
+        packed_q = came.new_empty(len(q), self.q_slots, came.shape[-1])
         if second:
             first.deliver(came, packed_q[:, None])
             del came  # before keys and values are exchanged
             came = second[0].run(second[0].send_buffer(k, v, less=(mean, None)), group)
-        packed_kv = came.new_empty(2, len(q), self.kv_places, came.shape[-1])
+        packed_kv = came.new_empty(2, len(q), self.kv_slots, came.shape[-1])
         if second:
             second[0].deliver(came, packed_kv.transpose(0, 1))
         else:
             first.deliver(came, packed_q[:, None], packed_kv.transpose(0, 1))
         return packed_q, packed_kv.view(2, len(q), -1, self.block_k, came.shape[-1])
 
-    def chunks(self, first: list[torch.Tensor], keys: KeysAtHome, group: SequenceGroup) -> Iterator[torch.Tensor]:
+    def chunks(self, first: list[torch.Tensor], keys: LocalKeys, group: SequenceGroup) -> Iterator[torch.Tensor]:
         """Yields chunks of keys and values [2, B, Ck, Bk, W], as they are written on the way. Collective.
 
         A rank holds or awaits `CHUNKS_IN_FLIGHT` of them: one that was yielded is to be released before the next one
@@ -227,7 +227,7 @@ class Route:
         buffer = None
         while first:
             for exchange, blocks in islice(to_come, CHUNKS_IN_FLIGHT - 1 - len(coming)):
-                if buffer is None or not self.packed_alike:
+                if buffer is None or not self.packed_identically:
                     buffer = exchange.send_buffer(keys.k, keys.v, less=(keys.mean, None))
                 coming.append((exchange.start(buffer, group), exchange, blocks))
             yield first.pop()  # popped: what has been yielded is not kept alive here
@@ -255,7 +255,7 @@ class Route:
         return local
 
 
-def _moved(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[CopySegments, ...]:
+def _on_device(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[CopySegments, ...]:
     return tuple(one if one.table.device.type == device.type == "cpu" else one.to(device) for one in segments)
 
 
@@ -265,7 +265,7 @@ def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def exchange_q_separately(plan: Plan) -> bool:
-    """Returns whether queries are exchanged and unpacked before keys and values, which lowers the peak.
+    """Returns True if queries are exchanged and unpacked before keys and values, which lowers the peak.
 
     Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
     whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the
@@ -275,7 +275,7 @@ def exchange_q_separately(plan: Plan) -> bool:
     if plan.strategy.ring > 1 or world == 1:
         return False
     rows = np.bincount(plan.owner.ravel(), minlength=world)
-    return bool(rows.max() * world > UNEVEN * plan.owner.size)
+    return bool(rows.max() * world > IMBALANCED * plan.owner.size)
 
 
 _REVERSED = [2, 3, 0, 1, 4]  # columns: to becomes from
@@ -289,14 +289,14 @@ def _reversed(segments: CopySegments, table: np.ndarray) -> CopySegments:
 
 
 def _readers(segments: CopySegments) -> tuple[CopySegments, ...]:
-    """Reverses segments, divided so that none writes to a place twice: the n-th has each place's n-th reader.
+    """Reverses segments, divided so that none writes to a slot twice: the n-th has each slot's n-th reader.
 
-    Readers of a place read the same segment, so places are equal where their first tokens are.
+    Readers of a slot read the same segment, so slots are equal if their first tokens are.
     """
     table = segments.table.cpu().numpy()
-    _, place = np.unique(table[:, 0].astype(np.int64) << 32 | table[:, 1], return_inverse=True)
-    order = np.argsort(place, kind="stable")
-    first = np.searchsorted(place[order], np.arange(int(place.max(initial=-1)) + 1))
+    _, target = np.unique(table[:, 0].astype(np.int64) << 32 | table[:, 1], return_inverse=True)
+    order = np.argsort(target, kind="stable")
+    first = np.searchsorted(target[order], np.arange(int(target.max(initial=-1)) + 1))
     reader = np.empty(len(table), dtype=np.int64)
-    reader[order] = np.arange(len(table)) - first[place[order]]
+    reader[order] = np.arange(len(table)) - first[target[order]]
     return tuple(_reversed(segments, table[reader == n]) for n in range(int(reader.max(initial=-1)) + 1))

@@ -1,4 +1,4 @@
-"""Gradients on their way: the output's to the owners of rows, and those of q, k and v to their homes.
+"""Exchange of gradients: the output's to the owners of rows, and those of q, k and v to their source ranks.
 
 Dispatch and combine are linear, so their backward is `Exchange.backward`.
 """
@@ -12,7 +12,7 @@ import torch
 from dbsp_core.comm.exchange import Exchange, Route
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 
-__all__ = ["GradientsAtHome", "gradient_to_owners"]
+__all__ = ["LocalGradients", "gradient_to_owners"]
 
 
 def gradient_to_owners(route: Route, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -20,17 +20,17 @@ def gradient_to_owners(route: Route, dout: torch.Tensor, group: SequenceGroup) -
 
     Returns zeros beyond short blocks.
     """
-    packed = dout.new_zeros(dout.shape[0], route.q_places, dout.shape[3])
+    packed = dout.new_zeros(dout.shape[0], route.q_slots, dout.shape[3])
     _exchange(route.combine_exchange.backward, (dout,), (packed[:, None],), group)
     return packed
 
 
 @dataclass(eq=False)
-class GradientsAtHome:
+class LocalGradients:
     """Gradients of one attention's q, k and v on their way home, [B, H, n_local, D] each.
 
     A chunk's gradients are sent when its kernel is done, and are added when those of the next chunk have been sent: in
-    the order of chunks, so that sums have the same bits every time.
+    the order of chunks, so that sums are bitwise identical every time.
     """
 
     route: Route
@@ -41,7 +41,7 @@ class GradientsAtHome:
     _coming: tuple[Exchange, PendingTransfer] | None = None
 
     @classmethod
-    def zeros(cls, route: Route, group: SequenceGroup, shape: torch.Size, like: torch.Tensor) -> GradientsAtHome:
+    def zeros(cls, route: Route, group: SequenceGroup, shape: torch.Size, like: torch.Tensor) -> LocalGradients:
         """Makes zeros of q's shape [B, H, n_local, D], of the dtype and on the device of `like`."""
         return cls(route, group, like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(shape))
 
@@ -55,14 +55,14 @@ class GradientsAtHome:
     def finish(self, dq: torch.Tensor, dkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns dq [B, Rq·Bq, D] and the first chunk's dk and dv; then all gradients are complete. Collective."""
         self._settle()
-        packed, homes = (dq[:, None], _packed(dkv)), (self.dq, self.dk, self.dv)
+        packed, local = (dq[:, None], _packed(dkv)), (self.dq, self.dk, self.dv)
         first, *second = (one.backward for one in self.route.dispatch_exchanges)
         if second:
-            _exchange(first, packed[:1], homes[:1], self.group)
-            _exchange(second[0], packed[1:], homes[1:], self.group)
+            _exchange(first, packed[:1], local[:1], self.group)
+            _exchange(second[0], packed[1:], local[1:], self.group)
         else:
-            _exchange(first, packed, homes, self.group)
-        return homes
+            _exchange(first, packed, local, self.group)
+        return local
 
     def _settle(self) -> None:
         """Adds the gradients that are on their way."""
@@ -73,12 +73,12 @@ class GradientsAtHome:
 
 
 def _exchange(
-    exchange: Exchange, packed: tuple[torch.Tensor, ...], homes: tuple[torch.Tensor, ...], group: SequenceGroup
+    exchange: Exchange, packed: tuple[torch.Tensor, ...], local: tuple[torch.Tensor, ...], group: SequenceGroup
 ) -> None:
-    """Sends gradients, and adds those that come to `homes`; all [B, heads, places, D]. Collective."""
-    exchange.deliver(exchange.run(exchange.send_buffer(*packed), group), *homes)
+    """Sends gradients, and adds those received to `local`; all [B, heads, slots, D]. Collective."""
+    exchange.deliver(exchange.run(exchange.send_buffer(*packed), group), *local)
 
 
 def _packed(dkv: torch.Tensor) -> torch.Tensor:
-    """[B, 2, Ck·Bk, D] of a chunk's gradients, [2, B, Ck, Bk, D]."""
+    """Returns [B, 2, Ck·Bk, D] of a chunk's gradients, [2, B, Ck, Bk, D]."""
     return dkv.flatten(2, 3).transpose(0, 1)

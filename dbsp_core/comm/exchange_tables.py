@@ -12,40 +12,40 @@ import torch
 from dbsp_core.comm.exchange import Exchange, Route, exchange_q_separately
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.exchange import CopySegments
 
 __all__ = ["build_route"]
 
 
 def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
-    """The route of one rank, which holds `n_local` tokens (padding included) outside attention."""
-    world, grid, wire = plan.strategy.world, plan.grid, plan.wire
+    """Builds the route of one rank, which holds `n_local` tokens (padding included) outside attention."""
+    world, grid, comm_dtype = plan.strategy.world, plan.grid, plan.comm_dtype
     queries, keys = _axes(plan, layout)
     own_rows, (own_blocks, *later) = plan.rows_of(rank), plan.chunks.of(rank)
-    # 1. Places of this rank's pieces: at home by the rank that needs them, packed by the rank they come from.
-    q_home = queries.at_home(rank, lambda heads, blocks: plan.owner[np.ix_(heads, blocks)][..., None])
-    kv_homes = [keys.at_home(rank, functools.partial(plan.chunks.readers, chunk)) for chunk in range(1 + len(later))]
+    # 1. Slots of this rank's pieces: local ones by the rank that needs them, packed ones by their source rank.
+    local_q = queries.local(rank, lambda heads, blocks: plan.owner[np.ix_(heads, blocks)][..., None])
+    local_kvs = [keys.local(rank, functools.partial(plan.chunks.readers, chunk)) for chunk in range(1 + len(later))]
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
     # 2. The exchanges of q, and of k and v, or of all together.
-    of_q, of_kv = ([q_home], [q_packed]), _of_keys(kv_homes[0], kv_packed)
+    of_q, of_kv = ([local_q], [q_packed]), _of_keys(local_kvs[0], kv_packed)
     parts = [[of_q], [of_kv]] if exchange_q_separately(plan) else [[of_q, of_kv]]
-    dispatch = [_exchange(world, part, device, wire) for part in parts]
+    dispatch = [_exchange(world, part, device, comm_dtype) for part in parts]
     # 3. Each further chunk of keys has an exchange of its own.
     fetch = tuple(
-        _exchange(world, [_of_keys(home, keys.packed(*blocks))], device, wire)
-        for home, blocks in zip(kv_homes[1:], later, strict=True)
+        _exchange(world, [_of_keys(local_kv, keys.packed(*blocks))], device, comm_dtype)
+        for local_kv, blocks in zip(local_kvs[1:], later, strict=True)
     )
     fetched_blocks = tuple(len(head) for head, _ in later)
     # 4. The output returns the way the queries came, with zeros at padding.
-    combine = _exchange(world, [([q_packed], [q_home])], device, zeros=_padding(layout, rank, n_local, plan.heads))
-    places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
-    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, _packed_alike(fetch))
+    combine = _exchange(world, [([q_packed], [local_q])], device, zeros=_padding(layout, rank, n_local, plan.heads))
+    slots = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
+    return Route(tuple(dispatch), combine, *slots, grid.block_k, fetch, fetched_blocks, _packed_identically(fetch))
 
 
-def _packed_alike(exchanges: Sequence[Exchange]) -> bool:
-    """Whether all pack the same tokens in the same order, whoever they are for."""
+def _packed_identically(exchanges: Sequence[Exchange]) -> bool:
+    """Returns True if all pack the same tokens in the same order, for any destination."""
     first = [one.table for exchange in exchanges[:1] for one in exchange.pack]
     return all(
         one.table.shape == table.shape and torch.equal(one.table, table)
@@ -54,8 +54,8 @@ def _packed_alike(exchanges: Sequence[Exchange]) -> bool:
     )
 
 
-def _of_keys(here: _Places, there: _Places) -> _Part:
-    """Returns the places of keys and values, which are packed as heads 0 and 1."""
+def _of_keys(here: _Slots, there: _Slots) -> _Part:
+    """Returns the slots of keys and values, which are packed as heads 0 and 1."""
     return [here, here], [there, replace(there, head=there.head + 1)]
 
 
@@ -63,13 +63,13 @@ def _exchange(
     world: int,
     parts: Sequence[_Part],
     device: torch.device,
-    wire: WireFormat = MODEL,
+    comm_dtype: CommDtype = MODEL,
     zeros: np.ndarray | None = None,
 ) -> Exchange:
     """Returns the exchange of several parts; `zeros`, int[n, 6], are added to the segments that unpack the first."""
     sources = [here for part, _ in parts for here in part]
-    sent, send = _buffer_places(world, sources)
-    received, receive = _buffer_places(world, [there for _, part in parts for there in part])
+    sent, send = _buffer_slots(world, sources)
+    received, receive = _buffer_slots(world, [there for _, part in parts for there in part])
     pack = [_copies(one.head, one.token, 0, start, one.length, 0) for one, start in zip(sources, send, strict=True)]
     starts = iter(receive)
     unpack = [
@@ -79,7 +79,7 @@ def _exchange(
     if zeros is not None:
         unpack[0] = np.concatenate([unpack[0], zeros])
     copies = tuple((one,) for one in _segments(unpack, device))
-    return Exchange(sent, received, _segments(pack, device), copies, wire, in_order=_in_order(unpack[0]))
+    return Exchange(sent, received, _segments(pack, device), copies, comm_dtype, in_order=_in_order(unpack[0]))
 
 
 def _in_order(unpack: np.ndarray) -> bool:
@@ -93,10 +93,10 @@ def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopyS
 
 
 @dataclass(frozen=True, eq=False)
-class _Places:
-    """Places of (head, segment) pieces, sorted by the other `rank` that each goes to or comes from; all int64[n].
+class _Slots:
+    """Slots of (head, segment) pieces, sorted by the other `rank` that each goes to or comes from; all int64[n].
 
-    A piece has `length` tokens from place `token` of a `head` on, then `zeros` places to be filled with zeros.
+    A piece has `length` tokens from slot `token` of a `head` on, then `zeros` slots to be filled with zeros.
     """
 
     rank: np.ndarray
@@ -106,15 +106,15 @@ class _Places:
     zeros: np.ndarray
 
     @classmethod
-    def sorted_by_rank(cls, parts: list[tuple[np.ndarray, ...]]) -> _Places:
+    def sorted_by_rank(cls, parts: list[tuple[np.ndarray, ...]]) -> _Slots:
         """Joins the fields of several parts, keeping their order within each rank."""
         rank, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(rank.astype(np.uint16), kind="stable")
         return cls(rank[order], *(column[order] for column in others))
 
 
-_Part = tuple[list[_Places], list[_Places]]
-"""Tensors that become one tensor: their places at the sender by destination, and at the receiver by source."""
+_Part = tuple[list[_Slots], list[_Slots]]
+"""Tensors that become one tensor: their slots at the sender by destination, and at the receiver by source."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +129,8 @@ class _Axis:
     groups: tuple[tuple[np.ndarray, ShardSegments], ...]
     axis: BlockAxis
 
-    def at_home(self, rank: int, ranks_needing: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Places:
-        """Home places of the pieces that are on `rank`, once for each rank that needs them.
+    def local(self, rank: int, ranks_needing: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Slots:
+        """Returns the local slots of the pieces that are on `rank`, once for each rank that needs them.
 
         `ranks_needing` maps heads and blocks to int[heads, blocks, most]: the ranks, then -1.
         """
@@ -143,10 +143,10 @@ class _Axis:
             taken = here[piece]
             length = segments.length[taken]
             parts.append((ranks.ravel()[needed], heads[head], segments.local[taken], length, np.zeros_like(length)))
-        return _Places.sorted_by_rank(parts)
+        return _Slots.sorted_by_rank(parts)
 
-    def packed(self, head: np.ndarray, block: np.ndarray) -> _Places:
-        """Packed places, all in head 0, of the pieces of packed blocks, given by head and block in packing order.
+    def packed(self, head: np.ndarray, block: np.ndarray) -> _Slots:
+        """Returns the packed slots, all in head 0, of packed blocks' pieces, given by head and block in packing order.
 
         The last piece of a short block is followed by the zeros that fill the block.
         """
@@ -163,22 +163,22 @@ class _Axis:
             zeros = np.where(last, self.axis.block - offset - length, 0)
             start = slot * self.axis.block + offset
             parts.append((segments.rank[piece], np.zeros_like(start), start, length, zeros))
-        return _Places.sorted_by_rank(parts)
+        return _Slots.sorted_by_rank(parts)
 
 
 def _axes(plan: Plan, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
-    """The axes of queries and of keys."""
+    """Yields the axes of queries and of keys."""
     grid = plan.grid
     found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
     queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
     return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
 
 
-def _buffer_places(world: int, parts: Sequence[_Places]) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
+def _buffer_slots(world: int, parts: Sequence[_Slots]) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
     """Lays out a buffer that holds, rank after rank, the pieces of all parts for that rank.
 
     Returns:
-        Tokens of each rank; and for each part int64[n], the places of its pieces' first tokens.
+        Tokens of each rank; and for each part int64[n], the slots of its pieces' first tokens.
     """
     tokens = np.stack([np.bincount(part.rank, part.length, world) for part in parts]).astype(np.int64)
     sizes = tokens.sum(axis=0)
@@ -196,7 +196,7 @@ def _copies(*columns: np.ndarray | int) -> np.ndarray:
 
 
 def _padding(layout: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
-    """Returns segments, int32[n, 6], that write zeros at the places of `rank` without a token."""
+    """Returns segments, int32[n, 6], that write zeros to the slots of `rank` without a token."""
     empty = np.ones(n_local, dtype=bool)
     empty[layout.tokens_at(rank)[1]] = False
     edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))

@@ -23,10 +23,10 @@ _BROKEN = "broken"
 
 @dataclass(frozen=True)
 class PostedFailure(Exception):
-    """Why a transfer will never be complete.
+    """The reason why a transfer will never be complete.
 
     Attributes:
-        text: What the failed rank raised.
+        text: Message of the error that the failed rank raised.
         by_user: True if that was a `UserError`.
     """
 
@@ -67,7 +67,7 @@ class FailureBoard:
         """Begins a forward pass; after a failed one, once every rank has failed in that too or waits in a later one.
 
         Args:
-            patience: How long to wait for that; None: not at all, where other ranks' waits don't look at the board.
+            patience: Time to wait for that; None: not at all, if other ranks' waits don't look at the board.
 
         Raises:
             PostedFailure: If a rank has left a transfer unfinished, so that none can be matched any more.
@@ -100,10 +100,10 @@ class FailureBoard:
         broken = self._read(_BROKEN, 0)
         if broken is not None:
             return broken
-        for place, rank in enumerate(self.ranks):
+        for index, rank in enumerate(self.ranks):
             failure = self._read(rank, self.passes)
             if failure is not None:
-                return PostedFailure(f"rank(s) [{place}]: {failure.text}", failure.by_user)
+                return PostedFailure(f"rank(s) [{index}]: {failure.text}", failure.by_user)
         return None
 
     def give_up(self, failure: PostedFailure) -> None:
@@ -118,7 +118,7 @@ class FailureBoard:
         )
 
     def _read(self, what: object, passes: int) -> PostedFailure | None:
-        """What is posted under a key, if it is of that pass or a later one."""
+        """Returns what is posted under a key, if it is of that pass or a later one."""
         store, key = distributed_c10d._get_default_store(), self._key(what)
         if not store.check([key]):
             return None

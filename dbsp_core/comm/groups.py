@@ -1,6 +1,6 @@
 """The ranks that share one sequence.
 
-One process group carries every UxRy: the exchange spans all P ranks whatever the strategy, and a ring's neighbours are
+One process group carries every UxRy: the exchange spans all P ranks for any strategy, and a ring's neighbours are
 peers within the same group. So there is nothing to build when the strategy changes, and x·y may be any product.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
     "SequenceGroup",
     "explain_broken_connection",
     "gather_shards",
-    "node_marks",
+    "node_fingerprints",
     "number_nodes",
 ]
 
@@ -106,7 +106,7 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | SequenceGroup | None = None) -> SequenceGroup:
-        """The given group, or the default one; a single process where torch.distributed is not initialised.
+        """Returns the given group, or the default one; a single process if torch.distributed is not initialised.
 
         Raises:
             UserError: In one of several processes without torch.distributed, each of which would do all of the work;
@@ -147,24 +147,24 @@ class SequenceGroup:
 
     @property
     def over_nccl(self) -> bool:
-        """Whether NCCL carries the ranks' tensors on GPUs."""
+        """True if NCCL carries the ranks' tensors on GPUs."""
         group = self.group
         return group is not None and over_nccl(group)
 
     def control(self) -> SequenceGroup:
-        """The `auxiliary` group in which the calling thread agrees on things, with CPU tensors."""
+        """Returns the `auxiliary` group in which the calling thread compares things, with CPU tensors."""
         return self.auxiliary(CONTROL)
 
     def for_host_tensors(self) -> SequenceGroup:
-        """Returns a group of the same ranks that exchanges CPU tensors: this one, or `control` beside NCCL.
+        """Returns a group of the same ranks that exchanges CPU tensors: this one, or `control` in addition to NCCL.
 
-        What ranks compare is on the host, whatever device q, k and v are on: it must not wait for that device, and a
+        Ranks compare values on the host, for any device of q, k and v: it must not wait for that device, and a
         rank that was given tensors on another device than the others must be able to say so.
         """
         return self.control() if self.over_nccl else self
 
     def auxiliary(self, purpose: str) -> SequenceGroup:
-        """The same ranks in an auxiliary gloo group for one purpose, whose collectives are mixed with no others.
+        """Returns the same ranks in an auxiliary gloo group for one purpose, whose collectives mix with no others.
 
         It has this group's timeout and is destroyed with it. Collective at the first call.
         """
@@ -175,7 +175,7 @@ class SequenceGroup:
             return self._made(group, purpose, range(self.size), "gloo")
 
     def part(self, first: int, size: int) -> SequenceGroup:
-        """The ranks from `first` on, this one among them, in a group of their own on the same backend.
+        """Returns the ranks from `first` on, this one among them, in a group of their own on the same backend.
 
         It has this group's timeout and is destroyed with it. Collective for its ranks at the first call. One rank
         alone needs no group, and all have this one.
@@ -196,7 +196,7 @@ class SequenceGroup:
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> torch.Tensor:
-        """Uneven all-to-all along dim 0; returns [Σ receive_splits, ...], by source rank."""
+        """Runs an all-to-all of any splits along dim 0; returns [Σ receive_splits, ...], by source rank."""
         return self.start_all_to_all(sent, receive_splits, send_splits).wait()
 
     def start_all_to_all(
@@ -212,21 +212,21 @@ class SequenceGroup:
         return PendingTransfer(received, sent, (work,), self._board(sent))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank; all have one shape."""
+        """Returns every rank's tensor, by rank; all have one shape."""
         if self.size == 1:
             return [mine]
         mine = mine.contiguous()
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._complete(mine, lambda **options: dist.all_gather(everyone, mine, **options))
-        return everyone
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        self._complete(mine, lambda **options: dist.all_gather(gathered, mine, **options))
+        return gathered
 
     def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's contiguous tensor, concatenated along dim 0 by rank; all have one shape."""
+        """Returns every rank's contiguous tensor, concatenated along dim 0 by rank; all have one shape."""
         if self.size == 1:
             return mine
-        everyone = mine.new_empty(self.size * len(mine), *mine.shape[1:])
-        self._complete(mine, lambda **options: _all_gather_single(everyone, mine, **options))
-        return everyone
+        gathered = mine.new_empty(self.size * len(mine), *mine.shape[1:])
+        self._complete(mine, lambda **options: _all_gather_single(gathered, mine, **options))
+        return gathered
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Writes the first rank's contiguous tensor into every rank's, of one shape and dtype."""
@@ -237,12 +237,12 @@ class SequenceGroup:
         self._complete(values, lambda **options: dist.broadcast(values, source, **options))
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's integers (below 2^63), by rank, sent from host to host."""
+        """Returns every rank's integers (below 2^63), by rank, sent from host to host."""
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         return [rank_values.tolist() for rank_values in self.for_host_tensors().all_gather(mine)]
 
     def failure_board(self, number: int) -> FailureBoard | None:
-        """The board where these ranks post failures, which waits in the group and in groups made from it look at.
+        """Returns the board where these ranks post failures, read by waits in the group and in groups made from it.
 
         `number` names it where there is none yet: the same on all ranks, and of no other board.
         """
@@ -252,7 +252,7 @@ class SequenceGroup:
         return FailureBoard.of(group, number)
 
     def _board(self, sent: torch.Tensor) -> FailureBoard | None:
-        """The failures that end a wait for these values; None on a device, whose waits are not the host's."""
+        """Returns the failures that end a wait for these values; None on a device, whose waits are not the host's."""
         return board_of(self.group) if sent.device.type == "cpu" else None
 
     def _complete(self, sent: torch.Tensor, collective: Callable[..., Any]) -> None:
@@ -309,21 +309,21 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(ctx.dim, ctx.first, ctx.size), None, None
 
 
-def node_marks() -> list[int]:
-    """Returns three numbers from which `number_nodes` tells this rank's node."""
+def node_fingerprints() -> list[int]:
+    """Returns three numbers from which `number_nodes` infers this rank's node."""
     return [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
 
 
-def number_nodes(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the node of each rank, numbered by first appearance, from the `node_marks` of all ranks.
+def number_nodes(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Returns the node of each rank, numbered by first appearance, from the `node_fingerprints` of all ranks.
 
     Nodes are known from torchrun's GROUP_RANK where every rank has one; else from LOCAL_WORLD_SIZE, where all ranks
-    have the same: that many consecutive ranks share a node; else from the names of the hosts.
+    have the same: that many consecutive ranks share a node; else from the host names.
     """
     if group.group is None:
         return (0,) * group.size
-    agents, sizes, hosts = zip(*marks, strict=True)
-    names: Sequence[int] = hosts
+    agents, sizes, host_names = zip(*fingerprints, strict=True)
+    names: Sequence[int] = host_names
     if min(agents) >= 0:
         names = agents
     elif sizes[0] > 0 and len(set(sizes)) == 1:
@@ -333,6 +333,6 @@ def number_nodes(group: SequenceGroup, marks: Sequence[Sequence[int]]) -> tuple[
 
 
 def _number(variable: str, least: int) -> int:
-    """The number in an environment variable; −1 without one, or for one below `least`."""
+    """Returns the number in an environment variable; −1 without one, or for one below `least`."""
     found = environment_number(variable)
     return -1 if found is None or found < least else found

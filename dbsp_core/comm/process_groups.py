@@ -50,7 +50,7 @@ def parent_of(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Time after which a group's collectives fail; None where its backend does not have the option."""
+    """Returns the time after which a group's collectives fail; None if its backend does not have the option."""
     for device_type in group._device_types:
         options = getattr(group._get_backend(device_type), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -79,7 +79,7 @@ def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) ->
             group_name=f"{group.group_name}/dbsp-{purpose}",
             timeout=timeout_of(group) or default_pg_timeout,
         )
-    distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: place for place, rank in enumerate(ranks)}
+    distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: index for index, rank in enumerate(ranks)}
     if purpose != CONTROL:  # whose first use is a gather of all ranks at once
         meet(made)  # a rank that destroyed it at once would cut off others that are still connecting
     return made
@@ -117,7 +117,7 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
 
 
 def over_nccl(group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether NCCL carries a group's tensors on GPUs. None: the default group."""
+    """Returns True if NCCL carries a group's tensors on GPUs. None: the default group."""
     try:
         return "nccl" in dist.get_backend_config(group)
     except (TypeError, ValueError):  # destroyed meanwhile, as the first use of the group will say

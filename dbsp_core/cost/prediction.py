@@ -19,8 +19,8 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid, Order
 from dbsp_core.planning.chunks import ALL
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -127,9 +127,9 @@ class AttentionShape:
         """Bytes of one token of one head, over the batch: of q, k, v or the output, in memory."""
         return self.batch * self.head_dim * self.element_bytes
 
-    def sent_bytes(self, wire: WireFormat) -> int:
+    def sent_bytes(self, comm_dtype: CommDtype) -> int:
         """Returns the bytes of one token of one head of q, k or v in its communication dtype."""
-        return self.batch * wire.token_bytes(self.head_dim, self.element_bytes)
+        return self.batch * comm_dtype.token_bytes(self.head_dim, self.element_bytes)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def predict(
     Raises:
         UserError: When plan, shape and nodes don't fit, or network constants are needed but not known.
     """
-    strategy, known, wire = plan.strategy, hardware.constants, plan.wire
+    strategy, known, comm_dtype = plan.strategy, hardware.constants, plan.comm_dtype
     nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     strategy.require_world(len(nodes))
@@ -177,11 +177,11 @@ def predict(
         raise UserError(f"the plan is for {plan.heads} heads, the shape has {shape.heads}; give the plan's")
     require_network(hardware, nodes)
     # 1. Bytes of each exchange to owners and back, float64[P, P].
-    traffic, sent_bytes = traffic_of(plan, layout), shape.sent_bytes(wire)
+    traffic, sent_bytes = traffic_of(plan, layout), shape.sent_bytes(comm_dtype)
     apart = exchange_q_separately(plan)
     dispatched = [traffic.queries, 2 * traffic.keys[0]] if apart else [traffic.dispatch]
     exchanged = [*(tokens * sent_bytes for tokens in dispatched), traffic.queries.T * shape.token_bytes]
-    if wire.centred:
+    if comm_dtype.centred:
         means = float(mean_bytes(shape.batch, shape.heads, shape.head_dim, 2))
         exchanged.append(np.full((strategy.world, strategy.world), means))
     # 2. Seconds.
@@ -275,7 +275,7 @@ def _packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: A
     Needed keys are gathered once for each of their readers. int8 is placed as it was received, and then read; and keys
     that are sent less their mean are read once more before.
     """
-    wire, token = plan.wire, shape.token_bytes
+    comm_dtype, token = plan.comm_dtype, shape.token_bytes
     placed = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k
     packed = placed + traffic.rows * plan.grid.block_q
     first, *further = (2 * keys.sum(axis=1) for keys in traffic.keys)
@@ -284,9 +284,9 @@ def _packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: A
         alike = (plan.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
         in_shard = in_shard + np.where(alike, further[0], np.sum(further, axis=0))
     total = (in_shard + packed) * token
-    if wire is not MODEL:
-        total = total + placed * shape.sent_bytes(wire)
-    if wire.centred:
+    if comm_dtype is not MODEL:
+        total = total + placed * shape.sent_bytes(comm_dtype)
+    if comm_dtype.centred:
         total = total + shape.heads * layout.shard * token
     return float(np.max(total))
 

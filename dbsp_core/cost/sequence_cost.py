@@ -17,9 +17,9 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import plan_from_counts
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
-from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
 
@@ -42,14 +42,14 @@ class LayerSize:
     Attributes:
         token_flops: FLOP per token of everything but self-attention's scores and values.
         element_bytes: Bytes of a number of q, k and v.
-        wire: Communication dtype of q, k and v.
+        comm_dtype: Communication dtype of q, k and v.
     """
 
     heads: int
     head_dim: int
     token_flops: float
     element_bytes: int = 2
-    wire: WireFormat = MODEL
+    comm_dtype: CommDtype = MODEL
 
 
 _FREE = {one.name: math.inf if one.name.endswith("_per_s") else 0.0 for one in fields(Constants)}
@@ -181,7 +181,7 @@ def slowest_bag_s(
         rows = np.concatenate([work.row_work[one] for one in own], axis=1)
         grid, layout = BlockGrid.packed([work.grids[one] for one in own]), bag_layout(plan, work.tokens, bag)
         attention = plan_from_counts(
-            rows, grid, Strategy(ranks, 1), layout=layout, compare=False, precision=layer.wire.name
+            rows, grid, Strategy(ranks, 1), layout=layout, compare=False, precision=layer.comm_dtype.name
         )
         nodes = (np.arange(first, first + ranks) // node_size).tolist()
         linear_s = tokens[first : first + ranks].max() * layer.token_flops / hardware.constants.linear_flops_per_s

@@ -1,4 +1,4 @@
-"""Sequence layouts: the rank and place of every token outside attention."""
+"""Sequence layouts: the rank and slot of every token outside attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShardSegments:
     """The segments that shards cut blocks into: runs of one block's tokens that are contiguous on one rank.
 
     Sorted by (block, offset); every token is in one segment. All fields are int64[F]; `offset` and `local` are the
-    first token's places within the block and on the rank.
+    first token's positions within the block and on the rank.
     """
 
     block: np.ndarray
@@ -47,16 +47,16 @@ class ShardSegments:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SequenceLayout:
-    """The rank and place of every token outside attention. A rank's places without a token are padding.
+    """The rank and slot of every token outside attention. A rank's slots without a token are padding.
 
     Attributes:
         rank: int64[tokens], the rank of each token (by canonical position: text, then video in (t, h, w)).
-        local: int64[tokens], each token's place on its rank.
+        local: int64[tokens], each token's slot on its rank.
         world: Number of ranks.
-        shard: Places of each rank.
+        shard: Slots of each rank.
 
     Raises:
-        ValueError: Unless every token is at a place of its own, on one of the ranks.
+        ValueError: Unless every token has a slot of its own, on one of the ranks.
     """
 
     rank: np.ndarray
@@ -68,12 +68,12 @@ class SequenceLayout:
     )
 
     def __repr__(self) -> str:
-        return f"<SequenceLayout of {self.tokens} tokens on {in_number(self.world, 'rank')} of {self.shard} places>"
+        return f"<SequenceLayout of {self.tokens} tokens on {in_number(self.world, 'rank')} of {self.shard} slots>"
 
     def __post_init__(self) -> None:
         inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)
         if not inside.all() or np.bincount(self.rank * self.shard + self.local).max(initial=0) > 1:
-            raise ValueError("a sequence layout must put every token at a place of its own, on one of its ranks")
+            raise ValueError("a sequence layout must give every token a slot of its own, on one of its ranks")
 
     @classmethod
     def from_streams(cls, streams: Sequence[np.ndarray], world: int) -> SequenceLayout:
@@ -107,7 +107,7 @@ class SequenceLayout:
     def whole_sequences(cls, lengths: Sequence[int], ranks: Sequence[int], world: int) -> SequenceLayout:
         """Leaves each sequence of a packed grid whole on one rank, as data loaders do; a rank may have none.
 
-        A rank holds its sequences in the order given. All ranks have as many places as the fullest.
+        A rank holds its sequences in the order given. All ranks have as many slots as the fullest.
 
         Args:
             lengths: Tokens of each sequence, text included.
@@ -144,8 +144,8 @@ class SequenceLayout:
             name: "contiguous" or "striped".
             grid: The blocks that are distributed.
             strategy: The ranks; only its ring matters for the order.
-            streams: Whether text and video are sharded separately, as hosts with two streams do, and which comes
-                first; the texts of a packed grid are then one stream, and its videos one.
+            streams: The stream that comes first if text and video are sharded separately, as two-stream frameworks do;
+                the texts of a packed grid are then one stream, and its videos one.
 
         Raises:
             UserError: For an unknown name.
@@ -160,11 +160,11 @@ class SequenceLayout:
         return cls.from_streams(parts[streams], strategy.world)
 
     def with_streams(self, text: np.ndarray, streams: Streams) -> SequenceLayout:
-        """Returns the same tokens on each rank, those of text at its first or last places; as it is for None.
+        """Returns the same tokens on each rank, those of text in its first or last slots; as it is for None.
 
         Args:
             text: bool[tokens], which tokens are text.
-            streams: Which come first.
+            streams: The stream that comes first.
         """
         if streams is None:
             return self
@@ -186,7 +186,7 @@ class SequenceLayout:
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def tokens_at(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (canonical position, place) of the tokens that `rank` holds, int64[n] each, by place."""
+        """Returns (canonical position, slot) of the tokens that `rank` holds, int64[n] each, by slot."""
         here = np.flatnonzero(self.rank == rank)
         here = here[np.argsort(self.local[here])]
         return here, self.local[here]

@@ -1,4 +1,4 @@
-"""The bits of a mask on its grid, and VSA's coarse branch beside them."""
+"""The bits of a mask on its grid, and VSA's coarse branch with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["NO_GRADIENTS", "BlockMask", "CoarseBranch", "require_mask", "row_places"]
+__all__ = ["NO_GRADIENTS", "BlockMask", "CoarseBranch", "require_mask", "row_positions"]
 
 
 NO_GRADIENTS = (
@@ -32,7 +32,7 @@ class CoarseBranch:
 
     Attributes:
         coarse: float32[B · H, n, D], of the n query blocks of which this rank has tokens.
-        block: int64[n_local], each place's among them.
+        block: int64[n_local], each slot's among them.
         real: bool[n_local], whether there is a token.
         gate: [B, H, n_local, D].
     """
@@ -66,14 +66,14 @@ class BlockMask:
     """The (query block, key block) pairs that each head computes.
 
     Attributes:
-        bits: bool[H, nq, nk], a tensor on any device or a numpy array, which is copied; True is a dense block. Rows
+        bits: bool[H, nq, nk], a tensor on any device or a numpy array, which is copied; True is an active block. Rows
             may be empty. On a packed grid bool[H · pairs]: one sequence's [H, nq, nk] after another, and nothing
             between sequences. Counts are renewed once a tensor has been set in place; plans and executors are not.
         grid: The blocks.
         coarse: VSA's coarse branch, which is added to the output, or None.
 
     Raises:
-        UserError: When the bits are not bool or their shape does not fit the grid.
+        UserError: If the bits are not bool or their shape does not fit the grid.
     """
 
     bits: torch.Tensor
@@ -152,7 +152,7 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """Share of dense blocks, counting those within sequences."""
+        """Share of active blocks, counting those within sequences."""
         return int(self.bits.sum()) / self.bits.numel()
 
     def square(self, heads: int | slice | np.ndarray = slice(None)) -> torch.Tensor:
@@ -167,7 +167,7 @@ class BlockMask:
 
     @property
     def row_bits(self) -> torch.Tensor:
-        """bool[H · nq, nk], or of a packed mask bool[H · pairs], whose rows have several lengths; see `row_places`."""
+        """bool[H · nq, nk]; for a packed mask bool[H · pairs], as rows differ in length; see `row_positions`."""
         return self.bits if self.grid.packed_from else self.bits.flatten(0, 1)
 
     @property
@@ -176,15 +176,15 @@ class BlockMask:
         return self._of_bits("fingerprint", self._fingerprint)
 
     def _fingerprint(self) -> int:
-        beside = "" if self.coarse is None else repr(self.coarse)
-        digest = hashlib.blake2b((str(self.grid) + beside).encode(), digest_size=8)
+        coarse = "" if self.coarse is None else repr(self.coarse)
+        digest = hashlib.blake2b((str(self.grid) + coarse).encode(), digest_size=8)
         for piece in self.bits.flatten().split(AT_ONCE):
             digest.update(np.packbits(piece.cpu().numpy()).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     @property
     def counts(self) -> MaskCounts:
-        """Dense blocks by row, by column, and by column and rank."""
+        """Active blocks by row, by column, and by column and rank."""
         return self._of_bits("counts", lambda: MaskCounts(*(part.bits for part in self.parts)))
 
     def _of_bits(self, name: str, make: Callable[[], Value]) -> Value:
@@ -223,10 +223,10 @@ def _with_version(bits: torch.Tensor | np.ndarray) -> torch.Tensor:
         return bits.clone()
 
 
-def row_places(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """Returns the places of rows, given by head and query block, in a mask's `row_bits`; all int64[n].
+def row_positions(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """Returns the positions of rows, given by head and query block, in a mask's `row_bits`; all int64[n].
 
-    A place is a row's number, or in a packed mask its first bit.
+    A position is a row's number, or in a packed mask its first bit.
     """
     if not grid.packed_from:
         return head * grid.nq + block

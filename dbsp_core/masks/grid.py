@@ -60,8 +60,8 @@ def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
         positions = np.arange(np.prod(thw)).reshape(thw)
         token_permutation = positions.transpose([CANONICAL.index(axis) for axis in order]).reshape(-1)
     else:
-        place = np.indices(thw).reshape(3, -1)
-        tile, within = np.divmod(place, np.array([int(size) for size in tiles.groups()])[:, None])
+        position = np.indices(thw).reshape(3, -1)
+        tile, within = np.divmod(position, np.array([int(size) for size in tiles.groups()])[:, None])
         token_permutation = np.lexsort((*within[::-1], *tile[::-1]))
     token_permutation.flags.writeable = False
     return token_permutation
@@ -152,7 +152,7 @@ class BlockGrid:
             grid, whose sequences have their own.
         orders: The order of video tokens (see `dbsp_core.masks.grid`), one for all heads or one per head.
         packed_from: The sequences of a packed grid, which `packed` makes; see `sequences`.
-        whole_tiles: Whether no block holds video tokens of two tiles, so that those at the far sides are short; needs
+        whole_tiles: True if no block holds video tokens of two tiles, so that those at the far sides are short; needs
             one order of tiles for all heads.
         text_runs: Tokens of each run of text; no block holds tokens of two. Empty: the text is one run.
 
@@ -278,8 +278,8 @@ class BlockGrid:
         if not self.packed_from:
             return replace(self, orders=tuple(orders))
         sequences = []
-        for place, grid in enumerate(self.packed_from):
-            own = [order if isinstance(order, str) else order[place] for order in orders]
+        for position, grid in enumerate(self.packed_from):
+            own = [order if isinstance(order, str) else order[position] for order in orders]
             sequences.append(grid.with_orders(own[:1] if len(set(own)) == 1 else own))
         return BlockGrid.packed(sequences)
 
@@ -313,8 +313,8 @@ class BlockGrid:
     def make_text_dense(self, bits: np.ndarray | torch.Tensor) -> None:
         """Sets all rows and columns of text in bool[..., nq, nk], within each sequence."""
         q_bounds, k_bounds = self.q_axis.bounds, self.k_axis.bounds
-        for place, grid in enumerate(self.sequences):
-            (q, k), ends = (q_bounds[place], k_bounds[place]), (q_bounds[place + 1], k_bounds[place + 1])
+        for position, grid in enumerate(self.sequences):
+            (q, k), ends = (q_bounds[position], k_bounds[position]), (q_bounds[position + 1], k_bounds[position + 1])
             own = bits[..., q : ends[0], k : ends[1]]
             text_q, text_k = (sum(-(-run // size) for run in grid._runs) for size in (grid.block_q, grid.block_k))
             own[..., :text_q, :], own[..., :text_k] = True, True

@@ -1,4 +1,4 @@
-"""Counts of a mask's dense blocks, computed on the device where the bits are; planners and reports read them."""
+"""Counts of a mask's active blocks, computed on the device where the bits are; planners and reports read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BITS_AT_ONCE = 2**26
 
 
 class RowCounts:
-    """Dense blocks of each row of a mask, on their way to the host.
+    """Active blocks of each row of a mask, which are being copied to the host.
 
     Nothing is exchanged and nothing waits before `rows` is read; the bits may be dropped at once.
 
@@ -56,7 +56,7 @@ class MaskCounts:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """int64[H, nq]: dense blocks per (head, query block), the work of each row."""
+        """int64[H, nq]: active blocks per (head, query block), the work of each row."""
         return self.copy_rows().rows
 
     def copy_rows(self) -> RowCounts:
@@ -64,7 +64,7 @@ class MaskCounts:
         return RowCounts(self._parts)
 
     def columns_by_rank(self, q_owner: np.ndarray, world: int) -> np.ndarray:
-        """int32[world, H, nk]: rows of each rank that need each (head, KV block), from int64[H, nq], the rows' ranks.
+        """Counts each rank's rows that need each (head, KV block): int32[world, H, nk], from rows' ranks int64[H, nq].
 
         The latest is remembered. Some 20 ms for 40 heads of 1182 × 1182 blocks whose ranks own runs of rows, on one
         core.
@@ -86,14 +86,14 @@ class MaskCounts:
 
 
 def _row_sums(bits: np.ndarray) -> np.ndarray:
-    """[H, nq], of bool[H, nq, nk]."""
+    """Sums bool[H, nq, nk] to [H, nq]."""
     narrow = np.uint16 if bits.shape[2] < 2**16 else np.int64  # the narrower, the faster
     sums: np.ndarray = np.add.reduce(bits.view(np.uint8), axis=2, dtype=narrow)
     return sums
 
 
 def _columns_by_rank(bits: np.ndarray, q_owner: np.ndarray, world: int) -> np.ndarray:
-    """int32[world, H, nk] of one part, from bits bool[H, nq, nk] and q_owner int64[H, nq]."""
+    """Returns int32[world, H, nk] of one part, from bits bool[H, nq, nk] and q_owner int64[H, nq]."""
     found = np.zeros((world, len(bits), bits.shape[2]), dtype=np.int32)
     for head, (rows, owner) in enumerate(zip(bits.view(np.uint8), q_owner, strict=True)):
         if (np.diff(owner) < 0).any():  # rows by their rank
@@ -108,7 +108,7 @@ def _columns_by_rank(bits: np.ndarray, q_owner: np.ndarray, world: int) -> np.nd
 
 
 def _columns_on_device(part: torch.Tensor, q_owner: torch.Tensor, world: int) -> torch.Tensor:
-    """int32[world, H, nk] of one part, computed where the bits and q_owner are, a few heads at a time."""
+    """Returns int32[world, H, nk] of one part, computed on the device of bits and q_owner, a few heads at a time."""
     exact = torch.float16 if max(part.shape[1:]) <= 2**11 else torch.float32
     ranks, found, head = torch.arange(world, device=q_owner.device)[:, None], [], 0
     for some in part.split(max(1, BITS_AT_ONCE // max(1, part[0].numel()))):

@@ -225,10 +225,10 @@ class MaskFile:
 
     def orders(self, layer: int, group: int = 0) -> Orders:
         """Returns the token order of each head, or one for all heads."""
-        return one_or_each(_orders_of(self._orders[self._place(layer, group)].tolist()))
+        return one_or_each(_orders_of(self._orders[self._position(layer, group)].tolist()))
 
-    def _place(self, layer: int, group: int) -> tuple[int, ...]:
-        """Returns the place of a layer's mask in the tensor."""
+    def _position(self, layer: int, group: int) -> tuple[int, ...]:
+        """Returns the index of a layer's mask in the tensor."""
         return (*((group,) if self.groups else ()), *((layer,) if self.per_layer else ()))
 
     def layer(self, index: int, group: int = 0) -> BlockMask:
@@ -245,11 +245,11 @@ class MaskFile:
             raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
         if not 0 <= group < len(self.groups or (0,)):
             raise UserError(f"mask file {self.path} has {len(self.groups or (0,))} step groups, not {group + 1}")
-        place = self._place(index, group)
+        position = self._position(index, group)
         try:
             with safe_open(self.path, framework="numpy") as file:
                 view = file.get_slice(self._tensor)
-                values = view[place] if place else view[:]
+                values = view[position] if position else view[:]
         except (SafetensorError, OSError) as error:
             raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:

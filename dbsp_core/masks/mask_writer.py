@@ -138,10 +138,10 @@ def save_mask(
         path: The file, usually `NAME.safetensors`.
         masks: One mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
         groups: The step groups, such as "5-9,10-24,25-49": steps before the first are dense.
-        packed: Whether to store eight blocks in a byte.
+        packed: True to store eight blocks in a byte.
 
     Raises:
-        UserError: When masks don't go together.
+        UserError: If masks don't fit together.
     """
     groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
     given: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)

@@ -1,4 +1,4 @@
-"""Denoising steps: which are dense, which share a mask, and how a host's passes are counted."""
+"""Denoising steps: which are dense, which share a mask, and how a framework's passes are counted."""
 
 from __future__ import annotations
 
@@ -86,20 +86,20 @@ MOST_PASSES = 4
 
 @dataclass(frozen=True)
 class DenoisingStep:
-    """A step of the denoising and a guidance pass of the step, both counted from 0."""
+    """A step of the denoising and a CFG pass of the step, both counted from 0."""
 
     step: int = 0
     cfg_branch: int = 0
 
 
 class Progress(NamedTuple):
-    """What a host knows about the progress of its denoising.
+    """The progress of a denoising, as far as its framework knows it.
 
     Attributes:
         generation: A different object for each generation.
         step_index: Grows by one from step to step, as in diffusers' schedulers; None before a generation's first step
-            is over, and where the host has none.
-        first_index: The index of step 0, if the host knows it.
+            is over, and if the framework has none.
+        first_index: The index of step 0, if the framework knows it.
     """
 
     generation: object = None
@@ -109,17 +109,17 @@ class Progress(NamedTuple):
 
 @dataclass
 class StepClock:
-    """Counts the steps and guidance passes of one generation after another.
+    """Counts the steps and CFG passes of one generation after another.
 
-    Where the host gives an index, it decides. Otherwise timesteps fall from step to step and rise with a new
-    denoising. Where a timestep is repeated, as some schedulers do (Heun), the next step begins with a guidance pass
-    that this one has had; if the host does not name the pass, each is taken for another one of the same step, up to
+    If the framework gives an index, it decides. Otherwise timesteps fall from step to step and rise with a new
+    denoising. If a timestep is repeated, as some schedulers do (Heun), the next step begins with a CFG pass
+    that this one has had; if the framework does not name the pass, each counts as another one of the same step, up to
     `MOST_PASSES`. More are passes of further generations of one step, which begin with the first pass again.
     Timesteps that become equal by rounding to bfloat16 cannot be distinguished without an index.
 
     Attributes:
-        progress: Returns the host's progress.
-        shared: Whether several transformers of a generation advance it; each must then do so at every forward pass.
+        progress: Returns the framework's progress.
+        shared: True if several transformers of a generation advance it; each must then do so at every forward pass.
     """
 
     progress: Callable[[], Progress] = Progress
@@ -131,18 +131,18 @@ class StepClock:
     _first_index: int = 0
     """Index of step 0."""
     _branches: set[int] = field(default_factory=set)
-    """Guidance passes of the current step."""
+    """CFG passes of the current step."""
 
     def advance(self, timestep: Callable[[], float] | float, cfg_branch: int | None = None) -> DenoisingStep:
         """Counts a forward pass and returns its step. A `timestep` that is a function is called only without index."""
-        host = self.progress()
-        if host.generation is not self._generation:  # the last may have failed at the step with which this one begins
-            self._generation, self._timestep, self.now = host.generation, None, DenoisingStep()
+        progress = self.progress()
+        if progress.generation is not self._generation:  # the last one may have failed at this one's first step
+            self._generation, self._timestep, self.now = progress.generation, None, DenoisingStep()
             self._restart()
-        if host.step_index is None:
+        if progress.step_index is None:
             step = self._by_timestep(timestep() if callable(timestep) else timestep, cfg_branch)
         else:
-            step = self._by_index(host.step_index, host.first_index)
+            step = self._by_index(progress.step_index, progress.first_index)
         if step != self.now.step or (cfg_branch is None and len(self._branches) >= MOST_PASSES):
             self._branches = set()
         self.now = DenoisingStep(step, len(self._branches) if cfg_branch is None else cfg_branch)
@@ -183,20 +183,20 @@ def first_value(values: torch.Tensor | float) -> float:
 
     A view, such as `timesteps[i].expand(batch)`, is looked up in a copy of all that it is a view of. So a schedule is
     read once, and waits for its device once, however many of its elements are asked for. In inference mode tensors do
-    not tell what they are views of: there each is read by itself.
+    not say what they are views of: there each is read by itself.
     """
     if not isinstance(values, torch.Tensor):
         return float(values)
     base = values if values._base is None else values._base
-    place = values.storage_offset() - base.storage_offset()
-    plain = base.is_contiguous() and base.dtype == values.dtype and 0 <= place < base.numel() <= MOST_VALUES
+    offset = values.storage_offset() - base.storage_offset()
+    plain = base.is_contiguous() and base.dtype == values.dtype and 0 <= offset < base.numel() <= MOST_VALUES
     if base.is_inference() or not plain:
         return float(values[(0,) * values.ndim])
     known = _schedules.get(base)
     if known is None or known[0] != base._version:
         known = base._version, base.flatten().tolist()
         _schedules[base] = known
-    return float(known[1][place])
+    return float(known[1][offset])
 
 
 @dataclass(frozen=True)
@@ -230,10 +230,10 @@ class DenseSchedule:
         return self.first_steps > 0 or self.last_steps > 0
 
     def is_dense(self, layer: int, layers: int, step: int, steps: int | None) -> bool:
-        """Returns whether a layer is dense at a step of `steps`.
+        """Returns True if a layer is dense at a step of `steps`.
 
         Raises:
-            UserError: When the answer depends on the number of steps and the host does not know it (None).
+            UserError: If the answer depends on the number of steps and the framework does not know it (None).
         """
         if layer < self.first_layers or layer >= layers - self.last_layers or step < self.first_steps:
             return True
@@ -246,7 +246,7 @@ class DenseSchedule:
             )
         return step >= steps - self.last_steps
 
-    def complaint(self, steps: int | None) -> str | None:
+    def message(self, steps: int | None) -> str | None:
         """Says that a denoising of so many steps leaves nothing to sparse attention; None where it does, or may."""
         if steps is None or self.first_steps + self.last_steps < steps:
             return None

@@ -1,1 +1,1 @@
-"""The models that db-SP knows: their sizes, how they are told apart, and the videos they make."""
+"""The models that db-SP knows: their sizes, what distinguishes them, and the videos they make."""

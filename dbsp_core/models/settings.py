@@ -1,4 +1,4 @@
-"""What is generated: prompt, size, steps and the like of the video, and the dtype of the weights."""
+"""Settings of a generation: prompt, size, steps and the like of the video, and the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.schema import read_path, require_choice
 
-__all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "side_complaint"]
+__all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "side_message"]
 
 TOKEN_PIXELS = 16
 """Height and width of a token: 8 of the VAE times 2 of the patch, in most models."""
@@ -29,7 +29,7 @@ _RANGES = {
 """Least and most of each number: more than anybody makes, and little enough for every library to count with."""
 
 
-def side_complaint(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
+def side_message(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
     """Returns the error message about a video's height or width, or None."""
     if 0 < pixels <= _LARGEST_SIDE and pixels % token == 0:
         return None
@@ -41,13 +41,13 @@ def side_complaint(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
 
 @dataclass(frozen=True)
 class GenerateSettings:
-    """One video to generate; None stands for the checkpoint's usual value.
+    """One video to generate; None means the checkpoint's usual value.
 
     Raises SettingError for numbers that no model takes.
 
     Attributes:
-        prompt: What the video shows, maybe empty.
-        negative_prompt: What the video does not show.
+        prompt: Description of the video, maybe empty.
+        negative_prompt: Description of what the video shall not show.
         height: Pixels, a multiple of 16 (32 for Wan2.2 TI2V).
         width: Pixels, likewise.
         num_frames: 4k + 1 for Wan, 8k + 1 for CogVideoX.
@@ -85,8 +85,8 @@ class GenerateSettings:
             require_value(self, name, value is None or value <= most, f"must be at most {most:,}", "generate.")
         for name in ("height", "width"):
             value = getattr(self, name)
-            complaint = None if value is None else side_complaint(value)
-            require_value(self, name, complaint is None, str(complaint), "generate.")
+            message = None if value is None else side_message(value)
+            require_value(self, name, message is None, str(message), "generate.")
         require_choice("dtype", self.dtype, DTYPES, "generate.")
 
     def filled(self, usual: GenerateSettings | None) -> GenerateSettings:

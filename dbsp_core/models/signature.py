@@ -1,4 +1,4 @@
-"""What tells models apart: diffusers' pipeline class and what it makes, the transformer's sizes, and the variant."""
+"""Features that distinguish models: diffusers' pipeline class and its output, the transformer's sizes, the variant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PIPELINES", "ModelSignature", "Pipeline", "Variant", "model_signatur
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the models of one of diffusers' pipeline classes share.
+    """Common properties of the models of one of diffusers' pipeline classes.
 
     Attributes:
         title: Its name in messages.
@@ -22,7 +22,7 @@ class Pipeline:
         text_tokens: Number of text tokens in self-attention's sequence.
         images: The fewest and the most that a video is made from: its first frame, and its last.
         from_video: diffusers' class for the same checkpoint that starts from a video, where there is one.
-        float32_vae: Whether diffusers' examples load the VAE in float32, with other parts in bfloat16.
+        float32_vae: True if diffusers' examples load the VAE in float32, with other parts in bfloat16.
     """
 
     title: str
@@ -32,8 +32,8 @@ class Pipeline:
     from_video: str | None = None
     float32_vae: bool = True
 
-    def frames_complaint(self, frames: int) -> str | None:
-        """Says what is wrong with a number of frames, which such a pipeline would change or refuse; None: nothing."""
+    def frames_message(self, frames: int) -> str | None:
+        """Returns the error message about a number of frames that such a pipeline would change or reject, or None."""
         if frames > 0 and (frames - 1) % self.frame_stride == 0:
             return None
         less = max(0, (frames - 1) // self.frame_stride) * self.frame_stride + 1
@@ -60,13 +60,13 @@ def token_grid(
 
 
 Variant = Literal["", "two", "ti2v"]
-"""What tells pipelines of one class and size apart: nothing, two transformers that take turns (Wan2.2 A14B), or a
-timestep for each token, from text alone or from an image and text (Wan2.2 TI2V)."""
+"""Feature that distinguishes pipelines of one class and size: nothing, two alternating transformers (Wan2.2 A14B), or
+a timestep for each token, from text alone or from an image and text (Wan2.2 TI2V)."""
 
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """What distinguishes models: diffusers' pipeline class, the transformer's sizes, and the variant.
+    """Features that distinguish models: diffusers' pipeline class, the transformer's sizes, and the variant.
 
     Attributes:
         sizes: (layers, heads, head_dim, patch_frames), see `ModelSpec`.
@@ -83,7 +83,7 @@ class ModelSignature:
             return 0, 1
         return PIPELINES[self.pipeline].images if self.pipeline in PIPELINES else (0, 0)
 
-    def images_complaint(self, given: int) -> str | None:
+    def images_message(self, given: int) -> str | None:
         """Says what is wrong with a number of images; None: nothing."""
         least, most = self.images
         if least <= given <= most:

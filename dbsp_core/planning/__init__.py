@@ -1,1 +1,1 @@
-"""Which rank computes which rows, and in which chunks keys and values come to it."""
+"""Assignment of rows to ranks, and of the keys and values that each rank is sent to chunks."""

@@ -27,7 +27,7 @@ class BagTopology:
 
     Attributes:
         sizes: Ranks of each bag of a unit, in the order of ranks.
-        units: How often the unit is repeated.
+        units: Number of repetitions of the unit.
 
     Raises:
         UserError: For no bags, or sizes below 1.
@@ -45,7 +45,7 @@ class BagTopology:
         """Reads "g1n2+g2n1+g4n1" for `world` ranks.
 
         Raises:
-            UserError: When the text is not of that form, or its unit does not divide the ranks; says what would fit.
+            UserError: If the text is not of that form, or its unit does not divide the ranks; says which would.
         """
         counts = _parse_terms(text)
         unit = sum(size * number for size, number in counts)
@@ -58,7 +58,7 @@ class BagTopology:
 
     @classmethod
     def candidates(cls, world: int, node_size: int = 8) -> Iterator[BagTopology]:
-        """Yields topologies of one unit to choose from: bags of one size, and nodes all cut alike into several sizes.
+        """Yields topologies of one unit to choose from: bags of one size, and nodes all cut into the same sizes.
 
         Sizes within nodes divide the node; those beyond are whole nodes.
         """
@@ -119,9 +119,9 @@ def _partitions(total: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
     """Yields every way to write `total` as a sum of `sizes`, which fall."""
     if total == 0:
         yield ()
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if size <= total:
-            yield from ((size, *rest) for rest in _partitions(total - size, sizes[place:]))
+            yield from ((size, *rest) for rest in _partitions(total - size, sizes[index:]))
 
 
 AUTO = "auto"

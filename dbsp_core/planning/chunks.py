@@ -1,4 +1,4 @@
-"""Which keys and values each rank is sent, and in which chunk: all of its heads', or those that its rows need."""
+"""Keys and values that each rank is sent, and in which chunk: all of its heads', or those that its rows need."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def require_keys(keys: str) -> None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunks:
-    """Keys and values come from where they live, in y chunks: chunk i from the ranks of ring rank (r − i) mod y.
+    """Keys and values are sent by their source ranks in y chunks: chunk i by the ranks of ring rank (r − i) mod y.
 
-    So chunk 0 is what a rank's own ring row has already. Each chunk comes in one all-to-all beside the kernel on the
-    one before it, and no rank waits for another's kernel.
+    So chunk 0 is what a rank's own ring row has already. Each chunk comes in one all-to-all while the kernel runs on
+    the one before it, and no rank waits for another's kernel.
 
     Attributes:
         keys: Setting `keys`.
@@ -42,34 +42,35 @@ class Chunks:
 
     keys: str
     sent: np.ndarray
-    home: np.ndarray
+    k_ring_rank: np.ndarray
     ring: int
 
     @classmethod
-    def of_heads(cls, owner: np.ndarray, home: np.ndarray, strategy: Strategy) -> Chunks:
-        """All keys of the heads of which a rank's column has rows: for any mask.
+    def of_heads(cls, owner: np.ndarray, k_ring_rank: np.ndarray, strategy: Strategy) -> Chunks:
+        """Sends all keys of the heads of which a rank's column has rows: for any mask.
 
         Args:
             owner: int64[H, nq], the rank of each row.
         """
         columns = columns_of_heads(owner, strategy.ulysses)
         of_rank = columns.T[np.arange(strategy.world) % strategy.ulysses]
-        sent = np.broadcast_to(of_rank[..., None], (*of_rank.shape, home.shape[-1]))
-        return cls(ALL, sent, home, strategy.ring)
+        sent = np.broadcast_to(of_rank[..., None], (*of_rank.shape, k_ring_rank.shape[-1]))
+        return cls(ALL, sent, k_ring_rank, strategy.ring)
 
     @classmethod
-    def of_rows(cls, owner: np.ndarray, home: np.ndarray, strategy: Strategy, mask: BlockMask) -> Chunks:
-        """The keys that a rank's rows need (as DSV does, Tan et al. 2025, §5.2): for masks that need no others."""
-        return cls(NEEDED, _needed(owner, strategy.world, mask), home, strategy.ring)
+    def of_rows(cls, owner: np.ndarray, k_ring_rank: np.ndarray, strategy: Strategy, mask: BlockMask) -> Chunks:
+        """Sends only the keys that a rank's rows need (as DSV does, Tan et al. 2025, §5.2): for masks like `mask`."""
+        return cls(NEEDED, _needed(owner, strategy.world, mask), k_ring_rank, strategy.ring)
 
     def __repr__(self) -> str:
         return f"<Chunks of {self.sent.shape[1]} heads of {self.sent.shape[2]} blocks, keys: {self.keys}>"
 
     def of(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(head, KV block) of what `rank` is sent in each chunk, int64[Ck] each, as packed."""
+        """Returns (head, KV block) of what `rank` is sent in each chunk, int64[Ck] each, as packed."""
         flat = np.flatnonzero(self.sent[rank])
         head, block = np.divmod(flat, self.sent.shape[2])
-        chunk = (self._ring_rank[rank] - np.broadcast_to(self.home, self.sent.shape[1:]).ravel()[flat]) % self.ring
+        source = np.broadcast_to(self.k_ring_rank, self.sent.shape[1:]).ravel()[flat]
+        chunk = (self._ring_rank[rank] - source) % self.ring
         return [(head[chunk == one], block[chunk == one]) for one in range(self.ring)]
 
     @property
@@ -78,9 +79,9 @@ class Chunks:
         return np.arange(len(self.sent)) * self.ring // len(self.sent)
 
     def _chunk(self, heads: np.ndarray) -> np.ndarray:
-        """int64[P, nk]: the chunk in which KV blocks come to each rank, of heads with one token order."""
-        home = self.home if self.home.ndim == 1 else self.home[heads[0]]
-        chunk: np.ndarray = (self._ring_rank[:, None] - home) % self.ring
+        """Returns int64[P, nk]: the chunk in which KV blocks come to each rank, of heads with one token order."""
+        k_ring_rank = self.k_ring_rank if self.k_ring_rank.ndim == 1 else self.k_ring_rank[heads[0]]
+        chunk: np.ndarray = (self._ring_rank[:, None] - k_ring_rank) % self.ring
         return chunk
 
     def readers(self, chunk: int, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
@@ -93,41 +94,41 @@ class Chunks:
         return np.where(sent.transpose(1, 2, 0), np.arange(len(self.sent)), -1)
 
     def copies(self, heads: np.ndarray) -> Sequence[np.ndarray]:
-        """By chunk number[P, nk]: how many of these heads, of one token order, each rank gets each KV block of."""
+        """Returns by chunk number[P, nk]: how many of these heads, of one token order, need a block on each rank."""
         narrow = np.uint8 if len(heads) < 256 else np.uint16  # the narrower, the faster
         copies, chunk = np.add.reduce(self.sent[:, heads], axis=1, dtype=narrow), self._chunk(heads)
         return [np.where(chunk == one, copies, 0) for one in range(self.ring)]
 
     @property
     def sends_every_block(self) -> bool:
-        """Whether every KV block is sent to some rank."""
+        """True if every KV block is sent to some rank."""
         return self.keys == ALL or bool(self.sent.any(axis=0).all())
 
-    def serves(self, owner: np.ndarray, mask: BlockMask) -> bool:
-        """Whether all keys that the rows of these owners need under a mask are sent."""
+    def covers(self, owner: np.ndarray, mask: BlockMask) -> bool:
+        """Returns True if all keys that the rows of these owners need under a mask are sent."""
         return self.keys == ALL or not (_needed(owner, len(self.sent), mask) & ~self.sent).any()
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """Arrays that differ where what is sent does; `ALL` follows from the rows' owners."""
-        home = self.home.astype(np.uint16)  # no more ranks than that, and a quarter of the bytes
-        return (home,) if self.keys == ALL else (home, np.packbits(self.sent))
+        k_ring_rank = self.k_ring_rank.astype(np.uint16)  # no more ranks than that, and a quarter of the bytes
+        return (k_ring_rank,) if self.keys == ALL else (k_ring_rank, np.packbits(self.sent))
 
     def equals(self, other: Chunks) -> bool:
-        """Whether both send the same, for rows of the same owners."""
+        """Returns True if both send the same, for rows of the same owners."""
         return (self.keys, self.ring) == (other.keys, other.ring) and all(
             np.array_equal(one, another) for one, another in zip(self.identity, other.identity, strict=True)
         )
 
 
 def columns_of_heads(owner: np.ndarray, ulysses: int) -> np.ndarray:
-    """bool[H, x]: the Ulysses ranks in which each head has rows, hence needs its keys and values."""
-    place = owner % ulysses + np.arange(len(owner))[:, None] * ulysses
-    found: np.ndarray = np.bincount(place.ravel(), minlength=len(owner) * ulysses) > 0
+    """Returns bool[H, x]: the Ulysses ranks in which each head has rows, hence needs its keys and values."""
+    cell = owner % ulysses + np.arange(len(owner))[:, None] * ulysses
+    found: np.ndarray = np.bincount(cell.ravel(), minlength=len(owner) * ulysses) > 0
     return found.reshape(len(owner), ulysses)
 
 
 def _needed(owner: np.ndarray, world: int, mask: BlockMask) -> np.ndarray:
-    """bool[P, H, nk]: what some row of each rank attends to. Reads the mask on the host."""
+    """Returns bool[P, H, nk]: what some row of each rank attends to. Reads the mask on the host."""
     needed: np.ndarray = mask.counts.columns_by_rank(owner, world) > 0
     return needed

@@ -27,22 +27,22 @@ def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
     """Heads by falling work, assigned back and forth: 0 1 2 2 1 0 0 1 2 …
 
     Args:
-        work: int[H], dense blocks per head.
+        work: int[H], active blocks per head.
 
     Returns:
         int64[H], the Ulysses rank of each head.
     """
-    turn, place = np.divmod(np.arange(len(work)), ulysses_degree)
+    turn, column = np.divmod(np.arange(len(work)), ulysses_degree)
     ulysses_rank = np.empty(len(work), dtype=np.int64)
-    ulysses_rank[np.argsort(-work, kind="stable")] = np.where(turn % 2 == 0, place, ulysses_degree - 1 - place)
+    ulysses_rank[np.argsort(-work, kind="stable")] = np.where(turn % 2 == 0, column, ulysses_degree - 1 - column)
     return ulysses_rank
 
 
 def greedy_heads(work: np.ndarray, ulysses_degree: int, cap: int | None = None) -> np.ndarray:
-    """Largest head first, each to the Ulysses rank with the least work so far; ties go to the lower index.
+    """Assigns the largest head first, each to the Ulysses rank with the least work so far; ties go to the lower index.
 
     Args:
-        work: int[H], dense blocks per head.
+        work: int[H], active blocks per head.
         cap: Most heads a Ulysses rank may take, or None for Alg. 1 as printed.
 
     Returns:
@@ -70,11 +70,11 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
     rows. Of equally fast plans the first of these is taken.
 
     Args:
-        row_work: int64[H, nq], dense blocks of each row.
+        row_work: int64[H, nq], active blocks of each row.
         columns: x, the number of Ulysses ranks.
         target_rho: Work of the fullest Ulysses rank over the mean that is good enough.
         order: int64[nq], query blocks in the order in which heads are cut.
-        price: Dense blocks that take as long as receiving the keys and values of one head.
+        price: Active blocks that take as long as receiving the keys and values of one head.
 
     Returns:
         int64[H, nq], the Ulysses rank of each row.
@@ -88,7 +88,7 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
     times = load + price * np.bincount(equal, minlength=columns)
     if load.max() <= limit or times.min() + price >= times.max():
         return _whole_heads(equal, row_work)  # no rank can take part of a head without becoming the slowest
-    # 2. Whole heads in any numbers; the fewest cuts; and cuts at the end of every rank, which spread pieces evenly.
+    # 2. Whole heads in any numbers; the fewest cuts; and cuts at the end of every rank, which spread pieces equally.
     whole = _whole_heads(equal, row_work)
     free = exchange_rows(work, greedy_heads(work, columns), columns, limit)
     plans = [
@@ -159,7 +159,7 @@ def _move_run(work: np.ndarray, owner: np.ndarray, source: int, target: int, amo
     """Moves rows of one head from one Ulysses rank to another: a run, and what brings it closest to `amount`.
 
     Args:
-        work: int64[nq], dense blocks of the head's rows.
+        work: int64[nq], active blocks of the head's rows.
         owner: int64[nq], changed in place.
     """
     run = order[owner[order] == source]
@@ -167,14 +167,14 @@ def _move_run(work: np.ndarray, owner: np.ndarray, source: int, target: int, amo
     owner[run] = target
     rest = amount - int(work[run].sum())
     falling = np.argsort(-work, kind="stable")
-    sizes, place = work[falling], owner[falling]
-    given, taken = rows_to_trade(sizes, np.flatnonzero(place == source), np.flatnonzero(place == target), rest)
+    sizes, held_by = work[falling], owner[falling]
+    given, taken = rows_to_trade(sizes, np.flatnonzero(held_by == source), np.flatnonzero(held_by == target), rest)
     if abs(int(sizes[given].sum() - sizes[taken].sum()) - rest) < rest:
         owner[falling[given]], owner[falling[taken]] = target, source
 
 
 def _work_by_head(row_work: np.ndarray, owner: np.ndarray, columns: int) -> np.ndarray:
-    """Returns int64[H, x], dense blocks of each head on each Ulysses rank."""
-    place = owner + np.arange(len(owner))[:, None] * columns
-    by_head = np.bincount(place.ravel(), row_work.ravel(), len(owner) * columns)
+    """Returns int64[H, x], active blocks of each head on each Ulysses rank."""
+    cell = owner + np.arange(len(owner))[:, None] * columns
+    by_head = np.bincount(cell.ravel(), row_work.ravel(), len(owner) * columns)
     return by_head.astype(np.int64).reshape(len(owner), columns)

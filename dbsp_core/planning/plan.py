@@ -14,6 +14,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype, require_comm_dtype
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.planners import (
     Problem,
@@ -25,7 +26,6 @@ from dbsp_core.planning.planners import (
     rho_bound,
     work_by_rank,
 )
-from dbsp_core.planning.wire_format import MODEL, WireFormat, require_wire_format
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
@@ -42,10 +42,10 @@ __all__ = [
 
 @lru_cache(maxsize=16)
 def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:
-    """int64[H, nq]: the rank of each row without db-SP: heads in equal runs, blocks in contiguous shards."""
+    """Returns int64[H, nq]: rows' ranks without db-SP: heads in equal runs, blocks in contiguous shards."""
     layout = SequenceLayout.contiguous(grid.tokens, strategy.world)
-    home, _ = majority_ring_ranks(layout, grid, heads, strategy)
-    (owner,) = _read_only((home * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None],))
+    q_ring_rank, _ = majority_ring_ranks(layout, grid, heads, strategy)
+    (owner,) = _read_only((q_ring_rank * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None],))
     return owner
 
 
@@ -53,7 +53,7 @@ def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:
 def majority_ring_ranks(
     layout: SequenceLayout, grid: BlockGrid, heads: int, strategy: Strategy
 ) -> tuple[np.ndarray, np.ndarray]:
-    """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
+    """Returns int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
 
     [H, nq], [H, nk] where heads have token orders of their own.
     """
@@ -87,7 +87,7 @@ def block_positions(grid: BlockGrid) -> np.ndarray:
 
 
 def _read_only(arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """The same arrays, protected: all plans made from them share them."""
+    """Returns the same arrays, protected: all plans made from them share them."""
     for array in arrays:
         array.flags.writeable = False
     return arrays
@@ -103,9 +103,9 @@ class Plan:
         owner: int64[H, nq], the rank that computes each row, a (head, query block).
         chunks: The KV blocks that each rank is sent in each chunk.
         planner: The planner's name.
-        work: int64[P], dense blocks of each rank.
-        wire: How queries, keys and values are written in exchanges.
-        baseline_work: int64[P], the dense blocks of each rank without db-SP, or None if not compared.
+        work: int64[P], active blocks of each rank.
+        comm_dtype: Communication dtype of queries, keys and values.
+        baseline_work: int64[P], the active blocks of each rank without db-SP, or None if not compared.
         rho_bound: ρ_s that no plan of whole rows can beat; NaN if not compared.
         moved: Share of queries whose owner is in another ring rank than the rank that holds them outside attention.
         plan_ms: Milliseconds from counts to owners and chunks; counting blocks is not included.
@@ -117,14 +117,14 @@ class Plan:
     chunks: Chunks
     planner: str
     work: np.ndarray
-    wire: WireFormat = MODEL
+    comm_dtype: CommDtype = MODEL
     baseline_work: np.ndarray | None = None
     rho_bound: float = float("nan")
     moved: float = 0.0
     plan_ms: float = 0.0
 
     def __repr__(self) -> str:
-        keys = "" if self.chunks.keys == ALL else ", needed keys"
+        keys = "" if self.chunks.keys == ALL else ", selective KV exchange"
         rho = f"ρ_s {self.rho:.3f}"
         if self.baseline_work is not None:
             rho = f"ρ_s {self.rho_before:.3f} → {self.rho:.3f}, bound {self.rho_bound:.3f}"
@@ -165,7 +165,8 @@ class Plan:
     def extra_kv(self) -> float:
         """K and V elements sent more than once, as a share of all Q, K, V.
 
-        If all keys are sent: to more than one rank of a ring row. If needed keys are: to more than one rank at all.
+        If all keys are sent: to more than one rank of a ring row. If only needed ones are: to more than one rank at
+            all.
         """
         if self.chunks.keys == NEEDED:
             copies = (self.chunks.sent.sum(axis=0) - 1).clip(min=0).sum(axis=0)
@@ -186,7 +187,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> int:
         """63 bits that differ between plans with different routes; all ranks must have the same."""
-        names = self.strategy, self.grid, self.chunks.keys, self.wire.name
+        names = self.strategy, self.grid, self.chunks.keys, self.comm_dtype.name
         digest = hashlib.blake2b(str(names).encode(), digest_size=8)
         digest.update(self.owner.astype(np.uint16).tobytes())  # there are no more ranks, and bytes are a quarter
         for part in self.chunks.identity:
@@ -195,10 +196,10 @@ class Plan:
 
     def same_routes(self, other: Plan) -> bool:
         """Returns True if both plans send the same tokens to the same ranks."""
-        if self.owner is other.owner and self.chunks is other.chunks and self.wire is other.wire:
+        if self.owner is other.owner and self.chunks is other.chunks and self.comm_dtype is other.comm_dtype:
             return True
         return (
-            (self.strategy, self.grid, self.wire) == (other.strategy, other.grid, other.wire)
+            (self.strategy, self.grid, self.comm_dtype) == (other.strategy, other.grid, other.comm_dtype)
             and np.array_equal(self.owner, other.owner)
             and self.chunks.equals(other.chunks)
         )
@@ -213,14 +214,14 @@ class Plan:
     def fits(self, mask: BlockMask) -> bool:
         """Returns True if a mask has as many heads, is on the same grid, and needs no keys that are not sent."""
         same = (self.heads, self.grid) == (mask.heads, mask.grid)
-        return same and self.chunks.serves(self.owner, mask)
+        return same and self.chunks.covers(self.owner, mask)
 
     def counted(self, counts: BlockMask | np.ndarray, *, compare: bool = True) -> Plan:
         """Returns the same plan with the numbers of other counts. Nothing is planned: `plan_ms` is 0.
 
         Args:
-            counts: A mask of the same grid and heads, or int64[H, nq], dense blocks of each row.
-            compare: Whether to count what the contiguous plan would do, and what no plan could beat.
+            counts: A mask of the same grid and heads, or int64[H, nq], active blocks of each row.
+            compare: True to count what the contiguous plan would do, and what no plan could beat.
 
         Raises:
             UserError: For counts of another shape.
@@ -260,15 +261,15 @@ def make_plan(
     """Plans one attention. Deterministic: equal arguments give equal plans on every rank.
 
     Args:
-        mask: Its dense blocks, on any device.
-        strategy: How many ranks share heads and how many form a ring, such as "U4R2" (paper §2.3).
+        mask: The mask, on any device.
+        strategy: Number of ranks that share heads and number that form a ring, such as "U4R2" (paper §2.3).
         planner: A name from `dbsp_core.planning.planners.PLANNERS`.
-        layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
-        compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
+        layout: Layout of the tokens before and after. Default: contiguous shards of ceil(tokens / P).
+        compare: True to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or "needed":
             those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then cuts rows
-            into runs of tokens, and the plan serves masks only that need no further keys.
-        precision: "model": queries, keys and values travel as they are; "int8": rounded, with a scale for each token
+            into runs of tokens, and the plan covers only masks that need no other keys.
+        precision: "model": queries, keys and values are sent as they are; "int8": rounded, with a scale for each token
             and head, and without gradients. No plan assigns other rows for it.
 
     Returns:
@@ -292,7 +293,7 @@ def make_plan(
     )
     if not needed:
         return plan
-    return replace(plan, chunks=Chunks.of_rows(plan.owner, plan.chunks.home, plan.strategy, mask))
+    return replace(plan, chunks=Chunks.of_rows(plan.owner, plan.chunks.k_ring_rank, plan.strategy, mask))
 
 
 @not_compiled
@@ -307,13 +308,13 @@ def plan_from_counts(
     precision: str = "model",
     runs: bool = False,
 ) -> Plan:
-    """Plans one attention from its rows' dense blocks; all keys of a rank's heads are sent. See `make_plan`.
+    """Plans one attention from its rows' active blocks; all keys of a rank's heads are sent. See `make_plan`.
 
     Args:
-        row_work: int64[H, nq], dense blocks of each row.
-        runs: Whether planner "dbsp" cuts rows into runs of tokens, for plans that send needed keys only.
+        row_work: int64[H, nq], active blocks of each row.
+        runs: True if planner "dbsp" cuts rows into runs of tokens, for plans with selective KV exchange.
     """
-    strategy, wire = Strategy.parse(strategy), require_wire_format(precision)
+    strategy, comm_dtype = Strategy.parse(strategy), require_comm_dtype(precision)
     assign = require_planner(planner).assign
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
@@ -321,14 +322,14 @@ def plan_from_counts(
             f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit {grid.tokens} "
             f"tokens on {strategy.world}; build it from the same grid and strategy"
         )
-    q_home, k_home = majority_ring_ranks(layout, grid, len(row_work), strategy)
+    q_ring_rank, k_ring_rank = majority_ring_ranks(layout, grid, len(row_work), strategy)
     position, price = (block_positions(grid), 0) if runs else (None, head_price(grid, strategy))
-    problem = Problem(strategy, row_work, q_home, price, position)
+    problem = Problem(strategy, row_work, q_ring_rank, price, position)
     start = time.perf_counter()
     owner = assign(problem)
-    chunks = Chunks.of_heads(owner, k_home, strategy)
+    chunks = Chunks.of_heads(owner, k_ring_rank, strategy)
     plan_ms = (time.perf_counter() - start) * 1e3
-    plan = Plan(strategy, grid, owner, chunks, planner, np.zeros(strategy.world, dtype=np.int64), wire)
+    plan = Plan(strategy, grid, owner, chunks, planner, np.zeros(strategy.world, dtype=np.int64), comm_dtype)
     return replace(plan.counted(row_work, compare=compare), moved=_moved(plan, layout), plan_ms=plan_ms)
 
 
@@ -340,7 +341,7 @@ def _moved(plan: Plan, layout: SequenceLayout) -> float:
     ring, stays = strategy.ring, 0
     for order, heads in grid.order_groups(len(owner)):
         held, _ = layout.block_segments(grid, order)
-        place = held.block * ring + held.rank // strategy.ulysses
-        tokens = np.bincount(place, held.length, grid.nq * ring)  # by block and ring rank
+        cell = held.block * ring + held.rank // strategy.ulysses
+        tokens = np.bincount(cell, held.length, grid.nq * ring)  # by block and ring rank
         stays += int(tokens[np.arange(grid.nq) * ring + owner[heads] // strategy.ulysses].sum())
     return 1 - stays / (len(owner) * grid.tokens)

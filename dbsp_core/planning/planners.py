@@ -42,7 +42,7 @@ and 3,995 on an H800; docs/results/even.md shows how little plans differ between
 MOST_PRICE = 50
 """The price of a head is at most this part, a fiftieth, of a rank's mean work.
 
-Short videos and single heads of a model would otherwise stay uneven for the sake of keys whose price is known to a
+Short videos and single heads of a model would otherwise stay imbalanced for the sake of keys whose price is known to a
 factor of two at best. By the same model of time that costs 1 % on average; see docs/results/even.md.
 """
 COLUMN_SHARE = 0.5
@@ -55,16 +55,16 @@ Of more rows a rank has enough to be even without; measured, no plan of more tha
 
 
 def head_price(grid: BlockGrid, strategy: Strategy) -> int:
-    """Returns the dense blocks that take as long as receiving one head's keys and values in the first all-to-all.
+    """Returns the active blocks that take as long as receiving one head's keys and values in the first all-to-all.
 
-    It brings the chunk of a rank's own ring row, all but the rank's own part of it; kernels hide further chunks.
+    It brings the chunk of a rank's own ring row, all but the rank's own part of it; kernels hide the later chunks.
     """
     x, y = strategy.ulysses, strategy.ring
     return KEY_PRICE * grid.tokens * (x - 1) // (grid.block_q * grid.block_k * x * y)
 
 
 def work_by_rank(owner: np.ndarray, row_work: np.ndarray, world: int) -> np.ndarray:
-    """int64[P]: dense blocks of each rank, from int64[H, nq] each: the rows' ranks, and dense blocks."""
+    """Returns int64[P]: active blocks of each rank, from int64[H, nq] each: rows' ranks, and active blocks."""
     return np.bincount(owner.ravel(), row_work.ravel(), world).astype(np.int64)
 
 
@@ -75,13 +75,13 @@ def imbalance_ratio(work: np.ndarray) -> float:
 
 
 def rho_bound(row_work: np.ndarray, world: int) -> float:
-    """ρ_s ≥ 1 that no plan of whole rows can beat, from int64[H, nq] dense blocks of each row."""
+    """Returns ρ_s ≥ 1 that no plan of whole rows can beat, from int64[H, nq] active blocks of each row."""
     total = int(row_work.sum())
     return bins_bound(row_work.ravel(), world) * world / total if total else 1.0
 
 
 def bins_bound(items: np.ndarray, bins: int) -> int:
-    """Least possible load of the fullest of `bins` bins when `items` (int[n]) are packed whole.
+    """Returns the least load of the fullest of `bins` bins when `items` (int[n]) are packed whole.
 
     The mean, rounded up; and, by the pigeonhole principle for every k, k + 1 of the k·bins + 1 largest items share a
     bin, which then holds at least the k + 1 smallest of them.
@@ -98,7 +98,7 @@ def bins_bound(items: np.ndarray, bins: int) -> int:
 
 
 def majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
-    """Each block stays with the part that holds most of its tokens; ties go to the lower index (Ring).
+    """Leaves each block with the part that holds most of its tokens; ties go to the lower index (Ring).
 
     Args:
         tokens_by_part: int[n, parts].
@@ -132,14 +132,14 @@ def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
 
 
 def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: float) -> np.ndarray:
-    """Largest block first, each to the part with the least work so far, its initial part favoured.
+    """Assigns the largest block first, each to the part with the least work so far, its initial part favoured.
 
     The load of a block's initial part counts `reward` · (the block's own work) less: §4.2.2 multiplies R_b by the
     block's count, where Alg. 1 prints a constant. Ties go to the lower index. reward 0 is the unbiased greedy. A block
     without work stays where it is: to move it would cost bytes and gain nothing.
 
     Args:
-        work: int[n], dense blocks that each block takes part in, summed over heads.
+        work: int[n], active blocks that each block takes part in, summed over heads.
         initial: int[n], the part that holds each block before the exchange.
 
     Returns:
@@ -149,8 +149,12 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
     part = np.empty(len(work), dtype=np.int64)
     for block in np.argsort(-work, kind="stable"):
         own = int(work[block])
-        home = int(initial[block])
-        best = home if own == 0 else min(range(parts), key=lambda p: load[p] - (reward * own if p == home else 0))
+        q_ring_rank = int(initial[block])
+        best = (
+            q_ring_rank
+            if own == 0
+            else min(range(parts), key=lambda p: load[p] - (reward * own if p == q_ring_rank else 0))
+        )
         part[block] = best
         load[best] += own
     return part
@@ -158,13 +162,13 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
 
 @dataclass(frozen=True)
 class Problem:
-    """What a planner may look at.
+    """Input of a planner.
 
     Attributes:
-        row_work: int64[H, nq], dense blocks per (head, query block).
+        row_work: int64[H, nq], active blocks per (head, query block).
         home: int64[nq], ring rank that holds most of each query block outside attention; int64[H, nq] where heads have
             token orders of their own.
-        price: Dense blocks that take as long as receiving the keys of one head: `head_price`, or 0 if ranks are sent
+        price: Active blocks that take as long as receiving the keys of one head: `head_price`, or 0 if ranks are sent
             only the keys that their rows need, of which a split head adds few.
         position: float64[nq], mean position of each query block's tokens, if each rank is sent only the keys that its
             rows need; else None.
@@ -172,7 +176,7 @@ class Problem:
 
     strategy: Strategy
     row_work: np.ndarray
-    home: np.ndarray
+    q_ring_rank: np.ndarray
     price: int = 0
     position: np.ndarray | None = None
 
@@ -191,29 +195,33 @@ class Planner:
 
 
 def contiguous(problem: Problem) -> np.ndarray:
-    """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
-    return _whole_heads(contiguous_heads(len(problem.row_work), problem.strategy.ulysses), problem.home, problem)
+    """Plans plain Ulysses, Ring and USP: heads in equal runs, blocks with the ring rank that holds them."""
+    return _whole_heads(
+        contiguous_heads(len(problem.row_work), problem.strategy.ulysses), problem.q_ring_rank, problem
+    )
 
 
 def snake(problem: Problem) -> np.ndarray:
-    """xDiT's head balancing: heads, densest first, back and forth in equal numbers; blocks where they live."""
-    return _whole_heads(snake_heads(problem.row_work.sum(axis=1), problem.strategy.ulysses), problem.home, problem)
+    """Plans xDiT's head balancing: heads, densest first, back and forth in equal numbers; no block migrates."""
+    return _whole_heads(
+        snake_heads(problem.row_work.sum(axis=1), problem.strategy.ulysses), problem.q_ring_rank, problem
+    )
 
 
 def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> np.ndarray:
-    """Alg. 1: greedy heads, then biased greedy query blocks on counts summed over heads.
+    """Runs Alg. 1: greedy heads, then biased greedy query blocks on counts summed over heads.
 
     What it does with KV blocks balances ring steps, for which nobody waits here: they come from where they live.
 
     Args:
         reward: R_b ≥ 0 of its biased greedy assignment: how strongly blocks are held where they are.
-        equal_heads: Whether no Ulysses rank gets more than ceil(H / x) heads.
+        equal_heads: True if no Ulysses rank may get more than ceil(H / x) heads.
     """
     if not reward >= 0:
         raise UserError(f"reward={reward} must not be negative; 0 balances without regard to where blocks are")
     x, y, work = problem.strategy.ulysses, problem.strategy.ring, problem.row_work
     cap = -(-len(work) // x) if equal_heads else None
-    ring_rank = biased_greedy(work.sum(axis=0), y, _of_most_heads(problem.home), reward)
+    ring_rank = biased_greedy(work.sum(axis=0), y, _of_most_heads(problem.q_ring_rank), reward)
     return _whole_heads(greedy_heads(work.sum(axis=1), x, cap), ring_rank, problem)
 
 
@@ -222,22 +230,22 @@ def _whole_heads(column: np.ndarray, ring_rank: np.ndarray, problem: Problem) ->
     return ring_rank * problem.strategy.ulysses + column[:, None]
 
 
-def _of_most_heads(home: np.ndarray) -> np.ndarray:
-    """Returns int64[n], one home per block, the most common where heads differ; ties go to the lower rank."""
-    if home.ndim == 1:
-        return home
-    return (home[:, :, None] == np.arange(home.max() + 1)).sum(axis=0).argmax(axis=1)
+def _of_most_heads(q_ring_rank: np.ndarray) -> np.ndarray:
+    """Returns int64[n], one ring rank per block, the most common if heads differ; ties go to the lower rank."""
+    if q_ring_rank.ndim == 1:
+        return q_ring_rank
+    return (q_ring_rank[:, :, None] == np.arange(q_ring_rank.max() + 1)).sum(axis=0).argmax(axis=1)
 
 
 def dbsp(problem: Problem) -> np.ndarray:
     """Ours: heads whole or split as is faster, few rows moved."""
     x, y = problem.strategy.ulysses, problem.strategy.ring
-    return plan_rows(problem.row_work, problem.home, x, y, problem.price, problem.position)
+    return plan_rows(problem.row_work, problem.q_ring_rank, x, y, problem.price, problem.position)
 
 
 def plan_rows(
     work: np.ndarray,
-    home: np.ndarray,
+    q_ring_rank: np.ndarray,
     ulysses: int,
     ring: int,
     price: int = 0,
@@ -249,11 +257,11 @@ def plan_rows(
     A rank's time is its rows' work and a price for each head of its Ulysses rank.
 
     Args:
-        work: int64[H, nq], dense blocks of each row.
+        work: int64[H, nq], active blocks of each row.
         home: int64[nq] or int64[H, nq], the ring rank that holds most of each query block.
-        ulysses: x, the number of Ulysses ranks, among which heads are shared out.
+        ulysses: x, the number of Ulysses ranks, among which heads are distributed.
         ring: y, the number of ring ranks, among which the rows of a head are.
-        price: Dense blocks that take as long as receiving the keys and values of one head; see also `MOST_PRICE`.
+        price: Active blocks that take as long as receiving the keys and values of one head; see also `MOST_PRICE`.
         position: float64[nq], where query blocks are in the order of tokens. Given, each Ulysses rank's rows are cut
             into runs of it instead of staying where they are: rows near one another need much the same keys.
         target_rho: ρ_s at which to stop.
@@ -265,20 +273,20 @@ def plan_rows(
     limit = max(heaviest, load_limit(total, world, target_rho))
     price = min(price, total // (MOST_PRICE * world))
     # 1. Heads to Ulysses ranks.
-    order = _interleaved(home, ring) if position is None else np.argsort(position, kind="stable")
+    order = _interleaved(q_ring_rank, ring) if position is None else np.argsort(position, kind="stable")
     share = 1 if ring == 1 else COLUMN_SHARE
     column = assign_heads(work, ulysses, 1 + share * (target_rho - 1), order, price * ring)
     # 2. Each Ulysses rank's rows to its ring ranks.
     if position is not None:
         ring_rank = _runs_by_column(work, column, order, ulysses, ring)
     else:
-        ring_rank = np.array(np.broadcast_to(home, work.shape))
+        ring_rank = np.array(np.broadcast_to(q_ring_rank, work.shape))
         for one in range(ulysses if ring > 1 else 0):
             rows = column == one
             good = max(limit, -(-int(work[rows].sum()) // ring))
             ring_rank[rows] = level_rows(work[rows], ring_rank[rows], ring, good)
     owner = ring_rank * ulysses + column
-    # 3. Where ranks are still uneven, rows go to any rank: many may where keys cost nothing, else few.
+    # 3. While ranks are still imbalanced, rows go to any rank: many may if keys cost nothing, else few.
     if work_by_rank(owner, work, world).max() <= limit or (price and np.count_nonzero(work) > FEW_ROWS_A_RANK * world):
         return owner
     times = rank_times(work, owner, ulysses, ring, price)
@@ -289,7 +297,7 @@ def plan_rows(
 
 
 def rank_times(work: np.ndarray, owner: np.ndarray, ulysses: int, ring: int, price: int) -> np.ndarray:
-    """Returns int64[P], what each rank computes and receives before its first kernel, in dense blocks."""
+    """Returns int64[P], what each rank computes and receives before its first kernel, in active blocks."""
     received = np.tile(columns_of_heads(owner, ulysses).sum(axis=0), ring)
     times: np.ndarray = work_by_rank(owner, work, ulysses * ring) + price * received
     return times
@@ -306,20 +314,20 @@ def _runs_by_column(work: np.ndarray, owner: np.ndarray, order: np.ndarray, ulys
         of_column = of_column if of_column.any() else np.ones_like(of_column)
         middle = np.cumsum(of_column) - (of_column + 1) // 2
         found[here] = np.minimum(middle * ring // int(of_column.sum() or 1), ring - 1)
-    places = np.empty(work.shape, dtype=np.int64)
-    places[:, order] = found.T
-    return places
+    positions = np.empty(work.shape, dtype=np.int64)
+    positions[:, order] = found.T
+    return positions
 
 
-def _interleaved(home: np.ndarray, ring: int) -> np.ndarray:
-    """Returns int64[nq], query blocks in an order that visits ring ranks in turn: a run takes equally from each.
+def _interleaved(q_ring_rank: np.ndarray, ring: int) -> np.ndarray:
+    """Returns int64[nq], query blocks with ring ranks interleaved: a run takes equally from each.
 
-    Where homes differ between heads, the order is the first head's: it only decides how even the start is.
+    If ring ranks differ between heads, the order is the first head's: it only decides how balanced the start is.
     """
-    home = home if home.ndim == 1 else home[0]
-    turn = np.empty(len(home), dtype=np.int64)
+    q_ring_rank = q_ring_rank if q_ring_rank.ndim == 1 else q_ring_rank[0]
+    turn = np.empty(len(q_ring_rank), dtype=np.int64)
     for rank in range(ring):
-        mine = home == rank
+        mine = q_ring_rank == rank
         turn[mine] = np.arange(mine.sum())
     return np.argsort(turn, kind="stable")
 

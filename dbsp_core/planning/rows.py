@@ -1,7 +1,7 @@
 """Rows to ranks until all ranks have nearly the same work, by moving few rows. Only numpy and integers.
 
-No rank waits for another between two chunks of keys, so only the sum of a rank's rows has to be balanced. Whatever is
-balanced here is called a row; whole heads are exchanged in the same way (see `planning.heads`).
+No rank waits for another between two chunks of keys, so only the sum of a rank's rows has to be balanced. Anything
+that is balanced here is called a row; whole heads are exchanged in the same way (see `planning.heads`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def level_rows(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int) -> np
     """Moves rows from the fullest rank to others, few and heavy ones, until none is above `limit` or none helps.
 
     Args:
-        work: int64[n], dense blocks of each row.
+        work: int64[n], active blocks of each row.
         rank: int64[n], where each row is.
 
     Returns:
@@ -42,38 +42,38 @@ def level_rows(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int) -> np
     rows = np.flatnonzero(work)
     falling = work.max() - work[rows]
     rows = rows[np.argsort(falling.astype(np.uint16) if work.max() < 1 << 16 else falling, kind="stable")]
-    sizes, place = work[rows], rank[rows]
+    sizes, held_by = work[rows], rank[rows]
     # 2. The fullest rank trades rows with others.
     for _ in range(8 * ranks):
-        if load.max() <= limit or not _relieve(sizes, place, load, limit):
+        if load.max() <= limit or not _relieve(sizes, held_by, load, limit):
             break
     # 3. Few rows are exchanged in every way.
     if load.max() > limit and len(rows) <= FEW_ROWS:
-        place = exchange_rows(sizes, place, ranks, limit)
+        held_by = exchange_rows(sizes, held_by, ranks, limit)
     rank = rank.copy()
-    rank[rows] = place
+    rank[rows] = held_by
     return rank
 
 
-def _relieve(sizes: np.ndarray, place: np.ndarray, load: np.ndarray, limit: int) -> bool:
+def _relieve(sizes: np.ndarray, held_by: np.ndarray, load: np.ndarray, limit: int) -> bool:
     """Moves rows from the fullest rank to the emptiest that lowers the fuller of the two; False if none does.
 
-    `place` and `load` are changed in place.
+    `held_by` and `load` are changed in place.
     """
     full, mean = int(load.argmax()), int(load.sum()) // len(load)
     goal = (mean + limit) // 2
-    ours = np.flatnonzero(place == full)
+    ours = np.flatnonzero(held_by == full)
     for other in np.argsort(load, kind="stable").tolist():
         room = int(load[full] - load[other])
         if room <= 1:
             return False
         wanted = min(int(load[full]) - goal, max(mean - int(load[other]), room // 2))
-        given, taken = rows_to_trade(sizes, ours, np.flatnonzero(place == other), wanted)
-        moved = int(sizes[given].sum() - sizes[taken].sum())
-        if 0 < moved < room:
-            place[given], place[taken] = other, full
-            load[full] -= moved
-            load[other] += moved
+        given, taken = rows_to_trade(sizes, ours, np.flatnonzero(held_by == other), wanted)
+        change = int(sizes[given].sum() - sizes[taken].sum())
+        if 0 < change < room:
+            held_by[given], held_by[taken] = other, full
+            load[full] -= change
+            load[other] += change
             return True
     return False
 

@@ -14,7 +14,7 @@ __all__ = ["PICO", "SequenceCost", "SequencePlan", "TokenRuns", "plan_sequences"
 
 
 PICO = 10**12
-"""Costs are whole picoseconds: their sums are the same bits in any order and on any machine."""
+"""Costs are whole picoseconds: their sums are bitwise identical in any order and on any computer."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def plan_sequences(
     if max_tokens is not None:
         _require_room(tokens, topology, max_tokens)
     bag = _greedy_bags(cost, tokens, loader, topology, max_tokens)
-    return SequencePlan(topology, bag, _cut_evenly(tokens, bag, loader, topology))
+    return SequencePlan(topology, bag, _split_equally(tokens, bag, loader, topology))
 
 
 def _require_room(tokens: np.ndarray, topology: BagTopology, max_tokens: int) -> None:
@@ -179,7 +179,7 @@ def _greedy_bags(
         if not emptiest:
             most = max(room[first * bags : (first + 1) * bags])
             raise UserError(
-                f"a sequence of {length:,} tokens does not fit beside those before it in the bags of {topology}: at "
+                f"a sequence of {length:,} tokens does not fit in the bags of {topology} with those before it: at "
                 f"most {most:,} tokens are left in one; allow more tokens a rank, or use more ranks"
             )
         # 2. Sizes whose share of all cost holds this sequence too, else would hold it alone, else the largest.
@@ -195,22 +195,22 @@ def _greedy_bags(
     return chosen
 
 
-def _cut_evenly(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topology: BagTopology) -> TokenRuns:
+def _split_equally(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topology: BagTopology) -> TokenRuns:
     """Cuts so that every rank of a bag holds as many tokens, up to one, and keeps as many that it loaded as it can.
 
     No layout that is as balanced moves fewer tokens. All arrays are int64[n].
     """
     # 1. Quotas.
     total, bags = _summed(bag, tokens, len(topology.ranks)), topology.bag_of_rank
-    place = np.arange(topology.world) - topology.first_rank[bags]
-    quota = total[bags] // topology.ranks[bags] + (place < total[bags] % topology.ranks[bags])
+    offset = np.arange(topology.world) - topology.first_rank[bags]
+    quota = total[bags] // topology.ranks[bags] + (offset < total[bags] % topology.ranks[bags])
     # 2. Of what a rank loaded and its bag has, the first tokens stay, up to the quota.
-    home = np.flatnonzero(topology.bag_of_rank[loader] == bag)
-    home = home[np.argsort(loader[home], kind="stable")]
-    running = np.cumsum(tokens[home]) - tokens[home]
-    running -= running[np.searchsorted(loader[home], loader[home])]
+    loaded_here = np.flatnonzero(topology.bag_of_rank[loader] == bag)
+    loaded_here = loaded_here[np.argsort(loader[loaded_here], kind="stable")]
+    running = np.cumsum(tokens[loaded_here]) - tokens[loaded_here]
+    running -= running[np.searchsorted(loader[loaded_here], loader[loaded_here])]
     kept = np.zeros_like(tokens)
-    kept[home] = np.clip(quota[loader[home]] - running, 0, tokens[home])
+    kept[loaded_here] = np.clip(quota[loader[loaded_here]] - running, 0, tokens[loaded_here])
     # 3. All others, bag by bag, fill the ranks that have quota left, in order.
     order = np.argsort(bag, kind="stable")
     pool, free = (tokens - kept)[order], quota - _summed(loader, kept, topology.world)

@@ -32,11 +32,11 @@ __all__ = ["is_writer", "make_report", "write_report_files"]
 
 
 def is_writer(group: SequenceGroup) -> bool:
-    """Returns whether this rank writes the files: only the first of all groups that share prompts or guidance does."""
+    """Returns True if this rank writes the files: the first of all groups that share prompts or CFG passes."""
     return group.rank == 0 and SequenceGroup.of().rank == 0
 
 
-def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
+def make_report(session: AttentionSession, model: str, framework: str) -> RunReport:
     """Makes the report of the session's observer on every rank. Collective, after a run that succeeded.
 
     Raises:
@@ -50,8 +50,8 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     observer.read_counts()
     calls, group = list(observer.calls), session.group.auxiliary(REPORTS)
     group.barrier()
-    complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
-    check_consistent(group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, RuntimeError)
+    message = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
+    check_consistent(group, None, {message: fingerprint_of([_shared(call) for call in calls])}, RuntimeError)
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
     measured = [(c.seconds, c.sent.dispatch, c.sent.chunks, c.sent.combine) for c in calls]
@@ -61,7 +61,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     columns = _columns(calls, observer, by_rank)
     return RunReport(
         model=model,
-        host=host,
+        framework=framework,
         world_size=group.size,
         strategy=_in_words(session.strategy, columns),
         planner=session.config.planner,
@@ -92,7 +92,7 @@ def write_report_files(
 
 
 def _shared(call: ObservedCall) -> tuple[object, ...]:
-    """The values that must be the same on every rank."""
+    """Returns the values that must be the same on every rank."""
     numbers = call.density, call.rho_before, call.rho, call.rho_bound
     return call.layer, call.forward, call.strategy, call.replanned, *numbers, call.work.tolist()
 
@@ -116,7 +116,7 @@ def _columns(calls: list[ObservedCall], observer: RunObserver, by_rank: np.ndarr
         seconds_mean=seconds.mean(axis=0).round(9).tolist(),
         bytes_to_owners=kinds[:, 0].tolist(),
         bytes_chunks=kinds[:, 1].tolist(),
-        bytes_to_homes=kinds[:, 2].tolist(),
+        bytes_to_sources=kinds[:, 2].tolist(),
         bytes_busiest=sent.sum(axis=2).max(axis=0).tolist(),
         bytes_usp=[c.sent.usp * len(by_rank) for c in calls],
     )
@@ -138,7 +138,7 @@ def _by_rank(calls: list[ObservedCall], by_rank: np.ndarray) -> RankTotals:
 
 
 def _in_words(strategy: Strategy | None, columns: CallColumns) -> str:
-    """The strategy as text: "U4R2", or "auto: 30 U4R2, 10 U8R1" where it was chosen automatically."""
+    """Returns the strategy as text: "U4R2", or "auto: 30 U4R2, 10 U8R1" if it was chosen automatically."""
     if strategy is not None:
         return str(strategy)
     used = sorted(set(columns.strategy))

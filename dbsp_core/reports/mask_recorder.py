@@ -30,7 +30,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What `MaskRecorder` writes; nothing without a folder."""
+    """Settings of a `MaskRecorder`; it writes nothing without a folder."""
 
     folder: str | None = None
     every: int = 1
@@ -123,7 +123,7 @@ class MaskRecorder(SessionObserver):
 
     @classmethod
     def of(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
-        """The recorder of a configuration whose `record` is `folder`; see `RecordSettings.of`."""
+        """Creates the recorder of a configuration whose `record` is `folder`; see `RecordSettings.of`."""
         single = not (dist.is_available() and dist.is_initialized())
         try:
             settings = RecordSettings.of(folder)
@@ -214,7 +214,7 @@ class MaskRecorder(SessionObserver):
         self._write_index()
 
     def _generation(self, moment: DenoisingStep) -> int:
-        """Number of the generation: how often the steps have begun again."""
+        """Returns the number of the generation: how often the steps have begun again."""
         if not self._passes:
             return 0
         last = self._passes[-1]

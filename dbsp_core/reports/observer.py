@@ -44,18 +44,18 @@ def observed_session(
     layers: int,
     steps: Callable[[], int | None] = lambda: None,
     clock: StepClock | None = None,
-    agree: bool = True,
+    check: bool = True,
 ) -> AttentionSession:
-    """An `AttentionSession` with observers. Collective: if one rank wants a report, all take part in it.
+    """Creates an `AttentionSession` with observers. Collective: if one rank wants a report, all take part in it.
 
     Args:
-        agree: False if the caller calls `agree_on_settings` and `observe_run` later; it is not collective then.
+        check: False if the caller calls `check_settings` and `observe_run` later; it is not collective then.
     """
     recorder = MaskRecorder.of(config.record, group, layers)
     observers: list[SessionObserver] = [recorder] if recorder.counts_steps else []
     parts = config, group, strategy, heads, layers, steps, clock or StepClock(), observers
-    session = AttentionSession(*parts, agree=agree)
-    if agree:
+    session = AttentionSession(*parts, check=check)
+    if check:
         observe_run([session])
     return session
 
@@ -80,9 +80,9 @@ def observe_run(sessions: Sequence[AttentionSession]) -> None:
 REPORTS = "reports"
 """Purpose of the auxiliary group for reports: a rank that misses a report disturbs no attention."""
 MOST_CALLS = 200_000
-"""Number of latest attentions that are kept: 50 generations of 50 steps, 40 layers and 2 guidance passes."""
+"""Number of latest attentions that are kept: 50 generations of 50 steps, 40 layers and 2 CFG passes."""
 
-Mark = torch.cuda.Event | float
+Timestamp = torch.cuda.Event | float
 """A point in time: an event on the device's stream, or seconds."""
 
 
@@ -91,11 +91,11 @@ class BytesByStage:
     """Bytes that this rank sends to other ranks in each stage of one attention.
 
     Attributes:
-        dispatch: Queries, with the keys and values of the first chunk, and sums for the mean of keys that travel less
-            it.
-        chunks: Keys and values of further chunks.
+        dispatch: Queries, with the keys and values of the first chunk, and sums for the mean of keys that are sent
+            less it.
+        chunks: Keys and values of later chunks.
         combine: Outputs.
-        usp: What it would send in all stages of plain USP: equal shards, whole heads, the same strategy.
+        usp: Bytes that plain USP would send in all stages: equal shards, whole heads, the same strategy.
     """
 
     dispatch: int
@@ -108,9 +108,9 @@ class BytesByStage:
         """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
-        shape, wire = AttentionShape.of(q, plan.heads), plan.wire
-        token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(wire)
-        means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if wire.centred else 0
+        shape, comm_dtype = AttentionShape.of(q, plan.heads), plan.comm_dtype
+        token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(comm_dtype)
+        means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if comm_dtype.centred else 0
         dispatched, fetched, combined = executor.route.tokens_sent(executor.group.rank)
         tensor = plan.heads * q.shape[2] * token_bytes  # one of q, k, v or the output, at home
         return cls(
@@ -127,10 +127,10 @@ class ObservedCall:
 
     Attributes:
         forward: Number of its forward pass since the observer's start.
-        replanned: Whether it was the first to use its plan.
+        replanned: True if it was the first to use its plan.
         plan_ms: Milliseconds of planning if it was the first, otherwise 0.
         use: Its plan, until the call's own mask is counted.
-        work: int64[P], dense blocks of each rank under the plan in use.
+        work: int64[P], active blocks of each rank under the plan in use.
         work_before: int64[P], the same under the contiguous plan.
     """
 
@@ -140,8 +140,8 @@ class ObservedCall:
     replanned: bool
     plan_ms: float
     sent: BytesByStage
-    started: Mark
-    ended: Mark
+    started: Timestamp
+    ended: Timestamp
     use: PlanUse | None
     density: float = 0.0
     rho_before: float = 1.0
@@ -162,7 +162,7 @@ class ObservedCall:
 
     @property
     def seconds(self) -> float:
-        """Time between its marks. Waits for the device if they are events."""
+        """Time between its timestamps. Waits for the device if they are events."""
         if isinstance(self.started, float) or isinstance(self.ended, float):
             return float(self.ended) - float(self.started)  # type: ignore[arg-type]
         self.ended.synchronize()
@@ -174,7 +174,7 @@ class RunObserver(SessionObserver):
     """Collects the report of one session.
 
     Attributes:
-        folder: Where the report is written.
+        folder: Folder of the report.
         calls: Attentions of the run so far, oldest first.
         seconds: Time of the last pipeline call, if there is a pipeline.
         latents: The last result of the pipeline's scheduler.
@@ -192,10 +192,10 @@ class RunObserver(SessionObserver):
     dtype: str = ""
     _kernels: dict[str, None] = field(default_factory=dict)
     """Names of the kernels that ran, in order of their first run."""
-    _started: Mark = 0.0
+    _started: Timestamp = 0.0
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
     _passes: list[tuple[int | None, int | None]] = field(default_factory=list)
-    """Guidance pass and index of the step of each forward pass, if the host knows them."""
+    """CFG pass and index of the step of each forward pass, if the framework knows them."""
     _open: list[ObservedCall] = field(default_factory=list)
     """Calls whose masks have not been counted yet."""
 
@@ -222,7 +222,7 @@ class RunObserver(SessionObserver):
         self._passes.append((cfg_branch, index))
 
     def attention_begins(self, device: torch.device) -> None:
-        self._started = _mark(device)
+        self._started = _timestamp(device)
 
     def attention_ends(self, layer: int, executor: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
         self.read_counts()
@@ -236,7 +236,7 @@ class RunObserver(SessionObserver):
             plan_ms=use.plan.plan_ms if use.new else 0.0,
             sent=BytesByStage.of(executor, q),
             started=self._started,
-            ended=_mark(q.device),
+            ended=_timestamp(q.device),
             use=use,
         )
         self.calls.append(call)
@@ -247,7 +247,7 @@ class RunObserver(SessionObserver):
         self._open = [call for call in self._open if not call.read_counts()]
 
     def moments(self) -> list[DenoisingStep]:
-        """The step and guidance pass of each forward pass. Waits for the device once."""
+        """Returns the step and CFG pass of each forward pass. Waits for the device once."""
         clock, found = StepClock(lambda: Progress(step_index=now[1])), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
@@ -260,8 +260,8 @@ class RunObserver(SessionObserver):
         return found
 
 
-def _mark(device: torch.device) -> Mark:
-    """The present point in time."""
+def _timestamp(device: torch.device) -> Timestamp:
+    """Returns the present point in time."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -270,7 +270,7 @@ def _mark(device: torch.device) -> Mark:
 
 
 def run_observer(session: AttentionSession) -> RunObserver | None:
-    """The session's observer, if a report is wanted."""
+    """Returns the session's observer, if a report is wanted."""
     return next((one for one in session.observers if isinstance(one, RunObserver)), None)
 
 

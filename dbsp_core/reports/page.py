@@ -49,7 +49,7 @@ class LayerSummary:
 def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
     """Returns the report's layers."""
     columns = {name: np.array(column) for name, column in vars(report.calls).items()}
-    columns["sent"] = columns["bytes_to_owners"] + columns["bytes_chunks"] + columns["bytes_to_homes"]
+    columns["sent"] = columns["bytes_to_owners"] + columns["bytes_chunks"] + columns["bytes_to_sources"]
     found = []
     for layer in sorted(set(report.calls.layer)):
         own = {name: column[columns["layer"] == layer] for name, column in columns.items()}
@@ -145,7 +145,7 @@ def in_seconds(seconds: float) -> str:
 
 
 def balance_picture(records: Mapping[int, Plan]) -> bytes:
-    """Draws a PNG: by layer, the dense blocks of each rank before (contiguous) and after, with ρ_s above."""
+    """Draws a PNG: by layer, the active blocks of each rank before (contiguous) and after, with ρ_s above."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -161,7 +161,7 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
         heading(
             figure,
             f"How even was each layer's last attention? Imbalance ρ_s {before:.3f} → {after:.3f}",
-            f"Dense blocks by rank, {plans[0].strategy}; dotted: perfectly even; the report has ρ_s of the whole run",
+            f"Active blocks by rank, {plans[0].strategy}; dotted: balanced; the report has ρ_s of the whole run",
         )
         middle = np.arange(len(layers))
         rows = (
@@ -178,7 +178,7 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
             for index, (rho, totals) in enumerate(numbers):
                 at = (index, totals.max())
                 axis.annotate(f"ρ_s {rho:.3f}", at, (0, 7), textcoords="offset points", ha="center", size=9.5)
-            axis.set(ylabel="dense blocks")
+            axis.set(ylabel="active blocks")
             axis.set_title(title, loc="left")
             axis.margins(y=0.18)
             axis.grid(axis="x", visible=False)
@@ -225,6 +225,6 @@ def render_page(name: str, **values: Any) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON for a script element, which no text in it can end."""
+    """Returns JSON for a script element, which no text in it can end."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

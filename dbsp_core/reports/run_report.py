@@ -30,7 +30,7 @@ class Environment:
         settings: The settings in effect as in YAML, with the choices that "auto" and defaults led to.
         software: Versions by name.
         hardware: The device of each rank.
-        date: When the run ended, as in ISO 8601, to the minute, in rank 0's time zone; "" in older reports.
+        date: End of the run, as in ISO 8601, to the minute, in rank 0's time zone; "" in older reports.
     """
 
     settings: Mapping[str, Any]
@@ -51,14 +51,14 @@ class CallColumns:
     """Every attention of the run, in order: columns of one length.
 
     Attributes:
-        branch: The guidance pass.
+        branch: The CFG pass.
         replanned: 1 where a plan was used for the first time.
         plan_ms: Time of making this plan on rank 0; 0 for a plan used before.
         rho_bound: ρ_s that no plan of this granularity falls below.
         seconds: From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks.
-        bytes_to_owners: Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_homes.
+        bytes_to_owners: Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_sources.
         bytes_busiest: Sum of these three for the rank that sends most.
-        bytes_usp: What all ranks would send in plain USP.
+        bytes_usp: Bytes that all ranks would send in plain USP.
     """
 
     layer: Sequence[int]
@@ -75,7 +75,7 @@ class CallColumns:
     seconds_mean: Sequence[float]
     bytes_to_owners: Sequence[int]
     bytes_chunks: Sequence[int]
-    bytes_to_homes: Sequence[int]
+    bytes_to_sources: Sequence[int]
     bytes_busiest: Sequence[int]
     bytes_usp: Sequence[int]
 
@@ -95,7 +95,7 @@ class RankTotals:
     Attributes:
         attention_s: Seconds in attention.
         bytes_sent: To other ranks in attention.
-        work: Dense blocks of each rank under db-SP's plans, by layer.
+        work: Active blocks of each rank under db-SP's plans, by layer.
         work_before: The same under contiguous plans.
     """
 
@@ -144,7 +144,7 @@ class Totals:
     plan_s: float
     bytes_to_owners: int
     bytes_chunks: int
-    bytes_to_homes: int
+    bytes_to_sources: int
     bytes_sent: int
     bytes_usp: int
     saved_s: float
@@ -153,9 +153,9 @@ class Totals:
 
     @classmethod
     def of(cls, calls: CallColumns, seconds: float) -> Totals:
-        """The totals of a run that took `seconds`."""
+        """Returns the totals of a run that took `seconds`."""
         time, rho, before = (np.array(column) for column in (calls.seconds, calls.rho, calls.rho_before))
-        kinds = [sum(column) for column in (calls.bytes_to_owners, calls.bytes_chunks, calls.bytes_to_homes)]
+        kinds = [sum(column) for column in (calls.bytes_to_owners, calls.bytes_chunks, calls.bytes_to_sources)]
         attention_s = float(time.sum())
         return cls(
             calls=len(calls),
@@ -172,7 +172,7 @@ class Totals:
             plan_s=float(sum(calls.plan_ms)) / 1e3,
             bytes_to_owners=kinds[0],
             bytes_chunks=kinds[1],
-            bytes_to_homes=kinds[2],
+            bytes_to_sources=kinds[2],
             bytes_sent=sum(kinds),
             bytes_usp=sum(calls.bytes_usp),
             saved_s=float((time * (before / rho - 1)).sum()),
@@ -192,7 +192,7 @@ class RunReport:
     """
 
     model: str
-    host: str
+    framework: str
     world_size: int
     strategy: str
     planner: str
@@ -215,7 +215,7 @@ class RunReport:
         advice = "a run leaves one in the folder of setting `report`"
         require_file(path, "report", advice)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+            values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_reject)
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT!r}")
             for name in ("totals", "layers"):  # they follow from the columns; layers were in older reports
@@ -235,7 +235,7 @@ class RunReport:
             raise UserError(f"{path} is not a db-SP report ({error}); {advice}") from error
 
     def to_json(self) -> str:
-        """The report as `read` reads it, with `totals` for other programs."""
+        """Returns the report as `read` reads it, with `totals` for other programs."""
         content = {"format": FORMAT, **asdict(self), "totals": asdict(self.totals)}
         return json.dumps(content, allow_nan=False) + "\n"
 
@@ -261,7 +261,7 @@ def _built(cls: type, values: Any) -> Any:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Returns whether a value from JSON has a type; any finite number is a float, and integers fit into 64 bits."""
+    """Returns True if a value from JSON has a type; any finite number is a float, and integers fit into 64 bits."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Sequence:
         return isinstance(value, (list, tuple)) and all(_is_a(one, inside[0]) for one in value)
@@ -276,5 +276,5 @@ def _is_a(value: Any, hint: Any) -> bool:
     return hint is Any or isinstance(value, hint)
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")

@@ -1,6 +1,6 @@
-"""Dual-balanced attention: the one place where the steps meet.
+"""Dual-balanced attention: all of its steps, in order.
 
-q, k, v at home → plan → rows to their owners → y chunks of keys, each beside the kernel on the one before → home.
+local q, k, v → plan → rows to their owners → y chunks of keys, each while the kernel runs on the last → local output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from dbsp_core.comm.consistency import (
     DEBUG_DIFFERS,
     DIMENSIONS,
-    InputsAgreed,
+    CheckedInputs,
     check_consistent,
     input_kind,
     outside_transforms,
@@ -27,18 +27,18 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.runtime.agreement import (
+from dbsp_core.runtime.chunk_attention import attend
+from dbsp_core.runtime.consistency_checks import (
     LAYOUTS_DIFFER,
     MASKS_DIFFER,
     PLANS_DIFFER,
-    agree_on_attention,
-    agree_on_gradient,
+    check_attention,
+    check_gradient,
 )
-from dbsp_core.runtime.chunk_attention import attend
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import whole_head_tokens
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.process import not_compiled, outside_inference, version_marks
+from dbsp_core.utils.process import not_compiled, outside_inference, version_fingerprints
 from dbsp_kernels import KernelRequirements, require_supported
 
 __all__ = ["DualBalancedAttention", "dual_balanced_attention"]
@@ -55,12 +55,12 @@ class DualBalancedAttention:
 
     Attributes:
         prepared: This rank's plan, routes and kernel tables.
-        debug: Whether all ranks compare inputs, masks, plans and kernels before every call.
+        debug: True if all ranks compare inputs, masks, plans and kernels before every call.
     """
 
     prepared: PreparedAttention
     debug: bool = False
-    _agreed: InputsAgreed = field(default_factory=InputsAgreed, init=False)
+    _checked: CheckedInputs = field(default_factory=CheckedInputs, init=False)
 
     @classmethod
     @not_compiled
@@ -82,18 +82,18 @@ class DualBalancedAttention:
         Args:
             plan: From `make_plan`, equal on all ranks, made for `layout`.
             mask: The plan's, or another one of the same grid and heads that needs no further keys.
-            layout: Which rank holds which tokens before and after.
+            layout: Layout of the tokens before and after.
             group: The ranks that share the sequence. None: all ranks of torch.distributed.
-            n_local: Number of this rank's places, with or without the padding at the end. Default: with.
-            device: Where q, k and v will be.
+            n_local: Number of this rank's slots, with or without the padding at the end. Default: with.
+            device: Device of q, k and v.
             kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
-            debug: Whether before every call all ranks agree that inputs are finite, and that masks, plans, kernels and
+            debug: True if before every call all ranks check that inputs are finite, and that masks, plans, kernels and
                 scales are equal, or raise together; and now that package versions are. Without it they agree at the
                 first call only that shapes, plans and scales fit, and that a kernel supports them.
 
         Raises:
-            UserError: On all ranks alike, when plan, mask, layout and group don't fit each other, plans differ, or the
-                kernel can't serve the plan.
+            UserError: On all ranks, if plan, mask, layout and group don't fit each other, plans differ, or the
+                kernel doesn't support the plan.
         """
         group = SequenceGroup.of(group)
         plan.strategy.require_world(group.size)
@@ -102,21 +102,23 @@ class DualBalancedAttention:
         try:
             ragged = whole_head_tokens(plan) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
-            n_local = _require_places(layout, group.rank, n_local)
+            n_local = _require_slots(layout, group.rank, n_local)
             plan.require_fit(mask)
             if not plan.fits(mask):
                 raise UserError(KEYS_LEFT_OUT)
         except UserError as error:
             problem = error
-        marks = {
+        fingerprints = {
             DEBUG_DIFFERS: int(debug),
-            **version_marks(debug),
+            **version_fingerprints(debug),
             LAYOUTS_DIFFER: layout.fingerprint,
             MASKS_DIFFER: mask.fingerprint if debug else 0,
             PLANS_DIFFER: plan.fingerprint,
         }
-        check_consistent(group, problem, marks)
-        prepared = PreparedAttention.of(plan, mask, layout, group, kernel, device=device, n_local=n_local, mark=debug)
+        check_consistent(group, problem, fingerprints)
+        prepared = PreparedAttention.of(
+            plan, mask, layout, group, kernel, device=device, n_local=n_local, fingerprint=debug
+        )
         return cls(prepared, debug)
 
     def __repr__(self) -> str:
@@ -129,7 +131,7 @@ class DualBalancedAttention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """Attention of this rank's tokens over all ranks' keys; called by every rank.
+        """Computes attention of this rank's tokens over all ranks' keys; called by every rank.
 
         Args:
             q: [B, H, n_local, D], this rank's tokens in the order of the layout.
@@ -147,17 +149,17 @@ class DualBalancedAttention:
         heads, tokens = prepared.plan.heads, prepared.n_local
         why = f"the plan has {heads} heads and rank {group.rank} holds {tokens} tokens"
         problem = problem_of_inputs(q, k, v, heads, tokens, why, prepared.no_gradients)
-        if self.debug or self._agreed.is_new(input_kind(q, k, v), problem):
+        if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
             found = None if problem is None else UserError(problem)
-            agree_on_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
+            check_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
         elif problem is not None:
             raise UserError(problem)
-        check_gradient = partial(agree_on_gradient, group) if self.debug else None
-        return attend(prepared, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, check_gradient)
+        check = partial(check_gradient, group) if self.debug else None
+        return attend(prepared, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, check)
 
 
-def _require_places(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
-    """How many tokens a rank holds. Raises UserError for a number that doesn't hold its tokens."""
+def _require_slots(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
+    """Returns the number of tokens of a rank. Raises UserError for a number that doesn't hold its tokens."""
     n_local = layout.shard if n_local is None else n_local
     least = int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
     if not least <= n_local <= layout.shard:
@@ -185,7 +187,7 @@ def dual_balanced_attention(
     keys: str = ALL,
     precision: str = "model",
 ) -> torch.Tensor:
-    """Block-sparse attention over all ranks of `group`, called by every one of them.
+    """Computes block-sparse attention over all ranks of `group`, called by every one of them.
 
     Plans again at every call: for many calls with one mask, keep a `DualBalancedAttention`.
 
@@ -193,12 +195,12 @@ def dual_balanced_attention(
         q: [B, H, n_local, D], this rank's tokens under `layout`; float16, bfloat16, float32 or float64, as k and v.
         k: [B, H, n_local, D].
         v: [B, H, n_local, D].
-        mask: Which blocks are dense; equal on all ranks.
-        strategy: How many ranks share heads and how many form a ring, such as "U4R2".
+        mask: Mask of active blocks; equal on all ranks.
+        strategy: Number of ranks that share heads and number that form a ring, such as "U4R2".
         planner: See `make_plan`.
-        layout: Which rank holds which tokens. Default: contiguous shards of ceil(tokens / P).
+        layout: Layout of the tokens. Default: contiguous shards of ceil(tokens / P).
         group: Default: all ranks of torch.distributed.
-        scale: Of the scores; default D^−1/2.
+        scale: Softmax scale; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
         keys: "all" or "needed": which keys and values each rank is sent; see `make_plan`.
@@ -208,7 +210,7 @@ def dual_balanced_attention(
         [B, H, n_local, D], zero at padding and at queries whose row has no blocks.
 
     Raises:
-        UserError: On all ranks alike, before anything is exchanged, where arguments don't fit each other.
+        UserError: On all ranks, before anything is exchanged, if arguments don't fit each other.
     """
     group = SequenceGroup.of(group)
 
@@ -216,8 +218,8 @@ def dual_balanced_attention(
         require_mask(mask)
         parsed = Strategy.parse(strategy)
         parsed.require_world(group.size)
-        placed = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
-        return make_plan(mask, parsed, planner, layout=placed, keys=keys, precision=precision), placed
+        own_layout = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
+        return make_plan(mask, parsed, planner, layout=own_layout, keys=keys, precision=precision), own_layout
 
     with outside_transforms():  # planning is no part of what is differentiated
         plan, layout = run_consistently(

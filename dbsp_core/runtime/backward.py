@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_core.comm.exchange import KeysAtHome
-from dbsp_core.comm.exchange_backward import GradientsAtHome, gradient_to_owners
+from dbsp_core.comm.exchange import LocalKeys
+from dbsp_core.comm.exchange_backward import LocalGradients, gradient_to_owners
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_kernels import BackwardInputs, Kernel, KernelInputs, block_attention_backward
 
@@ -26,15 +26,15 @@ def attention_backward(
         dout: [B, H, n_local, D], the output's gradient.
         kernel: One that has a backward.
     """
-    rows, first, out, lse, *at_home = saved
+    rows, first, out, lse, *local_kv = saved
     route, group, wide = prepared.route, prepared.group, lse.dtype
-    keys = KeysAtHome(*at_home) if at_home else KeysAtHome(dout, dout)  # of which no further chunks come
+    keys = LocalKeys(*local_kv) if local_kv else LocalKeys(dout, dout)  # no later chunks are made of it
     # 1. dOut to the owners of rows, as queries came to them.
     dout_rows = gradient_to_owners(route, dout, group).view(rows.shape)
-    # 2. All chunks again: dQ is added up; dK and dV of each return beside the kernel on the next.
+    # 2. All chunks again: dQ is added up; dK and dV of each are sent back while the kernel runs on the next.
     at_owner = _AtOwner(prepared, kernel, rows, out, lse, dout_rows, scale)
     dq, dkv = torch.zeros_like(rows, dtype=wide), []
-    home = GradientsAtHome.zeros(route, group, dout.shape, lse)
+    gradients = LocalGradients.zeros(route, group, dout.shape, lse)
     for number, chunk in enumerate(route.chunks([first], keys, group)):
         dq_part, here = at_owner.chunk(number, chunk)
         del chunk  # before another comes
@@ -42,10 +42,10 @@ def attention_backward(
         if number == 0:
             dkv.append(here)
         else:
-            home.add_chunk(number, here)
+            gradients.add_chunk(number, here)
         del here
     # 3. dQ returns, and with it what came with queries, summed over the readers of each key.
-    grads = home.finish(dq.view(len(dout), -1, dout.shape[3]), dkv.pop())
+    grads = gradients.finish(dq.view(len(dout), -1, dout.shape[3]), dkv.pop())
     return tuple(grad.to(rows.dtype) for grad in grads)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.consistency import input_kind
-from dbsp_core.comm.exchange import KeysAtHome, mean_of_tokens
+from dbsp_core.comm.exchange import LocalKeys, mean_of_tokens
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import ChunkTable
@@ -68,7 +68,7 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps rows, the first chunk, out and its log-sum-exp at owners; in backward, further chunks are sent again."""
+    """Keeps rows, the first chunk, out and its log-sum-exp at owners; in backward, later chunks are sent again."""
 
     @staticmethod
     def forward(
@@ -82,9 +82,9 @@ class _Attention(torch.autograd.Function):
         check_gradient: CheckGradient | None,
     ) -> torch.Tensor:
         ctx.prepared, ctx.scale, ctx.kernel, ctx.check_gradient = prepared, scale, kernel, check_gradient
-        at_home = (k, v) if prepared.route.fetch_exchanges else ()
+        local_kv = (k, v) if prepared.route.fetch_exchanges else ()
         return _forward(
-            prepared, q, k, v, scale, kernel, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *at_home)
+            prepared, q, k, v, scale, kernel, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *local_kv)
         )
 
     @staticmethod
@@ -108,10 +108,10 @@ def _forward(
     """Computes `attend` without gradients; `keep`, or None, is given what backward needs."""
     out = [_at_owners(prepared, q, k, v, scale, kernel, keep)]
     # 4. The output returns to where its queries came from.
-    home = prepared.route.combine(out.pop(), q, prepared.group)
+    local = prepared.route.combine(out.pop(), q, prepared.group)
     if prepared.coarse is not None:
-        prepared.coarse.add_to(home)
-    return home
+        prepared.coarse.add_to(local)
+    return local
 
 
 def _at_owners(
@@ -123,24 +123,31 @@ def _at_owners(
     kernel: Kernel,
     keep: Keep | None,
 ) -> torch.Tensor:
-    """[B, Rq·Bq, D], the output of this rank's rows. What they were computed from is released with it."""
-    route, group, wire, block_q = prepared.route, prepared.group, prepared.plan.wire, prepared.plan.grid.block_q
+    """Returns [B, Rq·Bq, D], the output of this rank's rows, and frees what they were computed from."""
+    route, group, comm_dtype, block_q = (
+        prepared.route,
+        prepared.group,
+        prepared.plan.comm_dtype,
+        prepared.plan.grid.block_q,
+    )
     batch, _, _, width = q.shape
-    keys = KeysAtHome(k, v, mean_of_tokens(k, prepared.layout, group) if wire.centred else None)
+    keys = LocalKeys(k, v, mean_of_tokens(k, prepared.layout, group) if comm_dtype.centred else None)
     # 1. Queries go to the owners of rows, and with them the keys and values of the rank's own ring row.
     packed_q, chunk = route.dispatch(q, keys, group)
     first = [chunk]
-    rows = wire.read(packed_q, q).view(-1, block_q, width)
+    rows = comm_dtype.read(packed_q, q).view(-1, block_q, width)
     del packed_q, chunk  # or they would be held while all other chunks pass
     kept = None if keep is None else first[0]
-    # 2. Keys and values of other ring rows come from their ranks, each chunk beside the kernel on the one before it.
+    # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
     chunks = route.chunks(first, keys, group)
     # 3. The kernel runs once for each; results merge by log-sum-exp.
     head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(prepared.tables) > 1
     running, last = None, prepared.tables[-1]
     for table in prepared.tables:
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
-        running = _attend(running, rows, wire.read(next(chunks), q), table, scale, kernel, head_tokens, dtype, lse)
+        running = _attend(
+            running, rows, comm_dtype.read(next(chunks), q), table, scale, kernel, head_tokens, dtype, lse
+        )
     if running is None:
         raise ValueError("attention needs at least one chunk of keys")
     out, out_lse = running[0].to(q.dtype), running[1]
@@ -160,15 +167,15 @@ def _attend(
     out_dtype: torch.dtype,
     lse: bool,
 ) -> PartialAttention:
-    """The running result after one more chunk: out [B·Rq, Bq, D], and its log-sum-exp [B·Rq, Bq].
+    """Returns the running result after one more chunk: out [B·Rq, Bq, D], and its log-sum-exp [B·Rq, Bq].
 
     Args:
         running: None before the first chunk.
         rows: [B·Rq, Bq, D].
         kv: [2, B, Ck, Bk, D], keys and values of the chunk.
         head_tokens: Tokens of a head, if rows are those of whole heads; see `dbsp_kernels.block_attention`.
-        out_dtype: Of the result, which is in at least 32 bits until the last chunk, and where there are dense rows.
-        lse: Whether the log-sum-exp is wanted: for other chunks, or for backward.
+        out_dtype: Dtype of the result, of at least 32 bits until the last chunk, and if there are dense rows.
+        lse: True if the log-sum-exp is needed: for other chunks, or for backward.
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)

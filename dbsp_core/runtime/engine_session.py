@@ -1,7 +1,7 @@
 """The session of an engine that shards the sequence itself: what plug-ins for serving engines share.
 
-Such an engine gives each rank a run of consecutive places and calls the attention of each layer with them: no exchange
-of its own. Text may be part of that sequence, or be whole on every rank beside it.
+Such an engine gives each rank a run of consecutive slots and calls the attention of each layer with them: no exchange
+of its own. Text may be part of that sequence, or be whole on every rank in addition to it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ CONFIG_VARIABLE = "DBSP_CONFIG"
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Where an engine has the tokens of a forward pass.
+    """Layout in which an engine holds the tokens of a forward pass.
 
-    Rank r has the r-th `shard` places of the sequence; those that are left at its end are padding.
+    Rank r has the r-th `shard` slots of the sequence; those that are left at its end are padding.
 
     Attributes:
         thw: The video's token grid.
         before: Tokens of the sequence before the video: text, audio, images that it is made from.
         after: Those after it.
-        shard: Places of a rank; None: as few as hold the sequence.
-        text: Tokens of text that every rank has whole beside the sequence, without their padding.
-        text_last: Whether outputs of that text follow those of the shard, rather than precede them.
-        runs: Tokens of each kind before the video, where the engine says so; mask source vsa pools none with another.
+        shard: Slots of a rank; None: as few as hold the sequence.
+        text: Tokens of text that every rank has whole in addition to the sequence, without their padding.
+        text_last: True if outputs of that text follow those of the shard, rather than precede them.
+        runs: Tokens of each kind before the video, if the engine gives them; mask source vsa pools none with another.
     """
 
     thw: tuple[int, int, int]
@@ -64,13 +64,13 @@ class EngineLayout:
         return Video(self.thw, self.text + self.before + self.after, runs)
 
     def text_share(self, world: int) -> int:
-        """Places of a rank for the text that all have: each treats a part of it as its own, the last one's padded."""
+        """Slots of a rank for the text that all have: each treats a part of it as its own, the last one's padded."""
         return -(-self.text // world)
 
     def on(self, world: int) -> SequenceLayout:
-        """The rank and place of each token, where each rank has its share of that text beside its shard.
+        """Returns the rank and slot of each token, if each rank has its part of that text with its shard.
 
-        Raises UserError where the sequence has more tokens than the ranks have places.
+        Raises UserError if the sequence has more tokens than the ranks have slots.
         """
         return _on_ranks(self, world)
 
@@ -91,7 +91,7 @@ def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
     rank, local = np.empty(tokens, dtype=np.int64), np.empty(tokens, dtype=np.int64)
     rank[sequence], local[sequence] = np.divmod(np.arange(len(sequence)), shard)
     rank[:text], local[:text] = np.divmod(np.arange(text), max(1, share))
-    # 3. One beside the other.
+    # 3. Sequence and text together.
     local[:text] += shard if layout.text_last else 0
     local[text:] += 0 if layout.text_last else share
     return SequenceLayout(rank, local, world, shard + share)
@@ -103,8 +103,8 @@ class EngineSession:
     Args:
         group: The ranks that share the sequence, in the order of their shards.
         strategy: The engine's degrees, Ulysses × Ring; a strategy in the configuration goes before.
-        heads, layers: Of the transformer.
-        config: What `DbspConfig.load` reads. None: what $DBSP_CONFIG says, or the defaults.
+        heads, layers: Heads and layers of the transformer.
+        config: Argument of `DbspConfig.load`. None: $DBSP_CONFIG, or the defaults.
         clock: One for all transformers that take turns in a denoising; None: there is one.
 
     Raises:
@@ -144,9 +144,9 @@ class EngineSession:
 
         Args:
             tokens: Its tokens; a video's size alone is that of the sequence, with its text before it.
-            step: Of the denoising, where the engine says it.
-            cfg_branch: Of the step's guidance passes; None: a step that comes again is the next one's.
-            timestep: By which steps are told where the engine does not say them: it falls.
+            step: Denoising step, if the engine gives it.
+            cfg_branch: CFG pass within the step; None: a step that is repeated is the next pass.
+            timestep: Falls from step to step, which it distinguishes if the engine does not give them.
 
         Raises:
             UserError: On all ranks, for masks that change by step where neither is known.
@@ -178,16 +178,16 @@ class EngineSession:
         text: QKV | None = None,
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer.
+        """Computes attention of one layer.
 
         Args:
             q, k, v: [B, shard, H, D], this rank's tokens with padding.
-            text: The same of the text that every rank has whole, [B, places, H, D]: its tokens, then padding, which is
+            text: q, k or v of the text that every rank has whole, [B, slots, H, D]: its tokens, then padding, which is
                 no key, and whose outputs are 0. None: a single rank may have it in its sequence.
             gate: Of q's shape: by what the model multiplies a coarse branch, for mask source vsa.
 
         Returns:
-            Of q's shape; with text [B, places + shard, H, D], or [B, shard + places, H, D] where text is last. The
+            Of q's shape; with text [B, slots + shard, H, D], or [B, shard + slots, H, D] if text is last. The
             text's outputs are equal on all ranks.
         """
         if text is None and self._layout.text:
@@ -198,7 +198,7 @@ class EngineSession:
         return out if text is None else self._with_all_text(out, text[0].shape[1])
 
     def _without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
-        """Parts one rank's [B, places + shard, H, D], or [B, shard + places, H, D], into those of shard and text."""
+        """Splits one rank's [B, slots + shard, H, D], or [B, shard + slots, H, D], into those of shard and text."""
         tokens, last = self._layout.video.tokens - self._layout.text, self._layout.text_last
         others = qkv[0].shape[1] - tokens
         q, k, v = (one.split((tokens, others) if last else (others, tokens), dim=1) for one in qkv)
@@ -206,25 +206,25 @@ class EngineSession:
         return (q[shard], k[shard], v[shard]), (q[text], k[text], v[text])
 
     def all_agree(self, answer: bool) -> bool:
-        """Returns whether all ranks say so: step caches skip layers on all of them or on none. Collective.
+        """Returns True if the answer is True on all ranks: step caches skip layers on all or on none. Collective.
 
         Ranks vote from host to host: no device is waited for.
         """
         return all(bool(one) for (one,) in self.session.group.gather_integers([answer]))
 
     def _with_share(self, shard: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """A rank's shard with its share of the text."""
+        """Joins a rank's shard and its part of the text."""
         share = self._layout.text_share(self.session.group.size)
         first = self.session.group.rank * share
         own = text[:, first : min(first + share, self._layout.text)]
         own = F.pad(own, (0, 0, 0, 0, 0, share - own.shape[1]))
         return torch.cat([shard, own] if self._layout.text_last else [own, shard], dim=1)
 
-    def _with_all_text(self, out: torch.Tensor, places: int) -> torch.Tensor:
+    def _with_all_text(self, out: torch.Tensor, slots: int) -> torch.Tensor:
         """Inverts `_with_share`, with zeros as the text's padding. Collective."""
         share, last = self._layout.text_share(self.session.group.size), self._layout.text_last
         sizes = (out.shape[1] - share, share) if last else (share, out.shape[1] - share)
         shard, own = out.split(sizes, dim=1)[:: 1 if last else -1]
         whole = torch.cat(self.session.group.all_gather(own), dim=1)[:, : self._layout.text] if share else own
-        whole = F.pad(whole, (0, 0, 0, 0, 0, places - self._layout.text))
+        whole = F.pad(whole, (0, 0, 0, 0, 0, slots - self._layout.text))
         return torch.cat([shard, whole] if last else [whole, shard], dim=1)

@@ -1,4 +1,4 @@
-"""Which mask each attention of a transformer gets: the source's, or a dense one where the schedule says so."""
+"""Mask of each attention of a transformer: the source's, or a dense one if the schedule says so."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["DENSE", "MaskProvider"]
 DENSE = "dense by schedule"
 """Cache key of the mask of a layer that the schedule makes dense."""
 _MOST_KEYED = 1024
-"""Sizes, steps and guidance passes whose masks' cache keys are kept. Ranks compare those that are new."""
+"""Sizes, steps and CFG passes whose masks' cache keys are kept. Ranks compare those that are new."""
 
 _Moment = tuple[tuple[Video, ...], tuple[int, ...], DenoisingStep]
-"""Videos of a forward pass, its dense layers, and its step and guidance pass."""
+"""Videos of a forward pass, its dense layers, and its step and CFG pass."""
 
 
 @dataclass
@@ -31,8 +31,8 @@ class MaskProvider:
     """One transformer's masks. The same answers on every rank, and in the single process that they are compared with.
 
     Attributes:
-        steps: Tells how many denoising steps there will be, where a host knows.
-        count_steps: Whether to keep `moment` also where no mask depends on it.
+        steps: Returns the number of denoising steps, if a framework knows it.
+        count_steps: True to keep `moment` also if no mask depends on it.
         names: The cache key of each layer's mask in the current forward pass; None where it is predicted.
         predicts: True if masks are predicted from q and k, at every call.
         changing: True if a layer has other masks in other denoising steps, apart from dense ones.
@@ -72,9 +72,9 @@ class MaskProvider:
 
         Args:
             videos: One, or several that are packed.
-            timestep: Timestep of the denoising. It is read if masks or their plans depend on it and the clock's host
-                does not say the step: once for all views of one schedule, see `first_value`.
-            cfg_branch: Number of this pass within its step, where the host says it.
+            timestep: Timestep of the denoising. It is read if masks or their plans depend on it and the clock's
+                framework does not say the step: once for all views of one schedule, see `first_value`.
+            cfg_branch: Number of this pass within its step, if the framework gives it.
         """
         self._videos, self.names = tuple(videos), {}
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
@@ -84,7 +84,7 @@ class MaskProvider:
         return (self.moment.step, self.moment.cfg_branch) <= (last.step, last.cfg_branch)
 
     def grid(self) -> BlockGrid:
-        """The source's grid for this pass. Raises ValueError for a size that the source refuses."""
+        """Returns the source's grid for this pass. Raises ValueError for a size that the source rejects."""
         return self._grid(self._requests(0))
 
     def use_names(self) -> bool:
@@ -101,7 +101,7 @@ class MaskProvider:
         self.names = {layer: self.cache_key(layer) for layer in range(self.layers)}
         return self.names
 
-    def mark_of(self, names: dict[int, Hashable]) -> int:
+    def fingerprint(self, names: dict[int, Hashable]) -> int:
         """Returns a number that is equal on ranks that have seen the same keys, of any kind, in the same order.
 
         Ranks of which one has a mask and another has not would wait for one another in vain.
@@ -125,13 +125,13 @@ class MaskProvider:
             del self._known[now]
 
     def cache_key(self, layer: int) -> Hashable | None:
-        """Equal keys are equal masks of this layer now. None where the mask is predicted from q and k."""
+        """Returns a key that is equal for equal masks of this layer now, or None if the mask is predicted."""
         if self._is_dense(layer):
             return DENSE
         return None if self.predicts else tuple(self.source.cache_key(request) for request in self._requests(layer))
 
     def mask(self, layer: int, tokens: LocalQK | None = None) -> BlockMask:
-        """The mask of this layer now. Where it is predicted from `tokens`, collective: the same bits on every rank.
+        """Returns the mask of this layer now. Collective if it is predicted from `tokens`: identical on all ranks.
 
         Raises:
             ValueError: For a request that does not fit the source; where masks are predicted, on every rank.
@@ -169,7 +169,7 @@ class MaskProvider:
         return BlockGrid.packed([self.source.grid(request) for request in requests])
 
     def _requests(self, layer: int) -> list[MaskRequest]:
-        """One for each video."""
+        """Returns one for each video."""
         step, branch = self.moment.step, self.moment.cfg_branch
         return [
             MaskRequest(layer, self.heads, video.thw, video.text, step, branch, self.layers, video.text_runs)

@@ -100,7 +100,7 @@ def kept_or_new(counted: Plan, rows: np.ndarray, threshold: float, make: MakePla
 
     Args:
         counted: The plan in use, with the numbers of `rows`.
-        rows: int64[H, nq], dense blocks of each row.
+        rows: int64[H, nq], active blocks of each row.
         threshold: P_s, the largest ρ_s up to which a plan is kept.
     """
     return counted if counted.rho <= threshold else make(rows, counted)
@@ -120,9 +120,9 @@ def next_use(
 
     Args:
         counted: The plan of the last call, with the numbers of `rows`.
-        rows: int64[H, nq], dense blocks of each row in the last call.
+        rows: int64[H, nq], active blocks of each row in the last call.
         first: The plan with which the next generation begins, or None if the last call began a generation.
-        begins: Whether the next call begins a generation; then its own counts decide, and the plan returned is None.
+        begins: True if the next call begins a generation; then its own counts decide, and the plan returned is None.
         threshold: P_s.
     """
     if begins and first is not None:
@@ -138,10 +138,10 @@ def replay(
     """Returns what `PlanKeeper` does in successive calls of one attention: `use.counted.rho` is ρ_s in use.
 
     Args:
-        counts: int64[H, nq] by call, dense blocks of each row.
+        counts: int64[H, nq] by call, active blocks of each row.
         threshold: P_s.
         steps: Calls of a generation; None: all are of one.
-        lag: Whether plans lag by one call, as for predicted masks. Otherwise each call waits for its own counts, as in
+        lag: True if plans lag by one call, as for predicted masks. Otherwise each call waits for its own counts, as in
             the paper and for masks that are known beforehand.
     """
     uses: list[PlanUse] = []
@@ -166,7 +166,7 @@ class PlanKeeper:
 
     Attributes:
         threshold: P_s.
-        compare: Whether plans are compared with the contiguous plan; see `make_plan`.
+        compare: True if plans are compared with the contiguous plan; see `make_plan`.
         statistics: Sums that all sizes of a session share.
         calls: Number of calls with predicted masks, by which ranks notice that one of them has left a pass.
     """

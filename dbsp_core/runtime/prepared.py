@@ -1,4 +1,4 @@
-"""All that one rank's attention needs besides q, k and v."""
+"""One rank's part of an attention, apart from q, k and v."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class PreparedAttention:
 
     Attributes:
         plan: The plan, with its numbers for the mask.
-        layout: Which rank holds which tokens outside attention.
+        layout: Layout of the tokens outside attention.
         group: The ranks that share the sequence.
         n_local: Tokens that this rank holds outside attention.
         route: The exchanges, which depend on the plan only, with tables on the device.
-        table_layout: What the kernel tables of all masks have in common.
+        table_layout: Common part of all masks' kernel tables.
         tables: The kernel tables of the mask, one for each chunk of keys.
         kernel: Name of the kernel that was asked for, or "auto".
         coarse: Coarse branch that is added to the output, or None.
-        mask_mark: Fingerprint of the mask if ranks compare masks, else 0.
+        mask_fingerprint: Fingerprint of the mask if ranks compare masks, else 0.
         kernels: The kernel that was chosen for each kind of inputs, in the order of choice.
     """
 
@@ -46,7 +46,7 @@ class PreparedAttention:
     tables: tuple[ChunkTable, ...]
     kernel: str
     coarse: CoarseBranch | None
-    mask_mark: int = 0
+    mask_fingerprint: int = 0
     kernels: dict[InputKind, Kernel] = field(default_factory=dict)
 
     @classmethod
@@ -60,14 +60,14 @@ class PreparedAttention:
         *,
         device: torch.device,
         n_local: int | None = None,
-        mark: bool = False,
+        fingerprint: bool = False,
     ) -> PreparedAttention:
         """Makes this rank's route and tables on the host, and copies them to the device. Not collective.
 
         Args:
             plan: Made for `layout`.
             n_local: Default: with the padding at the end.
-            mark: Whether ranks will compare masks, whose bits are read back for it.
+            fingerprint: True if ranks will compare masks, whose bits are read back for it.
 
         Raises:
             UserError: If the mask does not fit the plan.
@@ -76,16 +76,16 @@ class PreparedAttention:
         route = build_route(plan, layout, group.rank, n_local, torch.device("cpu")).to(device)
         tables = table_layout(plan, group.rank).to(device)
         prepared = cls(plan, layout, group, n_local, route, tables, (), kernel, None)
-        return prepared.for_mask(plan, mask, mark=mark)
+        return prepared.for_mask(plan, mask, fingerprint=fingerprint)
 
-    def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool = False) -> PreparedAttention:
+    def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
         """Returns the same for another mask, under a plan with the same routes: only its tables are made; see `of`."""
         if not plan.same_routes(self.plan):
             raise ValueError("these routes were made for another plan")
         plan.require_fit(mask)
         tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
-        mask_mark = mask.fingerprint if mark else 0
-        return replace(self, plan=plan, tables=tables, coarse=mask.coarse, mask_mark=mask_mark)
+        mask_fingerprint = mask.fingerprint if fingerprint else 0
+        return replace(self, plan=plan, tables=tables, coarse=mask.coarse, mask_fingerprint=mask_fingerprint)
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +95,7 @@ class PreparedAttention:
     @property
     def no_gradients(self) -> str | None:
         """Error message if there are no gradients, else None."""
-        return self.plan.wire.no_gradients or (NO_GRADIENTS if self.coarse else None)
+        return self.plan.comm_dtype.no_gradients or (NO_GRADIENTS if self.coarse else None)
 
     def kernel_for(self, kind: InputKind) -> Kernel:
         """Returns the kernel for inputs of a kind, chosen once. Raises UserError if none supports them."""

@@ -1,4 +1,4 @@
-"""One transformer's attentions: which mask, plan and kernel each gets. All hosts share it."""
+"""One transformer's attentions: the mask, plan and kernel of each. All frameworks share it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.agreement import (
+from dbsp_core.runtime.chunk_attention import CheckGradient, attend
+from dbsp_core.runtime.consistency_checks import (
     LAYERS_DIFFER,
     LAYOUTS_DIFFER,
     NEW_MASK_DIFFERS,
-    agree_on_attention,
-    agree_on_gradient,
-    agree_on_prepared,
-    agree_on_settings,
+    check_attention,
+    check_gradient,
+    check_prepared,
+    check_settings,
 )
-from dbsp_core.runtime.chunk_attention import CheckGradient, attend
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.pass_agreement import Meeting, PassAgreement
+from dbsp_core.runtime.pass_checks import Meeting, PassChecks
 from dbsp_core.runtime.plan_keeper import PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.session_state import OneThread, Recomputation, SessionObserver
+from dbsp_core.runtime.session_state import ConcurrencyGuard, Recomputation, SessionObserver
 from dbsp_core.runtime.size_context import SizeContext, SizeKey
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
@@ -51,14 +51,15 @@ class AttentionSession:
     Raises UserError at construction, on all ranks, when strategy, group and kernel don't fit, or settings differ.
 
     Attributes:
-        strategy: How the group's ranks are used; None: as is predicted to be fastest, for each attention.
+        strategy: Strategy of the group's ranks; None: the one that is predicted to be fastest, for each attention.
         heads: Attention heads of every layer.
-        steps: Tells how many denoising steps there will be, where the host knows.
-        problem: Why this rank has no settings, which is raised on all ranks; the other arguments are then not used.
-        agree: False if whoever makes the session calls `agree_on_settings`, before the first pass.
+        steps: Returns the number of denoising steps, if the framework knows it.
+        problem: Reason why this rank has no settings, which is raised on all ranks; the other arguments are then not
+            used.
+        check: False if whoever makes the session calls `check_settings`, before the first pass.
         nodes: The node of each rank of the group.
-        report: Whether any rank's settings ask for a report.
-        meeting: What ranks have to compare of the next pass's inputs: at its first attention.
+        report: True if any rank's settings ask for a report.
+        meeting: Checks of the next pass's inputs, which run with its first attention.
         first_layer: Number of the first layer to observers of the run, who may watch several transformers.
     """
 
@@ -71,7 +72,7 @@ class AttentionSession:
     clock: StepClock = field(default_factory=StepClock)
     observers: list[SessionObserver] = field(default_factory=list)
     problem: InitVar[Exception | None] = None
-    agree: InitVar[bool] = True
+    check: InitVar[bool] = True
     meeting: Meeting | None = None
     first_layer: int = 0
     nodes: tuple[int, ...] = field(init=False)
@@ -82,17 +83,17 @@ class AttentionSession:
     _sizes: OrderedDict[SizeKey, SizeContext] = field(default_factory=OrderedDict)
     """What is known for each size of video; the one used last at the end."""
     _reached: set[int] = field(default_factory=set)
-    _begun: PassAgreement | None = None
+    _begun: PassChecks | None = None
     """What ranks have to compare of the pass that has begun, at its first attention."""
     _recomputation: Recomputation = field(default_factory=Recomputation)
-    _one_thread: OneThread = field(init=False)
+    _concurrency_guard: ConcurrencyGuard = field(init=False)
     _check_gradient: CheckGradient | None = field(init=False)
 
-    def __post_init__(self, problem: Exception | None, agree: bool) -> None:
-        if agree:
-            agree_on_settings(self.group, [self], problem)
-        self._check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
-        self._one_thread = OneThread(self.group)
+    def __post_init__(self, problem: Exception | None, check: bool) -> None:
+        if check:
+            check_settings(self.group, [self], problem)
+        self._check_gradient = partial(check_gradient, self.group) if self.config.debug else None
+        self._concurrency_guard = ConcurrencyGuard(self.group)
         count_steps = self.config.debug or any(observer.counts_steps for observer in self.observers)
         parts = self.config.mask, self.config.dense_schedule, self.heads, self.layers
         self._mask_provider = MaskProvider(*parts, self.steps, count_steps, self.clock)
@@ -121,19 +122,19 @@ class AttentionSession:
 
         Args:
             videos: The token grid of each, with its text.
-            timestep: Of the denoising, for masks that depend on the step.
-            device: Where the group's collectives run.
-            cfg_branch: Of the step's guidance passes, where the host says which one this is. None: told by timesteps.
-            streams: How a rank's text and video follow one another, in the layout that db-SP chooses; or this pass's
+            timestep: Timestep of the denoising, for masks that depend on the step.
+            device: Device on which the group's collectives run.
+            cfg_branch: CFG pass within the step, if the framework gives it. None: inferred from timesteps.
+            streams: Order of a rank's text and video, in the layout that db-SP chooses; or this pass's
                 layout.
 
         Returns:
             The layout in which the sequence must be sharded. What was made for the last `MOST_SIZES` sizes is kept.
 
         Raises:
-            UserError: On all ranks, for a size that the mask source refuses, unless they raise it together elsewhere.
+            UserError: On all ranks, for a size that the mask source rejects, unless they raise it together elsewhere.
         """
-        with self._one_thread.inside():
+        with self._concurrency_guard.inside():
             self._reached.clear()
             self._recomputation.begin(torch.is_grad_enabled())
             first = self._mask_provider.begin(videos, timestep, cfg_branch)
@@ -144,14 +145,14 @@ class AttentionSession:
             self._begun = self.meeting = None
             new = key not in self._sizes or not named or (first and self._mask_provider.predicts)
             if new or meeting or self.config.debug:
-                self._begun = PassAgreement(self.group, meeting)
+                self._begun = PassChecks(self.group, meeting)
                 self._take_up(self._begun, key, torch.device(device), streams, cfg_branch)
             else:
                 self._sizes.move_to_end(key)
             return self.layout
 
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
-        """A session of other ranks, which counts its calls and denoising steps with this one's. Collective for them.
+        """Creates a session of other ranks that counts calls and denoising steps with this one. Collective for them.
 
         It is observed by none, and its `begin` raises on one rank alone.
         """
@@ -182,11 +183,11 @@ class AttentionSession:
         scale: float | None = None,
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer: q, k, v and the result are [B, H, shard, D], this rank's tokens with padding.
+        """Computes attention of one layer: q, k, v and the result are [B, H, shard, D], this rank's padded tokens.
 
         `gate`, of their shape, is what mask sources multiply a coarse branch by.
         """
-        with self._one_thread.inside():
+        with self._concurrency_guard.inside():
             qkv, scale = (q, k, v), max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
                 prepared = self._recomputation.take(layer)
@@ -206,7 +207,7 @@ class AttentionSession:
             return out.view(q.shape)
 
     def flush(self) -> None:
-        """Waits for counts under way, so that whatever is read covers every call."""
+        """Waits for counts under way, so that a report covers every call."""
         for size in self._sizes.values():
             size.settle()
 
@@ -233,12 +234,12 @@ class AttentionSession:
 
     @property
     def by_step(self) -> bool:
-        """Whether masks depend on the denoising step."""
+        """True if masks depend on the denoising step."""
         return self._mask_provider.by_step
 
     @property
     def _now(self) -> SizeContext:
-        """What was made for the size of the current forward pass."""
+        """Context of the current forward pass's size."""
         if self._begun is not None and self._begun.size is not None:
             return self._begun.size
         if not self._sizes:
@@ -247,7 +248,7 @@ class AttentionSession:
 
     def _take_up(
         self,
-        begun: PassAgreement,
+        begun: PassChecks,
         key: SizeKey,
         device: torch.device,
         streams: Streams | SequenceLayout,
@@ -265,7 +266,7 @@ class AttentionSession:
                 begun.check(error, {})
             raise
 
-    def _keep_begun(self, begun: PassAgreement) -> None:
+    def _keep_begun(self, begun: PassChecks) -> None:
         """Keeps what is known of the pass that has begun, once all ranks have compared it."""
         self._begun = None
         if begun.size is None:
@@ -292,7 +293,7 @@ class AttentionSession:
                 prepared, use = now.prepare_known(layer, q) if problem is None else (None, None)
             except Exception as error:  # any error: this rank must not stop alone
                 problem = error
-            mask = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_mark}
+            mask = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_fingerprint}
         # 2. Together.
         compared = self._compare(layer, qkv, scale, problem, prepared, mask)
         if prepared is not None:
@@ -301,7 +302,7 @@ class AttentionSession:
         tokens = LocalQK(q, k, now.layout, self.group, scale, v, gate)
         prepared, use = now.prepare_predicted(layer, tokens, compare=not compared)
         if self.config.debug:
-            agree_on_prepared(prepared, q, k, v)
+            check_prepared(prepared, q, k, v)
         return prepared, use
 
     def _compare(
@@ -316,20 +317,20 @@ class AttentionSession:
         """Lets ranks compare q, k and v before a call: the first of a size and kind, under debug every one.
 
         Args:
-            problem: What is wrong on this rank, if anything.
-            prepared: What computes the attention, or None if it is still to be made.
-            mask: Fingerprint of a new mask, by complaint, which ranks then compare too.
+            problem: Error found on this rank, if any.
+            prepared: The prepared attention that will run, or None if it is still to be made.
+            mask: Fingerprint of a new mask, by message, which ranks then compare too.
 
         Returns:
             True if they have compared them.
         """
         now, kind, begun = self._now, input_kind(*qkv), self._begun
-        new = not mask and now.inputs_agreed.is_new(kind, None if problem is None else str(problem))
+        new = not mask and now.checked_inputs.is_new(kind, None if problem is None else str(problem))
         if not (new or mask or begun or self.config.debug):
             if problem is not None:
                 raise problem
             return False
-        agree_on_attention(
+        check_attention(
             self.group,
             *qkv,
             scale,
@@ -340,7 +341,7 @@ class AttentionSession:
             more={LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
             check=None if begun is None else begun.check,
         )
-        now.inputs_agreed.is_new(kind, None)
+        now.checked_inputs.is_new(kind, None)
         if begun is not None:
             self._keep_begun(begun)
         return True

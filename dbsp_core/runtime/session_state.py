@@ -1,4 +1,4 @@
-"""What a session keeps of a forward pass: who watches, what backward recomputes, one thread at a time."""
+"""State of a session's forward pass: observers, recomputation in backward, one thread at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dbsp_core.runtime.plan_keeper import PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MOST_PENDING", "OneThread", "Recomputation", "SessionObserver"]
+__all__ = ["MOST_PENDING", "ConcurrencyGuard", "Recomputation", "SessionObserver"]
 
 
 TWO_THREADS = (
@@ -30,7 +30,7 @@ TWO_THREADS = (
 _LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 
 
-class OneThread:
+class ConcurrencyGuard:
     """Keeps a second thread out while one is within a call on a group's ranks, whichever sessions they use."""
 
     def __init__(self, group: SequenceGroup) -> None:
@@ -39,7 +39,7 @@ class OneThread:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context of one call. Raises UserError where another thread is within one."""
+        """Guards one call. Raises UserError if another thread is within one."""
         if not self._lock.acquire(blocking=False):
             raise UserError(TWO_THREADS)
         try:
@@ -49,11 +49,11 @@ class OneThread:
 
 
 class SessionObserver:
-    """Is told what a session does; each method does nothing unless it is overridden.
+    """Observer of a session; each method does nothing unless it is overridden.
 
     Attributes:
-        compares: Whether plans must tell what the contiguous plan would do.
-        counts_steps: Whether denoising steps must be distinguished, also where masks don't depend on them.
+        compares: True if plans must be compared with the contiguous plan.
+        counts_steps: True if denoising steps must be distinguished, also if masks don't depend on them.
     """
 
     compares = False
@@ -62,24 +62,24 @@ class SessionObserver:
     def begin(
         self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
     ) -> None:
-        """A forward pass begins. timestep, cfg_branch (guidance pass), index (of the step): as the host gave them"""
+        """Observes the start of a forward pass. timestep, cfg_branch and index (of the step) are the framework's."""
 
     def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
-        """A mask was made.
+        """Observes a new mask.
 
         Args:
             key: By which `mask_used` will name it, until another is made with that key.
-            lasting: Whether it may be used in later passes, or for other layers, without being made again.
+            lasting: True if it may be used in later passes, or for other layers, without being made again.
         """
 
     def mask_used(self, layer: int, key: Hashable) -> None:
-        """A layer's attention is about to use the mask of this key."""
+        """Observes that a layer's attention is about to use the mask of this key."""
 
     def attention_begins(self, device: torch.device) -> None:
-        """An attention on this device will be planned and computed."""
+        """Observes that an attention on this device will be planned and computed."""
 
     def attention_ends(self, layer: int, prepared: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
-        """An attention of q [B, H, shard, D] was computed, or queued on its device.
+        """Observes that an attention of q [B, H, shard, D] was computed, or queued on its device.
 
         Args:
             use: Its plan. `use.counted` is set by the time the session's `flush` returns.
@@ -92,7 +92,7 @@ MOST_PENDING = 16
 
 @dataclass(frozen=True)
 class _Kept:
-    """What one layer of a forward pass was computed with.
+    """Inputs from which one layer of a forward pass was computed.
 
     Attributes:
         node: The attention's node in the autograd graph, which holds `prepared`; None inside a reentrant checkpoint,

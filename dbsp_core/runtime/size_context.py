@@ -1,4 +1,4 @@
-"""What is known for one size of video: its layout, the plans in use, and attentions that are prepared."""
+"""State for one size of video: its layout, the plans in use, and prepared attentions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from dbsp_core.comm.consistency import QKV, InputKind, InputsAgreed, problem_of_inputs, run_consistently
+from dbsp_core.comm.consistency import QKV, CheckedInputs, InputKind, problem_of_inputs, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import cost_basis, hardware_for, kernel_order
@@ -41,15 +41,15 @@ SizeKey = tuple[tuple[Video, ...], int]
 class SizeContext:
     """Plans and prepared attentions of one size of video.
 
-    Plans are kept by attention (layer and guidance pass) if masks change, else by mask. Prepared attentions are kept
+    Plans are kept by attention (layer and CFG pass) if masks change, else by mask. Prepared attentions are kept
     by mask if it is known beforehand, else by attention. Both are bounded: an attention has one prepared attention,
     and a layer at most `MOST_PASSES` attentions.
 
     Attributes:
-        strategy: How the ranks are used, or None if `selector` chooses a strategy for each plan.
+        strategy: Strategy of the ranks, or None if `selector` chooses a strategy for each plan.
         masks: The session's masks, begun for this size.
         kernel: The configuration's kernel, or for "auto" those that were measured here and then "auto".
-        inputs_agreed: Kinds of q, k and v that all ranks have compared.
+        checked_inputs: Kinds of q, k and v that all ranks have compared.
     """
 
     config: DbspConfig
@@ -63,7 +63,7 @@ class SizeContext:
     selector: StrategySelector | None
     keeper: PlanKeeper
     kernel: str
-    inputs_agreed: InputsAgreed = field(default_factory=InputsAgreed)
+    checked_inputs: CheckedInputs = field(default_factory=CheckedInputs)
     _no_gradients: str | None = field(init=False)
     _plan_keys: dict[int, Hashable] = field(default_factory=dict)
     """What the plan of each layer's last attention is kept by."""
@@ -87,7 +87,7 @@ class SizeContext:
         nodes: tuple[int, ...],
         statistics: ReuseStatistics,
     ) -> SizeContext:
-        """Makes the context of a new size. Raises ValueError for one that the mask source refuses.
+        """Makes the context of a new size. Raises ValueError for one that the mask source rejects.
 
         Args:
             streams: See `AttentionSession.begin`.
@@ -96,7 +96,7 @@ class SizeContext:
         """
         grid, layout, selector = masks.grid(), streams, None
         if not isinstance(layout, SequenceLayout):
-            # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+            # Stripes for the longest ring fit shorter ones as well: each of their ranks has adjacent stripes.
             layout = SequenceLayout.named(config.layout, grid, strategy or Strategy(1, group.size), streams=layout)
         if strategy is None:
             hardware = hardware_for(config.machine, device.type, config.kernel)
@@ -109,7 +109,7 @@ class SizeContext:
         return cls(config, group, strategy, masks, observers, key, grid, layout, selector, keeper, kernel)
 
     def __post_init__(self) -> None:
-        self._no_gradients = self.config.wire.no_gradients
+        self._no_gradients = self.config.comm_dtype.no_gradients
 
     def problem_of(self, qkv: QKV, tokens: int) -> UserError | None:
         """Returns what is wrong with this rank's q, k and v, of which each rank must have `tokens`; or None."""
@@ -127,7 +127,7 @@ class SizeContext:
         return choose_kernel(self.kernel, device, dtype, needs)
 
     @property
-    def hardware_mark(self) -> int:
+    def hardware_fingerprint(self) -> int:
         """A number that is equal on ranks that choose strategies by the same constants."""
         hardware = None if self.selector is None else self.selector.hardware
         return 0 if hardware is None else hardware.fingerprint
@@ -143,7 +143,7 @@ class SizeContext:
         return None if name is None else self._prepared.get((self.key[0], name, device))
 
     def name_of(self, layer: int) -> Hashable | None:
-        """The cache key of a layer's mask now; None where it is predicted."""
+        """Returns the cache key of a layer's mask now, or None if it is predicted."""
         names = self.masks.names
         return names[layer] if layer in names else self.masks.cache_key(layer)
 
@@ -162,7 +162,7 @@ class SizeContext:
             return self._new_plan(partial(make_plan, mask, keys=keys), shape, current)
 
         use = self.keeper.plan_known(plan_key, mask, make)
-        return self._prepare(layer, use.plan, mask, q.device, mark=True), use
+        return self._prepare(layer, use.plan, mask, q.device, fingerprint=True), use
 
     def use_known(self, layer: int, prepared: PreparedAttention, use: PlanUse | None = None) -> PlanUse:
         """Counts one more call with a mask that is known beforehand, and keeps what was prepared for it.
@@ -196,7 +196,7 @@ class SizeContext:
         """Predicts the mask of a layer's call, and prepares its attention under the plan in use. Collective.
 
         Args:
-            compare: Whether ranks compare a plan if a new one is made.
+            compare: True if ranks compare a plan if a new one is made.
         """
         key, _ = self._keys(layer, tokens.q.device)
         mask = self.masks.mask(layer, tokens)
@@ -211,18 +211,18 @@ class SizeContext:
             return run_consistently(self.group.control(), new, lambda plan: plan.fingerprint, "the plan")
 
         use = self.keeper.plan_predicted(key, mask, make, self.masks.moment.step)
-        prepared = self._prepare(layer, use.plan, mask, tokens.q.device, mark=self.config.debug)
+        prepared = self._prepare(layer, use.plan, mask, tokens.q.device, fingerprint=self.config.debug)
         self._keep(layer, key, key, prepared)
         return prepared, use
 
     def _keys(self, layer: int, device: torch.device) -> tuple[Hashable, Hashable]:
-        """What is kept for a layer's mask now: the keys of its prepared attention, and of its plan."""
+        """Returns the keys of a layer's prepared attention and of its plan, for its mask now."""
         attention, name = self._attention(layer), self.name_of(layer)
         key = attention if name is None else (self.key[0], name, device)
         return key, attention if self.masks.changing and name != DENSE else key
 
     def _attention(self, layer: int) -> Hashable:
-        """The key of a layer's attention now."""
+        """Returns the key of a layer's attention now."""
         return self.key[0], layer, self.masks.moment.cfg_branch
 
     def _new_plan(self, make: partial[Plan], shape: AttentionShape, current: Plan | None) -> Plan:
@@ -235,15 +235,15 @@ class SizeContext:
         return self.selector.choose(make, shape, None if current is None else current.strategy)
 
     def _prepare(
-        self, layer: int, plan: Plan, mask: BlockMask, device: torch.device, *, mark: bool
+        self, layer: int, plan: Plan, mask: BlockMask, device: torch.device, *, fingerprint: bool
     ) -> PreparedAttention:
         """Prepares an attention, with the routes of the attention's last call if the plan has the same."""
         last = self._used.get(self._attention(layer))
         before = None if last is None else self._prepared.get(last)
         if before is not None and before.device == device and plan.same_routes(before.plan):
-            return before.for_mask(plan, mask, mark=mark)
+            return before.for_mask(plan, mask, fingerprint=fingerprint)
         where = self.layout, self.group, self.kernel
-        return PreparedAttention.of(plan, mask, *where, device=device, mark=mark)
+        return PreparedAttention.of(plan, mask, *where, device=device, fingerprint=fingerprint)
 
     def _keep(self, layer: int, key: Hashable, plan_key: Hashable, prepared: PreparedAttention) -> None:
         """Remembers what an attention uses, and drops what no attention uses any more."""

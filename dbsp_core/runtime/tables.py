@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dbsp_core.masks.block_mask import BlockMask, row_places
+from dbsp_core.masks.block_mask import BlockMask, row_positions
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels import DensePart
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KernelTable:
-    """What the kernel reads in one chunk; see `dbsp_kernels.block_attention`.
+    """Input of the kernel in one chunk; see `dbsp_kernels.block_attention`.
 
     Attributes:
         kv_index: int32[B·Rq, width].
@@ -52,7 +52,7 @@ class DenseRows:
 
     Attributes:
         parts: Head by head.
-        every: Whether they are all rows of this rank.
+        every: True if they are all rows of this rank.
         kv_count, kv_full: int32[Rq], those of the table, 0 for these rows.
     """
 
@@ -64,7 +64,7 @@ class DenseRows:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChunkTable:
-    """What is kept for one chunk: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
+    """Compact table of one chunk: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
 
     Attributes:
         bits: uint8[Rq, ceil(width / 8)]; row r attends to packed block base[r] + j where bit j is set.
@@ -89,7 +89,7 @@ class ChunkTable:
     dense: DenseRows | None = None
 
     def expanded(self, batch: int = 1) -> KernelTable:
-        """The table for `batch` copies of the rows, the b-th of which attends to the b-th copy of the blocks."""
+        """Returns the table for `batch` copies of the rows, the b-th attending to the b-th copy of the blocks."""
         index = expand_rows(self.bits, self.base, self.kv_len, self.kv_full, self.width, self.block_k, batch)
         if batch == 1:
             return KernelTable(index, self.kv_count, self.kv_len, self.kv_full, self.row_schedule)
@@ -116,18 +116,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TableLayout:
-    """What the kernel tables of all masks under one plan have in common, on one rank.
+    """Common part of the kernel tables of all masks under one plan, on one rank.
 
     The rank's spans are the sequences of the heads whose keys come to it: S of each, 1 where nothing is packed.
 
     Attributes:
         spans_of: int64[Rq], each row's span.
-        rows: int64[Rq], its place in the mask's `row_bits`.
+        rows: int64[Rq], its position in the mask's `row_bits`.
         turn: int64[Rq], grows from span to span by more than any row has blocks.
-        columns: int64[chunks, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of
+        columns: int64[chunks, spans, width]: column j of a row is this KV block of its sequence, the j-th of
             its span's in the chunk, in packing order.
         present: bool[chunks, spans, width], whether there is such a block.
-        full: Whether it has a whole block's tokens.
+        full: True if it has a whole block's tokens.
         spans: By chunk, on the host: of each span with rows, where its rows and blocks are.
         base: By chunk int32[Rq], the packed block of each row's column 0.
         kv_len: By chunk int32[Ck], tokens of each packed block.
@@ -172,7 +172,7 @@ class TableLayout:
 
     @cached_property
     def transposed(self) -> tuple[TransposedLayout, ...]:
-        """What transposes the tables of each chunk, for backward. Made at the first use, which synchronises."""
+        """Transposing tables of each chunk, for backward. Made at the first use, which synchronises."""
         per_span = torch.bincount(self.spans_of, minlength=self.columns.shape[1])  # rows are packed span by span
         first = per_span.cumsum(0) - per_span
         most = int(per_span.max()) if len(per_span) else 0
@@ -189,14 +189,14 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     packed = plan.chunks.of(rank)
     # 1. The rank's spans, and the span of each of its rows.
     here = np.flatnonzero(columns_of_heads(plan.owner, plan.strategy.ulysses)[:, rank % plan.strategy.ulysses])
-    place = np.zeros(plan.heads, dtype=np.int64)
-    place[here] = np.arange(len(here))
+    local_head = np.zeros(plan.heads, dtype=np.int64)
+    local_head[here] = np.arange(len(here))
     numbers = (here[:, None] * sequences + np.arange(sequences)).ravel()
     head, block = plan.rows_of(rank)
-    row_span = place[head] * sequences + grid.q_axis.sequence_of[block]
-    rows = row_places(grid, plan.heads, head, block)
+    row_span = local_head[head] * sequences + grid.q_axis.sequence_of[block]
+    rows = row_positions(grid, plan.heads, head, block)
     # 2. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
-    of_blocks = (place[head] * sequences + axis.sequence_of[block] for head, block in packed)
+    of_blocks = (local_head[head] * sequences + axis.sequence_of[block] for head, block in packed)
     per_span = np.stack([np.bincount(span, minlength=len(numbers)) for span in of_blocks])  # int64[chunks, spans]
     first = np.cumsum(per_span, axis=1) - per_span
     width = max(1, int(per_span.max(initial=0)))
@@ -238,7 +238,7 @@ def _spans(
 
 
 def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
-    """bool[H · S], sequences of heads whose every block is dense; None where asking would make the host wait for a
+    """Returns bool[H · S], sequences of heads whose every block is active; None if asking would make the host wait for
     device."""
     if mask.bits.device.type != "cpu" or device.type != "cuda":
         return None
@@ -249,10 +249,10 @@ def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
 def build_tables(
     layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray | None = None
 ) -> tuple[ChunkTable, ...]:
-    """One table per chunk, on the layout's device.
+    """Builds one table per chunk, on the layout's device.
 
     Args:
-        mask: Of the plan's grid.
+        mask: Mask on the plan's grid.
         dense_spans: See `dense_spans_of`.
     """
     # 1. The rows' bits by chunk, and what rows have to do.
@@ -280,9 +280,9 @@ def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndar
         if not dense_spans[span.number] or not len(span.lengths):
             continue
         rest[slice(*span.rows)] = 0
-        place, tokens = np.arange(table.block_k), None
+        local_head, tokens = np.arange(table.block_k), None
         if (span.lengths < table.block_k).any():
-            tokens = to_device(np.flatnonzero(place < span.lengths[:, None]), table.kv_count.device)
+            tokens = to_device(np.flatnonzero(local_head < span.lengths[:, None]), table.kv_count.device)
         parts.append(DensePart(span.rows, span.blocks, tokens))
     if not parts:
         return None
@@ -318,16 +318,16 @@ class TransposedLayout:
     most: int
 
     def table(self, table: ChunkTable, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows attend to each block, for `batch` copies; made where the bits are, without a synchronisation."""
+        """Returns the rows that attend to each block, for `batch` copies; on the bits' device, not synchronising."""
         blocks, device = len(self.first), table.bits.device
         if not blocks or not self.most:
             nothing = torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device)
             return nothing, nothing[:, 0]
         # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
-        place = torch.arange(self.most, device=device)
-        row = (self.first[:, None] + place).clamp(max=len(table.bits) - 1)
+        local_head = torch.arange(self.most, device=device)
+        row = (self.first[:, None] + local_head).clamp(max=len(table.bits) - 1)
         byte, bit = self.column // 8, (self.column % 8).to(torch.uint8)
-        needed = (table.bits[row.long(), byte[:, None]] >> bit[:, None] & 1).bool() & (place < self.rows[:, None])
+        needed = (table.bits[row.long(), byte[:, None]] >> bit[:, None] & 1).bool() & (local_head < self.rows[:, None])
         # 2. As bits, they expand as the rows' own do: there is nothing short.
         count = needed.sum(dim=1, dtype=torch.int32)
         whole = torch.full((len(table.bits),), 1, dtype=torch.int32, device=device)

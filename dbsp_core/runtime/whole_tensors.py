@@ -1,6 +1,6 @@
-"""What every rank has whole beside a sequence that ranks share: its attention to the shared keys, and its gradients.
+"""Tensors that every rank has whole next to a shared sequence: their attention to the shared keys, and gradients.
 
-Audio beside video, for example. Every rank computes alike all that is made of it.
+Audio next to video, for example. Every rank computes identically all that is made of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK = 64
 def attend_shared_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group: SequenceGroup
 ) -> torch.Tensor:
-    """Attention of queries that every rank has to keys of which each rank has its own. Collective, backward too.
+    """Computes attention of queries that every rank has, to keys of which each has its own. Collective, also backward.
 
     1. Each rank attends to its own keys.
     2. Outputs and log-sum-exps of all ranks are gathered: as much as the queries, not as the keys.
@@ -45,10 +45,10 @@ def attend_shared_keys(
     Args:
         q: [B, H, n, D], the same on every rank.
         k, v: [B, H, m, D], this rank's, without padding; m may be 0 and differ between ranks.
-        scale: Of the scores.
+        scale: Softmax scale.
 
     Returns:
-        [B, H, n, D], the same bits on every rank.
+        [B, H, n, D], bitwise identical on every rank.
 
     Raises:
         UserError: For tensors whose derivatives would be lost.
@@ -70,8 +70,8 @@ class _SharedKeys(torch.autograd.Function):
         found = _kernel_for(q).run(_in_blocks(q, k, v, scale))
         out, lse = (part.reshape(*q.shape[:2], -1, *part.shape[2:])[:, :, : q.shape[2]] for part in found)
         if group.size > 1:
-            everyone = group.all_gather(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
-            parts = [(part[..., :-1], part[..., -1]) for part in everyone]
+            gathered = group.all_gather(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
+            parts = [(part[..., :-1], part[..., -1]) for part in gathered]
             out, lse = functools.reduce(lambda merged, part: merge_states(*merged, *part), parts)
         ctx.scale, ctx.group = scale, group
         ctx.save_for_backward(q, k, v, out, lse)
@@ -92,12 +92,12 @@ class _SharedKeys(torch.autograd.Function):
 
 
 def _kernel_for(q: torch.Tensor) -> Kernel:
-    """The kernel of db-SP's own on q's device, whichever runs the shared sequence."""
+    """Returns db-SP's own kernel on q's device, for any kernel of the shared sequence."""
     return choose_kernel("triton" if q.is_cuda else "cpu", q.device, q.dtype)
 
 
 def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> KernelInputs:
-    """A block kernel's inputs for q [B, H, n, D] that attends to all of k and v [B, H, m, D]."""
+    """Builds a block kernel's inputs for q [B, H, n, D] that attends to all of k and v [B, H, m, D]."""
     heads, keys = len(q) * q.shape[1], k.shape[2]
     rows, blocks = _blocks(q), _blocks(k)
     tables = _item_table(heads, len(rows) // heads, len(blocks) // heads, q.device)
@@ -114,13 +114,13 @@ def _item_table(items: int, rows: int, blocks: int, device: torch.device) -> tup
 
 
 def _blocks(tokens: torch.Tensor) -> torch.Tensor:
-    """[B, H, n, D] → [B · H · ceil(n / BLOCK), BLOCK, D], with zeros behind the last token."""
+    """Reshapes [B, H, n, D] → [B · H · ceil(n / BLOCK), BLOCK, D], with zeros behind the last token."""
     padded = torch.nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[2] % BLOCK))
     return padded.reshape(-1, BLOCK, tokens.shape[3])
 
 
 def count_gradient_once(output: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """An output that every rank has whole, whose gradient the first rank takes alone; the others have zeros.
+    """Returns an output that every rank has whole, with the gradient on the first rank alone; the others have zeros.
 
     Every rank computes the whole loss, and the gradients of its parameters are its part of a sum over the group:
     without this an output that is computed P times would count P times.
@@ -144,7 +144,7 @@ class _CountedOnce(torch.autograd.Function):
 
 
 def sum_gradient(whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """A tensor that was made whole for what every rank computes alike.
+    """Returns a tensor that was made whole for what every rank computes identically.
 
     Of its gradient each rank has its part of a sum, and what made the tensor whole wants all of it (`gather_shards`):
     backward adds the parts up. Collective in backward.
@@ -168,5 +168,5 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(mine: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """The sum over ranks, in their order: the same bits on each."""
+    """Returns the sum over ranks, in their order: bitwise identical on each."""
     return functools.reduce(torch.add, group.all_gather(mine))

@@ -36,7 +36,7 @@ class MaskRequest:
     Attributes:
         thw: Frames, rows and columns of the video's token grid.
         step: The denoising step, from 0.
-        cfg_branch: The guidance pass, from 0: classifier-free guidance runs the transformer twice a step.
+        cfg_branch: The CFG pass, from 0: classifier-free guidance runs the transformer twice a step.
         layers: Number of the model's layers, if known.
         text_runs: Tokens of each kind of text, where the model distinguishes; see `Video`.
     """
@@ -63,7 +63,7 @@ class LocalQK:
         layout: The distribution of tokens over the ranks of `group`.
         scale: Factor of the scores.
         v: Its values, for sources that make more of them than a mask; None: not given.
-        gate: Of their shape: by what the model multiplies a coarse branch; None: it has none.
+        gate: Factor of a coarse branch in the model, of their shape; None: it has none.
     """
 
     q: torch.Tensor
@@ -89,13 +89,13 @@ class LocalQK:
 
 
 class MaskSource(Protocol):
-    """Makes the masks of attentions. Every rank makes the same requests and must get the same bits.
+    """Makes the masks of attentions. Every rank makes the same requests and must get identical bits.
 
     The sources of db-SP are frozen dataclasses, whose fields are the keys next to `source:` in a configuration.
     `grid` and `mask` raise ValueError when the request does not fit the source.
 
     Attributes:
-        changes: How often a layer's mask may change; "per_call" if and only if it is predicted from q and k.
+        changes: Frequency with which a layer's mask changes; "per_call" if and only if it is predicted from q and k.
     """
 
     @property
@@ -151,8 +151,8 @@ class PredictedSource(BlockSizes):
     """Base of mask sources that predict each mask from queries and keys, in blocks of one token order.
 
     Attributes:
-        attention_sink: Whether the first key block is dense in every row.
-        dense_text: Whether rows and columns of text are dense.
+        attention_sink: True if the first key block is active in every row.
+        dense_text: True if rows and columns of text are dense.
         token_order: The token order that is cut into blocks; see `dbsp_core.masks.grid`.
     """
 

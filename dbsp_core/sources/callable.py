@@ -34,11 +34,11 @@ class CallableSource(BlockSizes):
             all heads; the same on every rank.
         parameters: Passed to it as keywords.
         depends_on: "nothing": one mask for all layers and steps; "layer": one per layer; "step": one per layer,
-            denoising step and guidance pass. The request has 0 for what the mask must not depend on.
+            denoising step and CFG pass. The request has 0 for what the mask must not depend on.
         token_orders: The token order, or one per head, in which the function's blocks are cut (see `BlockGrid`).
 
     Raises:
-        UserError: When the function cannot be imported, raises, or returns something else.
+        UserError: If the function cannot be imported, raises, or returns something else.
     """
 
     function: str | Callable[..., Any] = field(default="", metadata={"read": _read_function})
@@ -58,7 +58,7 @@ class CallableSource(BlockSizes):
             message = f"parameters of {self.function} need names, {strange[0]!r} is none; quote it"
             raise SettingError(message, ("parameters",))
         with blame_setting("function"):
-            self._function  # noqa: B018  a bad name is refused now, not at the first attention
+            self._function  # noqa: B018  rejects a bad name now, not at the first attention
 
     @cached_property
     def _function(self) -> Callable[..., Any]:

@@ -101,11 +101,11 @@ def radial_bits(
 ) -> np.ndarray:
     """Returns bool[nq, nk]: blocks with a pair of tokens that may attend to each other, and all text.
 
-    A frame has s tokens; a query at place x of frame i may attend to a key at place y of frame j if, with d = |i − j|
-    and b = width · s · decay^⌊log₂ max(d, 1)⌋,
+    A frame has s tokens; a query at position x of frame i may attend to a key at position y of frame j if, with d =
+    |i − j| and b = width · s · decay^⌊log₂ max(d, 1)⌋,
         |x − y| + 1 ≤ b                                if b ≥ B = max(block_q, block_k)
         |x − y| + 1 ≤ B, and d is a multiple of ⌈B/b⌉  if b < B: a block's width of some frames, not less of each
-        j < sink_frames                                whatever the distance
+        j < sink_frames                                for any distance
     With width 1, decay ½ and B = 1 this is the paper's mask; B is a block because a thinner band costs as much.
     """
     frames, frame = thw[0], thw[1] * thw[2]
@@ -118,11 +118,11 @@ def radial_bits(
 
 
 def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.ndarray:
-    """Returns int64[frames]: by distance in frames, one more than how far apart places may be; 0 for no pair."""
+    """Returns int64[frames]: by distance in frames, one more than how far apart positions may be; 0 for no pair."""
     reach = []
     for distance in range(frames):
         if distance > 1 and distance & (distance - 1) == 0:
-            bandwidth *= decay  # step by step: powers are not rounded alike everywhere
+            bandwidth *= decay  # step by step: powers are rounded differently elsewhere
         if bandwidth >= thinnest:
             reach.append(math.floor(min(bandwidth, 1 << 40)))
         else:
@@ -137,13 +137,13 @@ TIME_FASTEST = "hwt"
 class SvgSource(BlockSizes):
     """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4); see `spatial_bits` and `temporal_bits`.
 
-    Temporal heads have token order "hwt", as in the paper: a place's tokens of all frames share a block.
+    Temporal heads have token order "hwt", as in the paper: a position's tokens of all frames share a block.
 
     Attributes:
         frames: Number of frames, centred on its own, that a query of a spatial head attends to.
-        bandwidth: Share of every frame, centred on its place, that a query of a temporal head attends to.
+        bandwidth: Share of every frame, centred on its position, that a query of a temporal head attends to.
         sink_frames: Number of first frames that every query of a spatial head attends to.
-        temporal_heads: The temporal heads of every layer: a share, spread evenly, or their numbers. The paper decides
+        temporal_heads: The temporal heads of every layer: a share, spread equally, or their numbers. The paper decides
             it at every call from a sample of the head's queries, which this source does not have.
     """
 
@@ -156,14 +156,14 @@ class SvgSource(BlockSizes):
         super().__post_init__()
         require_value(self, "frames", self.frames >= 1, "must be at least 1, the query's own")
         in_range = 0 < self.bandwidth <= 1
-        require_value(self, "bandwidth", in_range, "must lie above 0 and not above 1: a share of a frame's places")
+        require_value(self, "bandwidth", in_range, "must lie above 0 and not above 1: a share of a frame's positions")
         require_value(self, "sink_frames", self.sink_frames >= 0, "must not be negative")
         if isinstance(self.temporal_heads, tuple):
-            fits, complaint = min(self.temporal_heads, default=0) >= 0, "must be head numbers, from 0"
+            fits, message = min(self.temporal_heads, default=0) >= 0, "must be head numbers, from 0"
         else:
             fits = 0 <= self.temporal_heads <= 1
-            complaint = "must be a share between 0 and 1, or a list of head numbers"
-        require_value(self, "temporal_heads", fits, complaint)
+            message = "must be a share between 0 and 1, or a list of head numbers"
+        require_value(self, "temporal_heads", fits, message)
 
     def temporal(self, heads: int) -> np.ndarray:
         """Returns bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""
@@ -203,11 +203,12 @@ def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_f
 def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], bandwidth: float) -> np.ndarray:
     """Returns bool[nq, nk] of tokens in order "hwt": blocks with a pair that may attend to each other, and text.
 
-    A query at place x of any frame may attend to place y of every frame if |x − y| ≤ ⌊bandwidth · s / 2⌋, of s places
-    in a frame. The first frame is no sink here: every block has tokens of it, so that all blocks would be dense.
+    A query at position x of any frame may attend to position y of every frame if |x − y| ≤ ⌊bandwidth · s / 2⌋, of s
+    positions in a frame. The first frame is not a sink here: every block has tokens of it, so that all blocks would
+    be dense.
     """
-    places = thw[1] * thw[2]
-    place = np.repeat(np.arange(places), thw[0])
-    everything = np.zeros_like(place)
-    q, k = line_segments(grid.q_axis, everything, place), line_segments(grid.k_axis, everything, place)
-    return reduce_to_blocks(grid, distances(q, k) <= int(bandwidth * places) // 2, q, k)
+    positions = thw[1] * thw[2]
+    position = np.repeat(np.arange(positions), thw[0])
+    everything = np.zeros_like(position)
+    q, k = line_segments(grid.q_axis, everything, position), line_segments(grid.k_axis, everything, position)
+    return reduce_to_blocks(grid, distances(q, k) <= int(bandwidth * positions) // 2, q, k)

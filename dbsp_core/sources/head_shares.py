@@ -1,4 +1,4 @@
-"""Predicted masks, each head on one rank: what that needs from all ranks before any query or key travels."""
+"""Masks predicted with each head on one rank: the exchanges that this needs before any query or key is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import unpack_bits
 
-__all__ = ["HomeBlocks", "gather_bits", "heads_by_rank", "pool_own_heads", "predict_bits", "send_home"]
+__all__ = ["LocalBlocks", "gather_bits", "heads_by_rank", "pool_own_heads", "predict_bits", "send_to_sources"]
 
 PAIRS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Block pairs to choose among at a time: enough to be fast, few enough for memory: the CPU takes 50 bytes each."""
@@ -70,27 +70,27 @@ def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tens
     padded = mine if len(mine) == most else mine.new_empty(most, *mine.shape[1:])
     if padded is not mine:
         padded[: len(mine)] = mine
-    everyone = group.all_gather_along(padded)
-    # 2. Heads take their places without padding, where they are not there already, and bits are unpacked.
+    gathered = group.all_gather_along(padded)
+    # 2. Heads take their positions without padding, if they are not there already, and bits are unpacked.
     if batch > 1 or heads % group.size:
-        everyone = everyone.index_select(0, _gathered_heads(heads, batch, group.size, mine.device))
-    return unpack_bits(everyone, columns)
+        gathered = gathered.index_select(0, _gathered_heads(heads, batch, group.size, mine.device))
+    return unpack_bits(gathered, columns)
 
 
 @functools.lru_cache(maxsize=8)
 def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """Returns int64[B · heads]: places of each sample's heads in what all ranks gathered."""
+    """Returns int64[B · heads]: positions of each sample's heads in what all ranks gathered."""
     most = -(-heads // ranks)
-    places = np.concatenate([rank * most + np.arange(own) for rank, own in enumerate(heads_by_rank(heads, ranks))])
-    return to_device((places * batch + np.arange(batch)[:, None]).ravel(), device)
+    positions = np.concatenate([rank * most + np.arange(own) for rank, own in enumerate(heads_by_rank(heads, ranks))])
+    return to_device((positions * batch + np.arange(batch)[:, None]).ravel(), device)
 
 
-class HomeBlocks(NamedTuple):
+class LocalBlocks(NamedTuple):
     """The query blocks of which each rank has tokens, and where this rank's are.
 
     Attributes:
         of_ranks: By rank, int64.
-        block: int64[n_local], each place's among this rank's; 0 at padding.
+        block: int64[n_local], each slot's among this rank's; 0 at padding.
         real: bool[n_local], whether there is a token.
     """
 
@@ -100,17 +100,17 @@ class HomeBlocks(NamedTuple):
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, layout: SequenceLayout, grid: BlockGrid, rank: int, n_local: int, device: torch.device) -> HomeBlocks:
+    def of(cls, layout: SequenceLayout, grid: BlockGrid, rank: int, n_local: int, device: torch.device) -> LocalBlocks:
         block_of = np.empty(grid.tokens, dtype=np.int64)
         block_of[grid.token_permutation(grid.common_order or CANONICAL)] = grid.q_axis.block_of
         of_ranks = tuple(np.unique(block_of[layout.tokens_at(one)[0]]) for one in range(layout.world))
-        tokens, places = layout.tokens_at(rank)
+        tokens, positions = layout.tokens_at(rank)
         block, real = np.zeros(n_local, dtype=np.int64), np.zeros(n_local, dtype=bool)
-        block[places], real[places] = np.searchsorted(of_ranks[rank], block_of[tokens]), True
+        block[positions], real[positions] = np.searchsorted(of_ranks[rank], block_of[tokens]), True
         return cls(of_ranks, to_device(block, device), to_device(real, device))
 
 
-def send_home(mine: torch.Tensor, heads: int, blocks: HomeBlocks, group: SequenceGroup) -> torch.Tensor:
+def send_to_sources(mine: torch.Tensor, heads: int, blocks: LocalBlocks, group: SequenceGroup) -> torch.Tensor:
     """Sends what ranks computed for each query block of their heads to those that have tokens of it. Collective.
 
     Takes [Hs, B, nq, D], of the heads that this rank predicts, to [B · heads, n, D], of the n blocks at this rank.

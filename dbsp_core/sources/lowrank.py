@@ -84,7 +84,7 @@ class LowRankProjections:
 class LowRankSource(LikeliestBlocks):
     """DSV's predictor: scores of queries and keys that are projected to a few dimensions.
 
-    Each rank projects its own tokens, the projections travel to the rank that predicts their head, and the bits are
+    Each rank projects its own tokens, the projections are sent to the rank that predicts their head, and the bits are
     gathered. They do not depend on ranks and layout. (Tan et al., DSV: Exploiting Dynamic Sparsity to Accelerate
     Large-Scale Video DiT Training, 2025. DSV trains the projections together with the model and chooses single keys;
     here they are fitted in closed form, and blocks are chosen.)
@@ -107,14 +107,14 @@ class LowRankSource(LikeliestBlocks):
             if not self.path:
                 raise UserError(f"mask source 'lowrank' needs the path of a fitted file; {FIT}")
             if not (dist.is_available() and dist.is_initialized()):
-                self._fitted  # noqa: B018  refused now; several ranks refuse it together in `grid`
+                self._fitted  # noqa: B018  rejected now; several ranks reject it together in `grid`
 
     @cached_property
     def _fitted(self) -> LowRankProjections:
         return LowRankProjections.load(self.path)
 
     @cached_property
-    def _agreed(self) -> weakref.WeakSet[dist.ProcessGroup]:
+    def _checked(self) -> weakref.WeakSet[dist.ProcessGroup]:
         """Groups whose ranks have compared their files."""
         return weakref.WeakSet()
 
@@ -144,7 +144,7 @@ class LowRankSource(LikeliestBlocks):
         grid, device = self.grid(request), tokens.q.device
         self._require_fit(request.layer, tokens)
         query, key = self._on_device(request.layer, device)
-        # 1. Each rank projects its own tokens; the projections travel to the rank that predicts their head.
+        # 1. Each rank projects its own tokens; the projections are sent to the rank that predicts their head.
         projected = torch.cat([_project(tokens.q, query), _project(tokens.k, key)], dim=-1)
         own = _gather_own_heads(projected, tokens, grid).flatten(0, 1)
         # 2. That rank sums each head's predicted attention by blocks, and chooses the largest.
@@ -172,11 +172,11 @@ class LowRankSource(LikeliestBlocks):
             return fitted
 
         group = tokens.group.group
-        if group is None or group in self._agreed:
+        if group is None or group in self._checked:
             check()
             return
         run_consistently(tokens.group, check, lambda one: one.fingerprint, "the fitted file")
-        self._agreed.add(group)
+        self._checked.add(group)
 
 
 def _project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
@@ -191,8 +191,8 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
     Takes [B, H, n_local, W] to [Hs, B, tokens, W].
     """
     group, (batch, heads, _, width) = tokens.group, projected.shape
-    ids, places = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
-    own = projected.index_select(2, to_device(places[group.rank], projected.device)).transpose(0, 1).contiguous()
+    ids, positions = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
+    own = projected.index_select(2, to_device(positions[group.rank], projected.device)).transpose(0, 1).contiguous()
     shares = heads_by_rank(heads, group.size)
     counts = [len(one) for one in ids]
     arrived = exchange_heads(own, shares, counts, group)
@@ -214,24 +214,24 @@ def predicted_mass(
         key: See query.
         grid: The blocks.
         scale: Factor of the scores.
-        every_query: Whether to average every query's attention, rather than take that of the block's mean query.
+        every_query: True to average every query's attention, rather than take that of the block's mean query.
 
     Returns:
         float64[nq, nk], with rows that add up to 1.
     """
-    (q_place, q_real), (k_place, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
-    rows = query.double()[q_place] * q_real[..., None]  # [nq, Bq, W]
+    (q_position, q_real), (k_position, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
+    rows = query.double()[q_position] * q_real[..., None]  # [nq, Bq, W]
     if not every_query:
         rows = rows.sum(dim=1, keepdim=True) / q_real.sum(dim=1)[:, None, None]
         q_real = q_real[:, :1]
-    keys = key.double()[k_place.flatten()].T.contiguous()
+    keys = key.double()[k_position.flatten()].T.contiguous()
     mass = rows.new_empty(grid.nq, grid.nk)
     step = max(1, CHUNK // (keys.shape[1] * rows.shape[1]))
     for first in range(0, grid.nq, step):
         scores = torch.mm(rows[first : first + step].flatten(0, 1), keys).mul_(scale)
         scores.masked_fill_(~k_real.flatten(), -torch.inf)
         by_block = (
-            torch.softmax(scores, dim=-1).unflatten(1, k_place.shape).sum(dim=2).unflatten(0, (-1, rows.shape[1]))
+            torch.softmax(scores, dim=-1).unflatten(1, k_position.shape).sum(dim=2).unflatten(0, (-1, rows.shape[1]))
         )
         real = q_real[first : first + step]
         mass[first : first + step] = (by_block * real[..., None]).sum(dim=1) / real.sum(dim=1)[:, None]
@@ -240,15 +240,15 @@ def predicted_mass(
 
 @functools.lru_cache(maxsize=8)
 def _padded(grid: BlockGrid, side: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the places of the tokens of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
+    """Returns the positions of the tokens of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
 
     Short blocks repeat their last token; the second result, bool[blocks, block], is False there.
     """
     axis = (grid.q_axis, grid.k_axis)[side]
     within = np.arange(axis.block)
     real = within < axis.lengths[:, None]
-    place = np.minimum(axis.starts[:, None] + within, axis.starts[:, None] + axis.lengths[:, None] - 1)
-    return to_device(place, device), to_device(real, device)
+    position = np.minimum(axis.starts[:, None] + within, axis.starts[:, None] + axis.lengths[:, None] - 1)
+    return to_device(position, device), to_device(real, device)
 
 
 class Moments:
@@ -270,12 +270,12 @@ class Moments:
         self._last, self._rank = request.layer, tokens.group.rank
         if request.layers is not None:
             self._about["layers"] = str(request.layers)
-        places = to_device(tokens.layout.tokens_at(tokens.group.rank)[1], tokens.q.device)
+        positions = to_device(tokens.layout.tokens_at(tokens.group.rank)[1], tokens.q.device)
         for side, tensor in (("query", tokens.q), ("key", tokens.k)):
-            name, own = f"{side}.{request.layer}", tensor.detach().index_select(2, places).float()
+            name, own = f"{side}.{request.layer}", tensor.detach().index_select(2, positions).float()
             found = torch.einsum("bhnd,bhne->hde", own, own)  # [H, D, D]
             total, count = self._sums.get(name, (torch.zeros_like(found), 0))
-            self._sums[name] = total + found, count + len(tensor) * len(places)
+            self._sums[name] = total + found, count + len(tensor) * len(positions)
 
     def write(self) -> None:
         """Writes this rank's file, whole or not at all."""

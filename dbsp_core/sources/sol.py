@@ -35,7 +35,7 @@ ANY_SIMILARITY = -2.0
 class SolSource(PredictedSource):
     """Sol-Attn's routing: a row keeps the key blocks whose pooled score is above its scores' mean by τ deviations.
 
-    Also the blocks at its own place and next to it. Rows and heads differ in how many blocks they keep. Pooled,
+    Also the blocks at its own position and next to it. Rows and heads differ in how many blocks they keep. Pooled,
     predicted and gathered as `SpargeSource` does it: the bits do not depend on ranks and layout, and every sample of a
     batch has its own masks, as B·H heads. (Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention
     Sparsification, arXiv 2607.24027, 2026.)

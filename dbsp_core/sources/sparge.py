@@ -1,4 +1,4 @@
-"""Masks predicted from each attention's own queries and keys, before they travel (SpargeAttn)."""
+"""Masks predicted from each attention's own queries and keys, before they are sent (SpargeAttn)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SpargeSource(LikeliestBlocks):
     """SpargeAttn's block predictor: pooled attention of each head shows where most of its probability will be.
 
     Each rank pools blocks of its own tokens, each head is predicted by one rank, and the bits are gathered, so that
-    the plan is known before any q, k or v travels. The bits do not depend on ranks and layout. Every sample of a batch
+    the plan is known before any q, k or v is sent. The bits do not depend on ranks and layout. Every sample of a batch
     has its own masks, as B·H heads. (Zhang et al., SpargeAttn: Accurate and Training-Free Sparse Attention
     Accelerating Any Model Inference, 2025. Self-similarity is the mean cosine of a block's tokens, as in its code.)
 
@@ -62,7 +62,7 @@ class SpargeSource(LikeliestBlocks):
         cdf: See `LikeliestBlocks`, as for topk; 0.92 as in xDiT if neither is given.
         similarity: Rows and columns of blocks whose tokens have a mean cosine of at most this are dense, as a mean
             does not represent them.
-        crossing: Whether the block with which a row exceeds cdf is chosen too: the fewest blocks with more than cdf.
+        crossing: True if the block with which a row exceeds cdf is chosen too: the fewest blocks with more than cdf.
     """
 
     similarity: float = 0.3

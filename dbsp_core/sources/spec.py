@@ -29,7 +29,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def names_mask(text: str) -> bool:
-    """Returns whether text that may also name a configuration file is meant as a mask, even a wrong one."""
+    """Returns True if text that may also name a configuration file is meant as a mask, even a wrong one."""
     name, meant = _NAME_ENDS.split(text, maxsplit=1)[0], ":" in text
     if text.endswith(".safetensors") or os.path.isfile(os.path.expanduser(text)):
         return text.endswith(".safetensors")
@@ -38,13 +38,13 @@ def names_mask(text: str) -> bool:
 
 
 def _is_function(text: str) -> bool:
-    """Returns whether text is a function's name, package.module:name, and not a misspelled source's."""
+    """Returns True if text is a function's name, package.module:name, and not a misspelled source's."""
     name = text.partition(":")[0]
     return bool(_FUNCTION.fullmatch(text)) and name not in SOURCES and not did_you_mean(name, SOURCES)
 
 
 def mask_settings(text: str) -> dict[str, Any]:
-    """Returns the mapping that a mask written in one word stands for.
+    """Returns the mapping for a mask written in one word.
 
     Args:
         text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); several of these with "+"
@@ -79,7 +79,7 @@ def mask_settings(text: str) -> dict[str, Any]:
 
 
 def read_mask(value: Any, name: str) -> MaskSource:
-    """Returns the source that a mask in any of its spellings stands for; see this module's text.
+    """Returns the source of a mask in any of its spellings; see this module's text.
 
     Raises:
         UserError: For anything else, called `name`.
@@ -100,7 +100,7 @@ def read_mask(value: Any, name: str) -> MaskSource:
         if SOURCES[source] is UnionSource and isinstance(values.get("of"), (list, tuple)):
             with blame_setting("of"):
                 values["of"] = [
-                    read_mask(one, f"mask {place} of a union") for place, one in enumerate(values["of"], 1)
+                    read_mask(one, f"mask {number} of a union") for number, one in enumerate(values["of"], 1)
                 ]
         return cast(MaskSource, build(SOURCES[source], values, f"mask source {source!r}"))
     known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)

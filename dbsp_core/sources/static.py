@@ -22,8 +22,8 @@ __all__ = ["DenseSource", "FileSource", "ParoSource", "StoredMasks"]
 class StoredMasks:
     """Base of sources that read the mask file at `path` (see docs/mask-files.md).
 
-    A bad file is refused when the source is made, or with several ranks by `grid` at the first forward pass, where all
-    ranks raise together even if the file is bad on only one.
+    A bad file is rejected when the source is made, or with several ranks by `grid` at the first forward pass, where
+    all ranks raise together even if the file is bad on only one.
     """
 
     path: str = ""

@@ -22,7 +22,7 @@ __all__ = ["NablaSource", "UnionSource", "parts_of"]
 
 _FASTER: tuple[Changes, ...] = ("never", "per_step", "per_call")
 _MOST_KEPT = 8
-"""Masks of parts that do not follow from q and k that are kept beside those that do."""
+"""Masks of parts that do not follow from q and k, kept while other parts are predicted."""
 
 
 def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
@@ -36,7 +36,7 @@ def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
 class UnionSource:
     """Keeps a block where one of several sources keeps it, with all that these say of layers and steps.
 
-    It changes as often as the fastest of them. Beside a predicted mask, which is another one at every call, the masks
+    It changes as often as the fastest of them. With a predicted mask, which is another one at every call, the masks
     of sources that are not predicted are kept.
 
     Attributes:
@@ -70,20 +70,20 @@ class UnionSource:
         if tokens is None:
             return self._joined([part.mask(request) for part in self.of])
         masks = []
-        for place, part in enumerate(self.of):
+        for number, part in enumerate(self.of):
             predicted = part.changes == "per_call"
-            masks.append(part.mask(request, tokens) if predicted else self._kept(place, request, tokens))
+            masks.append(part.mask(request, tokens) if predicted else self._kept(number, request, tokens))
         return self._joined(masks)
 
     @cached_property
     def _made(self) -> OrderedDict[Hashable, BlockMask]:
         return OrderedDict()
 
-    def _kept(self, place: int, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+    def _kept(self, number: int, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Returns the mask of a part that is not predicted. Collective at first: all ranks then raise together."""
-        part, device, control = self.of[place], tokens.q.device, tokens.group.control()
+        part, device, control = self.of[number], tokens.q.device, tokens.group.control()
         video = request.thw, request.text_tokens, request.heads, request.layers
-        key = place, video, part.cache_key(request), tokens.group, device
+        key = number, video, part.cache_key(request), tokens.group, device
         if key not in self._made:
             what = f"the mask of layer {request.layer}"
             mask = run_consistently(control, lambda: part.mask(request), lambda mask: mask.fingerprint, what)
@@ -116,14 +116,14 @@ class UnionSource:
             if _blocks(grid) != _blocks(first):
                 raise UserError(
                     f"the masks of a union must have the same blocks, got {_in_words(first)} and {_in_words(grid)}; "
-                    "give all of them one block_q, block_k and token order (token_order, tile), and vsa beside other "
+                    "give all of them one block_q, block_k and token order (token_order, tile), and vsa with other "
                     "masks only a video that its tile divides"
                 )
         return first
 
 
 def _blocks(grid: BlockGrid) -> Hashable:
-    """Returns what masks of one video must agree in; orders of all heads that are alike are one."""
+    """Returns what masks of one video must have in common; equal orders of all heads are one."""
     order = grid.common_order
     orders = grid.orders if order is None else (order,)
     starts = tuple(axis.starts.tobytes() for axis in (grid.q_axis, grid.k_axis))  # those of whole tiles may be short
@@ -151,8 +151,8 @@ USUAL_WINDOW = (11, 3, 3)
 class NablaSource(BlockSizes):
     """NABLA (Mikhailov et al., 2025, arXiv:2507.13546, Alg. 1): a union of two sources in order "tile:1x8x8".
 
-    A block of 64 queries, 8 × 8 places of a frame, keeps the fewest blocks whose pooled attention is more than `cdf`,
-    as `SpargeSource` with crossing and without similarity; and the tiles around its own, as `WindowSource` not
+    A block of 64 queries, 8 × 8 positions of a frame, keeps the fewest blocks whose pooled attention is more than
+    `cdf`, as `SpargeSource` with crossing and without similarity; and the tiles around its own, as `WindowSource` not
     shifted.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Masks of as many blocks in every row, tiles by pooled scores, and the coarse branch beside them (VSA)."""
+"""Masks of as many blocks in every row, tiles by pooled scores, and the coarse branch added to them (VSA)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask, CoarseBranch
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.head_shares import HomeBlocks, pool_own_heads, predict_bits, send_home
+from dbsp_core.sources.head_shares import LocalBlocks, pool_own_heads, predict_bits, send_to_sources
 from dbsp_core.sources.sol import ANY_SIMILARITY
 from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
 from dbsp_core.utils.errors import SettingError, require_value
@@ -35,8 +35,8 @@ class VsaSource(BlockSizes):
         sparsity: Share of the key blocks that a row skips; it keeps ceil((1 − sparsity) · nk), and at least one.
             Blocks of dense text are kept in addition, and do not count.
         tile: Frames, rows and columns of a tile, of as many tokens as a block. Tiles at the far sides are smaller.
-        coarse: Whether to add the coarse branch, if the model has a gate for it.
-        dense_text: Whether rows and columns of text are dense.
+        coarse: True to add the coarse branch, if the model has a gate for it.
+        dense_text: True if rows and columns of text are dense.
     """
 
     sparsity: float = 0.8
@@ -57,8 +57,8 @@ class VsaSource(BlockSizes):
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         order = "tile:" + "x".join(map(str, self.tile))
-        uneven = any(size % side for size, side in zip(request.thw, self.tile, strict=True))
-        return replace(super().grid(request), orders=(order,), whole_tiles=uneven, text_runs=request.text_runs)
+        cut = any(size % side for size, side in zip(request.thw, self.tile, strict=True))
+        return replace(super().grid(request), orders=(order,), whole_tiles=cut, text_runs=request.text_runs)
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask, and its coarse branch where there is a gate. Collective."""
@@ -83,9 +83,11 @@ class VsaSource(BlockSizes):
         found = predict_bits(rows, choose, tokens, grid)
         if values is None or tokens.gate is None:
             return BlockMask(found, grid)
-        home = HomeBlocks.of(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
-        at_home = send_home(torch.cat(coarse).unflatten(0, (-1, len(tokens.q))), request.heads, home, tokens.group)
-        return BlockMask(found, grid, CoarseBranch(at_home, home.block, home.real, tokens.gate))
+        blocks = LocalBlocks.of(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
+        local = send_to_sources(
+            torch.cat(coarse).unflatten(0, (-1, len(tokens.q))), request.heads, blocks, tokens.group
+        )
+        return BlockMask(found, grid, CoarseBranch(local, blocks.block, blocks.real, tokens.gate))
 
 
 @functools.cache

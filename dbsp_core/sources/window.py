@@ -27,7 +27,7 @@ class WindowSource(BlockSizes):
             `tile` in tiles, [3, 3, 3] if not given (see `tile_bits`).
         tile: Size of a tile. Tokens are then ordered tile after tile, and queries attend to whole tiles, as in Sliding
             Tile Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and are blocks.
-        shifted: Whether windows of tiles are shifted inside at borders, rather than cut off there (see `tile_bits`).
+        shifted: True if windows of tiles are shifted inside at borders, rather than cut off there (see `tile_bits`).
     """
 
     window: Sizes | None = None
@@ -110,5 +110,5 @@ def _tile_order(tile: Sizes) -> str:
 def _boxes(axis: BlockAxis, thw: Sizes, text_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the least and the greatest (t, h, w) of each block's tokens, int64[n, 3]; text has the first's."""
     video = np.maximum(np.arange(axis.lengths.sum()) - text_tokens, 0)
-    place = np.stack(np.unravel_index(video, thw), axis=1)
-    return np.minimum.reduceat(place, axis.starts), np.maximum.reduceat(place, axis.starts)
+    position = np.stack(np.unravel_index(video, thw), axis=1)
+    return np.minimum.reduceat(position, axis.starts), np.maximum.reduceat(position, axis.starts)

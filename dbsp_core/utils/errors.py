@@ -1,4 +1,4 @@
-"""Errors that tell users what to fix, and fingerprints by which ranks compare."""
+"""Errors with their fix for the user, and fingerprints by which ranks compare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def kind_of(value: object) -> str:
-    """The type of a value for a message, such as "an int"."""
+    """Returns the type of a value for a message, such as "an int"."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
@@ -36,7 +36,7 @@ _LONGEST = 200
 
 
 def in_short(value: object) -> str:
-    """A value's `repr` for a message; of a long one the beginning and the length."""
+    """Returns a value's `repr` for a message; of a long one the beginning and the length."""
     return cut_short(repr(value))
 
 
@@ -63,16 +63,16 @@ class SettingError(UserError):
         self.path = path
 
 
-def require_value(settings: object, name: str, fits: bool, complaint: str, section: str = "") -> None:
-    """Raises SettingError "SECTIONNAME=VALUE COMPLAINT" about one attribute of `settings`, unless it fits."""
+def require_value(settings: object, name: str, fits: bool, message: str, section: str = "") -> None:
+    """Raises SettingError "SECTIONNAME=VALUE MESSAGE" about one attribute of `settings`, unless it fits."""
     if not fits:
         value = getattr(settings, name)
         shown = cut_short(str(list(value) if isinstance(value, tuple) else value))
-        raise SettingError(f"{section}{name}={shown} {complaint}", (name,))
+        raise SettingError(f"{section}{name}={shown} {message}", (name,))
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of a message, such as "; did you mean 'sparge'?"; empty if no known word is close."""
+    """Returns the end of a message, such as "; did you mean 'sparge'?"; empty if no known word is close."""
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -92,7 +92,7 @@ def blame_setting(key: object) -> Iterator[None]:
 
 
 def fingerprint_of(value: object) -> int:
-    """63 bits of the hash of a value's `repr`: equal for values that are written alike."""
+    """Returns 63 bits of the hash of a value's `repr`: equal for values that are written identically."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -120,8 +120,8 @@ REMOVED_KEYS: dict[str, str] = {
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("source", "vllm_selector"): "sparge and sol choose blocks by means; for your own function write callable",
     ("layout", "learned"): "write striped, which is nearly as even, or leave it out",
-    ("layout", "local"): "write contiguous; needed keys cut rows into runs of tokens",
-    ("planner", "local"): "write planner: dbsp, which cuts rows into runs of tokens with needed keys",
+    ("layout", "local"): "write contiguous; keys: needed cuts rows into runs of tokens",
+    ("planner", "local"): "write planner: dbsp, which cuts rows into runs of tokens with keys: needed",
     ("planner", "knapsack"): "write planner: paper, whose heads are assigned by the same greedy rule",
     ("keys", "kept"): "write needed for masks that never change, for others all",
     ("keys", "auto"): "write needed for masks that never change, for others all",

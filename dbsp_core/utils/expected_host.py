@@ -1,4 +1,4 @@
-"""What a plug-in uses of its host beyond the host's interface, looked for before anything of the host is wrapped."""
+"""Names that a plug-in uses of its framework beyond the public interface, checked before anything is wrapped."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["ExpectedHost", "is_defined"]
 
 @dataclass(frozen=True)
 class ExpectedHost:
-    """The release of a host that a plug-in was written for, and what it takes from it.
+    """The release of a framework that a plug-in was written for, and what it takes from it.
 
     Attributes:
         name: Name in messages.
         package: Name for pip.
-        version: Release, of which 0.30 admits 0.30.1. None if the host has no releases.
+        version: Release, of which 0.30 admits 0.30.1. None if the framework has no releases.
         names: Functions, classes and attributes as "module:Class.attribute".
     """
 
@@ -31,7 +31,7 @@ class ExpectedHost:
     names: tuple[str, ...]
 
     def problem(self) -> str | None:
-        """Returns in one line how the installed host differs, or None; reads its source and imports none of it."""
+        """Returns in one line how the installed framework differs, or None; reads its source without importing it."""
         found = installed_version(self.package) or "of unknown version"
         fix = f"install a version that {page('engines')} names"
         if self.version is not None and not f"{found}.".startswith(f"{self.version}."):

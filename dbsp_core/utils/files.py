@@ -20,8 +20,8 @@ __all__ = [
     "open_atomically",
     "parse_size",
     "require_file",
-    "require_folder_place",
-    "require_place",
+    "require_folder_path",
+    "require_path",
     "user_path",
     "write_atomically",
 ]
@@ -121,7 +121,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def require_folder_place(path: Path, what: str) -> None:
+def require_folder_path(path: Path, what: str) -> None:
     """Raises UserError unless the folder can be made and written to."""
     _require_possible(path, what)
     if os.path.exists(path) and not os.path.isdir(path):
@@ -129,7 +129,7 @@ def require_folder_place(path: Path, what: str) -> None:
     _require_writable(Path(os.path.realpath(path)), f"{what} {path}")
 
 
-def require_place(path: Path, what: str) -> None:
+def require_path(path: Path, what: str) -> None:
     """Raises UserError unless something can be put there, or where it leads if it is a link."""
     _require_possible(path, what)
     _require_writable(Path(os.path.realpath(path)).parent, f"{what} {path}")
@@ -143,21 +143,21 @@ def _require_possible(path: Path, what: str) -> None:
         return
     except (OSError, ValueError) as error:
         shown = cut_short(str(path))
-        raise UserError(f"{what} {shown} cannot be written to ({_reason(error)}); give another place") from None
+        raise UserError(f"{what} {shown} cannot be written to ({_reason(error)}); give another path") from None
 
 
 def _require_writable(folder: Path, what: str) -> None:
     """Raises UserError unless the folder can be made and written to; permissions do not say all, so it is tried."""
-    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not there.is_dir():
-        raise UserError(f"{what}: {there} is a file, not a folder; give another place")
-    refused = UserError(f"{what}: folder {there} cannot be written to; give another place, or make it writable")
+        raise UserError(f"{what}: {there} is a file, not a folder; give another path")
+    rejected = UserError(f"{what}: folder {there} cannot be written to; give another path, or make it writable")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise refused
+        raise rejected
     try:
         os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dbsp-"))
     except OSError as error:
-        raise refused from error
+        raise rejected from error
 
 
 @contextmanager

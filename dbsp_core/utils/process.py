@@ -34,7 +34,7 @@ __all__ = [
     "outside_inference",
     "package_versions",
     "printable",
-    "version_marks",
+    "version_fingerprints",
 ]
 
 
@@ -133,11 +133,11 @@ def package_versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: one for name, one in found.items() if one is not None}
 
 
-def version_marks(compare: bool) -> dict[str, int]:
-    """Returns complaints and marks of packages for `check_consistent`; unless `compare`, marks ignore versions."""
+def version_fingerprints(compare: bool) -> dict[str, int]:
+    """Returns messages and fingerprints of packages for `check_consistent`; without versions unless `compare`."""
     found = package_versions() if compare else {}
-    complaint = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
-    return {complaint.format(name): fingerprint_of(found.get(name)) for name in ("python", *_PACKAGES)}
+    message = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
+    return {message.format(name): fingerprint_of(found.get(name)) for name in ("python", *_PACKAGES)}
 
 
 P = ParamSpec("P")
@@ -166,7 +166,7 @@ def not_compiled(function: Callable[P, Result]) -> Callable[P, Result]:
 def outside_inference(function: Callable[P, Result]) -> Callable[P, Result]:
     """Decorates a function that keeps tensors: under inference mode it runs without gradients instead.
 
-    Autograd refuses inference tensors for as long as they live, and routes, tables and index tensors are kept for
+    Autograd rejects inference tensors for as long as they exist, and routes, tables and index tensors are kept for
     every later pass of a size.
     """
 

@@ -32,15 +32,15 @@ _LARGEST = 2**63 - 1
 
 
 def setting_names(cls: type) -> list[str]:
-    """The keys of a settings class: its fields, except those with metadata setting=False."""
+    """Returns the keys of a settings class: its fields, except those with metadata setting=False."""
     return [f.name for f in fields(cls) if f.metadata.get("setting", True)]
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """Returns `cls(**values)` after checking keys and types; `where` is the values' place for messages, or "".
+    """Returns `cls(**values)` after checking keys and types; `where` is the values' location for messages, or "".
 
     Raises:
-        SettingError: For an unknown or missing key, a value of another type, or one that `cls` refuses.
+        SettingError: For an unknown or missing key, a value of another type, or one that `cls` rejects.
     """
     settings = checked(cls, values, where)
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
@@ -56,7 +56,7 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
 
 
 def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values of a dataclass's fields, converted to the fields' types; see `build`.
+    """Returns the values of a dataclass's fields, converted to the fields' types; see `build`.
 
     A field with metadata read=function is converted by function(value, its name in words).
     """
@@ -77,7 +77,7 @@ def keys_within(cls: type) -> dict[str, str]:
     inner: dict[str, str] = {}
     for name, hint in get_type_hints(cls).items():
         if isinstance(hint, type) and is_dataclass(hint) and name in setting_names(cls):
-            inner |= {key: f"{name}.{place}" for key, place in keys_within(hint).items()}
+            inner |= {key: f"{name}.{within}" for key, within in keys_within(hint).items()}
             inner |= dict.fromkeys(setting_names(hint), name)
     return inner
 
@@ -142,7 +142,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _in_words(option: Any) -> str:
-    """Name of a type for users."""
+    """Returns the name of a type for users."""
     origin = get_origin(option)
     if origin is tuple:
         return f"a list of {get_args(option)[0].__name__}"
@@ -165,7 +165,7 @@ def require_choice(key: str, value: object, choices: tuple[str, ...], section: s
 def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
     """Raises SettingError for a key that is not known, naming the nearest one that is.
 
-    `where` is the keys' place for the message, or "". `elsewhere` maps keys to the one that they belong under.
+    `where` is the keys' location for the message, or "". `elsewhere` maps keys to the one that they belong under.
     """
     if key in known:
         return

@@ -28,7 +28,7 @@ KeyPath = tuple[str, ...]
 
 _MOST_VALUES = 100_000
 _MOST_DIGITS = 1000
-"""Of an integer. Python reads longer ones to the base of 16, and then refuses to print them."""
+"""Most digits of an integer. Python reads longer ones to the base of 16, and then cannot print them."""
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """ValueError is raised for text, numbers and dates that Python cannot read."""
 
@@ -38,43 +38,45 @@ class Settings:
     """Settings as YAML has them.
 
     Attributes:
-        places: Where each was given, by path of keys, for example {("mask", "cdf"): "my.yaml:7"}.
+        locations: Location of each, by path of keys, for example {("mask", "cdf"): "my.yaml:7"}.
         origin: The file.
     """
 
     values: Mapping[str, Any]
-    places: Mapping[KeyPath, str] = field(default_factory=dict)
+    locations: Mapping[KeyPath, str] = field(default_factory=dict)
     origin: str = ""
 
-    def place_of(self, path: KeyPath) -> str:
-        """Returns the place of a setting, else of a key within it, else of the innermost setting around it."""
-        within = (place for known, place in self.places.items() if known[: len(path)] == path)
-        around = (self.places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in self.places)
-        return self.places.get(path) or next(within, None) or next(around, self.origin)
+    def location_of(self, path: KeyPath) -> str:
+        """Returns the location of a setting, else of a key within it, else of the innermost setting around it."""
+        within = (location for known, location in self.locations.items() if known[: len(path)] == path)
+        around = (
+            self.locations[path[:length]] for length in range(len(path), 0, -1) if path[:length] in self.locations
+        )
+        return self.locations.get(path) or next(within, None) or next(around, self.origin)
 
-    def changed(self, path: Sequence[str], value: Any, place: str) -> Settings:
-        """A copy with one setting replaced or added. Raises UserError if a key on the path has no mapping."""
-        values, inside = _put(self.values, path, value, place), tuple(path)
-        places = {known: where for known, where in self.places.items() if known[: len(inside)] != inside}
-        return replace(self, values=values, places={**places, inside: place})
+    def changed(self, path: Sequence[str], value: Any, location: str) -> Settings:
+        """Returns a copy with one setting replaced or added. Raises UserError if a key on the path has no mapping."""
+        values, inside = _put(self.values, path, value, location), tuple(path)
+        locations = {known: where for known, where in self.locations.items() if known[: len(inside)] != inside}
+        return replace(self, values=values, locations={**locations, inside: location})
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Adds the setting's place to the message of a SettingError inside."""
+        """Adds the setting's location to the message of a SettingError inside."""
         try:
             yield
         except SettingError as error:
-            place = self.place_of(error.path)
-            raise UserError(f"{place}: {error}" if place else str(error)) from error.__cause__
+            location = self.location_of(error.path)
+            raise UserError(f"{location}: {error}" if location else str(error)) from error.__cause__
 
 
-def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str) -> dict[str, Any]:
+def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, location: str) -> dict[str, Any]:
     key, *rest = path
     inner = values.get(key)
     if rest and not isinstance(inner, (Mapping, type(None))):
         no_mapping = f"{key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}; set {key!r} as a whole"
-        raise UserError(f"{place}: {why_removed(f'{key}.{rest[0]}') or why_removed(key) or no_mapping}")
-    return {**values, key: _put(inner or {}, rest, value, place) if rest else value}
+        raise UserError(f"{location}: {why_removed(f'{key}.{rest[0]}') or why_removed(key) or no_mapping}")
+    return {**values, key: _put(inner or {}, rest, value, location) if rest else value}
 
 
 def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
@@ -87,13 +89,13 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     """
     path = Path(path)
     require_file(path, what, "give the path of a YAML file")
-    places = _Places(str(path))
+    locations = _Locations(str(path))
     try:
-        content = _parsed(_decoded(path.read_bytes()), places)
+        content = _parsed(_decoded(path.read_bytes()), locations)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise UserError(f"{place}: this is not YAML: {error.problem}") from error
+        location = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        raise UserError(f"{location}: this is not YAML: {error.problem}") from error
     except UserError:
         raise
     except OSError as error:
@@ -102,13 +104,13 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
         raise UserError(f"{what} {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{what} {path} must be a mapping, not {kind_of(content)}")
-    return Settings(content or {}, places.found, str(path))
+    return Settings(content or {}, locations.found, str(path))
 
 
 def parse_value(text: str, what: str) -> Any:
     """Reads one value in YAML, named `what` in words. Raises UserError for text that is none."""
     try:
-        return _parsed(text, _Places(what, lines=False))
+        return _parsed(text, _Locations(what, lines=False))
     except UserError:
         raise
     except _UNREADABLE as error:
@@ -120,12 +122,12 @@ def _decoded(content: bytes) -> str:
     return content.decode("utf-16" if marked else "utf-8")
 
 
-def _parsed(text: str, places: _Places) -> Any:
+def _parsed(text: str, locations: _Locations) -> Any:
     loader = yaml.SafeLoader(text)
     node = loader.get_single_node()
     if node is None:
         return None
-    places.note(node, (), [])
+    locations.note(node, (), [])
     try:
         return loader.construct_document(node)
     except (LookupError, AttributeError, OverflowError) as error:  # of PyYAML, for "!!bool maybe", "!!int ''"
@@ -133,8 +135,8 @@ def _parsed(text: str, places: _Places) -> Any:
 
 
 @dataclass
-class _Places:
-    """Collects the places of a document's keys, by path, with numbers of `lines` if wanted, and counts its values.
+class _Locations:
+    """Collects the locations of a document's keys, by path, with numbers of `lines` if wanted, and counts its values.
 
     The path of an element of a list has its number, from "0".
     """
@@ -153,9 +155,11 @@ class _Places:
         """
         self.values += 1
         if any(node is outer for outer in above):
-            raise UserError(f"{self._place(node)}: this is not YAML that ends: it holds itself")
+            raise UserError(f"{self._location(node)}: this is not YAML that ends: it holds itself")
         if self.values > _MOST_VALUES:
-            raise UserError(f"{self._place(node)}: more than {_MOST_VALUES:,} values, aliases written out; give fewer")
+            raise UserError(
+                f"{self._location(node)}: more than {_MOST_VALUES:,} values, aliases written out; give fewer"
+            )
         if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MOST_DIGITS:
             raise ValueError(f"an integer of {len(node.value):,} digits; {_MOST_DIGITS:,} are the most")
         within = [*above, node]
@@ -168,23 +172,23 @@ class _Places:
             if inside is not None:
                 if inside in self.found:
                     twice = f"{in_short(key.value)} is given twice, first in {self.found[inside]}; give it once"
-                    raise UserError(f"{self._place(key)}: {twice}")
-                self.found[inside] = self._place(key)
+                    raise UserError(f"{self._location(key)}: {twice}")
+                self.found[inside] = self._location(key)
             self.note(value, inside, within)
 
-    def _place(self, node: yaml.Node) -> str:
+    def _location(self, node: yaml.Node) -> str:
         return f"{self.origin}:{node.start_mark.line + 1}" if self.lines else self.origin
 
 
 def shipped_configs() -> Path:
-    """Returns the folder of shipped configurations: inside the installed package, or beside it in the repository."""
+    """Returns the folder of shipped configurations: inside the installed package, or next to it in the repository."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def shown_config(origin: str) -> str:
-    """A configuration file as messages name it: a shipped one by its bare name, by which it is found again."""
+    """Returns a configuration file's name for messages: a shipped one's bare name, by which it is found again."""
     path = Path(origin)
     return path.stem if path.parent == shipped_configs() else origin
 

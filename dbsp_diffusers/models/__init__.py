@@ -1,9 +1,9 @@
-"""What db-SP must know of a transformer class, as data: where self-attention is, what is cut, what the tokens are."""
+"""Data that db-SP needs of a transformer class: where self-attention is, what is sharded, what the tokens are."""
 
-from dbsp_diffusers.models.architecture import Architecture, Cut, Cuts, DerivedCuts, heads_of
+from dbsp_diffusers.models.architecture import Architecture, DerivedShardPlan, ShardPlan, ShardSpec, heads_of
 from dbsp_diffusers.models.table import (
     ARCHITECTURES,
-    REFUSED,
+    UNSUPPORTED,
     architecture_of,
     known_architecture,
     register_architecture,
@@ -12,11 +12,11 @@ from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, val
 
 __all__ = [
     "ARCHITECTURES",
-    "REFUSED",
+    "UNSUPPORTED",
     "Architecture",
-    "Cut",
-    "Cuts",
-    "DerivedCuts",
+    "DerivedShardPlan",
+    "ShardPlan",
+    "ShardSpec",
     "TokenSequence",
     "architecture_of",
     "heads_of",

@@ -13,22 +13,32 @@ from dbsp_core.sources import MaskSource
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.token_sequence import TokenSequence
 
-__all__ = ["OUTPUT", "Architecture", "Cut", "Cuts", "DerivedCuts", "OwnMask", "Stream", "heads_of", "modules_at"]
+__all__ = [
+    "OUTPUT",
+    "Architecture",
+    "DerivedShardPlan",
+    "OwnMask",
+    "ShardPlan",
+    "ShardSpec",
+    "Stream",
+    "heads_of",
+    "modules_at",
+]
 
 Stream = Literal["video", "text", "packed"]
 """Whose tokens: "packed" for all of a model with one packed sequence, in that sequence's order."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """A tensor, or a list or mapping of tensors, of whose tokens a rank keeps its share.
 
     Attributes:
         stream: Whose tokens. Text after the tokens that count is padding, and is left out.
         dim: The dimension of the tokens.
         ndim: Number of dimensions that a tensor must have to be cut; None: any.
-        grid: Whether the tokens are along three dimensions, (t, h, w) from `dim` on, which the cut makes one.
-        after_text: Whether whole text, which stays as it is, precedes the video along `dim`.
+        grid: True if the tokens are along three dimensions, (t, h, w) from `dim` on, which sharding makes one.
+        after_text: True if whole text, which stays as it is, precedes the video along `dim`.
     """
 
     stream: Stream
@@ -39,7 +49,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class ShardPlan:
     """All cuts of a transformer, like diffusers' `_cp_plan`: modules by path (`modules_at`).
 
     Attributes:
@@ -47,39 +57,39 @@ class Cuts:
         outputs: Outputs of each module by index.
         gathered: The output of each module that holds a rank's share of the transformer's, and is made whole.
         gathered_early: Outputs of each module by index that are made whole for modules after it, which every rank then
-            computes alike.
+            computes identically.
         gathered_inputs: Arguments that hold a rank's share and are made whole for a module that mixes tokens: every
-            rank computes it alike, and its output is cut again.
+            rank computes it identically, and its output is sharded again.
         whole: Modules whose output every rank computes whole, and that is the transformer's, or a part of it.
     """
 
-    inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
-    outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
-    gathered: Mapping[str, Cut] = field(default_factory=dict)
-    gathered_early: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
-    gathered_inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
+    inputs: Mapping[str, Mapping[str, ShardSpec]] = field(default_factory=dict)
+    outputs: Mapping[str, Mapping[int, ShardSpec]] = field(default_factory=dict)
+    gathered: Mapping[str, ShardSpec] = field(default_factory=dict)
+    gathered_early: Mapping[str, Mapping[int, ShardSpec]] = field(default_factory=dict)
+    gathered_inputs: Mapping[str, Mapping[str, ShardSpec]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
 
-    def of(self, transformer: nn.Module) -> Cuts:
+    def of(self, transformer: nn.Module) -> ShardPlan:
         """Returns these cuts, for every transformer of the class."""
         return self
 
 
 @dataclass(frozen=True)
-class DerivedCuts:
-    """Cuts read from the `_cp_plan` of diffusers' class, which says all but whose tokens a tensor holds.
+class DerivedShardPlan:
+    """ShardPlan read from the `_cp_plan` of diffusers' class, which says all but whose tokens a tensor holds.
 
     Attributes:
         streams: Exceptions to `stream`, by the argument's name, or by "module.index" of an output; None: not cut.
         stream: The stream of every other tensor.
-        more: Cuts that the plan lacks.
+        more: ShardPlan that the plan lacks.
     """
 
     streams: Mapping[str, Stream | None] = field(default_factory=dict)
     stream: Stream = "video"
-    more: Cuts = field(default_factory=Cuts)
+    more: ShardPlan = field(default_factory=ShardPlan)
 
-    def of(self, transformer: nn.Module) -> Cuts:
+    def of(self, transformer: nn.Module) -> ShardPlan:
         """Reads the cuts of a transformer. Raises UserError if this version of diffusers has no plan of it."""
         plan: Mapping[str, Any] | None = getattr(transformer, "_cp_plan", None)
         if not plan:
@@ -87,31 +97,31 @@ class DerivedCuts:
                 f"this version of diffusers has no _cp_plan of {type(transformer).__name__}; install the one that "
                 "db-SP is tested with (constraints.txt)"
             )
-        inputs = {path: dict(cuts) for path, cuts in self.more.inputs.items()}
-        outputs = {path: dict(cuts) for path, cuts in self.more.outputs.items()}
+        inputs = {path: dict(shard_plan) for path, shard_plan in self.more.inputs.items()}
+        outputs = {path: dict(shard_plan) for path, shard_plan in self.more.outputs.items()}
         gathered = dict(self.more.gathered)
         for path, entry in plan.items():
             if not isinstance(entry, Mapping):
-                gathered[path] = Cut(self.stream, entry.gather_dim)
+                gathered[path] = ShardSpec(self.stream, entry.gather_dim)
                 continue
             for name, part in entry.items():
                 stream = self.streams.get(f"{path}.{name}" if part.split_output else name, self.stream)
                 if stream is None:
                     continue
-                cut = Cut(stream, part.split_dim, part.expected_dims)
+                spec = ShardSpec(stream, part.split_dim, part.expected_dims)
                 if part.split_output:
-                    outputs.setdefault(path, {})[name] = cut
+                    outputs.setdefault(path, {})[name] = spec
                 else:
-                    inputs.setdefault(path, {})[name] = cut
+                    inputs.setdefault(path, {})[name] = spec
         return replace(self.more, inputs=inputs, outputs=outputs, gathered=gathered)
 
 
-OUTPUT = {"proj_out": Cut("video", 1)}
+OUTPUT = {"proj_out": ShardSpec("video", 1)}
 """The output that most transformers gather."""
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that a path names: "" is the root, "*" each element of a list, "-1" its last one."""
+    """Returns the modules that a path names: "" is the root, "*" each element of a list, "-1" its last one."""
     found = [root]
     for part in filter(None, path.split(".")):
         found = [child for one in found for child in _children(one, part)]
@@ -140,32 +150,32 @@ class OwnMask:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What db-SP must know of a transformer class.
+    """Data that db-SP needs of a transformer class.
 
     Attributes:
         attention: Paths of the self-attention modules, in the order of their layers; "*" is each element of a list.
         sequence: Returns the tokens of a forward pass, given the transformer and the pass's arguments by name; raises
             UserError for arguments that db-SP does not know.
-        cuts: The tensors that hold tokens.
+        shard_plan: The tensors that hold tokens.
         attention_to_video: Paths of cross-attention modules whose queries every rank has whole, such as audio's, and
             whose keys are the video's tokens: each rank attends to its own, and the ranks' outputs are merged.
-        skipped_by: Argument of the self-attention modules by which they may be told to attend to nothing.
-        skipped: Returns the layers that may be told so, given a pass's arguments by name.
+        skipped_by: Argument that makes the self-attention modules attend to nothing.
+        skipped: Returns the layers that may be skipped so, given a pass's arguments by name.
         sizes: Returns the size of each item of a batch by a pass's arguments, where one batch may have items of
             several sizes, such as prompts of different length: those of each size are then run by themselves.
-        text: Place of text in the sequence that is attended over: "first", "last", or None, not in it.
-        padded_text: Whether a mask of its self-attention says only which text is padding, which `sequence` leaves out.
+        text: Position of text in the sequence that is attended over: "first", "last", or None, not in it.
+        padded_text: True if a mask of its self-attention says only which text is padding, which `sequence` leaves out.
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
         own_mask: The sparse mask that it brings, if any.
-        gate_names: What checkpoints call the layer of VSA's gate, from the block on, where the class lacks it.
+        gate_names: Checkpoints' names of the layer of VSA's gate, from the block on, if the class lacks it.
         guidance: How diffusers' pipelines run classifier-free guidance: "calls", under `cache_context("cond")` and
             ("uncond"); "batch", both in one batch; or None, in another way or not at all.
-        refused: Returns why a transformer of the class cannot be run, or None.
+        unsupported: Returns why a transformer of the class cannot be run, or None.
     """
 
     attention: tuple[str, ...]
     sequence: Callable[[Any, Mapping[str, Any]], TokenSequence]
-    cuts: Cuts | DerivedCuts
+    shard_plan: ShardPlan | DerivedShardPlan
     attention_to_video: tuple[str, ...] = ()
     skipped_by: str = ""
     skipped: Callable[[Mapping[str, Any]], Collection[int]] = lambda inputs: ()
@@ -176,23 +186,23 @@ class Architecture:
     own_mask: OwnMask | None = None
     gate_names: tuple[str, ...] = ()
     guidance: Literal["calls", "batch"] | None = None
-    refused: Callable[[Any], str | None] = lambda transformer: None
+    unsupported: Callable[[Any], str | None] = lambda transformer: None
 
     def attentions_of(self, transformer: nn.Module) -> list[nn.Module]:
-        """The self-attention of each layer."""
+        """Returns the self-attention of each layer."""
         return [module for path in self.attention for module in modules_at(transformer, path)]
 
     def attentions_to_video_of(self, transformer: nn.Module) -> list[nn.Module]:
-        """The modules by which whole sequences attend to the video."""
+        """Returns the modules by which whole sequences attend to the video."""
         return [module for path in self.attention_to_video for module in modules_at(transformer, path)]
 
     def blocks_of(self, transformer: nn.Module) -> list[nn.Module]:
-        """The block of each layer, of which the self-attention is a part."""
+        """Returns the block of each layer, of which the self-attention is a part."""
         blocks = (path.rpartition(".")[0] for path in self.attention)
         return [module for path in blocks for module in modules_at(transformer, path)]
 
 
 def heads_of(attention: nn.Module) -> int:
-    """The number of heads of an attention module, by whichever of diffusers' names its class has for it."""
+    """Returns the number of heads of an attention module, by any of diffusers' names for it."""
     found = (getattr(attention, name, None) for name in ("heads", "num_heads", "n_heads"))
     return next(heads for heads in found if isinstance(heads, int))

@@ -37,12 +37,12 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def gate_of(attention: nn.Module, source: MaskSource) -> nn.Module | None:
-    """The layer that makes the gate of a coarse branch, where the module has one and the mask source reads it."""
+    """Returns the layer that makes the gate of a coarse branch, if the module has one and the mask source reads it."""
     return getattr(attention, GATE, None) if _reads_gate(source) else None
 
 
 def gate_by_head(gate: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """What a gate's layer gives, [B, n, H · D], as queries [B, H, n, D] are, and of their dtype."""
+    """Returns the output of a gate's layer, [B, n, H · D], in shape and dtype of queries [B, H, n, D]."""
     # No method: within a function mode torch.compile does not trace the super() of Tensor.unflatten.
     return torch.unflatten(gate, 2, (q.shape[1], q.shape[3])).transpose(1, 2).to(q.dtype)
 
@@ -50,7 +50,7 @@ def gate_by_head(gate: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def gates_in_checkpoint(
     transformer: nn.Module, source: MaskSource, name: str | None = None
 ) -> dict[nn.Module, nn.Linear]:
-    """The gates that a transformer lacks and its checkpoint has, where the mask source reads a gate.
+    """Loads the gates that a transformer lacks and its checkpoint has, if the mask source reads a gate.
 
     diffusers' Wan has no layer for them, and drops their weights when it reads a checkpoint that has them, as FastWan
     does. They are read from safetensors in a local folder or in Hugging Face's cache; nothing is downloaded.
@@ -91,7 +91,7 @@ def gates_in_checkpoint(
 
 
 def gated_layers(transformer: nn.Module, source: MaskSource, gates: Mapping[nn.Module, nn.Linear]) -> list[bool]:
-    """Whether each layer has a gate that the mask source reads, with `gates` from the checkpoint. Equal on all ranks,
+    """Returns True if each layer has a gate that the source reads, with `gates` of the checkpoint. Equal on all ranks,
     or `GATES_DIFFER`."""
     known = known_architecture(transformer) if _reads_gate(source) else None
     attentions = [] if known is None else known.attentions_of(transformer)
@@ -103,17 +103,17 @@ def _reads_gate(source: MaskSource) -> bool:
 
 
 def _weights_of(transformer: nn.Module, name: str | None) -> Path | None:
-    """The file that the transformer's weights were read from, or their index; None where it is not to be found."""
+    """Returns the file that the transformer's weights were read from, or their index; None if it is not found."""
     config: Any = getattr(transformer, "config", None)
     source = config.get("_name_or_path") if isinstance(config, Mapping) else None
     if not source:
         return None
     # A checkpoint's own folder, or that of a whole pipeline.
     names = ("transformer", "transformer_2") if name is None else (name,)
-    places: list[Path | None] = [Path(source, part) for part in ("", *names)]
+    folders: list[Path | None] = [Path(source, part) for part in ("", *names)]
     if not Path(source).is_dir():
-        places = [cached_checkpoint(str(source), f"{part}config.json") for part in ("", *(f"{n}/" for n in names))]
-    own, *parts = (None if place is None else _first_weights(place) for place in places)
+        folders = [cached_checkpoint(str(source), f"{part}config.json") for part in ("", *(f"{n}/" for n in names))]
+    own, *parts = (None if folder is None else _first_weights(folder) for folder in folders)
     found = [part for part in ([own] if own is not None else parts) if part is not None]
     if len(found) > 1:
         raise UserError(
@@ -128,7 +128,7 @@ def _first_weights(folder: Path) -> Path | None:
 
 
 def _gate_files(weights: Path) -> dict[str, Path]:
-    """The file of each tensor of a gate, by its name."""
+    """Returns the file of each tensor of a gate, by its name."""
     with _readable(weights):
         if weights.suffix == ".json":
             index: dict[str, str] = json.loads(weights.read_text(encoding="utf-8"))["weight_map"]
@@ -138,7 +138,7 @@ def _gate_files(weights: Path) -> dict[str, Path]:
 
 
 def _layer(transformer: Any, attention: nn.Module, stem: str, files: Mapping[str, Path]) -> nn.Linear:
-    """The layer whose weights have names that begin with `stem`."""
+    """Builds the layer whose weights have names that begin with `stem`."""
     like: Any = attention.to_q
     if like.weight.is_meta:
         raise UserError(

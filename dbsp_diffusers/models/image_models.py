@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.architecture import OUTPUT, Architecture, Cut, Cuts, DerivedCuts
+from dbsp_diffusers.models.architecture import OUTPUT, Architecture, DerivedShardPlan, ShardPlan, ShardSpec
 from dbsp_diffusers.models.token_sequence import (
     Inputs,
     TokenSequence,
     no_grid,
     position_grid,
     read_once,
-    refuse_arguments,
+    reject_arguments,
     sample_grid,
     timestep_of,
-    valid_places,
+    valid_slots,
     valid_tokens,
 )
 
@@ -28,7 +28,7 @@ __all__ = ["IMAGE_MODELS"]
 
 
 def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
-    refuse_arguments(inputs, "controlnet_block_samples", "controlnet_single_block_samples", "kv_cache_mode")
+    reject_arguments(inputs, "controlnet_block_samples", "controlnet_single_block_samples", "kv_cache_mode")
     ids, tokens = inputs["img_ids"], inputs["hidden_states"].shape[1]
     thw = read_once(ids, lambda rows: position_grid(rows[0] if rows.ndim == 3 else rows, tokens))
     problem = no_grid("img_ids") if thw is None else None
@@ -37,7 +37,7 @@ def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Reference images follow the generated one. Joint blocks' rotary tables are those of text and images packed."""
+    """Reads tokens with reference images after the generated one. Joint blocks' rotary tables pack text and images."""
     sequence, references = _flux(transformer, inputs), inputs.get("image_cond_hidden_states")
     if references is not None:
         tokens = math.prod(sequence.thw) + references.shape[1]
@@ -48,19 +48,19 @@ def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
 _FLUX = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     sequence=_flux,
-    cuts=DerivedCuts({"encoder_hidden_states": "text", "txt_ids": "text"}),
+    shard_plan=DerivedShardPlan({"encoder_hidden_states": "text", "txt_ids": "text"}),
     text="first",
 )
 
 _WITHOUT_PLAN = replace(
     _FLUX,
-    cuts=Cuts(
+    shard_plan=ShardPlan(
         inputs={
             "": {
-                "hidden_states": Cut("video", 1),
-                "encoder_hidden_states": Cut("text", 1),
-                "img_ids": Cut("video", 0),
-                "txt_ids": Cut("text", 0),
+                "hidden_states": ShardSpec("video", 1),
+                "encoder_hidden_states": ShardSpec("text", 1),
+                "img_ids": ShardSpec("video", 0),
+                "txt_ids": ShardSpec("text", 0),
             }
         },
         gathered=OUTPUT,
@@ -69,7 +69,7 @@ _WITHOUT_PLAN = replace(
 
 
 def _qwen(transformer: Any, inputs: Inputs) -> TokenSequence:
-    refuse_arguments(inputs, "controlnet_block_samples")
+    reject_arguments(inputs, "controlnet_block_samples")
     shapes = {tuple(map(tuple, one)) if isinstance(one, list) else (tuple(one),) for one in inputs["img_shapes"]}
     if len(shapes) > 1:
         raise UserError("img_shapes must be the same for all items of a batch; run the others one after the other")
@@ -87,11 +87,11 @@ _FILLED_TO = 32
 
 
 def _z_image(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """An image's tokens, what fills them up, and the caption: whatever is no image counts as text. Its time rises."""
-    refuse_arguments(inputs, "controlnet_block_samples", "siglip_feats", "image_noise_mask")
+    """Reads an image's tokens, their padding, and the caption: all but the image counts as text. Its time rises."""
+    reject_arguments(inputs, "controlnet_block_samples", "siglip_feats", "image_noise_mask")
     images, captions = inputs["x"], inputs["cap_feats"]
     if isinstance(images[0], list):
-        raise UserError("db-SP does not run Z-Image with images beside the generated one; leave db-SP out (disable)")
+        raise UserError("db-SP does not support Z-Image with more images than the generated one; call `disable` first")
     if len(set(_z_image_sizes(inputs))) > 1:
         raise UserError("the images or prompts of one batch differ in size; run them one after the other")
     patch, patch_t = int(inputs.get("patch_size") or 2), int(inputs.get("f_patch_size") or 1)
@@ -114,11 +114,11 @@ def _filled(tokens: int) -> int:
 
 
 def _krea2(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Text, of which any part may be padding, and the image are packed."""
+    """Packs text, of which any part may be padding, and the image."""
     text, tokens = inputs["encoder_hidden_states"].shape[1], inputs["hidden_states"].shape[1]
     mask, positions = inputs.get("encoder_attention_mask"), inputs["position_ids"]
     thw = read_once(positions, lambda rows: position_grid(rows[text:], tokens))
-    valid = torch.arange(text, device="cpu") if mask is None else valid_places(mask)
+    valid = torch.arange(text, device="cpu") if mask is None else valid_slots(mask)
     return TokenSequence(
         thw or (1, 1, tokens),
         len(valid),
@@ -130,7 +130,7 @@ def _krea2(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _ernie(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """The image and text, with its padding at the end, are packed; batches are along the second dimension."""
+    """Packs the image and text, with its padding at the end; batches are along the second dimension."""
     lengths = set(_ernie_lengths(inputs))
     if len(lengths) > 1:
         raise UserError("the texts of one batch differ in length; run them one after the other")
@@ -155,20 +155,20 @@ IMAGE_MODELS = {
         _FLUX,
         attention=("single_transformer_blocks.*.attn",),
         sequence=_flux3,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             inputs={
                 "single_transformer_blocks.0": {
-                    "hidden_states": Cut("video", 1),
-                    "encoder_hidden_states": Cut("text", 1),
+                    "hidden_states": ShardSpec("video", 1),
+                    "encoder_hidden_states": ShardSpec("text", 1),
                 },
                 "single_transformer_blocks.*": {
-                    "temb_mod": Cut("video", 1),
-                    "temb_mod_context": Cut("text", 1),
-                    "image_rotary_emb": Cut("packed", 0),
+                    "temb_mod": ShardSpec("video", 1),
+                    "temb_mod_context": ShardSpec("text", 1),
+                    "image_rotary_emb": ShardSpec("packed", 0),
                 },
             },
             # There, as the generated image's tokens are then taken from all images'.
-            gathered_early={"single_transformer_blocks.-1": {1: Cut("video", 1)}},
+            gathered_early={"single_transformer_blocks.-1": {1: ShardSpec("video", 1)}},
             whole=("proj_out",),
         ),
     ),
@@ -177,7 +177,7 @@ IMAGE_MODELS = {
     "QwenImageTransformer2DModel": Architecture(
         attention=("transformer_blocks.*.attn",),
         sequence=_qwen,
-        cuts=DerivedCuts(
+        shard_plan=DerivedShardPlan(
             {"encoder_hidden_states": "text", "encoder_hidden_states_mask": "text", "pos_embed.1": "text"}
         ),
         text="first",
@@ -188,9 +188,9 @@ IMAGE_MODELS = {
     "ZImageTransformer2DModel": Architecture(
         attention=("layers.*.attention",),
         sequence=_z_image,
-        cuts=Cuts(
-            inputs={"layers.0": {"x": Cut("packed", 1)}, "layers.*": {"freqs_cis": Cut("packed", 1)}},
-            gathered={"all_final_layer.*": Cut("packed", 1)},
+        shard_plan=ShardPlan(
+            inputs={"layers.0": {"x": ShardSpec("packed", 1)}, "layers.*": {"freqs_cis": ShardSpec("packed", 1)}},
+            gathered={"all_final_layer.*": ShardSpec("packed", 1)},
         ),
         sizes=_z_image_sizes,
         text="first",
@@ -198,13 +198,13 @@ IMAGE_MODELS = {
     "Krea2Transformer2DModel": Architecture(
         attention=("transformer_blocks.*.attn",),
         sequence=_krea2,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": Cut("packed", 1)},
-                "transformer_blocks.*": {"image_rotary_emb": Cut("packed", 0)},
+                "transformer_blocks.0": {"hidden_states": ShardSpec("packed", 1)},
+                "transformer_blocks.*": {"image_rotary_emb": ShardSpec("packed", 0)},
             },
             # There, as text is then cut off.
-            gathered_early={"transformer_blocks.-1": {0: Cut("packed", 1)}},
+            gathered_early={"transformer_blocks.-1": {0: ShardSpec("packed", 1)}},
             whole=("final_layer",),
         ),
         text="first",
@@ -213,12 +213,12 @@ IMAGE_MODELS = {
     "ErnieImageTransformer2DModel": Architecture(
         attention=("layers.*.self_attention",),
         sequence=_ernie,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             inputs={
-                "layers.0": {"x": Cut("packed", 0)},
-                "layers.*": {"rotary_pos_emb": Cut("packed", 1), "temb": Cut("packed", 0)},
+                "layers.0": {"x": ShardSpec("packed", 0)},
+                "layers.*": {"rotary_pos_emb": ShardSpec("packed", 1), "temb": ShardSpec("packed", 0)},
             },
-            gathered={"final_linear": Cut("packed", 0)},
+            gathered={"final_linear": ShardSpec("packed", 0)},
         ),
         sizes=_ernie_lengths,
         text="first",

@@ -1,4 +1,4 @@
-"""The transformer classes that db-SP knows, those that it refuses, and how others are made known."""
+"""The transformer classes that db-SP knows, those that it does not support, and how others are registered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dbsp_diffusers.models.image_models import IMAGE_MODELS
 from dbsp_diffusers.models.video_models import VIDEO_MODELS
 from dbsp_kernels.errors import page
 
-__all__ = ["ARCHITECTURES", "REFUSED", "architecture_of", "known_architecture", "register_architecture"]
+__all__ = ["ARCHITECTURES", "UNSUPPORTED", "architecture_of", "known_architecture", "register_architecture"]
 
 ARCHITECTURES: dict[str, Architecture] = {**VIDEO_MODELS, **IMAGE_MODELS}
 """Architectures by class name: diffusers need not be imported to look one up."""
@@ -22,7 +22,7 @@ _NABLA = "it brings a sparse mask of its own (NABLA), and has no entry yet"
 _PART = "it is a part of a U-Net, whose other layers mix tokens too"
 _SOUND = "it makes sound, of few tokens"
 
-REFUSED = {
+UNSUPPORTED = {
     # Videos.
     "AllegroTransformer3DModel": "its rotary tables and positions are in one list, of which db-SP cannot cut a part",
     "AnyFlowFARTransformer3DModel": "its attention has a causal mask of its own",
@@ -30,7 +30,7 @@ REFUSED = {
     "HeliosTransformer3DModel": "it cuts and gathers its sequence at every layer",
     "Kandinsky6SRTransformer3DModel": _NABLA,
     "Kandinsky6Transformer3DModel": "audio and video attend to each other in one module, and it has no entry yet",
-    "LatteTransformer3DModel": "it attends within frames and between them in turn, to few tokens each time",
+    "LatteTransformer3DModel": "it attends alternately within frames and between them, to few tokens each time",
     "MochiTransformer3DModel": "its attention leaves out padding itself, one item of a batch after another",
     "MotifVideoTransformer3DModel": "its last layers attend over the video's tokens twice",
     "SanaVideoTransformer3DModel": _LINEAR,
@@ -80,11 +80,11 @@ REFUSED = {
 
 
 def register_architecture(class_name: str, architecture: Architecture) -> None:
-    """Makes a transformer class known, also one that is otherwise refused; see docs/adding-a-model.md.
+    """Registers a transformer class, also one that is otherwise not supported; see docs/adding-a-model.md.
 
     Args:
         class_name: The name of the class; its subclasses are known with it.
-        architecture: What db-SP must know of it.
+        architecture: Data that db-SP needs of it.
 
     Raises:
         UserError: For a name that is known already, with another architecture.
@@ -94,23 +94,23 @@ def register_architecture(class_name: str, architecture: Architecture) -> None:
 
 
 def known_architecture(transformer: nn.Module) -> Architecture | None:
-    """The architecture of a transformer or of a class it derives from, whether it can be run or not."""
+    """Returns the architecture of a transformer or of a class it derives from, whether it is supported or not."""
     names = (cls.__name__ for cls in type(transformer).__mro__)
     return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
 
 
 def architecture_of(transformer: nn.Module) -> Architecture:
-    """The architecture of a transformer or of a class it derives from. Raises UserError for one that cannot be run."""
+    """Returns the architecture of a transformer or of a class it derives from. Raises UserError if not supported."""
     kind = type(transformer).__name__
     for cls in type(transformer).__mro__:
         if cls.__name__ in ARCHITECTURES:
             architecture = ARCHITECTURES[cls.__name__]
-            reason = architecture.refused(transformer)
+            reason = architecture.unsupported(transformer)
             if reason is not None:
                 raise UserError(f"db-SP does not run this {kind}: {reason}")
             return architecture
-        if cls.__name__ in REFUSED:
-            raise UserError(f"db-SP does not run {kind}: {REFUSED[cls.__name__]}")
+        if cls.__name__ in UNSUPPORTED:
+            raise UserError(f"db-SP does not run {kind}: {UNSUPPORTED[cls.__name__]}")
     raise UserError(
         f"db-SP does not know {kind}; it knows {', '.join(ARCHITECTURES)} and their subclasses; "
         f"others of their kind need one entry: {page('adding-a-model')}"

@@ -29,11 +29,11 @@ __all__ = [
     "no_grid",
     "position_grid",
     "read_once",
-    "refuse_arguments",
+    "reject_arguments",
     "require_position_grid",
     "sample_grid",
     "timestep_of",
-    "valid_places",
+    "valid_slots",
     "valid_tokens",
 ]
 
@@ -47,16 +47,16 @@ _PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SolSource, SpargeSourc
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """What self-attention attends over in one forward pass.
+    """Tokens that self-attention attends over in one forward pass.
 
     Attributes:
         thw: Frames, rows and columns of the video's token grid; an image has one frame.
         text: Tokens of text that count, padding left out; 0 where text is not in the sequence.
         timestep: Timestep of the denoising, which falls from step to step; None if nothing distinguishes steps.
-        packed: int64[tokens], place of each token in a model's packed sequence, those of text (whatever is no video)
+        packed: int64[tokens], slot of each token in a model's packed sequence, those of text (all that is not video)
             first; None: text and video are streams of their own.
-        packed_length: Number of the packed sequence's places, where some are padding.
-        no_grid: Why tokens make no grid: thw is then (1, 1, tokens), for masks that do not depend on places.
+        packed_length: Number of the packed sequence's slots, if some are padding.
+        no_grid: Reason why tokens make no grid: thw is then (1, 1, tokens), for masks that do not depend on positions.
     """
 
     thw: tuple[int, int, int]
@@ -78,8 +78,8 @@ class TokenSequence:
         """The video's size, for a session and for masks."""
         return Video(self.thw, self.text)
 
-    def places(self, attended: int, streams: Streams) -> torch.Tensor:
-        """int64[tokens]: place of each token, text first, among all that a stock model attends over.
+    def slots(self, attended: int, streams: Streams) -> torch.Tensor:
+        """Returns int64[tokens]: slot of each token, text first, among all that a stock model attends over.
 
         Args:
             attended: Number of tokens of its attention, with text's padding at the end of text.
@@ -97,7 +97,7 @@ def _is_placeless(source: MaskSource) -> bool:
 
 
 def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:
-    """(t, h, w) of a sample by the configured patch size.
+    """Returns (t, h, w) of a sample by the configured patch size.
 
     The sample is [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, or an image [B, C, H, W].
     """
@@ -113,7 +113,7 @@ def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2
 
 
 def valid_tokens(mask: torch.Tensor) -> int:
-    """How many tokens of text a mask [B, n] leaves, which must be the first ones, as many in each item of the batch.
+    """Returns the number of text tokens that a mask [B, n] leaves: the first ones, as many in each item of the batch.
 
     Raises UserError otherwise.
     """
@@ -131,13 +131,13 @@ def valid_tokens(mask: torch.Tensor) -> int:
     return read_once(mask, count)
 
 
-def valid_places(mask: torch.Tensor) -> torch.Tensor:
-    """int64, places of the tokens of text that a mask [B, n] leaves, which must be the same in each item of the batch.
+def valid_slots(mask: torch.Tensor) -> torch.Tensor:
+    """Returns int64, slots of the text tokens that a mask [B, n] leaves, the same in each item of the batch.
 
     Raises UserError otherwise.
     """
 
-    def places(mask: torch.Tensor) -> torch.Tensor:
+    def slots(mask: torch.Tensor) -> torch.Tensor:
         rows = mask.bool().cpu()
         if not (rows == rows[:1]).all():
             raise UserError(
@@ -146,13 +146,13 @@ def valid_places(mask: torch.Tensor) -> torch.Tensor:
             )
         return rows[0].nonzero().squeeze(1)
 
-    return read_once(mask, places)
+    return read_once(mask, slots)
 
 
 def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] | None:
-    """(t, h, w) of tokens at positions [tokens, 3 or more], whose first columns are theirs in t, h and w.
+    """Returns (t, h, w) of tokens at positions [tokens, 3 or more], whose first columns are theirs in t, h and w.
 
-    None where they do not make one grid.
+    None if they do not make one grid.
     """
     rows = positions[:, :3].cpu()
     frame = _run(rows[:, 0])
@@ -166,7 +166,7 @@ def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] 
 
 
 def require_position_grid(positions: torch.Tensor, tokens: int, what: str) -> tuple[int, int, int]:
-    """`position_grid`; raises UserError, which names the model's input `what`, where there is none."""
+    """Calls `position_grid`; raises UserError, which names the model's input `what`, if there is none."""
     thw = position_grid(positions, tokens)
     if thw is None:
         raise UserError(no_grid(what))
@@ -174,11 +174,11 @@ def require_position_grid(positions: torch.Tensor, tokens: int, what: str) -> tu
 
 
 def no_grid(what: str) -> str:
-    return f"{what} is not one grid of tokens: there are others beside the generated ones (references, edits)"
+    return f"{what} is not one grid of tokens: there are others in addition to the generated ones (references, edits)"
 
 
 def _run(values: torch.Tensor) -> int:
-    """Number of first values that are equal."""
+    """Returns the number of first values that are equal."""
     others = (values != values[0]).nonzero()
     return len(values) if len(others) == 0 else int(others[0])
 
@@ -189,7 +189,7 @@ the device."""
 
 
 def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -> Value:
-    """function(tensor), once as long as the tensor lives and is not written to. One function a tensor."""
+    """Calls function(tensor) once for a tensor that is not written to. One function a tensor."""
     version = 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
     known = None if tensor.is_inference() else _read.get(tensor)
     if known is None or known[0] != version:
@@ -200,7 +200,7 @@ def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -
 
 
 def timestep_of(inputs: Inputs) -> torch.Tensor | float | None:
-    """Largest timestep of an image's or a video's tokens: what is given already, such as a first frame, is at 0.
+    """Returns the largest timestep of a video's tokens: what is given already, such as a first frame, is at 0.
 
     Of one that is the same for all items and tokens, a view, so that a whole schedule is read at once.
     """
@@ -212,7 +212,7 @@ def timestep_of(inputs: Inputs) -> torch.Tensor | float | None:
     return timestep.amax().reshape(1)
 
 
-def refuse_arguments(inputs: Inputs, *names: str) -> None:
+def reject_arguments(inputs: Inputs, *names: str) -> None:
     """Raises UserError where one of these arguments is given: tensors of all tokens that db-SP does not cut."""
     for name in names:
         if not (inputs.get(name) is None or inputs[name] is False):

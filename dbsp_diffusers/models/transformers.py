@@ -16,7 +16,7 @@ _NAMES = ("transformer", "transformer_2")
 
 
 def transformers_of(model: Any) -> dict[str, Any]:
-    """A pipeline's transformers by its names of them, or the one that is given, as they are without torch.compile.
+    """Returns a pipeline's transformers by name, or the one that is given, as they are without torch.compile.
 
     Raises UserError for a pipeline without any or without room for attributes.
     """
@@ -31,9 +31,9 @@ def transformers_of(model: Any) -> dict[str, Any]:
 
 
 def transformers_in(model: Any) -> dict[str, Any]:
-    """A pipeline's transformers by its names of them; a module itself as "transformer"; empty for anything else.
+    """Returns a pipeline's transformers by name; a module itself as "transformer"; empty for anything else.
 
-    Beside `transformer` and `transformer_2` these are its other registered parts of a class that db-SP knows.
+    In addition to `transformer` and `transformer_2` these are its other registered parts of a class that db-SP knows.
     """
     if not any(hasattr(model, name) for name in _NAMES):
         return {"transformer": model} if isinstance(model, nn.Module) else {}
@@ -48,5 +48,5 @@ def transformers_in(model: Any) -> dict[str, Any]:
 
 
 def _is_known(part: Any) -> bool:
-    """Returns whether part of a pipeline is a transformer of a class that db-SP knows, compiled or not."""
+    """Returns True if part of a pipeline is a transformer of a class that db-SP knows, compiled or not."""
     return isinstance(part, nn.Module) and known_architecture(getattr(part, "_orig_mod", part)) is not None

@@ -10,14 +10,14 @@ import torch
 
 from dbsp_core.sources import MaskSource, NablaSource
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.architecture import OUTPUT, Architecture, Cut, Cuts, DerivedCuts, OwnMask
+from dbsp_diffusers.models.architecture import OUTPUT, Architecture, DerivedShardPlan, OwnMask, ShardPlan, ShardSpec
 from dbsp_diffusers.models.token_sequence import (
     Inputs,
     TokenSequence,
     no_grid,
     position_grid,
     read_once,
-    refuse_arguments,
+    reject_arguments,
     require_position_grid,
     sample_grid,
     timestep_of,
@@ -28,7 +28,7 @@ __all__ = ["VIDEO_MODELS"]
 
 
 def _wan(transformer: Any, inputs: Inputs) -> TokenSequence:
-    refuse_arguments(inputs, "enable_diffusion_forcing")
+    reject_arguments(inputs, "enable_diffusion_forcing")
     return TokenSequence(sample_grid(transformer, inputs), timestep=timestep_of(inputs))
 
 
@@ -51,14 +51,16 @@ def _causal(transformer: Any) -> str | None:
     return "its attention has a causal mask of its own (num_frame_per_block)" if causal else None
 
 
-_WAN_ROPE = {"rope": {0: Cut("video", 1), 1: Cut("video", 1)}}
+_WAN_ROPE = {"rope": {0: ShardSpec("video", 1), 1: ShardSpec("video", 1)}}
 # Video is cut where it is embedded, not at the first block: what wraps the blocks as a whole, as some step caches do,
 # then sees only shares.
-_EMBEDDED = {0: Cut("video", 2, grid=True)}
+_EMBEDDED = {0: ShardSpec("video", 2, grid=True)}
 _WAN = Architecture(
     attention=("blocks.*.attn1",),
     sequence=_wan,
-    cuts=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}, {"patch_embedding": _EMBEDDED, **_WAN_ROPE}, OUTPUT),
+    shard_plan=ShardPlan(
+        {"": {"timestep": ShardSpec("video", 1, ndim=2)}}, {"patch_embedding": _EMBEDDED, **_WAN_ROPE}, OUTPUT
+    ),
     gate_names=("attn1.to_gate_compress", "to_gate_compress"),  # of FastWan2.2; of FastWan2.1, as FastVideo's block
     guidance="calls",
 )
@@ -75,19 +77,19 @@ def _easyanimate(transformer: Any, inputs: Inputs) -> TokenSequence:
     return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
 
 
-_COGVIDEOX_CUTS = Cuts(
+_COGVIDEOX_SHARD_PLAN = ShardPlan(
     inputs={
-        "": {"image_rotary_emb": Cut("video", 0)},
+        "": {"image_rotary_emb": ShardSpec("video", 0)},
         # Only there, as the embedding's output is cut by the length of all text.
-        "transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)},
+        "transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)},
     },
-    outputs={"patch_embed": {0: Cut("video", 1, after_text=True)}},
+    outputs={"patch_embed": {0: ShardSpec("video", 1, after_text=True)}},
     gathered=OUTPUT,
 )
 _COGVIDEOX = Architecture(
     attention=("transformer_blocks.*.attn1",),
     sequence=_cogvideox,
-    cuts=_COGVIDEOX_CUTS,
+    shard_plan=_COGVIDEOX_SHARD_PLAN,
     text="first",
 )
 
@@ -98,7 +100,7 @@ def _hunyuan(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _hunyuan_15(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Text is an image's embedding, and two prompts'."""
+    """Reads text from an image's embedding, and two prompts'."""
     text, image = _two_texts(inputs), inputs["image_embeds"]
     if not read_once(image, lambda image: bool((image == 0).all())):
         text += image.shape[1]
@@ -106,7 +108,7 @@ def _hunyuan_15(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Earlier frames, at three resolutions, come before the video's own; the image's embedding before text."""
+    """Reads earlier frames, at three resolutions, before the video's own; the image's embedding before text."""
     tokens = math.prod(sample_grid(transformer, inputs))
     history = {"latents_clean": (1, 2, 2), "latents_history_2x": (2, 4, 4), "latents_history_4x": (4, 8, 8)}
     for name, patch in history.items():
@@ -143,17 +145,17 @@ def _token_replace(transformer: Any) -> str | None:
 _HUNYUAN = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     sequence=_hunyuan,
-    cuts=Cuts(
+    shard_plan=ShardPlan(
         outputs={
-            "x_embedder": {0: Cut("video", 1)},
-            "context_embedder": {0: Cut("text", 1)},
-            "rope": {0: Cut("video", 0), 1: Cut("video", 0)},
+            "x_embedder": {0: ShardSpec("video", 1)},
+            "context_embedder": {0: ShardSpec("text", 1)},
+            "rope": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)},
         },
         gathered=OUTPUT,
     ),
     text="last",
     padded_text=True,
-    refused=_token_replace,
+    unsupported=_token_replace,
 )
 
 
@@ -178,21 +180,21 @@ def _starts(coordinates: torch.Tensor) -> torch.Tensor:
 
 
 def _ltx2(transformer: Any, inputs: Inputs) -> TokenSequence:
-    refuse_arguments(inputs, "video_self_attention_mask")
+    reject_arguments(inputs, "video_self_attention_mask")
     return _ltx(transformer, inputs)
 
 
-_LTX_ROPE = {0: Cut("video", -2), 1: Cut("video", -2)}
+_LTX_ROPE = {0: ShardSpec("video", -2), 1: ShardSpec("video", -2)}
 """[B, tokens, D], or with rope_type "split" [B, H, tokens, D/2]."""
 
 
 def _cosmos(transformer: Any, inputs: Inputs) -> TokenSequence:
-    refuse_arguments(inputs, "block_controlnet_hidden_states")
+    reject_arguments(inputs, "block_controlnet_hidden_states")
     return TokenSequence(sample_grid(transformer, inputs), timestep=timestep_of(inputs))
 
 
 # [B, tokens, C] where frames have timesteps of their own, else [B, C].
-_COSMOS_TIMES = {"embedded_timestep": Cut("video", 1, ndim=3), "temb": Cut("video", 1, ndim=3)}
+_COSMOS_TIMES = {"embedded_timestep": ShardSpec("video", 1, ndim=3), "temb": ShardSpec("video", 1, ndim=3)}
 
 
 def _kandinsky(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -205,7 +207,7 @@ def _kandinsky(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _nabla(transformer: Any) -> MaskSource | None:
-    """What its pipelines read from its configuration, where it is one with NABLA."""
+    """Returns what its pipelines read from its configuration, if it is one with NABLA."""
     config = transformer.config
     if config.attention_type != "nabla":
         return None
@@ -213,8 +215,8 @@ def _nabla(transformer: Any) -> MaskSource | None:
 
 
 def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """The generated video is the last run of the packed sequence's video rows; text, audio and what is given of
-    images count as text. Its timestep rises from 0 to 1, another one for each kind of rows."""
+    """Reads the generated video from the last run of the packed sequence's video rows; text, audio and given images
+    count as text. Its timestep rises from 0 to 1, another one for each kind of rows."""
     video, positions = inputs["video_indices"], inputs["position_ids"]
 
     def order(video: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -240,33 +242,33 @@ VIDEO_MODELS = {
         _WAN,
         attention=("vace_blocks.*.attn1", "blocks.*.attn1"),
         sequence=_vace,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             outputs={"patch_embedding": _EMBEDDED, "vace_patch_embedding": _EMBEDDED, **_WAN_ROPE}, gathered=OUTPUT
         ),
         pipeline="WanVACEPipeline",
     ),
     "WanAnimateTransformer3DModel": replace(
         _WAN,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             # The pose is added to what is embedded, by frame; the face adapter attends by frame, too.
-            inputs={"blocks.0": {"hidden_states": Cut("video", 1)}},
-            outputs={**_WAN_ROPE, "face_adapter.*": {0: Cut("video", 1)}},
+            inputs={"blocks.0": {"hidden_states": ShardSpec("video", 1)}},
+            outputs={**_WAN_ROPE, "face_adapter.*": {0: ShardSpec("video", 1)}},
             gathered=OUTPUT,
-            gathered_inputs={"face_adapter.*": {"hidden_states": Cut("video", 1)}},
+            gathered_inputs={"face_adapter.*": {"hidden_states": ShardSpec("video", 1)}},
         ),
         pipeline="WanAnimatePipeline",
     ),
-    "SkyReelsV2Transformer3DModel": replace(_WAN, refused=_causal),
+    "SkyReelsV2Transformer3DModel": replace(_WAN, unsupported=_causal),
     "ChronoEditTransformer3DModel": replace(_WAN, guidance=None),
     "AnyFlowTransformer3DModel": replace(
         _WAN,
         guidance=None,
         sequence=_anyflow,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             outputs={
                 "patch_embedding": _EMBEDDED,
-                "rope": {0: Cut("video", 2)},
-                "condition_embedder": {0: Cut("video", 1), 1: Cut("video", 1)},
+                "rope": {0: ShardSpec("video", 2)},
+                "condition_embedder": {0: ShardSpec("video", 1), 1: ShardSpec("video", 1)},
             },
             gathered=OUTPUT,
         ),
@@ -275,21 +277,24 @@ VIDEO_MODELS = {
     "ConsisIDTransformer3DModel": replace(
         _COGVIDEOX,
         # There, as text is then cut off by the length of all of it.
-        cuts=replace(
-            _COGVIDEOX_CUTS,
+        shard_plan=replace(
+            _COGVIDEOX_SHARD_PLAN,
             gathered={},
-            gathered_early={"transformer_blocks.-1": {0: Cut("video", 1), 1: Cut("text", 1)}},
+            gathered_early={"transformer_blocks.-1": {0: ShardSpec("video", 1), 1: ShardSpec("text", 1)}},
             whole=("proj_out",),
         ),
     ),
     "EasyAnimateTransformer3DModel": replace(
         _COGVIDEOX,
         sequence=_easyanimate,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": Cut("video", 1), "encoder_hidden_states": Cut("text", 1)}
+                "transformer_blocks.0": {
+                    "hidden_states": ShardSpec("video", 1),
+                    "encoder_hidden_states": ShardSpec("text", 1),
+                }
             },
-            outputs={"rope_embedding": {0: Cut("video", 0), 1: Cut("video", 0)}},
+            outputs={"rope_embedding": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}},
             gathered=OUTPUT,
         ),
     ),
@@ -298,35 +303,44 @@ VIDEO_MODELS = {
         _HUNYUAN,
         attention=("transformer_blocks.*.attn",),
         sequence=_hunyuan_15,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)},
-                "transformer_blocks.*": {"attention_mask": Cut("text", 1)},
+                "transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)},
+                "transformer_blocks.*": {"attention_mask": ShardSpec("text", 1)},
             },
-            outputs={"x_embedder": {0: Cut("video", 1)}, "rope": {0: Cut("video", 0), 1: Cut("video", 0)}},
+            outputs={
+                "x_embedder": {0: ShardSpec("video", 1)},
+                "rope": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)},
+            },
             gathered=OUTPUT,
         ),
     ),
     "HunyuanVideoFramepackTransformer3DModel": replace(
         _HUNYUAN,
         sequence=_framepack,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": Cut("video", 1), "encoder_hidden_states": Cut("text", 1)},
-                "transformer_blocks.*": {"freqs_cis": Cut("video", 0)},
-                "single_transformer_blocks.*": {"image_rotary_emb": Cut("video", 0)},
+                "transformer_blocks.0": {
+                    "hidden_states": ShardSpec("video", 1),
+                    "encoder_hidden_states": ShardSpec("text", 1),
+                },
+                "transformer_blocks.*": {"freqs_cis": ShardSpec("video", 0)},
+                "single_transformer_blocks.*": {"image_rotary_emb": ShardSpec("video", 0)},
             },
             # There, as the video's own tokens are then taken from the end.
-            gathered_early={"single_transformer_blocks.-1": {0: Cut("video", 1)}},
+            gathered_early={"single_transformer_blocks.-1": {0: ShardSpec("video", 1)}},
             whole=("proj_out",),
         ),
     ),
     "HunyuanImageTransformer2DModel": replace(
         _HUNYUAN,
         sequence=_hunyuan_image,
-        cuts=Cuts(
-            inputs={"transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)}},
-            outputs={"x_embedder": {0: Cut("video", 1)}, "rope": {0: Cut("video", 0), 1: Cut("video", 0)}},
+        shard_plan=ShardPlan(
+            inputs={"transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)}},
+            outputs={
+                "x_embedder": {0: ShardSpec("video", 1)},
+                "rope": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)},
+            },
             gathered=OUTPUT,
         ),
     ),
@@ -334,21 +348,21 @@ VIDEO_MODELS = {
         attention=("transformer_blocks.*.attn1",),
         sequence=_ltx,
         # Cross-attention looks at all of the text.
-        cuts=DerivedCuts(
+        shard_plan=DerivedShardPlan(
             {"encoder_hidden_states": None, "encoder_attention_mask": None},
-            more=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}),
+            more=ShardPlan({"": {"timestep": ShardSpec("video", 1, ndim=2)}}),
         ),
     ),
     # Not by its _cp_plan, which leaves out what audio's attention needs, and the tables of one of two rope types.
     "LTX2VideoTransformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn1",),
         sequence=_ltx2,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             inputs={
                 "": {
-                    "hidden_states": Cut("video", 1),
-                    "timestep": Cut("video", 1, ndim=2),
-                    "video_keyframes_mask": Cut("video", 1),
+                    "hidden_states": ShardSpec("video", 1),
+                    "timestep": ShardSpec("video", 1, ndim=2),
+                    "video_keyframes_mask": ShardSpec("video", 1),
                 }
             },
             outputs={"rope": _LTX_ROPE, "cross_attn_rope": _LTX_ROPE},
@@ -362,13 +376,13 @@ VIDEO_MODELS = {
     "CosmosTransformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn1",),
         sequence=_cosmos,
-        cuts=Cuts(
+        shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": Cut("video", 1)},
-                "transformer_blocks.*": {"extra_pos_emb": Cut("video", 1), **_COSMOS_TIMES},
+                "transformer_blocks.0": {"hidden_states": ShardSpec("video", 1)},
+                "transformer_blocks.*": {"extra_pos_emb": ShardSpec("video", 1), **_COSMOS_TIMES},
                 "norm_out": _COSMOS_TIMES,
             },
-            outputs={"rope": {0: Cut("video", 0), 1: Cut("video", 0)}},
+            outputs={"rope": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}},
             gathered=OUTPUT,
         ),
     ),
@@ -376,10 +390,10 @@ VIDEO_MODELS = {
         attention=("visual_transformer_blocks.*.self_attention",),
         sequence=_kandinsky,
         # The model reads the video's size from what it embeds, and makes rows and columns again after the last block.
-        cuts=Cuts(
-            inputs={"visual_transformer_blocks.0": {"visual_embed": Cut("video", 1)}},
-            outputs={"visual_rope_embeddings": {0: Cut("video", 1, grid=True)}},
-            gathered_early={"visual_transformer_blocks.-1": {0: Cut("video", 1)}},
+        shard_plan=ShardPlan(
+            inputs={"visual_transformer_blocks.0": {"visual_embed": ShardSpec("video", 1)}},
+            outputs={"visual_rope_embeddings": {0: ShardSpec("video", 1, grid=True)}},
+            gathered_early={"visual_transformer_blocks.-1": {0: ShardSpec("video", 1)}},
             whole=("out_layer",),
         ),
         own_mask=OwnMask("sparse_params", _nabla),
@@ -388,7 +402,7 @@ VIDEO_MODELS = {
     "MiniMaxH3Transformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn",),
         sequence=_minimax_h3,
-        cuts=DerivedCuts(stream="packed"),
+        shard_plan=DerivedShardPlan(stream="packed"),
         text="first",
     ),
 }

@@ -39,7 +39,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def packing_of(transformer: nn.Module) -> Packing | None:
-    """How a transformer takes samples of several sizes, or None where it takes one size at a time."""
+    """Returns a transformer's packing of samples of several sizes, or None if it takes one size at a time."""
     return next((PACKINGS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PACKINGS), None)
 
 
@@ -83,7 +83,7 @@ def packed_forward(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalPredictions:
-    """What a rank gets for its own samples.
+    """Result of a packed call on one rank, for its own samples.
 
     Attributes:
         samples: The model's prediction for each, [C, F, H, W]; empty on a rank that was given none.
@@ -111,7 +111,7 @@ def packed_forward_local(
 ) -> LocalPredictions:
     """Computes `packed_forward` of samples that each rank has of its own, as from its data loader, maybe none.
 
-    Tokens go to the ranks that share all of them evenly, and predictions return, in one all-to-all each
+    Tokens go to the ranks that share all of them equally, and predictions return, in one all-to-all each
     (KnapFormer, Zhang et al., 2025, §3). Timesteps and prompts go to the ranks that have tokens of their sequence. The
     loss of the step is the sum of what the ranks make of their own predictions: after `backward` on all ranks,
     `sum_gradients` gives each parameter its gradient.
@@ -126,7 +126,7 @@ def packed_forward_local(
             setting; without it all ranks share every sequence.
 
     Returns:
-        The predictions for this rank's samples, and how they were shared out.
+        The predictions for this rank's samples, and how they were distributed.
 
     Raises:
         UserError: On all ranks together, as `packed_forward` does, and where db-SP is not enabled.
@@ -148,7 +148,7 @@ def _gathered(
     timestep: float | None,
     bags: BagConfig | Mapping[str, Any] | str | None,
 ) -> PackedBatch:
-    """The batch of this rank's samples, with the sizes of all ranks'. Collective."""
+    """Builds the batch of this rank's samples, with the sizes of all ranks'. Collective."""
     control, problem = session.group.control(), None
     rows: list[list[int]] = []
     shared_by: BagConfig | None = None
@@ -171,19 +171,19 @@ def _gathered(
     most, width = max(counts), 8
     numbers = [number for row in rows for number in row]
     padded = control.gather_integers([*numbers, *[0] * (width * most - len(numbers))])
-    everyone = [
+    gathered = [
         one[width * n : width * (n + 1)] for one, count in zip(padded, counts, strict=True) for n in range(count)
     ]
-    types = {kind for *_, kind, _ in everyone}
+    types = {kind for *_, kind, _ in gathered}
     if len(types) > 1:
         raise UserError(f"text embeddings are of dtypes {', '.join(str(_TYPES[kind]) for kind in types)}; give one")
     return PackedBatch(
         tuple(samples),
-        tuple((row[0], row[1], row[2]) for row in everyone),
+        tuple((row[0], row[1], row[2]) for row in gathered),
         next(transformer.parameters()).device,
-        max(struct.unpack("d", struct.pack("q", row[7]))[0] for row in everyone) if timestep is None else timestep,
+        max(struct.unpack("d", struct.pack("q", row[7]))[0] for row in gathered) if timestep is None else timestep,
         tuple(rank for rank, count in enumerate(counts) for _ in range(count)),
-        tuple((row[3], row[4], row[5]) for row in everyone),
+        tuple((row[3], row[4], row[5]) for row in gathered),
         _TYPES[types.pop()],
         debug=session.config.debug,
         bags=shared_by,
@@ -193,26 +193,26 @@ def _gathered(
 def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], session: AttentionSession) -> None:
     """Raises UserError where gradients are recorded that this session's attention does not have.
 
-    Before anything is shared out: of several bags some may have nothing to attend to, and would not notice.
+    Before anything is distributed: of several bags some may have nothing to attend to, and would not notice.
     """
-    refusal = session.config.wire.no_gradients
-    if refusal is None:
+    rejection = session.config.comm_dtype.no_gradients
+    if rejection is None:
         return
     of_samples = (sample.latents for sample in samples)
     if needs_gradients(*transformer.parameters(), *of_samples):
-        raise UserError(refusal)
+        raise UserError(rejection)
 
 
 def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, session: AttentionSession) -> PackedBatch:
-    """The batch, with what its sequences are to attention."""
+    """Returns the batch with its sequences as attention needs them."""
     element_bytes = next(transformer.parameters()).element_size()
     sizes = session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
-    layer = LayerSize(*sizes, element_bytes=element_bytes, wire=session.config.wire)
+    layer = LayerSize(*sizes, element_bytes=element_bytes, comm_dtype=session.config.comm_dtype)
     return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 
 
 def _described(sample: PackedSample, latest: float) -> list[int]:
-    """What other ranks must know of a sample, in 8 integers; `latest` is its largest timestep."""
+    """Encodes what other ranks must know of a sample, in 8 integers; `latest` is its largest timestep."""
     given = sample.condition
     if given.text.dtype not in _TYPES:
         raise UserError(f"text must be of floating point, got {given.text.dtype}")
@@ -222,7 +222,7 @@ def _described(sample: PackedSample, latest: float) -> list[int]:
 
 
 def _transformer_of(model: Any) -> tuple[Any, Packing]:
-    """The transformer of a model, and its packing. Raises UserError for one that takes one size at a time."""
+    """Returns the transformer of a model, and its packing. Raises UserError for one that takes one size at a time."""
     transformer = model.module if isinstance(model, DistributedDataParallel) else model
     architecture_of(transformer)  # raises for one that db-SP does not know
     packing = packing_of(transformer)

@@ -31,7 +31,7 @@ class _Run(NamedTuple):
     """Tokens that one call of an attention module is given: all of this rank's, or those of one sequence.
 
     Attributes:
-        video, text: Their places within their streams.
+        video, text: Their slots within their streams.
         rotary: Theirs.
     """
 
@@ -42,13 +42,13 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JointPass(BlockPass):
-    """What blocks are given beside this rank's n tokens.
+    """Inputs of blocks in addition to this rank's n tokens.
 
     Attributes:
         temb: float[R, C], the embedded conditions of the R sequences that are present.
         ids: int64[n], each token's row.
-        here: Where each stream is.
-        runs: What attends together.
+        here: Slots of each stream.
+        runs: Runs of tokens that attend to each other.
     """
 
     temb: torch.Tensor
@@ -59,7 +59,7 @@ class JointPass(BlockPass):
     def attend(
         self, attention: Any, video: torch.Tensor, text: torch.Tensor, call: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The attended streams, from normalised ones."""
+        """Projects the attended streams from normalised ones."""
         found = [call(attention, video[:, run.video], text[:, run.text], run.rotary) for run in self.runs]
         if len(found) == 1:
             return found[0]
@@ -67,7 +67,7 @@ class JointPass(BlockPass):
         return torch.cat(videos, 1), torch.cat(texts, 1)
 
     def rows(self, norm: Any, count: int) -> tuple[torch.Tensor, ...]:
-        """The modulations [R, C] that an adaptive norm makes for each sequence, in its order."""
+        """Returns the modulations [R, C] that an adaptive norm makes for each sequence, in its order."""
         return norm.linear(norm.silu(self.temb)).chunk(count, 1)
 
 
@@ -87,7 +87,7 @@ def joint_pass(
         text: Gives sequence s's embedded text, [1, m, C].
         temb: float[R, C] of the sequences that are present.
         angles: Gives sequence s's cosines and sines, [2, text and grid, D].
-        text_rotates: Whether those of text are used.
+        text_rotates: True if the rotary embeddings of text are used.
     """
     here = call.here
     x = here.joined(here.by_token(text, 1, here.text).to(video.dtype), video, 1)
@@ -119,7 +119,7 @@ def stacked_conditions(call: PackedCall) -> tuple[torch.Tensor, torch.Tensor, to
 def attention_of_streams(
     attention: Any, video: torch.Tensor, text: torch.Tensor, rotary: Rotary
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An `Attend` for modules that are given the streams apart, and return them so."""
+    """Wraps an `Attend` for modules that are given the streams apart, and return them so."""
     attended: tuple[torch.Tensor, torch.Tensor] = attention(
         hidden_states=video, encoder_hidden_states=text, image_rotary_emb=rotary
     )
@@ -127,11 +127,11 @@ def attention_of_streams(
 
 
 def double_block(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
-    """A block whose streams have weights of their own, and attend together."""
+    """Runs a block whose streams have weights of their own, and attend together."""
     norms = (block.norm1, block.norm2, block.ff), (block.norm1_context, block.norm2_context, block.ff_context)
-    places = given.here.video, given.here.text
+    parts = given.here.video, given.here.text
     streams = [
-        (x[:, part], given.ids[part], given.rows(norm, 6)) for part, (norm, *_) in zip(places, norms, strict=True)
+        (x[:, part], given.ids[part], given.rows(norm, 6)) for part, (norm, *_) in zip(parts, norms, strict=True)
     ]
     # 1. Attention over both.
     normed = [
@@ -149,7 +149,7 @@ def double_block(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
 
 
 def single_block(block: Any, x: torch.Tensor, given: JointPass, call: Attend = attention_of_streams) -> torch.Tensor:
-    """A block with the same weights for both streams, whose attention and feed-forward are side by side."""
+    """Runs a block with the same weights for both streams, whose attention and feed-forward are side by side."""
     shift, scale, gate = given.rows(block.norm, 3)
     y = modulated(block.norm.norm(x), scale, shift, given.ids)
     video, text = given.attend(block.attn, y[:, given.here.video], y[:, given.here.text], call)
@@ -158,7 +158,7 @@ def single_block(block: Any, x: torch.Tensor, given: JointPass, call: Attend = a
 
 
 def joint_output(transformer: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
-    """The values of this rank's tokens of video, [1, v, V]."""
+    """Returns the values of this rank's tokens of video, [1, v, V]."""
     norm, video = transformer.norm_out, given.here.video
     x = x[:, video]
     scale, shift = norm.linear(norm.silu(given.temb).to(x.dtype)).chunk(2, 1)
@@ -167,13 +167,13 @@ def joint_output(transformer: Any, x: torch.Tensor, given: JointPass) -> torch.T
 
 
 def from_patches(values: torch.Tensor, grid: Size, patch: Size) -> torch.Tensor:
-    """[C, F, H, W] from one sequence's values [n, C · patch volume]."""
+    """Returns [C, F, H, W] from one sequence's values [n, C · patch volume]."""
     apart = values.reshape(*grid, -1, *patch).permute(3, 0, 4, 1, 5, 2, 6)
     return apart.flatten(5, 6).flatten(3, 4).flatten(1, 2)
 
 
 def joint_token_flops(transformer: Any) -> float:
-    """Two for each weight that a token meets in a layer: of a double block those of its own stream, half of all.
+    """Counts two for each weight that a token meets in a layer: of a double block its own stream's, half of all.
 
     Norms' weights make modulations, once a sequence.
     """
@@ -194,7 +194,7 @@ def joint_packing(
     double: BlockForward = double_block,
     single: BlockForward = single_block,
 ) -> Packing:
-    """The packing of a model of blocks of two streams, then of both joined; see `Packing`."""
+    """Builds the packing of a model of blocks of two streams, then of both joined; see `Packing`."""
 
     def blocks(transformer: Any) -> list[tuple[nn.Module, BlockForward]]:
         of_both = (transformer.transformer_blocks, double), (transformer.single_transformer_blocks, single)
@@ -266,13 +266,13 @@ def _flux_single(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
 def _attention_of_both(
     attention: Any, video: torch.Tensor, text: torch.Tensor, rotary: Rotary
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the single blocks, whose module is given one sequence."""
+    """Wraps the single blocks, whose module is given one sequence."""
     attended = attention(hidden_states=torch.cat([text, video], 1), image_rotary_emb=rotary)
     return attended[:, text.shape[1] :], attended[:, : text.shape[1]]
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
-    """As Flux keeps its values in float16."""
+    """Clips values as Flux keeps its values in float16."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 

@@ -25,7 +25,7 @@ __all__ = ["BlockForward", "BlockPass", "PackedCall", "Packing", "modulated", "s
 
 
 class BlockPass:
-    """What every block of one packed pass is given beside this rank's tokens; each model has its own."""
+    """Inputs of every block in one packed pass, in addition to this rank's tokens; each model has its own."""
 
 
 BlockForward = Callable[[Any, torch.Tensor, Any], torch.Tensor]
@@ -34,15 +34,15 @@ BlockForward = Callable[[Any, torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedCall:
-    """What a model makes its `BlockPass` of.
+    """Data from which a model makes its `BlockPass`.
 
     Attributes:
         sizes: Latents' frames, rows and columns of each sequence.
         grids: Each sequence's token grid.
         texts: Each sequence's tokens of text within self-attention's sequence.
-        given: What each sequence that has tokens here is denoised by.
+        given: Conditions of each sequence that has tokens here.
         here: This rank's tokens.
-        joint: Whether db-SP computes self-attention, over all ranks' tokens; else sequence by sequence.
+        joint: True if db-SP computes self-attention, over all ranks' tokens; else sequence by sequence.
     """
 
     sizes: Sequence[Size]
@@ -55,7 +55,7 @@ class PackedCall:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a transformer is called with samples of several sizes at once.
+    """A transformer's way to take samples of several sizes at once.
 
     Attributes:
         spec: (configuration) -> what it takes as a sample.
@@ -103,18 +103,18 @@ class Packing:
             patches.replace_forward(block, partial(_block_of_either, packed))
 
     def videos(self, transformer: Any, batch: PackedBatch) -> list[Video]:
-        """Each sequence as attention sees it."""
+        """Returns each sequence as attention sees it."""
         grids = batch.grids(self.spec(transformer.config).patch)
         if architecture_of(transformer).text is None:
             return [Video(grid) for grid in grids]
         return [Video(grid, text) for grid, text in zip(grids, batch.texts, strict=True)]
 
     def _predictions(self, transformer: Any, batch: PackedBatch, sharing: Sharing, joint: bool) -> list[Any]:
-        """Those for this rank's samples, [C, F, H, W] each, a 0 that depends on all of it, and `sharing`. Collective.
+        """Returns this rank's predictions, [C, F, H, W] a sample, a 0 that depends on all, and `sharing`. Collective.
 
         Args:
-            sharing: Which rank has which of the packed tokens within the blocks.
-            joint: Whether db-SP is enabled.
+            sharing: Layout of the packed tokens within the blocks.
+            joint: True if db-SP is enabled.
         """
         spec, videos = self.spec(transformer.config), batch.videos
         grids, texts = [one.thw for one in videos], [one.text for one in videos]
@@ -138,7 +138,7 @@ class Packing:
         return [*predictions, values[:0].sum(), sharing]
 
     def _embedded(self, transformer: Any, batch: PackedBatch, spec: SampleSpec) -> torch.Tensor:
-        """[1, tokens of all samples, C]. Without samples it still depends on parameters: their gradients are zeros."""
+        """Returns [1, tokens of all samples, C]. Without samples it depends on parameters: gradients are zeros."""
         if batch.samples:
             return torch.cat([self.embed(transformer, sample.latents) for sample in batch.samples], 1)
         weight = next(transformer.get_submodule(self.embedder).parameters())
@@ -146,7 +146,7 @@ class Packing:
 
 
 def _block_of_either(packed: BlockForward, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Forward of a block: over packed tokens if it is given a packed pass, else its own."""
+    """Runs a block's forward: over packed tokens if it is given a packed pass, else its own."""
     if len(args) != 2 or not isinstance(args[1], BlockPass):
         return own(*args, **kwargs)
     block = getattr(own, "__self__", None)
@@ -156,7 +156,7 @@ def _block_of_either(packed: BlockForward, own: Callable[..., Any], *args: Any, 
 
 
 def scaled(x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Each token times a row: x · rows[ids].
+    """Multiplies each token by a row: x · rows[ids].
 
     Autograd keeps x, the few rows and the index, where it would keep rows[ids], as large as x (KnapFormer, A.1).
 
@@ -170,7 +170,7 @@ def scaled(x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tens
 
 
 def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """x · (1 + scale) + shift of each token's row; scale and shift are float[R, C], else as `scaled`."""
+    """Computes x · (1 + scale) + shift of each token's row; scale and shift are float[R, C], else as `scaled`."""
     return scaled(x, 1 + scale, ids) + shift.index_select(0, ids)
 
 

@@ -1,4 +1,4 @@
-"""Where the samples' tokens are within a packed call, and their exchange between loaders and the ranks' tokens."""
+"""Slots of the samples' tokens within a packed call, and their exchange between loaders and the ranks' tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
-from dbsp_core.comm.rehoming import Rehoming
+from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
@@ -25,18 +25,18 @@ class TokenMap:
     """A rank's tokens of a packed call.
 
     Padding counts as the first sequence that the rank has tokens of, or as sequence 0 where it has none: so every rank
-    computes with every parameter, and gradients are waited for by all alike.
+    computes with every parameter, and all ranks wait for gradients.
 
     Attributes:
-        sequence: int64[n], by place, which sequence the token there is of.
-        position: int64[n], by place, which token of its sequence, text first; 0 at padding.
+        sequence: int64[n], by slot, the sequence of the token there.
+        position: int64[n], by slot, the index of the token in its sequence, text first; 0 at padding.
         everyone: bool[ranks, sequences], which rank has tokens of which sequence.
-        text, video: The places of each stream; without text in the sequence all are of video.
+        text, video: The slots of each stream; without text in the sequence all are of video.
     """
 
     sequence: np.ndarray
     position: np.ndarray
-    everyone: np.ndarray
+    owners: np.ndarray
     text: slice
     video: slice
 
@@ -45,36 +45,36 @@ class TokenMap:
         """Makes this rank's placement.
 
         Args:
-            sharing: Where tokens are.
-            tokens: Of each sequence, text included.
-            streams: The place of text on a rank.
+            sharing: Layout of the tokens.
+            tokens: Number of tokens of each sequence, text included.
+            streams: The position of text on a rank.
         """
         layout, rank, count = sharing.layout, sharing.group.rank, len(tokens)
         sequences, firsts = np.repeat(np.arange(count), tokens), np.cumsum([0, *tokens])
         cells = np.bincount(layout.rank * count + sequences, minlength=layout.world * count)
-        everyone = cells.reshape(layout.world, -1) > 0
-        everyone[~everyone.any(axis=1), 0] = True
-        held, places = layout.tokens_at(rank)
-        sequence = np.full(sharing.places, int(everyone[rank].argmax()))
-        position = np.zeros(sharing.places, dtype=np.int64)
-        sequence[places] = sequences[held]
-        position[places] = held - firsts[sequences[held]]
-        first, other = slice(0, sharing.first_stream), slice(sharing.first_stream, sharing.places)
+        owners = cells.reshape(layout.world, -1) > 0
+        owners[~owners.any(axis=1), 0] = True
+        held, slots = layout.tokens_at(rank)
+        sequence = np.full(sharing.slots, int(owners[rank].argmax()))
+        position = np.zeros(sharing.slots, dtype=np.int64)
+        sequence[slots] = sequences[held]
+        position[slots] = held - firsts[sequences[held]]
+        first, other = slice(0, sharing.first_stream), slice(sharing.first_stream, sharing.slots)
         text, video = (other, first) if streams == "last" else (first, other)
-        return cls(sequence, position, everyone, text, video)
+        return cls(sequence, position, owners, text, video)
 
     @cached_property
     def present(self) -> list[int]:
         """The sequences that the rank has tokens of, ascending."""
         return [int(each) for each in np.unique(self.sequence)]
 
-    def runs(self, places: slice = slice(None)) -> list[tuple[int, int, int]]:
-        """(index in `present`, first place, one past the last) of each run of one sequence's tokens, by place.
+    def runs(self, slots: slice = slice(None)) -> list[tuple[int, int, int]]:
+        """Returns (index in `present`, first slot, one past the last) of each run of one sequence's tokens, by slot.
 
         Args:
-            places: Counted from the first of these.
+            slots: Counted from the first of these.
         """
-        ids = np.searchsorted(self.present, self.sequence[places])
+        ids = np.searchsorted(self.present, self.sequence[slots])
         starts = np.flatnonzero(np.diff(ids, prepend=-1))
         return [
             (int(ids[first]), int(first), int(last))
@@ -82,30 +82,30 @@ class TokenMap:
         ]
 
     def joined(self, text: torch.Tensor, video: torch.Tensor, dim: int) -> torch.Tensor:
-        """The two streams' tensors in the order of their places."""
+        """Returns the two streams' tensors in the order of their slots."""
         return torch.cat([text, video] if self.text.stop == self.video.start else [video, text], dim)
 
-    def by_token(self, table: Callable[[int], torch.Tensor], dim: int, places: slice = slice(None)) -> torch.Tensor:
-        """One row a place, gathered from each present sequence's table, of which one is held at a time.
+    def by_token(self, table: Callable[[int], torch.Tensor], dim: int, slots: slice = slice(None)) -> torch.Tensor:
+        """Returns one row a slot, gathered from each present sequence's table, of which one is held at a time.
 
-        Without places too the result depends on every table.
+        Without slots too the result depends on every table.
 
         Args:
             table: Gives sequence s's tensor, which has its tokens along `dim`.
-            places: Those that are wanted.
+            slots: Those that are wanted.
         """
-        sequence, position = self.sequence[places], self.position[places]
+        sequence, position = self.sequence[slots], self.position[slots]
         parts, order = [], []
         for one in self.present:
             here = np.flatnonzero(sequence == one)
             whole = table(one)
             parts.append(whole.index_select(dim, to_device(position[here], whole.device)))
             order.append(here)
-        places_of_rows = np.concatenate(order)
+        slots_of_rows = np.concatenate(order)
         gathered = torch.cat(parts, dim)
-        if (np.diff(places_of_rows) == 1).all():
+        if (np.diff(slots_of_rows) == 1).all():
             return gathered
-        return gathered.index_select(dim, to_device(np.argsort(places_of_rows), gathered.device))
+        return gathered.index_select(dim, to_device(np.argsort(slots_of_rows), gathered.device))
 
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -120,8 +120,8 @@ class SampleExchange:
 
     Attributes:
         own: The sequences of this rank's samples, in their order.
-        given: What each sequence that has tokens here is denoised by.
-        take: Moves this rank's samples, text apart, to its places of video.
+        given: Conditions of each sequence that has tokens here.
+        take: Moves this rank's samples, text apart, to its slots of video.
         gather: Moves tokens of video back to the samples.
     """
 
@@ -132,29 +132,29 @@ class SampleExchange:
 
 
 def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap, spec: SampleSpec) -> SampleExchange:
-    """The exchange of one packed pass. Collective where ranks are given samples of their own.
+    """Builds the exchange of one packed pass. Collective if ranks are given samples of their own.
 
     Args:
         here: This rank's tokens.
-        spec: What the transformer takes.
+        spec: Inputs that the transformer takes.
     """
     grids = [one.grid_tokens for one in batch.videos]
     layout, group = _layout_of_grids(sharing.layout, is_text(batch.videos)), sharing.group
-    places = here.video.stop - here.video.start
+    slots = here.video.stop - here.video.start
     if batch.loaders is None:
-        given = {int(each): batch.samples[each].condition for each in np.flatnonzero(here.everyone[group.rank])}
-        take, gather = _of_all(layout, group, places, batch.device)
+        given = {int(each): batch.samples[each].condition for each in np.flatnonzero(here.owners[group.rank])}
+        take, gather = _of_all(layout, group, slots, batch.device)
         return SampleExchange(range(len(grids)), given, take, gather)
     source = SequenceLayout.whole_sequences(grids, batch.loaders, group.size)
     own = [sequence for sequence, loader in enumerate(batch.loaders) if loader == group.rank]
     held = sum(grids[sequence] for sequence in own)
-    rehoming = Rehoming.of(source, layout, group, source_places=held, target_places=places, debug=batch.debug)
-    given = _exchanged_conditions(batch, own, group, here.everyone, spec)
-    return SampleExchange(own, given, partial(rehoming.there, dim=1), partial(rehoming.back, dim=1))
+    redistribution = Redistribution.of(source, layout, group, source_slots=held, target_slots=slots, debug=batch.debug)
+    given = _exchanged_conditions(batch, own, group, here.owners, spec)
+    return SampleExchange(own, given, partial(redistribution.there, dim=1), partial(redistribution.back, dim=1))
 
 
 def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout:
-    """The layout without tokens of text: places count from each rank's first one that is of video."""
+    """Returns the layout without tokens of text: slots count from each rank's first one that is of video."""
     if not text.any():
         return layout
     rank, local = layout.rank[~text], layout.local[~text]
@@ -163,19 +163,19 @@ def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout
     return replace(layout, rank=rank, local=local - first[rank])
 
 
-def _of_all(layout: SequenceLayout, group: SequenceGroup, places: int, device: torch.device) -> tuple[Move, Move]:
+def _of_all(layout: SequenceLayout, group: SequenceGroup, slots: int, device: torch.device) -> tuple[Move, Move]:
     """Moves between all tokens, which every rank has, and this rank's; the latter is collective."""
     held, at = (to_device(each, device) for each in layout.tokens_at(group.rank))
     most = int(layout.local.max()) + 1
-    place = to_device(layout.rank * most + layout.local, device)
+    slot = to_device(layout.rank * most + layout.local, device)
 
     def take(x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros(x.shape[0], places, x.shape[2]).index_copy(1, at, x.index_select(1, held))
+        return x.new_zeros(x.shape[0], slots, x.shape[2]).index_copy(1, at, x.index_select(1, held))
 
     def gather(x: torch.Tensor) -> torch.Tensor:
         tokens = x[:, :most]  # what is beyond is padding
         whole = F.pad(tokens, (0, 0, 0, most - tokens.shape[1]))
-        return gather_shards(whole, 1, group).index_select(1, place)
+        return gather_shards(whole, 1, group).index_select(1, slot)
 
     return take, gather
 
@@ -183,7 +183,7 @@ def _of_all(layout: SequenceLayout, group: SequenceGroup, places: int, device: t
 def _exchanged_conditions(
     batch: PackedBatch, own: Sequence[int], group: SequenceGroup, present: np.ndarray, spec: SampleSpec
 ) -> dict[int, Condition]:
-    """What sequences are denoised by, sent by the ranks that are given it to those that have tokens of the sequence.
+    """Sends sequences' conditions from the ranks that are given them to those that have tokens of the sequence.
 
     One all-to-all of bytes. Nothing in it has gradients.
 

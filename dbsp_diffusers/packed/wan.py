@@ -22,13 +22,13 @@ def _spec(config: Any) -> SampleSpec:
 
 
 def _token_flops(transformer: Any) -> float:
-    """Two for each weight of a block's layers: that some of them are for text is left out of account."""
+    """Counts two for each weight of a block's layers: that some of them are for text is neglected."""
     return 2 * sum(p.numel() for p in transformer.blocks.parameters() if p.ndim == 2) / len(transformer.blocks)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pass(BlockPass):
-    """What blocks are given beside this rank's n tokens.
+    """Inputs of blocks in addition to this rank's n tokens.
 
     Attributes:
         temb: float[R, C], time embeddings of the rows.
@@ -37,7 +37,7 @@ class _Pass(BlockPass):
         prompts: float[1, m, C] each, text (and image) of the sequences that are present.
         runs: (index in `prompts`, first token, one past the last) of each run of one sequence's tokens.
         rotary: Cosines and sines, [1, n, 1, D].
-        joint: Whether db-SP computes self-attention, over all ranks' tokens; else runs are whole sequences.
+        joint: True if db-SP computes self-attention, over all ranks' tokens; else runs are whole sequences.
     """
 
     temb: torch.Tensor
@@ -49,7 +49,7 @@ class _Pass(BlockPass):
     joint: bool
 
     def by_run(self, part: Callable[[int, slice], torch.Tensor]) -> torch.Tensor:
-        """part(index in `prompts`, the run's tokens) of all runs, joined."""
+        """Joins part(index in `prompts`, the run's tokens) of all runs."""
         return torch.cat([part(index, slice(first, last)) for index, first, last in self.runs], 1)
 
     def self_attention(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
@@ -81,14 +81,14 @@ def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.T
         embedded.append(temb)
         modulations.append(modulation.unflatten(1, (6, -1)))
         prompts.append(text if image is None else torch.cat([image, text], 1))
-        places = np.flatnonzero(here.sequence == sequence)
-        of_tokens = to_device(here.position[places], x.device)
+        slots = np.flatnonzero(here.sequence == sequence)
+        of_tokens = to_device(here.position[slots], x.device)
         of_tokens = torch.zeros_like(of_tokens) if row is None else row.index_select(0, of_tokens)
-        ids.index_copy_(0, to_device(places, x.device), of_tokens + first)
+        ids.index_copy_(0, to_device(slots, x.device), of_tokens + first)
         first += len(times)
 
     def angles(sequence: int) -> torch.Tensor:
-        """[1, tokens, 2, D]: cosines and sines."""
+        """Returns [1, tokens, 2, D]: cosines and sines."""
         shaped = torch.empty(1, 1, *call.sizes[sequence], device="meta")  # of which the module reads the shape
         return torch.cat(transformer.rope(shaped), 2)
 
@@ -107,7 +107,7 @@ def _output(transformer: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
 
 
 def _block(block: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
-    """One block on tokens [1, n, C] of several sequences; in float32 where its own forward is."""
+    """Runs one block on tokens [1, n, C] of several sequences; in float32 where its own forward is."""
     # 1. Each sequence's modulation of this block: [R, C] each.
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + here.rows.float()).unbind(1)
     # 2. Self-attention within each sequence.
@@ -123,7 +123,7 @@ def _block(block: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
 
 
 def _unpatchified(tokens: torch.Tensor, grid: Size, patch: Size) -> torch.Tensor:
-    """[C, F, H, W] from one sequence's tokens [n, patch volume · C]."""
+    """Returns [C, F, H, W] from one sequence's tokens [n, patch volume · C]."""
     apart = tokens.reshape(*grid, *patch, -1).permute(6, 0, 3, 1, 4, 2, 5)
     return apart.flatten(5, 6).flatten(3, 4).flatten(1, 2)
 

@@ -44,7 +44,7 @@ def _answer(
 
 
 def _outside_cuda_graphs() -> dict[str, Any]:
-    """The options of an operator that keep it out of CUDA graphs, which would replay a plan and its sizes.
+    """Returns the options of an operator that keep it out of CUDA graphs, which would replay a plan and its sizes.
 
     Where torch does not have the tag, the operator's argument on the host keeps the whole graph that it is in out.
     """
@@ -77,8 +77,8 @@ class SdpaOverride(TorchFunctionMode):
 
     Args:
         number: int64, the function's number in `_attends`.
-        other_keys: Whether attention to another sequence's keys is what is replaced.
-        any_mask: Whether a mask is ignored, rather than refused.
+        other_keys: True if attention to another sequence's keys is replaced.
+        any_mask: True if a mask is ignored, rather than rejected.
         gate: [B, n, H · D], what the module's gate gives for its tokens; None: it has none.
     """
 
@@ -136,9 +136,9 @@ def intercept_attention(
 
     Args:
         attend: Called with q, k, v [B, H, n, D] and scale=…; within torch.compile it is one operator, without a break.
-        any_mask: Whether a mask that the module passes is ignored, as it says only which text is padding.
-        other_keys: Whether the module attends to another sequence's keys: k and v are then [B, H, m, D].
-        skipped_by: Name of an argument by which the module may be told to attend to nothing.
+        any_mask: True if a mask that the module passes is ignored, as it says only which text is padding.
+        other_keys: True if the module attends to another sequence's keys: k and v are then [B, H, m, D].
+        skipped_by: Name of an argument that makes the module attend to nothing.
         gate: Makes [B, n, H · D] of the module's hidden states [B, n, C], which `attend` is given as gate=….
     """
     key = next(_numbers)
@@ -203,6 +203,6 @@ class NativeBackend:
 
 
 def _native() -> Any:
-    """The native backend as a member of diffusers' enumeration, which torch.compile need not look up."""
+    """Returns the native backend as a member of diffusers' enumeration, which torch.compile need not look up."""
     names = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "AttentionBackendName", None)
     return "native" if names is None else names("native")

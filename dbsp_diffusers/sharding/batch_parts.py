@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = ["join_parts", "part_of", "parts_by_size"]
 
 Items = tuple[int, ...]
-"""Places of items in a batch, ascending."""
+"""Positions of items in a batch, ascending."""
 
 _parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By a tensor of integers its version and its parts by items: what was read from a part once need not be again."""
@@ -40,8 +40,8 @@ def join_parts(outputs: Sequence[Any], parts: Sequence[Items]) -> Any:
         return type(first)(**{name: join_parts([one[name] for one in outputs], parts) for name in first})
     if isinstance(first, tuple):
         return tuple(join_parts(one, parts) for one in zip(*outputs, strict=True))
-    place = {item: (part, index) for part, items in enumerate(parts) for index, item in enumerate(items)}
-    by_item = [outputs[part][index] for part, index in (place[item] for item in sorted(place))]
+    position = {item: (part, index) for part, items in enumerate(parts) for index, item in enumerate(items)}
+    by_item = [outputs[part][index] for part, index in (position[item] for item in sorted(position))]
     return torch.stack(by_item) if isinstance(first, torch.Tensor) else by_item
 
 

@@ -20,14 +20,14 @@ from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
-from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.step_caches import may_skip
 
 __all__ = ["Coverage"]
 
 _CAUSE = (
     "an offload hook or device map that was removed, a LoRA, a quantiser or a library may have put another forward, "
-    "processor or layer in its place; make such changes before `enable`, or between `disable` and `enable`"
+    "processor or layer instead; make such changes before `enable`, or between `disable` and `enable`"
 )
 _MOST_NAMED = 3
 
@@ -37,21 +37,21 @@ class Coverage:
 
     Args:
         reached: Returns the layers whose attention db-SP has computed in the current pass.
-        agreement: Whose board the ranks that wait for this one read: why it has left a forward pass.
-        patience: How long this rank waits, after a failed pass, for the others to read it; None: they don't.
+        checks: Whose board the ranks that wait for this one read: why it has left a forward pass.
+        patience: Time that this rank waits, after a failed pass, for the others to read it; None: they don't.
     """
 
     def __init__(
         self,
         transformer: nn.Module,
         reached: Callable[[], Collection[int]],
-        agreement: GenerationAgreement,
+        checks: GenerationChecks,
         patience: timedelta | None,
     ) -> None:
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
         self._reached = reached
-        self._agreement = agreement
+        self._checks = checks
         self._patience = patience
         self._layers = {attention: layer for layer, attention in enumerate(self._attentions())}
         self._replaced = {attention for attention in self._layers if not has_class_forward(attention)}
@@ -65,15 +65,18 @@ class Coverage:
         """Checks every forward pass from now on."""
         transformer = self._transformer
         patches.hook(transformer.register_forward_pre_hook, self._begin, with_kwargs=True, prepend=True)
-        cuts = self._architecture.cuts.of(transformer)
-        for path in (*cuts.gathered, *cuts.gathered_early):  # no rank may be here before its last attention
+        shard_plan = self._architecture.shard_plan.of(transformer)
+        for path in (
+            *shard_plan.gathered,
+            *shard_plan.gathered_early,
+        ):  # no rank may be here before its last attention
             for module in modules_at(transformer, path):
                 patches.hook(module.register_forward_hook, self._require_all, prepend=True)
         patches.hook(transformer.register_forward_hook, self._end, always_call=True)
 
     @property
     def _board(self) -> FailureBoard | None:
-        return self._agreement.board
+        return self._checks.board
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,12 +101,12 @@ class Coverage:
                 self._expected.pop(layer, None)
 
     def _attentions(self) -> list[nn.Module]:
-        """The self-attention module of each layer; torch.compile may have wrapped them."""
+        """Returns the self-attention module of each layer; torch.compile may have wrapped them."""
         found = self._architecture.attentions_of(self._transformer)
         return [getattr(attention, "_orig_mod", attention) for attention in found]
 
     def _present(self) -> list[nn.Module]:
-        """The transformer's self-attention modules now."""
+        """Returns the transformer's self-attention modules now."""
         try:
             return self._attentions()
         except AttributeError as error:
@@ -139,7 +142,7 @@ class Coverage:
                 self._board.post(failure)
 
     def _parent(self, attention: nn.Module) -> nn.Module:
-        """The block that an attention module is in."""
+        """Returns the block that an attention module is in."""
         return self._transformer.get_submodule(self._name(attention).rpartition(".")[0])
 
     def _named(self, attentions: Iterable[nn.Module]) -> str:

@@ -18,7 +18,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.models.token_sequence import timestep_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
-from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement, Meeting
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks, Meeting
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
 
 __all__ = ["LEFT_OUT", "Generations"]
@@ -41,7 +41,7 @@ class Generations:
     """
 
     def __init__(self, pipe: Any, ranks: SequenceGroup) -> None:
-        self.agreement = GenerationAgreement(ranks)
+        self.checks = GenerationChecks(ranks)
         self._pipe = pipe
         self._call: object = None
         """A new object for each call of the pipeline; None outside of calls."""
@@ -54,20 +54,20 @@ class Generations:
         self._passes = 0
         """Number of this generation's passes before the current one."""
         self._compared: set[object] = set()
-        """Places and kinds of inputs that were compared in this generation."""
+        """Positions and kinds of inputs that were compared in this generation."""
         self._constants = Constants()
 
     @property
     def board(self) -> FailureBoard | None:
-        """Where the ranks post why they have left a forward pass."""
-        return self.agreement.board
+        """Board where the ranks post why they have left a forward pass."""
+        return self.checks.board
 
     def attach(self, patches: PatchSet, problem: Callable[[], Exception | None], *, shares_state: bool) -> None:
         """Follows the pipeline's calls.
 
         Args:
             problem: Returns why a call cannot be made, if so.
-            shares_state: Whether all ranks take the state of the first rank's random number generators at each call.
+            shares_state: True if all ranks take the state of the first rank's random number generators at each call.
         """
         if self._pipe is not None and callable(self._pipe):
             around_calls(self._pipe, lambda call: self._around(call, problem, shares_state), patches)
@@ -77,7 +77,7 @@ class Generations:
     ) -> Callable[..., Any]:
         def followed(*args: Any, **kwargs: Any) -> Any:
             device = self._device() if shares_state else None
-            self.agreement.agree_on_call(self._is_given_generator(args, kwargs), problem(), device)
+            self.checks.check_call(self._is_given_generator(args, kwargs), problem(), device)
             outer, self._call = self._call, object()
             vars(self._pipe).pop("_num_timesteps", None)  # the last call's, until this one knows
             try:
@@ -101,7 +101,7 @@ class Generations:
         return next((one.device for part in parts for one in part.parameters()), torch.device("cpu"))
 
     def _is_given_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether the pipeline's call is given a generator, by name or by position."""
+        """Returns True if the pipeline's call is given a generator, by name or by position."""
         if kwargs.get("generator") is not None:
             return True
         try:
@@ -119,7 +119,7 @@ class Generations:
         return getattr(self._scheduler, "timesteps", None)
 
     def progress(self) -> Progress:
-        """What the pipeline says of its denoising."""
+        """Returns what the pipeline says of its denoising."""
         index = getattr(self._scheduler, "step_index", None)
         index = index if isinstance(index, int) else None
         if self._call is not None:
@@ -130,7 +130,7 @@ class Generations:
         return Progress(timesteps, index, getattr(self._scheduler, "begin_index", None) or 0)
 
     def steps(self) -> int | None:
-        """How many denoising steps the current generation takes; None before that is known, and without a pipeline.
+        """Returns the number of steps of the current generation; None before it is known, and without a pipeline.
 
         With `strength` below 1, a pipeline leaves out the first of its scheduler's.
         """
@@ -153,22 +153,22 @@ class Generations:
 
         Args:
             session: The transformer's.
-            always: Whether to compare at every pass.
+            always: True to compare at every pass.
         """
-        if self.agreement.group.size == 1:
+        if self.checks.group.size == 1:
             return
 
         @torch.compiler.disable
         def agree(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if args and isinstance(args[0], PackedBatch):
                 return None  # of samples that each rank brings its own of: all are gathered before the pass
-            arguments, meeting = self.agree_on_inputs(module, args, kwargs, always=always)
+            arguments, meeting = self.check_inputs(module, args, kwargs, always=always)
             session.meeting = meeting or session.meeting
             return arguments
 
         patches.hook(transformer.register_forward_pre_hook, agree, with_kwargs=True)
 
-    def agree_on_inputs(
+    def check_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool
     ) -> tuple[Arguments, Meeting | None]:
         """Begins a pass: returns its arguments with the first rank's inputs, and what is to be compared. Collective.
@@ -184,12 +184,12 @@ class Generations:
         tensors = {name: one for key, value in inputs.items() for name, one in named_tensors(key, value)}
         own = training or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors.values()))
         kinds = tuple((name, one.shape, one.dtype) for name, one in tensors.items())
-        place, meeting = (min(self._passes, _COMPARED - 1), kinds), None
-        if always or own or place not in self._compared:
+        position, meeting = (min(self._passes, _COMPARED - 1), kinds), None
+        if always or own or position not in self._compared:
             values, meeting = self._compare(inputs)
-            self._compared.add(place)
+            self._compared.add(position)
         else:
-            values = self.agreement.first_rank_values([*tensors.values()])
+            values = self.checks.first_rank_values([*tensors.values()])
         if own:
             return (args, kwargs), meeting
         replaced = {
@@ -200,7 +200,7 @@ class Generations:
         return (with_tensors(args, replaced), with_tensors(kwargs, replaced)), meeting
 
     def _begins(self, timestep: torch.Tensor | float | None) -> bool:
-        """Returns whether a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
+        """Returns True if a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
         last, self._seen = self._seen, self.progress().generation
         if self._call is not None:
             return self._seen is not last
@@ -209,7 +209,7 @@ class Generations:
             before, self._timestep = self._timestep, first_value(timestep)
             first = first or (before is not None and self._timestep > before)
         if first:
-            self.agreement.begin_call()
+            self.checks.begin_call()
         return first
 
     def _compare(self, inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Meeting]:
@@ -221,11 +221,11 @@ class Generations:
         others = {name: value for name, value in inputs.items() if name not in (sample, "return_dict")}
         conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
         plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
-        return self.agreement.compare(steps, plain, latents, conditions)
+        return self.checks.compare(steps, plain, latents, conditions)
 
 
 def _is_called(pipe: Any) -> bool:
-    """Returns whether a pipeline's `__call__` is running in this thread."""
+    """Returns True if a pipeline's `__call__` is running in this thread."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and pipe is not None:
         if frame.f_code.co_name == "__call__" and frame.f_locals.get("self") is pipe:

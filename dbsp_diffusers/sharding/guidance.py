@@ -1,4 +1,4 @@
-"""Guidance parallelism: each half of the ranks computes one of a denoising step's two guidance passes.
+"""Guidance parallelism: each half of the ranks computes one of a denoising step's two CFG passes.
 
 Pipelines such as Wan's call the transformer with the prompt, then without, and use both outputs afterwards. The first
 call returns a tensor that is not computed yet. In the second call each half of the ranks computes one of the passes,
@@ -26,7 +26,7 @@ from dbsp_core.utils.process import log
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, Entered, PatchSet, cache_contexts, sample_of, signature_of
-from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.step_caches import names_of_caches
@@ -98,16 +98,16 @@ class GuidedCalls:
     """The calls of one transformer, which two halves of the ranks share.
 
     Attributes:
-        generations: What all ranks agree on.
+        generations: Checks of each video that all ranks make.
         passes: The ranks of this rank's half.
-        always: Whether ranks compare the inputs of every call.
-        patience: How long this rank waits, after a call that failed, for the others to read it; None: it doesn't.
+        always: True if ranks compare the inputs of every call.
+        patience: Time that this rank waits, after a call that failed, for the others to read it; None: it doesn't.
     """
 
     transformer: nn.Module
     halves: Halves
     generations: Generations
-    passes: GenerationAgreement
+    passes: GenerationChecks
     always: bool
     patience: timedelta | None
     _first: _Call | None = None
@@ -157,7 +157,7 @@ class GuidedCalls:
         # 1. Inputs that all ranks agree on.
         kind = architecture_of(self.transformer).guidance
         self._require_supported(kind, args)
-        (args, kwargs), meeting = self.generations.agree_on_inputs(self.transformer, args, kwargs, always=self.always)
+        (args, kwargs), meeting = self.generations.check_inputs(self.transformer, args, kwargs, always=self.always)
         if meeting is not None:
             meeting.check()
         inputs = signature_of(self.transformer).bind(*args, **kwargs).arguments

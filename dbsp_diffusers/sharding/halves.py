@@ -1,4 +1,4 @@
-"""The two halves of the ranks in guidance parallelism: whether to have them, which all ranks decide alike."""
+"""The two halves of the ranks in guidance parallelism, and the decision to have them, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.comm.groups import SequenceGroup, node_marks, number_nodes
+from dbsp_core.comm.groups import SequenceGroup, node_fingerprints, number_nodes
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.cost.guidance import GuidedStep
 from dbsp_core.cost.machine import hardware_for
@@ -29,7 +29,7 @@ from dbsp_diffusers.resolve import identify, resolve_config
 __all__ = ["Guidance", "Halves"]
 
 Guidance = bool | Literal["auto"]
-"""Whether two halves of the ranks compute a step's two guidance passes; "auto": if that is predicted to be faster."""
+"""True if two halves of the ranks compute a step's two CFG passes; "auto": if that is predicted to be faster."""
 _SIZE = ("num_frames", "height", "width")
 GUIDANCE_DIFFERS = "guidance, or what it is decided by, differs on rank(s) {}; give all ranks the same"
 
@@ -54,7 +54,7 @@ class Halves:
 
         Args:
             model: A pipeline or transformer.
-            strategy: How the ranks of a half are used, if the configuration does not say.
+            strategy: Strategy of the ranks of a half, if the configuration does not name it.
 
         Raises:
             UserError: On all ranks, for an odd number of them or a model that runs guidance in another way.
@@ -67,10 +67,10 @@ class Halves:
             device = use_model_device(transformers_of(model).values(), ranks)  # on which a half's communicator is made
         except Exception as error:  # any error: this rank must not stop alone
             problem = error
-        marks = {GUIDANCE_DIFFERS: fingerprint_of((guidance, wanted))}
-        told = check_consistent(ranks.control(), problem, marks, told=[*device, *node_marks()])
-        require_own_gpus(ranks, [row[:2] for row in told])
-        nodes = number_nodes(ranks, [row[2:] for row in told])
+        fingerprints = {GUIDANCE_DIFFERS: fingerprint_of((guidance, wanted))}
+        numbers = check_consistent(ranks.control(), problem, fingerprints, numbers=[*device, *node_fingerprints()])
+        require_own_gpus(ranks, [row[:2] for row in numbers])
+        nodes = number_nodes(ranks, [row[2:] for row in numbers])
         if isinstance(wanted, GuidedStep):  # whole nanoseconds: a last bit must not decide
             seconds = [round(one * 1e9) for one in (wanted.seconds(nodes), wanted.halved_seconds(nodes))]
             wanted = seconds[1] < seconds[0]
@@ -98,14 +98,14 @@ class Halves:
 def _wanted(
     guidance: Guidance, model: Any, config: ConfigLike, strategy: Strategy | str | None, size: int
 ) -> GuidedStep | bool:
-    """Returns whether there are to be two halves, or the step by whose predicted time ranks decide."""
+    """Returns True if there are to be two halves, or the step by whose predicted time ranks decide."""
     transformers = transformers_of(model)
     unknown = [type(one).__name__ for one in transformers.values() if architecture_of(one).guidance is None]
     if guidance is True and size % 2:
         raise UserError(f"guidance=True halves the ranks, and there are {size}; use an even number of ranks")
     if guidance is True and unknown:
         raise UserError(
-            f"guidance=True: db-SP does not know how pipelines run the two guidance passes of {unknown[0]}; leave "
+            f"guidance=True: db-SP does not know how pipelines run the two CFG passes of {unknown[0]}; leave "
             "guidance out"
         )
     if guidance is True:

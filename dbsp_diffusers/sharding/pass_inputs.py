@@ -22,8 +22,8 @@ def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for key, one in value.items():
             yield from named_tensors(f"{name}[{key!r}]", one)
     elif isinstance(value, (list, tuple)):
-        for place, one in enumerate(value):
-            yield from named_tensors(f"{name}[{place}]", one)
+        for position, one in enumerate(value):
+            yield from named_tensors(f"{name}[{position}]", one)
 
 
 def plain_values(value: Any) -> Any:
@@ -53,7 +53,7 @@ def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
 
 
 class Constants:
-    """Tensors that stand for those that a pipeline passes in every step, such as text embeddings.
+    """Substitutes of tensors that a pipeline passes in every step, such as text embeddings.
 
     What is read from a tensor once, as long as the tensor is not written to, is then read once of its substitute too.
     """

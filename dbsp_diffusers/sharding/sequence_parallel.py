@@ -16,13 +16,13 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_once, sum_gradient
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import BagSessions, Sharing
-from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
+from dbsp_diffusers.models import ShardSpec, TokenSequence, architecture_of
 from dbsp_diffusers.models.gates import gate_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import (
     Arguments,
     PatchSet,
-    guidance_branch,
+    current_cfg_pass,
     sample_of,
     signature_of,
     without_argument,
@@ -69,7 +69,7 @@ class _Pass:
 
     @property
     def video(self) -> StreamShards:
-        """How the video is sharded."""
+        """The shards of the video."""
         return self._stream("video")
 
     def _stream(self, name: str) -> StreamShards:
@@ -79,32 +79,32 @@ class _Pass:
             raise RuntimeError("a part of the transformer was called outside its forward pass")
         return self._streams[name]
 
-    def _shards(self, cut: Cut) -> StreamShards | PackedShards:
-        return self._packed if cut.stream == "packed" and self._packed is not None else self._stream(cut.stream)
+    def _shards(self, spec: ShardSpec) -> StreamShards | PackedShards:
+        return self._packed if spec.stream == "packed" and self._packed is not None else self._stream(spec.stream)
 
-    def cut(self, value: Any, cut: Cut) -> Any:
-        """This rank's share of a tensor, or of each tensor in a list or mapping."""
+    def spec(self, value: Any, spec: ShardSpec) -> Any:
+        """Returns this rank's shard of a tensor, or of each tensor in a list or mapping."""
         if self._streams is None:
             return value
         if isinstance(value, Mapping):
-            return {name: self.cut(one, cut) for name, one in value.items()}
+            return {name: self.spec(one, spec) for name, one in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self.cut(one, cut) for one in value)
-        if not isinstance(value, torch.Tensor) or cut.ndim not in (None, value.ndim):
+            return type(value)(self.spec(one, spec) for one in value)
+        if not isinstance(value, torch.Tensor) or spec.ndim not in (None, value.ndim):
             return value
-        shards = self._shards(cut)
-        if cut.grid:
-            return shards.take(value.flatten(cut.dim, cut.dim + 2), cut.dim).unflatten(cut.dim, (-1, 1, 1))
-        if cut.after_text:
-            text, video = value.tensor_split([value.shape[cut.dim] - self.video.tokens], cut.dim)
-            return torch.cat([text, self.video.take(video, cut.dim)], cut.dim)
-        if cut.stream == "text" and isinstance(shards, StreamShards):
-            value = value.narrow(cut.dim, 0, min(shards.tokens, value.shape[cut.dim]))
-        return shards.take(value, cut.dim)
+        shards = self._shards(spec)
+        if spec.grid:
+            return shards.take(value.flatten(spec.dim, spec.dim + 2), spec.dim).unflatten(spec.dim, (-1, 1, 1))
+        if spec.after_text:
+            text, video = value.tensor_split([value.shape[spec.dim] - self.video.tokens], spec.dim)
+            return torch.cat([text, self.video.take(video, spec.dim)], spec.dim)
+        if spec.stream == "text" and isinstance(shards, StreamShards):
+            value = value.narrow(spec.dim, 0, min(shards.tokens, value.shape[spec.dim]))
+        return shards.take(value, spec.dim)
 
-    def gather(self, output: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """All ranks' shares of an output. Collective."""
-        return output if self._streams is None else self._shards(cut).gather(output, cut.dim)
+    def gather(self, output: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+        """Gathers all ranks' shards of an output. Collective."""
+        return output if self._streams is None else self._shards(spec).gather(output, spec.dim)
 
 
 class _SequenceSharding:
@@ -114,7 +114,7 @@ class _SequenceSharding:
         self.together = ForwardRanks(session.group, lambda: self._pass.video, self._reached)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
-        self._cuts = self._architecture.cuts.of(transformer)
+        self._shard_plan = self._architecture.shard_plan.of(transformer)
         self._session = session
         self._attention: AttentionSession | Sharing = session
         self._bags = BagSessions(session)
@@ -132,22 +132,24 @@ class _SequenceSharding:
         attentions = self._architecture.attentions_of(self._transformer)
         to_video = self._architecture.attentions_to_video_of(self._transformer)
         self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)
-        self._branch = guidance_branch(self._transformer, patches)
-        self._cut_own = self._arguments_changed(self._transformer, self._cuts.inputs.get("", {}), self._cut_share)
+        self._branch = current_cfg_pass(self._transformer, patches)
+        self._cut_own = self._arguments_changed(
+            self._transformer, self._shard_plan.inputs.get("", {}), self._cut_share
+        )
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
-        hooks, cuts = self._hooks, self._cuts
+        hooks, shard_plan = self._hooks, self._shard_plan
         patches.on_detach(hooks.remove)
-        for path, arguments in cuts.inputs.items():  # the transformer's own are cut once the pass has begun
+        for path, arguments in shard_plan.inputs.items():  # the transformer's own are cut once the pass has begun
             hooks.before(path, functools.partial(self._changing, arguments, self._cut_share))
-        for path, arguments in cuts.gathered_inputs.items():
+        for path, arguments in shard_plan.gathered_inputs.items():
             hooks.before(path, functools.partial(self._changing, arguments, self._gather_for_all))
-        for path, outputs in cuts.outputs.items():
+        for path, outputs in shard_plan.outputs.items():
             hooks.after(path, self._changing_outputs(outputs, self._cut_share))
-        for path, cut in cuts.gathered.items():
-            hooks.after(path, self._changing_outputs({0: cut}, self._gather))
-        for path, early in cuts.gathered_early.items():
+        for path, spec in shard_plan.gathered.items():
+            hooks.after(path, self._changing_outputs({0: spec}, self._gather))
+        for path, early in shard_plan.gathered_early.items():
             hooks.after(path, self._changing_outputs(early, self._gather_for_all))
-        for path in cuts.whole:
+        for path in shard_plan.whole:
             hooks.after(path, self._count_gradient_once)
         hooks.follow()
         options: dict[str, Any] = {
@@ -163,7 +165,7 @@ class _SequenceSharding:
             intercept_attention(attention, self._attend_to_video, patches, other_keys=True)
 
     def _reached(self) -> Collection[int]:
-        """The layers whose attention db-SP has computed in the current forward pass."""
+        """Returns the layers whose attention db-SP has computed in the current forward pass."""
         session = self._attention.session if isinstance(self._attention, Sharing) else self._attention
         return range(self._session.layers) if session is None else session.end()
 
@@ -273,7 +275,7 @@ class _SequenceSharding:
         return attend_shared_keys(q, k[:, :, :here], v[:, :, :here], scale, self._session.group)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
-        """The timestep that distinguishes denoising steps; None in training, which draws one for each sample."""
+        """Returns the timestep that distinguishes denoising steps; None in training, which draws one a sample."""
         if not (module.training and torch.is_grad_enabled()):
             return timestep
         if self._session.by_step:
@@ -284,7 +286,7 @@ class _SequenceSharding:
         return None
 
     def _pass_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> _Pass:
-        """A pass of a sequence, whose shards are made once for each layout that the session keeps."""
+        """Begins a pass of a sequence, whose shards are made once for each layout that the session keeps."""
         if layout not in self._made:
             group, first = self._session.group, sequence.text
             self._made[layout] = {
@@ -297,19 +299,19 @@ class _SequenceSharding:
         length = sequence.packed_length or len(sequence.packed)
         return _Pass(streams, PackedShards(streams["text"], streams["video"], sequence.packed.to(device), length))
 
-    def _cut_share(self, value: Any, cut: Cut) -> Any:
-        """Cuts an argument. Not torch.compiler.disable'd: what is cut at a block is compiled with it."""
-        return self._pass.cut(value, cut)
+    def _cut_share(self, value: Any, spec: ShardSpec) -> Any:
+        """Shards an argument. Not torch.compiler.disable'd: what is sharded at a block is compiled with it."""
+        return self._pass.spec(value, spec)
 
     def _changing(
-        self, arguments: Mapping[str, Cut], change: Callable[[Any, Cut], Any], module: nn.Module
+        self, arguments: Mapping[str, ShardSpec], change: Callable[[Any, ShardSpec], Any], module: nn.Module
     ) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
-        """A hook that changes arguments of a module's forward."""
+        """Returns a hook that changes arguments of a module's forward."""
         changed = self._arguments_changed(module, arguments, change)
         return lambda module, args, kwargs: changed(args, kwargs)
 
     def _arguments_changed(
-        self, module: nn.Module, arguments: Mapping[str, Cut], change: Callable[[Any, Cut], Any]
+        self, module: nn.Module, arguments: Mapping[str, ShardSpec], change: Callable[[Any, ShardSpec], Any]
     ) -> Callable[[Args, Kwargs], Arguments]:
         """Changes arguments of a module's forward, positional or by name as they came."""
         names = list(signature_of(module).parameters)
@@ -319,39 +321,41 @@ class _SequenceSharding:
                 f"{type(module).__name__} has no argument {unknown[0]}, which db-SP cuts; install the version of "
                 "diffusers that db-SP is tested with (constraints.txt)"
             )
-        places = {name: names.index(name) for name in arguments}
+        positions = {name: names.index(name) for name in arguments}
 
         def changed(args: Args, kwargs: Kwargs) -> Arguments:
             given, named = list(args), dict(kwargs)
             for name, part in arguments.items():
                 if name in named:
                     named[name] = change(named[name], part)
-                elif places[name] < len(given):
-                    given[places[name]] = change(given[places[name]], part)
+                elif positions[name] < len(given):
+                    given[positions[name]] = change(given[positions[name]], part)
             return tuple(given), named
 
         return changed
 
     def _changing_outputs(
-        self, cuts: Mapping[int, Cut], change: Callable[[Any, Cut], Any]
+        self, shard_plan: Mapping[int, ShardSpec], change: Callable[[Any, ShardSpec], Any]
     ) -> Callable[[nn.Module, Args, Any], Any]:
-        """A hook that changes a module's output, or some of several by index."""
+        """Returns a hook that changes a module's output, or some of several by index."""
 
         @torch.compiler.disable
         def changed(module: nn.Module, args: Args, output: Any) -> Any:
             if isinstance(output, (torch.Tensor, Mapping)):
-                return change(output, cuts[0])
-            return tuple(change(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
+                return change(output, shard_plan[0])
+            return tuple(
+                change(one, shard_plan[index]) if index in shard_plan else one for index, one in enumerate(output)
+            )
 
         return changed
 
-    def _gather(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
-        return self._pass.gather(value, cut)
+    def _gather(self, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+        return self._pass.gather(value, spec)
 
     @torch.compiler.disable
-    def _gather_for_all(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """Makes a tensor whole for what every rank computes alike: of its gradient each has its part of a sum."""
-        return sum_gradient(self._pass.gather(value, cut), self._session.group)
+    def _gather_for_all(self, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+        """Makes a tensor whole for what all ranks compute identically: of its gradient each has its part of a sum."""
+        return sum_gradient(self._pass.gather(value, spec), self._session.group)
 
     @torch.compiler.disable
     def _count_gradient_once(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:

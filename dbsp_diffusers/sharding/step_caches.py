@@ -37,9 +37,9 @@ class ForwardRanks:
     reached: Callable[[], Collection[int]]
 
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
-        """(Σ |now − before|, Σ |before|) over the real tokens of all ranks; padding weighs nothing.
+        """Sums (Σ |now − before|, Σ |before|) over the real tokens of all ranks; padding weighs nothing.
 
-        Collective. The same bits on every rank: each sums the same parts in one order.
+        Collective. Bitwise identical on every rank: each sums the same parts in one order.
         Raises UserError, on all ranks, for a tensor of another shape.
 
         Args:
@@ -61,13 +61,13 @@ DECIDING = "FBCHeadBlockHook"
 """diffusers' first-block cache: decides by how much the first block's residual has changed."""
 
 SKIPS_NOTHING = "PeftInputAutocastDisableHook"
-ALIKE = {
+IDENTICAL = {
     *("FBCBlockHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook", "PyramidAttentionBroadcastHook"),
     *("FasterCacheBlockHook", "TextKVCacheTransformerHook", "TextKVCacheBlockHook", "TransformerBlockSkipHook"),
     *("FeedForwardSkipHook", SKIPS_NOTHING, "FasterCacheDenoiserHook"),
     *("SeaCacheRootHook", "SeaCacheLeaderBlockHook", "SeaCacheBlockHook", "SeaCachePostNormHook"),
 }
-"""Hooks of diffusers that skip alike on all ranks.
+"""Hooks of diffusers that skip consistently on all ranks.
 
 They go by step, timestep, another hook's decision or the whole input, or skip nothing.
 """
@@ -80,7 +80,7 @@ def may_skip(transformer: nn.Module, block: nn.Module) -> bool:
 
 def names_of_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> set[str]:
     """Returns the names of what may leave out attentions of some blocks: classes of diffusers' hooks, libraries."""
-    hooks = (hook for module in _places(transformer, blocks) for hook in _skipping_hooks(module))
+    hooks = (hook for module in _modules_of(transformer, blocks) for hook in _skipping_hooks(module))
     names = {type(hook).__name__ for hook in hooks} - {SKIPS_NOTHING}
     return names | ({"cache-dit or ParaAttention"} if getattr(transformer, "_is_cached", False) else set())
 
@@ -95,9 +95,9 @@ class StepCaches:
         self._deciding: tuple[Any, PatchSet] | None = None
 
     def look(self) -> None:
-        """Raises UserError for a cache that cannot be made to decide alike on all ranks."""
+        """Raises UserError for a cache that cannot be made to decide consistently on all ranks."""
         deciding = self._cache_dit()
-        for module in _places(self._transformer, self._blocks):
+        for module in _modules_of(self._transformer, self._blocks):
             for hook in _skipping_hooks(module):
                 self._require_known(hook)
                 if type(hook).__name__ == DECIDING:
@@ -115,7 +115,7 @@ class StepCaches:
 
     def _require_known(self, hook: Any) -> None:
         name = type(hook).__name__
-        if name not in (DECIDING, *ALIKE):
+        if name not in (DECIDING, *IDENTICAL):
             raise UserError(
                 f"db-SP does not know whether a {name} skips the same layers on all ranks, and without that they wait "
                 "for each other forever; take it off (transformer.disable_cache())"
@@ -150,7 +150,7 @@ class StepCaches:
         return should_compute
 
     def _similarity(self, manager: Any) -> Callable[..., bool]:
-        """Decides for cache-dit whether two tensors are alike, by mean |t1 − t2| / mean |t1|.
+        """Decides for cache-dit whether two tensors are similar, by mean |t1 − t2| / mean |t1|.
 
         Its own function still decides and keeps its records, but on one number each, from the tokens of all ranks.
         """
@@ -170,8 +170,8 @@ class StepCaches:
             if t1.shape == t2.shape:
                 difference, size = self._together.change(t1, t2)
                 t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64, device="cpu")
-            alike: bool = original(t1, t2, parallelized=False, **options)
-            return alike
+            identical: bool = original(t1, t2, parallelized=False, **options)
+            return identical
 
         return similarity
 
@@ -183,7 +183,7 @@ def _unknown(library: str, cache: str) -> UserError:
     )
 
 
-def _places(transformer: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def _modules_of(transformer: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Modules on which caches are put: the transformer, its blocks and their attentions."""
     yield transformer
     for block in blocks:
@@ -192,7 +192,7 @@ def _places(transformer: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.
 
 
 def _skipping_hooks(module: nn.Module) -> list[Any]:
-    """diffusers' hooks on a module that may do something else than call it."""
+    """Yields diffusers' hooks on a module that may do something else than call it."""
     registry = getattr(module, "_diffusers_hook", None)
     hooks = getattr(registry, "hooks", {}).values()
     return [hook for hook in hooks if hasattr(hook, "new_forward")]

@@ -14,7 +14,7 @@ __all__ = ["PackedShards", "StreamShards"]
 class StreamShards:
     """One stream (text, or video) of a sequence: the tokens `first` to `last`, exclusive, in token order.
 
-    Made from a layout that shards the stream into equal runs of places, as `SequenceLayout.from_streams` does.
+    Made from a layout that shards the stream into equal runs of slots, as `SequenceLayout.from_streams` does.
     """
 
     @outside_inference
@@ -31,18 +31,18 @@ class StreamShards:
         self.shard = -(-self.tokens // layout.world)
         local = torch.from_numpy(layout.local[first:last])
         rank = torch.from_numpy(layout.rank[first:last])
-        place = rank * self.shard + local - (int(local.min()) if self.tokens else 0)
+        slot = rank * self.shard + local - (int(local.min()) if self.tokens else 0)
         mine = (rank == group.rank).nonzero().squeeze(1)
-        self._mine = mine[place[mine].argsort()].to(device)
-        self._place = place.to(device)
+        self._mine = mine[slot[mine].argsort()].to(device)
+        self._slot = slot.to(device)
 
     @property
     def tokens_here(self) -> int:
-        """How many of this rank's places hold a token; they are the first ones, padding follows."""
+        """Number of this rank's slots that hold a token; they are the first ones, padding follows."""
         return len(self._mine)
 
     def take(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's shard of a tensor that has all tokens along `dim`; padding is zero."""
+        """Returns this rank's shard of a tensor that has all tokens along `dim`; padding is zero."""
         dim = dim % full.ndim
         if full.shape[dim] != self.tokens:
             raise ValueError(f"expected {self.tokens} tokens along dimension {dim}, got shape {tuple(full.shape)}")
@@ -53,17 +53,17 @@ class StreamShards:
         return torch.cat([here, here.new_zeros(*full.shape[:dim], padding, *full.shape[dim + 1 :])], dim=dim)
 
     def gather(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
-        """All tokens along `dim`, in token order, from every rank's shard. Collective."""
+        """Gathers all tokens along `dim`, in token order, from every rank's shard. Collective."""
         gathered = gather_shards(shard, dim, self._group)
-        return gathered.index_select(dim, self._place.to(gathered.device))
+        return gathered.index_select(dim, self._slot.to(gathered.device))
 
 
 class PackedShards:
     """Text and video of a packed sequence as one: a rank's share of text, then its share of video.
 
     Args:
-        packed: int64[tokens], place of each token in the packed sequence, those of text first.
-        length: Number of places in the packed sequence; those of no token are padding.
+        packed: int64[tokens], slot of each token in the packed sequence, those of text first.
+        length: Number of slots in the packed sequence; those of no token are padding.
     """
 
     def __init__(self, text: StreamShards, video: StreamShards, packed: torch.Tensor, length: int) -> None:
@@ -71,16 +71,16 @@ class PackedShards:
         self._packed, self._length = packed, length
 
     def take(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's shares of a tensor that has all tokens along `dim`, as they are packed."""
+        """Returns this rank's shards of a tensor that has all tokens along `dim`, as they are packed."""
         text, video = full.index_select(dim, self._packed.to(full.device)).split(
             [self._text.tokens, self._video.tokens], dim
         )
         return torch.cat([self._text.take(text, dim), self._video.take(video, dim)], dim)
 
     def gather(self, shares: torch.Tensor, dim: int) -> torch.Tensor:
-        """All tokens along `dim`, as they are packed, and zeros for padding. Collective."""
+        """Gathers all tokens along `dim`, as they are packed, and zeros for padding. Collective."""
         text, video = shares.split([self._text.shard, self._video.shard], dim)
         whole = torch.cat([self._text.gather(text, dim), self._video.gather(video, dim)], dim)
-        places = self._packed.to(whole.device)
+        slots = self._packed.to(whole.device)
         packed = whole.new_zeros(*whole.shape[:dim], self._length, *whole.shape[dim + 1 :])
-        return packed.index_copy(dim, places, whole)
+        return packed.index_copy(dim, slots, whole)

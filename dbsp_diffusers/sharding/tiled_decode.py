@@ -1,9 +1,9 @@
-"""Decoding a video in parallel: the tiles of diffusers' tiled decode, shared out over ranks.
+"""Decoding a video in parallel: the tiles of diffusers' tiled decode, distributed over ranks.
 
 diffusers' own loop runs twice, and what it computes stays its own: where tiles begin, and how they are blended. First
 with a decoder that only notes what it is called with; then, once each rank has decoded its tiles and all have
 exchanged them, with one that returns what came. So every rank has the whole video, with the bits of the serial tiled
-decode. vLLM-Omni, TensorRT-LLM and DistVAE share out tiles, too.
+decode. vLLM-Omni, TensorRT-LLM and DistVAE distribute tiles, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 
 __all__ = ["AUTOENCODERS", "owners_of_tiles", "share_decoding"]
 
@@ -42,9 +42,9 @@ AUTOENCODERS: dict[str, str | None] = {
     "AutoencoderKLQwenImage": "feat_cache",
     "AutoencoderKLWan": "feat_cache",
 }
-"""By class, how a tile's calls of the decoder, some frames each, hand on their state.
+"""By class, how a tile's calls of the decoder, some frames each, pass on their state.
 
-In an argument: a list that they fill (feat_cache), or what the call before has returned beside its frames
+State of an argument: a list that they fill (feat_cache), or what the call before has returned with its frames
 (conv_cache). Or within layers, until the autoencoder's loop ends the tile (`CLEARED`). None: one call a tile."""
 NOT_SHARED = {"AutoencoderKLCosmos": "it has no tiled decode"}
 """Autoencoders of models that db-SP knows whose decode is not shared, with the reason."""
@@ -63,22 +63,22 @@ def owners_of_tiles(areas: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def share_decoding(pipe: Any, agreement: GenerationAgreement, patches: PatchSet) -> None:
-    """Lets the ranks of `agreement` decode a pipeline's videos together. Turns tiling on.
+def share_decoding(pipe: Any, checks: GenerationChecks, patches: PatchSet) -> None:
+    """Lets the ranks of `checks` decode a pipeline's videos together. Turns tiling on.
 
     Args:
         pipe: The pipeline. All ranks must call its autoencoder's `decode` together, with the same latents.
-        agreement: In which ranks compare, before each video, that they do.
+        checks: In which ranks compare, before each video, that they do.
 
     Raises:
-        UserError: For a pipeline without an autoencoder, or one whose decoder is not known or shared out already.
+        UserError: For a pipeline without an autoencoder, or one whose decoder is not known or distributed already.
     """
     vae = getattr(pipe, "vae", None)
     if vae is None:
         raise UserError("vae=True is for a pipeline with an autoencoder, `pipe.vae`; leave it out for a transformer")
     names = [cls.__name__ for cls in type(vae).__mro__]
     for name in filter(NOT_SHARED.__contains__, names):
-        if agreement.group.rank == 0:
+        if checks.group.rank == 0:
             log.warning("vae: the decode of %s is not shared, as %s; every rank decodes all", name, NOT_SHARED[name])
         return
     kinds = [name for name in names if name in AUTOENCODERS]
@@ -94,12 +94,12 @@ def share_decoding(pipe: Any, agreement: GenerationAgreement, patches: PatchSet)
         )
     patches.set_attribute(vae, "use_tiling", True)
     patches.set_attribute(vae, "_dbsp_decoding", True)
-    patches.set_attribute(vae, "decode", _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], agreement))
+    patches.set_attribute(vae, "decode", _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], checks))
 
 
 @dataclass
 class _Call:
-    """One call of the decoder. `state` is what it hands on: given to it (a list), or returned (a placeholder)."""
+    """One call of the decoder. `state` is what it passes on: given to it (a list), or returned (a placeholder)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -108,7 +108,7 @@ class _Call:
 
 
 class _Noting:
-    """In place of a decoder's forward: notes its calls, by tile, and returns frames of no size, blended in no time."""
+    """Replaces a decoder's forward: notes its calls, by tile, and returns frames of no size, blended in no time."""
 
     def __init__(self, carries: str | None) -> None:
         self.tiles: list[list[_Call]] = []
@@ -117,7 +117,7 @@ class _Noting:
         """Whether a tile goes on, of an autoencoder that ends each by a method."""
 
     def end_tile(self) -> None:
-        """Stands for that method."""
+        """Replaces that method."""
         self._within = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class _Noting:
 
 
 class _Returning:
-    """In place of a decoder's forward: returns the frames of its calls, in their order, once."""
+    """Replaces a decoder's forward: returns the frames of its calls, in their order, once."""
 
     def __init__(self, tiles: Sequence[Sequence[_Call]], returns_state: bool) -> None:
         self._calls = [call for tile in reversed(tiles) for call in reversed(tile)]
@@ -153,18 +153,18 @@ class _Decoding:
     vae: nn.Module
     serial: Callable[..., Any]
     carries: str | None
-    agreement: GenerationAgreement
+    checks: GenerationChecks
 
     @property
     def group(self) -> SequenceGroup:
-        return self.agreement.group
+        return self.checks.group
 
     @torch.compiler.disable
     def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.group.size == 1:
             return self.serial(z, *args, **kwargs)
         # 1. Note the tiles, and agree on them.
-        tiles = self._agreed_tiles(z, *args, **kwargs)
+        tiles = self._checked_tiles(z, *args, **kwargs)
         if len(tiles) < 2:
             return self.serial(z, *args, **kwargs)
         # 2. Decode this rank's, in the order of the serial loop.
@@ -184,8 +184,8 @@ class _Decoding:
         with self._decoder_replaced(_Returning(tiles, self.carries == "conv_cache")):
             return self.serial(z, *args, **kwargs)
 
-    def _agreed_tiles(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> list[list[_Call]]:
-        """The calls of the decoder that a serial decode makes, by tile. Raises on all ranks where they differ."""
+    def _checked_tiles(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> list[list[_Call]]:
+        """Returns the calls of the decoder that a serial decode makes, by tile. Raises on all ranks if they differ."""
         noting, problem = _Noting(self.carries), None
         try:
             if needs_gradients(z, *self.vae.parameters()):
@@ -197,7 +197,7 @@ class _Decoding:
         shapes = [[tuple(call.args[0].shape) for call in tile] for tile in noting.tiles]
         latents = [z] if isinstance(z, torch.Tensor) else []
         try:
-            self.agreement.compare_decoding((repr(problem), shapes, getattr(z, "dtype", None)), latents)
+            self.checks.compare_decoding((repr(problem), shapes, getattr(z, "dtype", None)), latents)
         finally:
             if problem is not None:
                 raise problem
@@ -244,7 +244,7 @@ class _Decoding:
     def _decoder_replaced(
         self, forward: Callable[..., Any], ends_tile: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Within it, the decoder has this forward. Its parts stay in sight: some autoencoders count them."""
+        """Gives the decoder this forward within the block. Its parts stay visible: some autoencoders count them."""
         patches = PatchSet()
         patches.set_attribute(self.vae.decoder, "forward", forward)
         if self.carries == CLEARED:
@@ -256,7 +256,7 @@ class _Decoding:
 
 
 def _sizes_of(tiles: Sequence[Sequence[_Call]], ndim: int) -> list[int]:
-    """The dtype's number, and the shape of each call's frames, as this rank knows them: 0 for tiles of other ranks."""
+    """Returns the dtype's number, and the shape of each call's frames, as this rank knows them: 0 for other ranks'."""
     outs = [call.out for tile in tiles for call in tile]
     dtypes = [1 + _DTYPES.index(out.dtype) for out in outs if out is not None]
     shapes = [size for out in outs for size in ([0] * ndim if out is None else out.shape)]

@@ -29,7 +29,7 @@ def block_attention(
     head_tokens: int | None = None,
     lse: bool = True,
 ) -> PartialAttention:
-    """Attention of packed query rows over packed KV blocks, whatever heads they are of.
+    """Computes attention of packed query rows over packed KV blocks, for any heads that they are of.
 
     Args:
         q: [Rq, Bq, D], one query block per row.
@@ -38,23 +38,23 @@ def block_attention(
         kv_index: int32[Rq, max], the blocks each row attends to: the first `kv_count` of its entries.
         kv_count: int32[Rq].
         kv_len: int32[Ck], real tokens of each KV block, 1..Bk; those beyond are masked.
-        scale: Of the scores; default D^−1/2.
+        scale: Softmax scale; default D^−1/2.
         kernel: A name from `KERNELS`, "auto", or a `Kernel` that `choose_kernel` chose for such inputs before. It
-            is not checked again whether a chosen one can serve.
+            is not checked again for its support.
         kv_full: int32[Rq], how many of the first entries of each row are blocks of Bk tokens (masks cost time).
         row_schedule: int32[Rq], a permutation: the order in which rows start. Default: as they are.
         partial: A result over other keys, contiguous, to merge this one into: its lse is overwritten, and its out
             too unless `out_dtype` asks for another dtype.
-        out_dtype: Of out; default that of `partial`, or q's.
+        out_dtype: Dtype of out; default that of `partial`, or q's.
         head_tokens: Tokens of a head, if rows and blocks are all those of some heads, in order; only the last query
             block and the last KV block of each may be short. For kernels that support nothing else.
-        lse: Whether the caller uses it: False admits kernels that return none (NaN instead).
+        lse: True if the caller uses it: False admits kernels that return none (NaN instead).
 
     Returns:
         out [Rq, Bq, D] and lse [Rq, Bq] of `lse_dtype` (natural log); a row without blocks has out 0, lse −inf.
 
     Raises:
-        ValueError: For mismatched shapes, dtypes or devices, or a kernel that cannot serve; on CPU, and with
+        ValueError: For mismatched shapes, dtypes or devices, or a kernel without support for them; on CPU, and with
             DBSP_DEBUG=1 everywhere (it costs a synchronisation), for a count above the table's width, an index
             outside the packed blocks, or hints that are not true.
     """
@@ -79,14 +79,15 @@ def block_attention(
 
 
 def block_attention_backward(inputs: BackwardInputs, kernel: str | Kernel = "auto") -> Gradients:
-    """The gradients of one `block_attention` call.
+    """Returns the gradients of one `block_attention` call.
 
     Args:
-        inputs: What the forward had and gave, and the gradient of its output.
+        inputs: Inputs and outputs of the forward, and the gradient of its output.
         kernel: As for `block_attention`.
 
     Returns:
-        dq [Rq, Bq, D], dk and dv [Ck, Bk, D], float32 (float64 for float64). Deterministic: the same bits each time.
+        dq [Rq, Bq, D], dk and dv [Ck, Bk, D], float32 (float64 for float64). Deterministic: bitwise identical each
+        time.
 
     Raises:
         ValueError: For mismatched shapes, or a kernel without a backward.

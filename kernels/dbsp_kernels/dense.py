@@ -28,7 +28,7 @@ class DensePart:
 
     Attributes:
         rows, blocks: First and last, exclusive, in one copy of the batch.
-        tokens: int64, the real tokens among the blocks' places; None: all of them.
+        tokens: int64, the real tokens among the blocks' slots; None: all of them.
     """
 
     rows: tuple[int, int]
@@ -51,7 +51,7 @@ def fused_kernel(q: torch.Tensor) -> str | None:
 def attend_dense_part(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DensePart, scale: float
 ) -> PartialAttention:
-    """Attention of one part on `fused_kernel`, which there must be.
+    """Computes attention of one part on `fused_kernel`, which must exist.
 
     Args:
         q: [B, Rq, Bq, D].

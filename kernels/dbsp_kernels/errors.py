@@ -6,7 +6,7 @@ __all__ = ["REPOSITORY", "UserError", "install_command", "page"]
 
 
 class UserError(ValueError):
-    """Something the user can put right: a setting, a file, an input or a host that does not fit.
+    """An error that the user can put right: a setting, a file, an input or a framework that does not fit.
 
     Its message is one line that names the problem and the fix, so a command shows nothing else and exits with 2. Every
     other exception is a fault of db-SP or of what it runs on, and keeps its traceback.
@@ -23,10 +23,10 @@ REPOSITORY = "https://github.com/db-sp/db-sp"
 
 
 def page(name: str) -> str:
-    """The address of docs/NAME.md, which a wheel does not have."""
+    """Returns the address of docs/NAME.md, which a wheel does not have."""
     return f"{REPOSITORY}/blob/main/docs/{name}.md"
 
 
 def install_command(extra: str) -> str:
-    """The command that installs what an extra needs. It names no package index: db-SP is on none."""
+    """Returns the command that installs what an extra needs. It names no package index: db-SP is on none."""
     return f"pip install '.[{extra}]' in db-SP's repository"

@@ -25,7 +25,7 @@ __all__ = [
 def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns the array on the device, itself where it is there; from the host to a GPU by pinned memory.
 
-    So the host need not wait for what the device is doing.
+    So the CPU need not wait for what the device is doing.
     """
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     if tensor.device.type == "cpu" and device.type == "cuda":
@@ -56,7 +56,7 @@ def quantise_segments(
 
         triton_quantise_segments(source, destination, segments.table, segments.mean, less)
         return
-    from_head, from_token, to_head, to_token, *_ = segments.places
+    from_head, from_token, to_head, to_token, *_ = segments.positions
     values = source[:, from_head, from_token].to(torch.float32)
     if less is not None:
         values -= less[:, from_head]
@@ -64,7 +64,7 @@ def quantise_segments(
 
 
 def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """int32[..., row_words(D)] from float32[..., D], by torch's own operations."""
+    """Quantizes float32[..., D] to int32[..., row_words(D)], by torch's own operations."""
     width, largest = tokens.shape[-1], tokens.abs().amax(dim=-1)  # NaN where one is
     scale = largest / LARGEST
     scale = torch.where(largest.isfinite(), scale, torch.nan).masked_fill_(largest < TINY, 0.0)
@@ -83,7 +83,7 @@ def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Te
 
 @dataclass(frozen=True, eq=False)
 class CopySegments:
-    """What `copy_segments` copies; no two segments write to one place.
+    """Segments for `copy_segments`; no two of them write to one slot.
 
     Attributes:
         table: int32[n, 6], from_head, from_token, to_head, to_token, length and zeros of each: `length` tokens are
@@ -106,7 +106,7 @@ class CopySegments:
         return CopySegments(to_device(self.table, device), self.mean)
 
     @cached_property
-    def places(self) -> tuple[torch.Tensor, ...]:
+    def positions(self) -> tuple[torch.Tensor, ...]:
         """int64 each, by token: from_head, from_token, to_head, to_token; and to_head, to_token of the zeros."""
         table = self.table.long()
         from_head, from_token, to_head, to_token, length, zeros = table.unbind(1)
@@ -125,8 +125,8 @@ def copy_segments(
 
     Args:
         sources, destination: [B, heads, tokens, D] of one B, D, dtype and device, of any strides; views are welcome.
-        segments: Of each source; no two segments of all write to one place.
-        add: Whether tokens are added to what is there; such segments have no zeros.
+        segments: Segments of each source; no two segments of all write to one slot.
+        add: True if tokens are added to the destination; such segments have no zeros.
     """
     if destination.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
@@ -136,7 +136,7 @@ def copy_segments(
         triton_copy_segments(sources, destination, tables, mean, add)
         return
     for source, of_source in zip(sources, segments, strict=True):
-        from_head, from_token, to_head, to_token, zero_head, zero_token = of_source.places
+        from_head, from_token, to_head, to_token, zero_head, zero_token = of_source.positions
         if add:
             destination[:, to_head, to_token] += source[:, from_head, from_token]
             continue
@@ -145,7 +145,7 @@ def copy_segments(
 
 
 def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """start, start + 1, … of every segment, one after the other."""
+    """Returns start, start + 1, … of every segment, one after the other."""
     before = starts - (sizes.cumsum(0) - sizes)
     spread = torch.repeat_interleave(before, sizes)
     return spread + torch.arange(len(spread), device=spread.device)

@@ -1,4 +1,4 @@
-"""What every kernel is given: one attention of packed query rows over packed KV blocks."""
+"""Inputs of every kernel: one attention of packed query rows over packed KV blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class KernelInputs:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def positively_scaled(self) -> tuple[torch.Tensor, float]:
-        """q and a scale above 0 that give the same scores, for kernels that take maxima before they scale."""
+        """Returns q and a scale above 0 that give the same scores, for kernels that take maxima before they scale."""
         if self.scale > 0:
             return self.q, self.scale
         return (-self.q, -self.scale) if self.scale < 0 else (torch.zeros_like(self.q), 1.0)
@@ -115,7 +115,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_states(
     out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint key sets.
+    """Merges attention over two disjoint key sets.
 
     out = out·σ(lse − lse_part) + out_part·σ(lse_part − lse) is the usual update; where both sides are −inf the
     difference is NaN, so the weights are formed against a finite maximum instead.
@@ -162,7 +162,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class BackwardInputs:
-    """What a kernel's backward is given.
+    """Inputs of a kernel's backward.
 
     Attributes:
         forward: q, k, v, scale and tables, as the forward had them; `partial` and `out_dtype` are None.
@@ -180,7 +180,7 @@ class BackwardInputs:
     transposed: Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
     def delta(self) -> torch.Tensor:
-        """Σ dout · out, [Rq, Bq], of lse's dtype."""
+        """Returns Σ dout · out, [Rq, Bq], of lse's dtype."""
         return (self.dout.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(dim=-1)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What a kernel is and can do, which kernels there are, and the choice among them."""
+"""Kernels: what each supports, which ones there are, and the choice among them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ FLOATS = HALVES | {torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """What an attention requires of its kernel apart from device and dtype.
+    """Requirements of an attention on its kernel apart from device and dtype.
 
     Attributes:
         blocks: (block_q, block_k); None: not known yet.
         width: D; None: not known yet.
-        lse: Whether the log-sum-exp is used, by which the results of chunks are merged.
-        ragged_rows: Whether rows are not simply all rows of whole heads: heads are split, or in a ring.
+        lse: True if the log-sum-exp is used, by which the results of chunks are merged.
+        ragged_rows: True if rows are not simply all rows of whole heads: heads are split, or in a ring.
         tokens: Tokens of a head; None: not known yet.
-        backward: Whether gradients will be computed.
+        backward: True if gradients will be computed.
     """
 
     blocks: tuple[int, int] | None = None
@@ -62,11 +62,11 @@ class Kernel:
         blocks: Supported (block_q, block_k) by architecture of a GPU, 90 for Hopper; None: any, on any.
         widths: Values of D.
         least_tokens: Fewest tokens of a head.
-        returns_lse: Whether it returns a log-sum-exp, and not NaN.
-        ragged_rows: Whether it supports other rows than those of whole heads.
-        merges: Whether it merges into `partial` and returns `out_dtype` by itself.
+        returns_lse: True if it returns a log-sum-exp, and not NaN.
+        ragged_rows: True if it supports other rows than those of whole heads.
+        merges: True if it merges into `partial` and returns `out_dtype` by itself.
         why_unavailable: Returns why it cannot work on this machine, or None.
-        interpreted: Whether Triton's interpreter can run it on the CPU.
+        interpreted: True if Triton's interpreter can run it on the CPU.
         auto_on: Device types on which "auto" may choose it: those on which the tests run it.
     """
 
@@ -88,7 +88,7 @@ class Kernel:
     def why_unsupported(
         self, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
     ) -> str | None:
-        """Returns why this kernel cannot serve such tensors and needs here, or None."""
+        """Returns why this kernel does not support such tensors and needs here, or None."""
         needs, device = needs or KernelRequirements(), torch.device(device)
         if device.type not in self.devices and not (device.type == "cpu" and self.interpreted and interpreted()):
             return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device.type}"
@@ -99,26 +99,28 @@ class Kernel:
             return reason
         arch = capability_of(device) if device.type == "cuda" and torch.cuda.is_available() else None
         if arch is not None and arch not in self.blocks:
-            served = ", ".join(f"{served // 10}.{served % 10}" for served in sorted(self.blocks))
-            return f"it serves GPUs of compute capability {served}; {device} has {arch // 10}.{arch % 10}"
+            supported = ", ".join(f"{one // 10}.{one % 10}" for one in sorted(self.blocks))
+            return f"it supports GPUs of compute capability {supported}; {device} has {arch // 10}.{arch % 10}"
         blocks = frozenset().union(*self.blocks.values()) if arch is None else self.blocks[arch]
         if needs.blocks is None or needs.blocks in blocks:
             return None
-        served = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
-        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"
+        supported = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
+        return f"it supports blocks of {supported}, not {needs.blocks[0]}×{needs.blocks[1]}"
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
-        """Returns why this kernel cannot serve such a plan on any machine, or None."""
+        """Returns why this kernel does not support such a plan on any computer, or None."""
         if needs.lse and not self.returns_lse:
             return "it returns no log-sum-exp, by which chunks of keys are merged; use a strategy UxR1"
         if needs.ragged_rows and not self.ragged_rows:
-            return "it serves only whole heads, and here heads are split over ranks or cut by text of uneven length"
+            return (
+                "it supports only whole heads, and here heads are split over ranks or cut by texts of unequal length"
+            )
         if needs.backward and self.backward is None:
             return "it has no backward, and gradients are asked for"
         if needs.width is not None and needs.width not in self.widths:
-            return f"it serves head dims {_listed(self.widths)}, not {needs.width}"
+            return f"it supports head dims {_listed(self.widths)}, not {needs.width}"
         if needs.tokens is not None and needs.tokens < self.least_tokens:
-            return f"it serves heads of {self.least_tokens} tokens and more, not of {needs.tokens}"
+            return f"it supports heads of {self.least_tokens} tokens and more, not of {needs.tokens}"
         return None
 
 
@@ -201,7 +203,7 @@ REMOVED = dict.fromkeys(("flex", "cudnn", "fastvideo"), "triton")
 def available(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
 ) -> list[str]:
-    """Names of the kernels that can serve tensors of `dtype` on `device` here, best first."""
+    """Returns the kernels that support tensors of `dtype` on `device` here, best first, by name."""
     return [name for name, kernel in KERNELS.items() if kernel.why_unsupported(device, dtype, needs) is None]
 
 
@@ -225,7 +227,7 @@ def choose_kernel(
 ) -> Kernel:
     """Returns the kernel called `name`; for "auto" $DBSP_KERNEL if set, else the first that `auto` may take here.
 
-    Of several names with commas between, such as "fa4,auto", it is the first that serves.
+    Of several names with commas between, such as "fa4,auto", it is the first with support.
 
     Raises:
         UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
@@ -246,18 +248,18 @@ def choose_kernel(
 
 
 def require_supported(name: str, needs: KernelRequirements) -> None:
-    """Raises UserError, naming kernels that can, when the kernel called `name` can serve such a plan on no machine.
+    """Raises UserError, naming kernels that do, if the kernel called `name` supports such a plan on no computer.
 
-    Nothing that differs between ranks matters, so that all of them raise alike.
+    The result is the same on all ranks, so that all of them raise.
     """
     wanted = _wanted(name)
     reason = None if wanted == "auto" else KERNELS[wanted].why_unsupported_anywhere(needs)
     if reason is not None:
         instead = " or ".join(k.name for k in KERNELS.values() if k.why_unsupported_anywhere(needs) is None)
-        raise UserError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
+        raise UserError(f"kernel {wanted!r} does not support this plan: {reason}; use {instead}")
 
 
 def supports(name: str, needs: KernelRequirements) -> bool:
-    """Returns whether a kernel can serve such a plan on some machine; "auto" can. Raises UserError if unknown."""
+    """Returns True if a kernel supports such a plan on some computer; "auto" does. Raises UserError if unknown."""
     wanted = _wanted(name)
     return wanted == "auto" or KERNELS[wanted].why_unsupported_anywhere(needs) is None

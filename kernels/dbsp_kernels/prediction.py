@@ -14,15 +14,15 @@ __all__ = ["halving_sum", "pool_rows", "pooled_scores", "select_blocks", "sum_to
 TOKENS_AT_A_TIME = 1024  # on the CPU: what is computed of them stays in the cache
 
 
-def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def sum_tokens(tokens: torch.Tensor, position: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Sums over the tokens of each block, which are integers: no order of summation changes a bit.
 
     Values that are not finite count as 0 or as ± LIMIT.
 
     Args:
         tokens: [B, H, n, D], float32, bfloat16 or float16, any strides.
-        place: int64[m], which of the n are summed, block after block.
-        first: int64[blocks + 1], where each block's begin in `place`, and where the last one's end.
+        position: int64[m], which of the n are summed, block after block.
+        first: int64[blocks + 1], where each block's begin in `position`, and where the last one's end.
 
     Returns:
         int64[H, B, blocks, 2 · D + 2]: the sum of values, in units of MEAN_UNIT, and then of directions (values
@@ -32,21 +32,21 @@ def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -
     if tokens.is_cuda:
         from dbsp_kernels.triton.prediction import sum_tokens_triton  # here: triton need not be installed
 
-        return sum_tokens_triton(tokens, place, first)
+        return sum_tokens_triton(tokens, position, first)
     (batch, heads, _, width), blocks = tokens.shape, len(first) - 1
     sums = tokens.new_zeros(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
     block = torch.repeat_interleave(torch.arange(blocks, device=first.device), first.diff())
-    together = list(zip(place.split(TOKENS_AT_A_TIME), block.split(TOKENS_AT_A_TIME), strict=True))
+    together = list(zip(position.split(TOKENS_AT_A_TIME), block.split(TOKENS_AT_A_TIME), strict=True))
     # Units are powers of 2, so that counting in them is exact in float32.
-    for item, head, (places, into) in itertools.product(range(batch), range(heads), together):
-        part = tokens[item, head].index_select(0, places).to(torch.float32)
+    for item, head, (positions, into) in itertools.product(range(batch), range(heads), together):
+        part = tokens[item, head].index_select(0, positions).to(torch.float32)
         part = torch.nan_to_num_(part, nan=0.0).clamp_(-LIMIT, LIMIT)
         values, directions = sums[head, item, :, :-2].chunk(2, dim=-1)
         values.index_add_(0, into, part.mul(1 / MEAN_UNIT).floor_().long())
         # In float64: torch's float32 root on CPU is not always the nearest; of this one's, the rounded one is.
         norm = halving_sum(part * part).to(torch.float64).sqrt_().to(torch.float32)
         part.div_(norm.masked_fill_(norm == 0, torch.inf)[:, None])  # without a length: no direction
-        # Rounded down: to add a half first would round twice, and not everywhere alike.
+        # rounded down: adding a half first would round twice, and differently elsewhere
         directions.index_add_(0, into, part.mul_(1 / DIRECTION_UNIT).floor_().long())
     return sums
 
@@ -113,7 +113,7 @@ def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) 
 def select_blocks(
     chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
 ) -> torch.Tensor:
-    """The blocks of largest chance in each row, ties to the lower column, and dense rows and columns, as bits.
+    """Returns the blocks of largest chance in each row, ties to the lower column, and dense rows and columns, as bits.
 
     On a GPU chances are added up exactly, in units of 2^-60; on the CPU in float64, one after the other.
 
@@ -121,7 +121,7 @@ def select_blocks(
         chance: float64[heads, nq, nk], at least 0; NaN counts as 0.
         dense: bool[heads, nq + nk], rows and then columns that are dense in any case.
         cdf: As many blocks as have a cumulative chance of at most this, but at least one; None: `count` of them.
-        crossing: Whether the next block is taken too, with which the cumulative chance exceeds `cdf`.
+        crossing: True if the next block is taken too, with which the cumulative chance exceeds `cdf`.
 
     Returns:
         uint8[heads, nq, ceil(nk / 8)], as `pack_bits` packs them.
@@ -132,9 +132,9 @@ def select_blocks(
         return select_blocks_triton(chance, dense, cdf, count, crossing)
     nq, nk = chance.shape[1:]
     ordered, block = torch.sort(chance.nan_to_num(0.0), dim=-1, descending=True, stable=True)
-    place = torch.arange(nk, device=chance.device)
+    position = torch.arange(nk, device=chance.device)
     if cdf is None:
-        taken = (place < count).expand_as(chance)
+        taken = (position < count).expand_as(chance)
     else:
         taken = ordered.cumsum(-1) <= cdf
         if crossing:

@@ -1,4 +1,4 @@
-"""Numbers to which torch's and Triton's implementations round alike, so that results have the same bits."""
+"""Constants for identical rounding in torch's and Triton's implementations, whose results are bitwise identical."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks each row attends to, as bits: an eighth of a byte for each, where a kernel's table takes four bytes."""
+"""The blocks that each row attends to, as bits: an eighth of a byte each, where a kernel's table takes four bytes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["expand_rows", "pack_bits", "pack_rows", "unpack_bits"]
 
 
 def pack_bits(needed: torch.Tensor) -> torch.Tensor:
-    """bool[..., W] → uint8[..., ceil(W / 8)]: column 8·i + j is bit j of byte i."""
+    """Packs bool[..., W] → uint8[..., ceil(W / 8)]: column 8·i + j is bit j of byte i."""
     width, bits = needed.shape[-1], needed.to(torch.uint8)
     if width % 8:
         bits = torch.nn.functional.pad(bits, (0, -width % 8))
     bits = bits.view(*bits.shape[:-1], -(-width // 8), 8)
-    return (bits << _places(needed.device)).sum(-1, dtype=torch.uint8)
+    return (bits << _bit_positions(needed.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """bool[..., W] of what `pack_bits` packed; rows are not contiguous where W is no multiple of 8."""
-    bits = (packed[..., None] >> _places(packed.device)).bitwise_and_(1)
+    """Unpacks what `pack_bits` packed to bool[..., W]; rows are not contiguous if W is not a multiple of 8."""
+    bits = (packed[..., None] >> _bit_positions(packed.device)).bitwise_and_(1)
     return bits.view(torch.bool).flatten(-2)[..., :width]
 
 
 @functools.cache
-def _places(device: torch.device) -> torch.Tensor:
-    """uint8[8]: each bit's place in a byte."""
+def _bit_positions(device: torch.device) -> torch.Tensor:
+    """Returns uint8[8]: each bit's position in a byte."""
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
@@ -45,10 +45,10 @@ def pack_rows(
 
     Args:
         mask: bool[n, nk] rows; or bool[n], rows of several lengths one after another.
-        rows, spans, turn: int64[R], each row's place there (in bool[n] its first), its span, and its sort key.
+        rows, spans, turn: int64[R], each row's position there (in bool[n] its first), its span, and its sort key.
         columns: int64[y, spans, width], the KV block of a row's column, counted along the mask's row.
         present: bool[y, spans, width], whether the column has a block.
-        full: Whether that block is not short.
+        full: True if that block is not short.
 
     Returns:
         Bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
@@ -76,7 +76,7 @@ def expand_rows(
     block: int,
     batch: int = 1,
 ) -> torch.Tensor:
-    """The table that `block_attention` reads, made where the bits are, without a host synchronisation.
+    """Builds the table that `block_attention` reads, on the bits' device, without a host synchronisation.
 
     Args:
         bits: uint8[R, ceil(width / 8)]: row r attends to packed block base[r] + j where its bit j is set.
@@ -97,9 +97,9 @@ def expand_rows(
     needed = (bits[:, column // 8] >> (column % 8).to(torch.uint8) & 1).bool()
     packed = base[:, None] + column
     short = kv_len[torch.where(needed, packed, 0).long()] < block if len(kv_len) else torch.zeros_like(needed)
-    place = torch.where(short, kv_full[:, None] + (needed & short).cumsum(1) - 1, (needed & ~short).cumsum(1) - 1)
+    position = torch.where(short, kv_full[:, None] + (needed & short).cumsum(1) - 1, (needed & ~short).cumsum(1) - 1)
     # Columns that are not needed are written to one beyond the end, which is cut off.
     index = torch.zeros(rows, width + 1, dtype=torch.int32, device=bits.device)
-    index.scatter_(1, torch.where(needed, place, width).long(), packed.to(torch.int32))
+    index.scatter_(1, torch.where(needed, position, width).long(), packed.to(torch.int32))
     copies = torch.arange(batch, dtype=torch.int32, device=bits.device) * len(kv_len)
     return (index[:, :width] + copies[:, None, None]).flatten(0, 1)

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_cli.measure import uneven_mask
+from dbsp_cli.measure import imbalanced_mask
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy
@@ -31,7 +31,7 @@ from scripts.bench.timing import Turns, TurnTakingGroup, gpu_seconds, run_ranks
 
 @dataclass(frozen=True)
 class Case:
-    """One attention over `tokens` tokens under an uneven mask."""
+    """One attention over `tokens` tokens under an unequal mask."""
 
     heads: int
     tokens: int
@@ -41,7 +41,7 @@ class Case:
     slope: float
 
     def mask(self) -> BlockMask:
-        return uneven_mask(self.heads, BlockGrid.uniform(self.tokens, 64), self.density, self.seed, self.slope)
+        return imbalanced_mask(self.heads, BlockGrid.uniform(self.tokens, 64), self.density, self.seed, self.slope)
 
 
 PLANNERS = ("contiguous", "dbsp")
@@ -116,7 +116,7 @@ def measure_attentions(
     repeats: int,
     turns_file: str,
 ) -> list[list[float]]:
-    """Returns seconds of whole attentions of (case, strategy, planner), one of each in turn: drift hits all alike."""
+    """Returns seconds of whole attentions of (case, strategy, planner), interleaved: drift hits all identically."""
     turns = Turns(Path(turns_file))
     group = SequenceGroup.of() if device == "cuda" else TurnTakingGroup.of_all(turns)
     timed = gpu_seconds if device == "cuda" else turns.core_seconds

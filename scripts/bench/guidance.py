@@ -1,6 +1,6 @@
-"""Guidance parallelism beside plain sequence parallelism: bytes that a rank receives (counted), seconds (modelled).
+"""Guidance parallelism next to plain sequence parallelism: bytes that a rank receives (counted), seconds (modelled).
 
-For the self-attentions of one denoising step of Wan2.1-T2V-14B at 720p, which are two guidance passes of 40 layers.
+For the self-attentions of one denoising step of Wan2.1-T2V-14B at 720p, which are two CFG passes of 40 layers.
 Each way takes the UxRy that is predicted to be fastest. The outputs that ranks gather and exchange are counted, too.
 """
 

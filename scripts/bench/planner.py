@@ -65,7 +65,7 @@ def beta(heads: int, blocks: int, seed: int) -> np.ndarray:
 
 
 def banded(heads: int, blocks: int, seed: int) -> np.ndarray:
-    """Bands around the diagonal, diagonals at frame stride, and bands with dense first columns, in turn."""
+    """Bands around the diagonal, diagonals at frame stride, and bands with dense first columns, one after another."""
     rng = np.random.default_rng(seed)
     distance = np.abs(np.subtract.outer(np.arange(blocks), np.arange(blocks)))
     bits = np.zeros((heads, blocks, blocks), dtype=bool)
@@ -116,7 +116,7 @@ def home_of(grid: BlockGrid, strategy: Strategy, layout: str) -> np.ndarray:
 def measure(
     rows: np.ndarray, strategy: Strategy, layout: str, repeat: int, grid: BlockGrid | None = None
 ) -> dict[str, object]:
-    """One plan of int64[H, nq] dense blocks, timed `repeat` times; the shortest stands. Blocks of 64 by default."""
+    """One plan of int64[H, nq] active blocks, timed `repeat` times; the shortest stands. Blocks of 64 by default."""
     heads, blocks = rows.shape
     grid, world, parts = grid or BlockGrid.uniform(blocks * 64), strategy.world, (strategy.ulysses, strategy.ring)
     home, price, times = home_of(grid, strategy, layout), head_price(grid, strategy), []

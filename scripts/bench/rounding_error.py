@@ -1,4 +1,4 @@
-"""Error of attention whose q, k and v were rounded on the wire: int8 and fp8, with a scale for each token and head.
+"""Error of attention whose q, k and v were rounded in exchanges: int8 and fp8, with a scale for each token and head.
 
     python -m scripts.bench.rounding_error [--tokens 3072] [--heads 3] [--json]
 

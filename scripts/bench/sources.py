@@ -1,4 +1,4 @@
-"""What predicting masks costs: SpargeAttn's predictor beside the attention that it is for, measured in turns.
+"""What predicting masks costs: SpargeAttn's predictor next to the attention that it is for, measured alternately.
 
 python -m scripts.bench.sources --ranks 2        processes on gloo, one core each, and the bytes that each receives
 python -m scripts.bench.sources --json           one JSON object
@@ -66,7 +66,7 @@ def worker(rank: int, args: argparse.Namespace, store: str, answers: Any) -> Non
 
 
 def measure(rank: int, args: argparse.Namespace, cdf: float, strategy: Strategy) -> dict[str, object]:
-    """Medians over repetitions of the slowest rank's time, prediction and attention in turns."""
+    """Medians over repetitions of the slowest rank's time, prediction and attention alternately."""
     thw = tuple(args.thw)
     source = SpargeSource(args.block, args.block, cdf=cdf)
     request = MaskRequest(0, args.heads, thw)
@@ -108,7 +108,7 @@ def slowest(function: Any) -> float:
 
 
 def at_wan_size() -> list[dict[str, object]]:
-    """Counted: bytes a rank receives for one mask, beside Q, K, V and the output, at Wan2.1-14B's size."""
+    """Counted: bytes a rank receives for one mask, next to Q, K, V and the output, at Wan2.1-14B's size."""
     rows = []
     for ranks in (4, 8):
         layout = SequenceLayout.striped(WAN_14B, Strategy(1, ranks))

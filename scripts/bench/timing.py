@@ -1,4 +1,4 @@
-"""Timing of ranks: on GPUs by the clock, on a CPU in turns, by what each of them computes."""
+"""Timing of ranks: on GPUs by the clock, on a CPU alternately, by what each of them computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding a video on all ranks together against the serial tiled decode, in turns in one run.
+"""Decoding a video on all ranks together against the serial tiled decode, alternately in one run.
 
 python -m scripts.bench.video_decode                     two gloo ranks with one core each
 python -m scripts.bench.video_decode --out FILE          and the rows as CSV
@@ -26,7 +26,7 @@ from rich.table import Table
 from dbsp_core import SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
 from scripts.bench.timing import run_ranks
 from scripts.checks.csv_table import update_table
@@ -80,12 +80,12 @@ def small(case: str) -> tuple[Any, torch.Tensor]:
 def decode_cases(
     rank: int, world: int, cases: tuple[str, ...], turns: int
 ) -> dict[str, tuple[list[list[float]], bool]]:
-    """What `decode_in_turns` returns, by case."""
-    return {case: decode_in_turns(rank, world, case, turns) for case in cases}
+    """What `decode_alternately` returns, by case."""
+    return {case: decode_alternately(rank, world, case, turns) for case in cases}
 
 
 @torch.no_grad()
-def decode_in_turns(rank: int, world: int, case: str, turns: int) -> tuple[list[list[float]], bool]:
+def decode_alternately(rank: int, world: int, case: str, turns: int) -> tuple[list[list[float]], bool]:
     """(serial wall, serial core, parallel wall, parallel core) of each turn, and whether the bits are equal."""
     torch.set_num_threads(1)
     vae, latents = small(case)
@@ -98,7 +98,7 @@ def decode_in_turns(rank: int, world: int, case: str, turns: int) -> tuple[list[
         times = [time.perf_counter() - start, time.thread_time() - core]
         control.barrier()
         patches = PatchSet()
-        share_decoding(SimpleNamespace(vae=vae), GenerationAgreement(group), patches)
+        share_decoding(SimpleNamespace(vae=vae), GenerationChecks(group), patches)
         control.barrier()
         start, core = time.perf_counter(), time.thread_time()
         shared = vae.decode(latents).sample

@@ -55,12 +55,12 @@ FAULTS = (
     Fault(
         "chunks come from ring rank r - i",
         "dbsp_core/planning/chunks.py",
-        "chunk = (self._ring_rank[rank] - np.broadcast_to",
-        "chunk = (self._ring_rank[rank] + np.broadcast_to",
+        "chunk = (self._ring_rank[rank] - source)",
+        "chunk = (self._ring_rank[rank] + source)",
         "tests/core/planning/test_plan.py",
     ),
     Fault(
-        "needed keys are those of any row",
+        "keys sent selectively are those of any row",
         "dbsp_core/planning/chunks.py",
         "columns_by_rank(owner, world) > 0",
         "columns_by_rank(owner, world) > 1",
@@ -90,8 +90,8 @@ FAULTS = (
     Fault(
         "tables list full blocks first",
         "kernels/dbsp_kernels/tables.py",
-        "place = torch.where(short, kv_full[:, None] + (needed & short)",
-        "place = torch.where(short, (needed & short)",
+        "position = torch.where(short, kv_full[:, None] + (needed & short)",
+        "position = torch.where(short, (needed & short)",
         "tests/core/runtime/test_tables.py",
     ),
     Fault(
@@ -123,7 +123,7 @@ FAULTS = (
         "tests/core/masks/test_mask_file_forms.py",
     ),
     Fault(
-        "steps go on where a guidance pass is repeated",
+        "steps go on where a CFG pass is repeated",
         "dbsp_core/masks/steps.py",
         "int(timestep < last or cfg_branch in self._branches)",
         "int(timestep < last)",
@@ -141,7 +141,7 @@ FAULTS = (
         "dbsp_core/comm/consistency.py",
         "        if failed:\n            first = failed[0]",
         "        if problem is not None:\n            first = failed[0]",
-        "tests/core/comm/test_int8_exchange.py -k refused_on_all",
+        "tests/core/comm/test_int8_exchange.py -k rejected_on_all",
     ),
     Fault(
         "windows reach half their size",
@@ -165,11 +165,11 @@ FAULTS = (
         "tests/core/sources/predicted/test_sol.py -k every_number",
     ),
     Fault(
-        "re-homing finds its way back",
-        "dbsp_core/comm/rehoming.py",
-        "_Way(self.put, self.received, self.take, self.sent, self.places[::-1])",
-        "_Way(self.take, self.received, self.put, self.sent, self.places[::-1])",
-        "tests/core/sequences/test_rehoming.py -k 0-2",
+        "redistribution finds its way back",
+        "dbsp_core/comm/redistribution.py",
+        "_Way(self.put, self.received, self.take, self.sent, self.slots[::-1])",
+        "_Way(self.take, self.received, self.put, self.sent, self.slots[::-1])",
+        "tests/core/sequences/test_redistribution.py -k 0-2",
     ),
     Fault(
         "modelled bytes of all token orders",
@@ -238,7 +238,7 @@ def tried(fault: Fault, copy: Path, number: int) -> str:
 
 
 def write(file: Path, text: str, seconds: int) -> None:
-    """Writes a source with a time of its own, as bytecode is told to be old by whole seconds and sizes."""
+    """Writes a source with a time of its own, as bytecode is known to be old by whole seconds and sizes."""
     file.write_text(text, encoding="utf-8")
     then = time.time() + 10 * seconds
     os.utime(file, (then, then))

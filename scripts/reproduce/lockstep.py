@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from dbsp_core.comm.exchange import UNEVEN
+from dbsp_core.comm.exchange import IMBALANCED
 from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.cost.prediction import (
     MERGE_BYTES,
@@ -227,7 +227,7 @@ def predict_ring(
     by_slot = np.bincount(rank_of_key.ravel(), minlength=strategy.world).reshape(strategy.ring, strategy.ulysses)
     blocks = np.stack([np.roll(by_slot, -step, axis=0).ravel() for step in range(strategy.ring)])
     # 2. Seconds.
-    apart = strategy.ring == 1 < strategy.world and rows.max() * strategy.world > UNEVEN * plan.q_owner.size
+    apart = strategy.ring == 1 < strategy.world and rows.max() * strategy.world > IMBALANCED * plan.q_owner.size
     dispatched = [queries, 2 * keys] if apart else [queries + 2 * keys]
     exchanged = [sent * shape.token_bytes for sent in (*dispatched, queries.T)]
     held = blocks[:-1] * (2 * grid.block_k * shape.token_bytes)

@@ -60,7 +60,7 @@ def grouped_bars(
     worst: Mapping[str, Sequence[float]] | None = None,
     number: str = "",
 ) -> None:
-    """Bars beside one another in each group, a series in one colour.
+    """Bars next to one another in each group, a series in one colour.
 
     Args:
         series: By label, one value for each group; NaN leaves a bar out.

@@ -27,7 +27,7 @@ CAPTION = 16  # tokens: the longest caption, its end, and padding
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the result depends on, besides the seed."""
+    """All that the result depends on, in addition to the seed."""
 
     autoencoder_width: int = 16
     autoencoder_rate: float = 6e-3

@@ -97,7 +97,7 @@ def _look_around(attn: Any) -> None:
 class FewPads:
     """Cross-attention on a caption with a few zeros as it would be with WanPipeline's 512.
 
-    All zeros give one key and one value: the last stands for those left out, its logit raised by the log of their
+    All zeros give one key and one value: the last represents those left out, its logit raised by the log of their
     number. Exactly the same sum, for a twentieth of the work.
     """
 
@@ -167,12 +167,12 @@ def _phase_at(phases: list[Phase], index: int) -> Phase:
 
 
 def _loss(transformer: Callable[..., Any], videos: Videos, phase: Phase, generator: torch.Generator) -> torch.Tensor:
-    """Mean squared error of the velocity, noise − video, at noise levels drawn evenly and then shifted."""
+    """Mean squared error of the velocity, noise − video, at noise levels drawn equally and then shifted."""
     count = phase.batch
     chosen = torch.randint(len(videos.latents), (count,), generator=generator)
     start = int(torch.randint(videos.latents.shape[2] - phase.frames + 1, (1,), generator=generator))
     if torch.rand(1, generator=generator) < 0.5:
-        start = 0  # the first latent frame stands for one picture, all others for four: it must be learned as often
+        start = 0  # the first latent frame represents one picture, all others for four: it must be learned as often
     clean = videos.latents[chosen, :, start : start + phase.frames].float()
     silent = torch.rand(count, generator=generator) < NO_CAPTION
     text = torch.where(silent[:, None, None], videos.no_text, videos.text[chosen])

@@ -35,7 +35,7 @@ def make_text_encoder(words: int) -> Any:
     """A UMT5 that is never trained: its random embeddings tell words apart.
 
     Cross-attention sees a set of word vectors without order. So that "red" before "ball" differs from "red" before
-    "floor", each head's position bias draws it to one neighbour, and a word's vector says what stands beside it.
+    "floor", each head's position bias draws it to one neighbour, and a word's vector says what stands next to it.
     """
     from transformers import UMT5Config, UMT5EncoderModel
 

@@ -51,7 +51,7 @@ class Scene:
 
     @staticmethod
     def draw(seed: int, index: int) -> Scene:
-        """The index-th scene of a seed: a caption drawn evenly, and the rest of it."""
+        """The index-th scene of a seed: a caption drawn equally, and the rest of it."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
         every = _every()
         chosen = every[int(torch.randint(len(every), (1,), generator=generator))]

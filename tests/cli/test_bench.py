@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from dbsp_cli.commands import bench
 from dbsp_cli.commands.bench import KernelResult, exact_kernels
-from dbsp_cli.measure import _exchange_constants, fit, uneven_mask
+from dbsp_cli.measure import _exchange_constants, fit, imbalanced_mask
 from dbsp_core import BlockGrid
 from dbsp_core.cost.machine import device_class, kernel_order, load_hardware, measured_file, save_hardware
 from dbsp_core.utils.errors import UserError
@@ -55,18 +55,18 @@ class TestFit:
         assert residual["exchange"] < 1e-6
 
 
-def test_an_uneven_mask_has_its_density_and_a_full_one_all_blocks():
+def test_an_unequal_mask_has_its_density_and_a_full_one_all_blocks():
     grid = BlockGrid.uniform(1024, 16)
-    assert uneven_mask(4, grid, 0.25).density == pytest.approx(0.25, rel=0.05)
-    assert uneven_mask(4, grid, 1.0).density == 1
-    assert uneven_mask(4, grid, 0.0).density == 0
+    assert imbalanced_mask(4, grid, 0.25).density == pytest.approx(0.25, rel=0.05)
+    assert imbalanced_mask(4, grid, 1.0).density == 1
+    assert imbalanced_mask(4, grid, 0.0).density == 0
 
 
 def test_kernels_are_ordered_by_speed_and_those_that_were_wrong_once_are_left_out():
     exact = {"error": 1e-4, "exact": True}
     found = [
         KernelResult("triton", (128, 64), **exact, seconds=2.0, speed=1.0),
-        KernelResult("fa4", (128, 64), "it serves blocks of 128×128, not 128×64"),
+        KernelResult("fa4", (128, 64), "it supports blocks of 128×128, not 128×64"),
         KernelResult("triton", (128, 128), **exact, seconds=2.0, speed=1.0),
         KernelResult("fa4", (128, 128), **exact, seconds=1.0, speed=2.0),
         KernelResult("sparge", (128, 64), error=0.1, exact=False, seconds=0.5, speed=4.0),
@@ -154,14 +154,14 @@ def test_ranks_that_srun_has_started_are_joined(mistake, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         (("wan2.1-t2v-14c",), "did you mean 'wan2.1-t2v-14b'?"),
         (("tiny-wan", "--out", "."), "is a folder; give the name of a file"),
-        (("tiny-wan", "--out", "x.png", "--picture", "x.png"), "are the same place"),
+        (("tiny-wan", "--out", "x.png", "--picture", "x.png"), "are the same path"),
     ],
 )
-def test_a_mistake_is_one_line(mistake, tmp_path, monkeypatch, words, complaint):
+def test_a_mistake_is_one_line(mistake, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
-    assert complaint in mistake("bench", *words)
+    assert message in mistake("bench", *words)
     assert not list(tmp_path.iterdir())

@@ -190,15 +190,15 @@ MISTAKES = [
     (["tiny", "wan", "notes.txt/new"], "notes.txt"),
     (["tiny", "wan", "."], "is not a checkpoint folder"),
 ]
-MISTAKES += [([*args, "--json"], complaint) for args, complaint in MISTAKES if args[0] == "plan"]
+MISTAKES += [([*args, "--json"], message) for args, message in MISTAKES if args[0] == "plan"]
 
 
-@pytest.mark.parametrize(("args", "complaint"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
-def test_a_mistake_is_one_line_and_exit_code_2(mistake, mask_file, monkeypatch, args, complaint):
+@pytest.mark.parametrize(("args", "message"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(mistake, mask_file, monkeypatch, args, message):
     monkeypatch.chdir(mask_file.parent)
     Path("notes.txt").write_text("this is no mask, and no checkpoint either")
     before = sorted(mask_file.parent.iterdir())
-    assert complaint in mistake(*(mask_file if arg == "MASK" else arg for arg in args))
+    assert message in mistake(*(mask_file if arg == "MASK" else arg for arg in args))
     assert sorted(mask_file.parent.iterdir()) == before
 
 

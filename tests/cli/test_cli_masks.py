@@ -169,7 +169,7 @@ class TestInfo:
         assert (len(found["layers"]), found["drift"]) == (1, [])
 
 
-def test_layers_are_sampled_evenly():
+def test_layers_are_sampled_equally():
     assert spread_out(range(40), 4) == [0, 13, 26, 39]
     assert spread_out([3, 5], 4) == [3, 5]
     assert spread_out([3, 5, 9], 1) == [3]
@@ -235,13 +235,13 @@ class TestRecord:
         assert torch.equal(recording.mask(2, DenoisingStep(2)).bits, drifting(2, 2).bits)
 
     @pytest.mark.parametrize(
-        ("name", "value", "complaint"), [("LIMIT", "lots", "size 'lots'"), ("LAYERS", "1-", "layers '1-'")]
+        ("name", "value", "message"), [("LIMIT", "lots", "size 'lots'"), ("LAYERS", "1-", "layers '1-'")]
     )
-    def test_a_variable_that_makes_no_sense_is_refused_before_the_run(
-        self, mistake, tmp_path, monkeypatch, name, value, complaint
+    def test_a_variable_that_makes_no_sense_is_rejected_before_the_run(
+        self, mistake, tmp_path, monkeypatch, name, value, message
     ):
         monkeypatch.setenv(f"DBSP_RECORD_{name}", value)
-        assert complaint in mistake("masks", "record", tmp_path / "out", "--", "no-such-program")
+        assert message in mistake("masks", "record", tmp_path / "out", "--", "no-such-program")
 
     def test_a_command_without_attention_leaves_nothing_and_that_is_said(self, dbsp, tmp_path):
         code, _, err = dbsp("masks", "record", tmp_path / "out", "--", sys.executable, "-c", "")
@@ -279,12 +279,12 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("args", "complaint"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
-def test_a_mistake_is_one_line_and_exit_code_2(mistake, file, recording, monkeypatch, args, complaint):
+@pytest.mark.parametrize(("args", "message"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(mistake, file, recording, monkeypatch, args, message):
     monkeypatch.chdir(file.parent)
     before = sorted(file.parent.rglob("*"))
     places = {"FILE": file, "RECORDING": recording}
-    assert complaint in mistake("masks", *(places.get(arg, arg) for arg in args))
+    assert message in mistake("masks", *(places.get(arg, arg) for arg in args))
     assert sorted(file.parent.rglob("*")) == before
 
 

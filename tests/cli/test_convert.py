@@ -1,4 +1,4 @@
-"""Converting masks of other projects: every form that they write, read right; everything else refused in one line."""
+"""Converting masks of other projects: every form that they write, read right; everything else rejected in one line."""
 
 from __future__ import annotations
 
@@ -154,11 +154,11 @@ class TestForms:
         for layer in range(2):
             assert torch.equal(file.layer(layer).bits, masks[1, 1, layer].bits)
             assert file.layer(layer).grid == masks[1, 1, layer].grid
-        for wrong, complaint in (
+        for wrong, message in (
             ({}, r"has steps \[0, 1\]; say which"),
             ({"step": 5}, "no mask of layer 0 at step 5"),
         ):
-            with pytest.raises(ValueError, match=complaint):
+            with pytest.raises(ValueError, match=message):
                 convert_recording(tmp_path / "r", tmp_path / "out.safetensors", RecordingOptions(**wrong))
 
 
@@ -198,7 +198,7 @@ class TestLists:
         assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
 
     @pytest.mark.parametrize(
-        ("lut", "counts", "complaint"),
+        ("lut", "counts", "message"),
         [
             (torch.zeros(1, 1, 3), None, "must be integers"),
             (torch.tensor([[[0, 9, 0]]]), torch.tensor([[2]]), r"name block 9, there are 7 .*lut=delta"),
@@ -206,8 +206,8 @@ class TestLists:
             (torch.tensor([[[0, 1, 2]]]), torch.tensor([[-1]]), "between 0 and 3"),
         ],
     )
-    def test_bad_lists_raise(self, lut, counts, complaint):
-        with pytest.raises(ValueError, match=complaint):
+    def test_bad_lists_raise(self, lut, counts, message):
+        with pytest.raises(ValueError, match=message):
             lut_bits(lut, counts, "absolute", 7)
 
 
@@ -269,7 +269,7 @@ class TestTextBlocks:
         assert torch.equal(fit_blocks(bits, BlockReading.find(8, 8, grid, crop=True)), bits[:, :5, :5])
 
     @pytest.mark.parametrize(
-        ("shape", "grid", "options", "complaint"),
+        ("shape", "grid", "options", "message"),
         [
             ((8, 8), BlockGrid(40, 0, 8, 8), {}, "8×8 blocks; 40 tokens .* make 5×5 .*crop=true"),
             ((4, 5), BlockGrid(40, 0, 8, 8), {}, r"make 5×5 \(blocks\); correct thw"),
@@ -283,8 +283,8 @@ class TestTextBlocks:
             ((6, 6), BlockGrid(40, 4, 8, 8), {"joined": True}, "make 5×5 .*, or 4×4 .*crop=true"),
         ],
     )
-    def test_what_does_not_fit_raises_and_names_the_option(self, shape, grid, options, complaint):
-        with pytest.raises(ValueError, match=complaint):
+    def test_what_does_not_fit_raises_and_names_the_option(self, shape, grid, options, message):
+        with pytest.raises(ValueError, match=message):
             BlockReading.find(*shape, grid, **options)
 
 
@@ -324,19 +324,19 @@ class TestRefused:
             convert(tmp_path, inside(sparse))
 
     @pytest.mark.parametrize("kind", [".pt", ".pth", ".npy", ".npz", ".safetensors"])
-    def test_pickles_are_refused_and_not_run(self, tmp_path, kind):
+    def test_pickles_are_rejected_and_not_run(self, tmp_path, kind):
         path = hostile(kind)(tmp_path)
         with pytest.raises(ValueError, match="cannot be read without unpickling objects, or is damaged") as raised:
             convert_masks(path, tmp_path / "out.safetensors", OPTIONS)
         assert "\n" not in str(raised.value)
         assert not (tmp_path / "out.safetensors").exists()
 
-    def test_an_array_whose_header_cannot_be_parsed_is_refused(self, tmp_path):
+    def test_an_array_whose_header_cannot_be_parsed_is_rejected(self, tmp_path):
         (tmp_path / "in.npy").write_bytes(b"\x93NUMPY\x01\x00\x0c\x00{'descr': (\n")
         with pytest.raises(ValueError, match="or is damaged"):
             convert_masks(tmp_path / "in.npy", tmp_path / "out.safetensors", OPTIONS)
 
-    def test_a_raw_pickle_called_pt_is_refused(self, tmp_path):
+    def test_a_raw_pickle_called_pt_is_rejected(self, tmp_path):
         (tmp_path / "in.pt").write_bytes(pickle.dumps({"mask": Evil()}, protocol=2))
         with pytest.raises(ValueError, match="cannot be read without unpickling"):
             convert_masks(tmp_path / "in.pt", tmp_path / "out.safetensors", OPTIONS)
@@ -356,7 +356,7 @@ class TestRefused:
         assert not (tmp_path / "out.safetensors").exists()
 
     @pytest.mark.parametrize(
-        ("content", "changes", "complaint"),
+        ("content", "changes", "message"),
         [
             (bits_of(2, 3) * 2, {}, r"values other than 0 and 1 \(up to 2\).*lut="),
             (bits_of(3).float() * 0.5, {}, "values other than 0 and 1"),
@@ -386,14 +386,14 @@ class TestRefused:
             ({"lut": bits_of(3).int(), "counts": torch.zeros(2, 5)}, {"lut": "absolute"}, "counts of shape"),
         ],
     )
-    def test_what_does_not_fit_raises_one_line_and_writes_nothing(self, tmp_path, content, changes, complaint):
-        with pytest.raises(ValueError, match=complaint) as raised:
+    def test_what_does_not_fit_raises_one_line_and_writes_nothing(self, tmp_path, content, changes, message):
+        with pytest.raises(ValueError, match=message) as raised:
             convert(tmp_path, content, replace(OPTIONS, **changes))
         assert "\n" not in str(raised.value)
         assert {path.name for path in tmp_path.iterdir()} == {"in.pt"}
 
     @pytest.mark.parametrize(
-        ("options", "complaint"),
+        ("options", "message"),
         [
             ({}, "thw=T,H,W"),
             ({"tokens": 4, "groups": "0-", "steps": 4}, "leave out steps"),
@@ -401,8 +401,8 @@ class TestRefused:
             ({"tokens": 4, "lut": "relative"}, "use one of absolute, delta"),
         ],
     )
-    def test_options_that_don_t_go_together_raise(self, options, complaint):
-        with pytest.raises(ValueError, match=complaint):
+    def test_options_that_don_t_go_together_raise(self, options, message):
+        with pytest.raises(ValueError, match=message):
             ConvertOptions(**options)
 
     def test_our_own_mask_files_are_not_converted(self, tmp_path):
@@ -417,6 +417,6 @@ class TestRefused:
 
     def test_unknown_and_missing_files_raise(self, tmp_path):
         (tmp_path / "in.txt").write_text("masks")
-        for name, complaint in (("in.txt", "unknown suffix"), ("none.pt", "does not exist")):
-            with pytest.raises(ValueError, match=complaint):
+        for name, message in (("in.txt", "unknown suffix"), ("none.pt", "does not exist")):
+            with pytest.raises(ValueError, match=message):
                 convert_masks(tmp_path / name, tmp_path / "out.safetensors", OPTIONS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dbsp_cli.commands import doctor
-from dbsp_cli.commands.doctor import HOSTS, Importable
+from dbsp_cli.commands.doctor import FRAMEWORKS, Importable
 from dbsp_core.utils import expected_host
 from dbsp_kernels import KERNELS
 from tests.support.programs import children_forked
@@ -31,7 +31,7 @@ def test_a_line_says_it_all_and_a_fix_stands_by_whatever_is_not_ok(dbsp):
     assert all(list(finding) == ["state", "detail", "fix", "ok"] for finding in findings.values())
     assert all(bool(finding["fix"]) != finding["ok"] for finding in findings.values())
     assert said["verdict"].startswith(f"db-SP {findings['db-SP']['detail']} ")
-    for host in HOSTS:
+    for host in FRAMEWORKS:
         assert (host.what in said["verdict"]) is findings[host.what]["ok"]
     if not torch.cuda.is_available():
         assert findings["kernel triton"]["state"] == findings["accelerator"]["state"] == "not here"
@@ -135,7 +135,7 @@ def extras() -> dict[str, set[str]]:
     return {extra: packages(extra) for extra in named}
 
 
-@pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES], ids=str)
+@pytest.mark.parametrize("needs", [*FRAMEWORKS, *doctor._PACKAGES], ids=str)
 def test_an_extra_alone_brings_what_it_is_named_for(needs):
     assert set(needs.needs) <= extras()[needs.extra]
 

@@ -22,7 +22,7 @@ LOCAL = WindowSource(16, 16, (3, 5, 5)).mask(MaskRequest(0, 2, THW))
 
 @given(SEEDS)
 @examples(15)
-def test_the_error_is_that_of_the_oracle_whatever_the_orders(seed):
+def test_the_error_is_that_of_the_oracle_for_any_orders(seed):
     grid = BlockGrid(47, 5, 4, 3, (2, 3, 7), ("hwt", "thw", "wth"))
     mask = BlockMask(random_bits(3, grid, seed, 0.7), grid)
     generator = torch.Generator().manual_seed(seed % 2**31)
@@ -35,7 +35,7 @@ def test_the_error_is_that_of_the_oracle_whatever_the_orders(seed):
         assert one.density == pytest.approx(float(mask.bits[one.head].float().mean()))
 
 
-def test_one_head_of_tokens_serves_every_head_and_heads_can_be_chosen():
+def test_one_head_of_tokens_supports_every_head_and_heads_can_be_chosen():
     grid = BlockGrid(47, 5, 4, 3, (2, 3, 7))
     mask = BlockMask(random_bits(3, grid, 1), grid)
     tokens = smooth_tokens((2, 3, 7), 5)
@@ -83,7 +83,7 @@ def test_tokens_are_smooth_seeded_and_of_their_own_in_each_head():
 
 
 @pytest.mark.parametrize(
-    ("q", "k", "complaint"),
+    ("q", "k", "message"),
     [
         ((1, 2, 5, 4), (1, 2, 5, 4), r"does not fit the mask: expected \[1, 2 or 1, 768, D\]"),
         ((1, 3, TOKENS, 4), (1, 3, TOKENS, 4), "does not fit"),
@@ -91,6 +91,6 @@ def test_tokens_are_smooth_seeded_and_of_their_own_in_each_head():
         ((1, 2, TOKENS, 4), (1, 1, TOKENS, 4), "must have the shape of q"),
     ],
 )
-def test_tensors_that_don_t_fit_raise(q, k, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_tensors_that_don_t_fit_raise(q, k, message):
+    with pytest.raises(ValueError, match=message):
         sparse_errors(torch.zeros(q), torch.zeros(k), torch.zeros(k), LOCAL)

@@ -18,7 +18,7 @@ class Held:
 
 held = Held()
 """
-QUICKLY = "from dbsp_cli.entry import quick_end\n" + HELD + "with quick_end():\n    "
+QUICKLY = "from dbsp_cli.entry import fast_exit\n" + HELD + "with fast_exit():\n    "
 
 
 def run(script: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:

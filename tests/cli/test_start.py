@@ -17,7 +17,7 @@ SLOW = "print('importing', flush=True)\nimport time\ntime.sleep(600)\n"
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_an_interrupt_during_imports_is_one_line(tmp_path, ignored):
-    """torch is a stand-in that says when it is imported, and takes for ever."""
+    """torch is a stub that says when it is imported, and takes for ever."""
     (tmp_path / "torch.py").write_text(SLOW if not ignored else SLOW.replace("600", "0") + "raise SystemExit(5)\n")
     run = subprocess.Popen(
         [sys.executable, "-c", "from dbsp_cli.entry import dbsp; dbsp()", "--help"],

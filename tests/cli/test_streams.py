@@ -70,7 +70,7 @@ def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, what, code, number
 
 
 def test_children_have_streams_too(tmp_path):
-    """A command that is run by `masks record` inherits what stands for a closed stream."""
+    """A command that is run by `masks record` inherits what represents a closed stream."""
     child = "import os; os.fstat(1); os.write(1, b'said'); print('said')"
     done = dbsp("masks", "record", tmp_path / "r", "--", sys.executable, "-c", child, **closing(1), env={})
     assert done.returncode == 0

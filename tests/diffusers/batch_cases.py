@@ -19,7 +19,7 @@ SPARSE = {"mask": MASKS["sparge"] | {"block_q": 8}, "strategy": "U1R2"}
 
 
 def ragged(model: str) -> dict[str, Any]:
-    """Four items: the first and the third are of one size, whose prompts are filled up alike."""
+    """Four items: the first and the third are of one size, whose prompts are filled up identically."""
     inputs = tiny_inputs(model, batch=BATCH)
     if model == "ernie-image":
         return inputs | {"text_lens": torch.tensor([9, 6, 9, 13])}
@@ -78,7 +78,7 @@ def schedule_read_once() -> bool:
     return part._base is schedule and first_value(part) == 500.0 and len(part) == 2
 
 
-def refused(model: str, change: str) -> str:
+def unsupported(model: str, change: str) -> str:
     """Returns what is said where items of several sizes cannot be run."""
     transformer = make_tiny_transformer(model)
     dbsp_diffusers.enable(transformer, SPARSE | {"strategy": "U1R1"})

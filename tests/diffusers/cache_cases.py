@@ -246,11 +246,11 @@ def _forget_registries(transformer: torch.nn.Module) -> None:
         vars(module).pop("_diffusers_hook", None)
 
 
-def refusal(rank: int, world: int, kind: str) -> tuple[str, str]:
+def rejection(rank: int, world: int, kind: str) -> tuple[str, str]:
     """What is said of a cache that is there before db-SP, and of one that is enabled after; "" where it is taken."""
     said = []
     for first in (True, False):
-        case = REFUSED[kind]
+        case = UNSUPPORTED[kind]
         ours = Denoising(case)
         attach, detach = _host(case, ours.transformer, world)
         message = ""
@@ -281,7 +281,7 @@ def _enable(kind: str, ours: Denoising) -> None:
         del ours.transformer.blocks[0]._diffusers_hook.hooks["fbc_leader_block_hook"].threshold
 
 
-REFUSED = {
+UNSUPPORTED = {
     "unknown": CacheCase("first block", "wan", host="para"),
     "another version": CacheCase("first block", "wan", host="para"),
 }

@@ -101,7 +101,7 @@ def run_repeated_timesteps(
 ) -> tuple[float, list[tuple[int, int]], list[tuple[int, int]]]:
     """With a scheduler that gives all timesteps but the first twice.
 
-    returns: difference from one process; (step, guidance pass) of each mask that one process asked for, and that this
+    returns: difference from one process; (step, CFG pass) of each mask that one process asked for, and that this
              rank asked for
     """
     from diffusers import FlowMatchHeunDiscreteScheduler
@@ -139,7 +139,7 @@ def enabled_pipeline(host: str, folder: str, mask: dict[str, Any]) -> Any:
     return pipe, latents(pipe, seed=None, **BRIEF)
 
 
-def refused() -> Exception:
+def unsupported() -> Exception:
     """The error of a strategy that does not fit, with its traceback and all that was in scope there."""
     try:
         dbsp_diffusers.enable(make_transformer("wan"), CONFIG, strategy="U7R3")
@@ -177,7 +177,7 @@ def exchanges_before_the_first_attention(
 ) -> list[list[str]]:
     """In what ranks compare anything from `enable` to the first q that is sent, and from the next call to that.
 
-    Broadcasts, by which the first rank hands on its inputs and the state of its random numbers, are noted apart.
+    Broadcasts, by which the first rank passes on its inputs and the state of its random numbers, are noted apart.
     """
     group, pipe, found = dist.new_group(list(range(world)), timeout=timedelta(seconds=77)), load("wan", folder), []
     dispatch = Route.dispatch

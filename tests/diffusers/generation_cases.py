@@ -101,7 +101,7 @@ def passes_alone(rank: int, world: int) -> list[str]:
     """A transformer without a pipeline, in loops of the user's own: what each pass says."""
     transformer, said = make_transformer("wan"), []
     dbsp_diffusers.enable(transformer, {"mask": MASK})
-    agreement = attached_to(transformer).generations.agreement
+    checks = attached_to(transformer).generations.checks
 
     inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
 
@@ -113,10 +113,10 @@ def passes_alone(rank: int, world: int) -> list[str]:
         for timestep, scale in ((900, 1), (500, 1), (900, 1 - 2 * rank), (900, 1), (400, 1)):
             said.append(_said(lambda timestep=timestep, scale=scale: step(timestep, scale)))  # type: ignore[misc]
     dbsp_diffusers.disable(transformer)
-    return [*said, str(agreement.calls)]
+    return [*said, str(checks.calls)]
 
 
-def refused_on_one(rank: int, world: int, fault: str) -> str:
+def rejected_on_one(rank: int, world: int, fault: str) -> str:
     """What `enable` says where it cannot be done on the last rank alone, and whether it can be done afterwards."""
     transformer, options = make_transformer("wan"), {}
     odd = rank == world - 1

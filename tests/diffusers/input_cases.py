@@ -131,7 +131,10 @@ def noise_of_a_scheduler(rank: int, world: int, folder: str) -> list[float]:
     expected = made()
     single.detach()
     dbsp_diffusers.enable(pipe, CONFIG)
-    seed, torch.manual_seed = torch.manual_seed, lambda number: seed(number + rank)  # as nobody has seeded them alike
+    seed, torch.manual_seed = (
+        torch.manual_seed,
+        lambda number: seed(number + rank),
+    )  # as if they were not seeded identically
     try:
         found = made()
     finally:

@@ -24,4 +24,4 @@ def attach_to_another_model(rank: int, world: int, config: str) -> str:
     except ValueError as error:
         assert not hasattr(transformer, "_is_parallelized")
         return str(error)
-    raise AssertionError("it must be refused")
+    raise AssertionError("it must be rejected")

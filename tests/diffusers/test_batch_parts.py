@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dbsp_diffusers.sharding.batch_parts import join_parts, part_of, parts_by_size
-from tests.diffusers.batch_cases import refused, run_ragged, schedule_read_once
+from tests.diffusers.batch_cases import run_ragged, schedule_read_once, unsupported
 
 TOLERANCE = 1e-5
 
@@ -25,14 +25,14 @@ def test_schedule_of_timesteps_is_read_once():
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "message"),
     [
         ("checkpointing", "with gradient checkpointing, items of one batch"),
         ("cache", "with a step cache, items of one"),
     ],
 )
-def test_what_needs_items_of_one_size_is_refused(change, complaint):
-    assert refused("ernie-image", change).startswith(complaint)
+def test_what_needs_items_of_one_size_is_rejected(change, message):
+    assert unsupported("ernie-image", change).startswith(message)
 
 
 def test_parts_are_taken_and_joined():

@@ -103,7 +103,7 @@ def test_a_variant_is_found_in_both_forms_of_names(folder, shards):
     assert found(folder) == (None, (f"{ENCODER}.safetensors", f"{TRANSFORMER}.safetensors"))
 
 
-def test_parts_without_a_variant_are_loaded_beside_it(folder):
+def test_parts_without_a_variant_are_loaded_next_to_it(folder):
     write(folder, f"{ENCODER}.safetensors", f"{TRANSFORMER}.bf16.safetensors", f"{TRANSFORMER}.fp16.safetensors")
     assert found(folder) == ("bf16", ())
     assert loaded(folder) == [f"{ENCODER}.safetensors", f"{TRANSFORMER}.bf16.safetensors"]

@@ -16,11 +16,11 @@ from tests.diffusers.enable_cases import (
     enabled_in_a_second_life,
     enabled_pipeline,
     exchanges_before_the_first_attention,
-    refused,
     run_hunyuan_15,
     run_pipeline,
     run_repeated_timesteps,
     run_transformer,
+    unsupported,
 )
 from tests.support.models.transformers_for_tests import make_transformer
 
@@ -55,7 +55,7 @@ def test_a_pipeline_that_only_diffusers_runs(pool, tmp_path):
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
-def test_a_repeated_timestep_is_another_step_and_no_guidance_pass(pool, folder):
+def test_a_repeated_timestep_is_another_step_and_no_cfg_pass(pool, folder):
     for from_single, one_process, here in pool(2).run(run_repeated_timesteps, folder, 3):
         assert from_single <= TOLERANCE
         assert one_process == here == [(step, branch) for step in range(5) for branch in range(2)]
@@ -96,13 +96,13 @@ def test_a_transformer_compiled_since_has_its_session():
     dbsp_diffusers.disable(compiled)
 
 
-def test_what_is_no_pipeline_is_refused():
+def test_what_is_no_pipeline_is_rejected():
     with pytest.raises(ValueError, match="int has none"):
         dbsp_diffusers.enable(3)
 
 
 @pytest.mark.parametrize("enable", [dbsp_diffusers.enable, dbsp_para.parallelize_transformer])
-def test_ranks_that_have_not_met_are_refused(monkeypatch, enable):
+def test_ranks_that_have_not_met_are_rejected(monkeypatch, enable):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     transformer = make_transformer("wan")
@@ -146,8 +146,8 @@ def test_an_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, fold
         assert (there, left) == (2, []), "one to attend in and one to agree in"
 
 
-def test_a_caught_refusal_keeps_no_destroyed_group_alive(pool, tmp_path):
-    for _, left in pool(2).run(left_alive, str(tmp_path), refused):
+def test_a_caught_rejection_keeps_no_destroyed_group_alive(pool, tmp_path):
+    for _, left in pool(2).run(left_alive, str(tmp_path), unsupported):
         assert left == []
 
 

@@ -10,7 +10,7 @@ from tests.diffusers.generation_cases import (
     differing_calls,
     failing_on_one,
     passes_alone,
-    refused_on_one,
+    rejected_on_one,
     second_pipeline,
 )
 
@@ -57,11 +57,11 @@ def test_a_transformer_alone_is_compared_where_timesteps_rise(pool):
     for first, second, odd, *others, generations in pool(2).run(passes_alone):
         assert odd.startswith("the latents")
         assert {first, second, *others} == {"nothing"}
-        assert generations == "2", "the pass after the refused one repeats its timestep, and is no new generation"
+        assert generations == "2", "the pass after the rejected one repeats its timestep, and is no new generation"
 
 
 @pytest.mark.parametrize("fault", ["adapted", "spread", "class", "none", "strategy", "enabled"])
-def test_enable_that_is_refused_on_one_rank_is_refused_on_all(pool, fault):
+def test_enable_that_is_rejected_on_one_rank_is_rejected_on_all(pool, fault):
     words = {
         "adapted": "the transformer's weights differ in name, shape, dtype or adapters on rank(s) [1]",
         "spread": "this one's transformers are on cuda:0, cuda:1 (a device map?)",
@@ -70,7 +70,7 @@ def test_enable_that_is_refused_on_one_rank_is_refused_on_all(pool, fault):
         "strategy": "U2",
         "enabled": "parallelized already",
     }
-    for said in pool(2).run(refused_on_one, fault):
+    for said in pool(2).run(rejected_on_one, fault):
         assert "rank(s) [1]" in said
         assert words[fault] in said
 

@@ -1,4 +1,4 @@
-"""What ranks must have alike: compared at the beginning of a generation, and the first rank's in every pass."""
+"""What ranks must have identically: compared at the beginning of a generation, and the first rank's in every pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.sharding.generation_agreement import _are_close
+from dbsp_diffusers.sharding.generation_checks import _are_close
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
 from tests.diffusers.input_cases import (
     DENSE,
@@ -122,7 +122,7 @@ def test_a_pipeline_of_another_kind_can_be_enabled():
     assert float((found - expected).abs().max()) <= TOLERANCE
 
 
-def test_a_pipeline_without_room_for_attributes_is_refused():
+def test_a_pipeline_without_room_for_attributes_is_rejected():
     with pytest.raises(UserError, match="WithSlots has __slots__"):
         dbsp_diffusers.enable(WithSlots(make_transformer("wan")), DENSE)
 

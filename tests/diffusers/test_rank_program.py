@@ -17,7 +17,7 @@ BEGIN = """
 import sys, threading, torch, torch.distributed as dist
 from datetime import timedelta
 from dbsp_diffusers import rank_program
-from dbsp_cli.entry import quick_end
+from dbsp_cli.entry import fast_exit
 from dbsp_diffusers.rank_program import process_group
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import exit_on_user_error
@@ -31,7 +31,7 @@ def collective():
     dist.all_reduce(torch.ones(1))
 
 rank = int(sys.argv[2])
-with quick_end(), join(rank, 2), exit_on_user_error():
+with fast_exit(), join(rank, 2), exit_on_user_error():
     dist.barrier()
     if rank == 0:
         collective()
@@ -85,7 +85,7 @@ def test_all_ranks_end_when_one_fails(tmp_path, fails, code, said):
 
 @pytest.mark.parametrize("aborts", ["None", "threading.Event().wait()"], ids=["", "abort hangs"])
 def test_after_a_failure_nccl_is_aborted_and_not_destroyed(tmp_path, aborts):
-    body = "with quick_end(), join():\n    raise ValueError('a fault')\n"
+    body = "with fast_exit(), join():\n    raise ValueError('a fault')\n"
     code, out, err = ended(start(OVER_NCCL.format(aborts=aborts) + body, tmp_path / "store"))
     assert (code, out) == (1, "aborted\n" if aborts == "None" else "")
     assert err.endswith("ValueError: a fault\n")
@@ -98,7 +98,7 @@ def test_a_failure_that_is_raised_on_leaves_no_communicator(tmp_path):
 
 
 def test_after_a_success_the_groups_are_destroyed(tmp_path):
-    body = "with quick_end(), join():\n    print('done', flush=True)\n"
+    body = "with fast_exit(), join():\n    print('done', flush=True)\n"
     code, out, err = ended(start(OVER_NCCL.format(aborts="None") + body, tmp_path / "store"))
     assert (code, out) == (0, "done\ndestroyed\n"), err
 

@@ -1,4 +1,4 @@
-"""Which settings hold, that all ranks agree on them, and what is said of them; what `dbsp generate` refuses."""
+"""Which settings hold, that all ranks agree on them, and what is said of them; what `dbsp generate` rejects."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_the_single_process_reference_has_the_same(name):
     assert feed.call_args.args[:2] == (expected.mask, expected.dense_schedule)
 
 
-def test_a_configuration_of_another_model_is_refused():
+def test_a_configuration_of_another_model_is_rejected():
     pipe, transformer = published("wan2.1-t2v-1.3b")
     with pytest.raises(ValueError, match=r"sparge\) is for wan2\.1-t2v-14b, the model is wan2\.1-t2v-1\.3b"):
         resolve_config("wan2.1-t2v-14b-sparge", transformer, pipe=pipe)
     resolve_config({"mask": {"source": "radial"}}, transformer, pipe=pipe)
 
 
-def test_all_ranks_refuse_together(pool):
+def test_all_ranks_reject_together(pool):
     for said in pool(2).run(attach_to_another_model, "wan2.1-t2v-14b-window"):
         assert "is for wan2.1-t2v-14b, the model is a WanPipeline with" in said
     same = {"mask": {"source": "window"}, "strategy": "U1R2"}
@@ -104,7 +104,7 @@ class TestGenerateRefuses:
     """Before a process is launched, with one line."""
 
     @pytest.mark.parametrize(
-        ("arguments", "complaint"),
+        ("arguments", "message"),
         [
             ("--prompt x", "nothing says which model; give --model"),
             ("--config tiny-wan", "there is no prompt; give one with --prompt"),
@@ -141,11 +141,11 @@ class TestGenerateRefuses:
             ("--config tiny-wan-paro --prompt x", "tiny-wan-paro.yaml:6: mask file masks/tiny-wan-paro.safetensors"),
         ],
     )
-    def test_one_line(self, dbsp, arguments, complaint, monkeypatch, tmp_path):
+    def test_one_line(self, dbsp, arguments, message, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         code, out, err = dbsp("generate", *arguments.split(" "))
         assert (code, out) == (2, "")
-        assert complaint in err
+        assert message in err
         assert len(err.splitlines()) == 1
         assert list(tmp_path.iterdir()) == []
 

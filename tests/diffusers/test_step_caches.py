@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup, SequenceLayout
-from dbsp_diffusers.sharding.step_caches import ALIKE, DECIDING, ForwardRanks
+from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRanks
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 from tests.diffusers.cache_cases import (
     CacheCase,
     important_tokens,
-    refusal,
+    rejection,
     run_cache_case,
     run_cached_pipeline,
 )
@@ -63,7 +63,7 @@ def test_on_xdit_s_own_transformer(pool, cache, first, threshold):
 
 @pytest.mark.parametrize(("cache", "first"), [("first block", False), ("cache-dit", True)])
 def test_whole_pipelines(pool, folder, cache, first):
-    """Whose two guidance passes have a cache each."""
+    """Whose two CFG passes have a cache each."""
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
     for differences, effect in pool(2).run(run_cached_pipeline, folder, cache, first):
@@ -87,11 +87,11 @@ def test_cache_dit_left_to_itself_skips_other_steps(pool):
         ("another version", *["does not know the first-block cache in this version of diffusers"] * 2),
     ],
 )
-def test_what_could_differ_between_ranks_is_refused_by_all(pool, kind, before, after):
-    assert_said(pool(2).run(refusal, kind), before, after)
+def test_what_could_differ_between_ranks_is_rejected_by_all(pool, kind, before, after):
+    assert_said(pool(2).run(rejection, kind), before, after)
 
 
-def test_cache_dit_s_choice_of_single_tokens_is_refused(pool):
+def test_cache_dit_s_choice_of_single_tokens_is_rejected(pool):
     pytest.importorskip("cache_dit")
     for said in pool(2).run(important_tokens):
         assert said.startswith("UserError: cache-dit's important_condition_threshold")
@@ -105,7 +105,7 @@ def assert_said(results, *expected):
             assert "\n" not in message
 
 
-def test_padding_and_uneven_shards_weigh_nothing():
+def test_padding_and_unequal_shards_weigh_nothing():
     """The shards of 3 and 2 tokens give the change of 5 tokens."""
     video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
     before = video.take(torch.ones(1, 5, 4), dim=1)
@@ -127,15 +127,19 @@ class TestWhatIsKnownOfOtherLibraries:
             importlib.import_module(f"diffusers.hooks.{module.name}")
         named = {cls.__name__ for cls in heirs(hooks.ModelHook) if cls.__module__.startswith("diffusers.hooks.")}
         skipping = {cls.__name__ for cls in heirs(hooks.ModelHook) if hasattr(cls, "new_forward")}
-        assert {DECIDING, *ALIKE} <= named
-        refused = {name for name in skipping if name in named} - {DECIDING, *ALIKE}
-        assert refused == {"AttentionProcessorSkipHook"}
+        assert {DECIDING, *IDENTICAL} <= named
+        unsupported = {name for name in skipping if name in named} - {DECIDING, *IDENTICAL}
+        assert unsupported == {"AttentionProcessorSkipHook"}
 
     def test_which_of_diffusers_hooks_look_at_data(self):
         """A decision from data takes a number off the device: `.item()`, `float(…)` or `.tolist()`."""
         hooks = importlib.import_module("diffusers.hooks")
         for cls in heirs(hooks.ModelHook):
-            if cls.__name__ not in ALIKE or cls.__name__ == "FasterCacheDenoiserHook" or "SeaCache" in cls.__name__:
+            if (
+                cls.__name__ not in IDENTICAL
+                or cls.__name__ == "FasterCacheDenoiserHook"
+                or "SeaCache" in cls.__name__
+            ):
                 continue  # these two look at the whole input, which every rank has
             taken = [line.strip() for line in inspect.getsource(cls).splitlines() if ".item()" in line]
             printed = ["ratio = (curr_norm / (prev_norm + 1e-8)).mean().item()"]  # when calibrating, and only printed

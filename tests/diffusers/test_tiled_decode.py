@@ -1,4 +1,4 @@
-"""Videos decoded in parallel: bit by bit what the serial tiled decode makes, and refusals on all ranks together."""
+"""Videos decoded in parallel: bitwise what the serial tiled decode makes, and rejections on all ranks together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbsp_core import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.generation_agreement import GenerationAgreement
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, NOT_SHARED, owners_of_tiles, share_decoding
 from tests.diffusers.tiled_decode_cases import decoded_by_pipelines
 from tests.support.workers import WorkerError
@@ -109,7 +109,7 @@ def _small(kind):
 
 
 def _shared(vae, patches):
-    share_decoding(SimpleNamespace(vae=vae), GenerationAgreement(SequenceGroup.of()), patches)
+    share_decoding(SimpleNamespace(vae=vae), GenerationChecks(SequenceGroup.of()), patches)
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def _serial(rank, world, vae, z):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bit_by_bit_the_serial_tiled_decode(threads, kind):
+def test_bitwise_the_serial_tiled_decode(threads, kind):
     vae, z = _small(kind)
     expected = _serially(threads, vae, z)
     assert expected.std() > 0
@@ -200,7 +200,7 @@ def _malformed(rank, vae, z):
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "message"),
     [
         (_smaller, r"decoded differs in size, dtype or tiles on rank\(s\) \[1\]"),
         (_off, r"tiles on rank\(s\) \[1\]"),
@@ -208,9 +208,9 @@ def _malformed(rank, vae, z):
         (_other, r"latents that are decoded differ on rank\(s\) \[1\]"),
     ],
 )
-def test_ranks_that_differ_are_refused_together(threads, change, complaint):
+def test_ranks_that_differ_are_rejected_together(threads, change, message):
     vae, z = _small("wan")
-    with pytest.raises(WorkerError, match=complaint) as raised:
+    with pytest.raises(WorkerError, match=message) as raised:
         threads(2).run(_decode, vae, z, change)
     assert [rank for rank, *_ in raised.value.errors] == [0, 1]
 
@@ -232,7 +232,7 @@ def test_a_decoder_that_fails_on_one_rank_ends_all(threads):
     assert all(text == "rank(s) [1]: MemoryError: no memory left" for *_, text in raised.value.errors)
 
 
-def test_gradients_are_refused(threads):
+def test_gradients_are_rejected(threads):
     vae, z = _small("wan")
 
     def with_gradients(rank, world):
@@ -244,12 +244,12 @@ def test_gradients_are_refused(threads):
     threads(2).run(with_gradients)
 
 
-def test_what_cannot_be_shared_is_refused():
+def test_what_cannot_be_shared_is_rejected():
     vae, _ = _small("wan")
     with pytest.raises(UserError, match="does not know the decoder of AutoencoderKLMochi, only those of"):
         _shared(object.__new__(type("AutoencoderKLMochi", (), {})), PatchSet())
     with pytest.raises(UserError, match="leave it out for a transformer"):
-        share_decoding(SimpleNamespace(), GenerationAgreement(SequenceGroup(0, 1)), PatchSet())
+        share_decoding(SimpleNamespace(), GenerationChecks(SequenceGroup(0, 1)), PatchSet())
     patches = PatchSet()
     _shared(vae, patches)
     with pytest.raises(UserError, match="replaced already"):
@@ -293,6 +293,6 @@ def test_owners_of_tiles():
 
 
 def test_pipelines_on_processes(pool, folder):
-    for equal, undone, refused in pool(2).run(decoded_by_pipelines, folder):
+    for equal, undone, unsupported in pool(2).run(decoded_by_pipelines, folder):
         assert (equal, undone) == (True, True)
-        assert refused.startswith("ValueError: vae=True is for a pipeline with an autoencoder")
+        assert unsupported.startswith("ValueError: vae=True is for a pipeline with an autoencoder")

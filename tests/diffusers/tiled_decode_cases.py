@@ -12,7 +12,7 @@ CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_
 
 
 def decoded_by_pipelines(rank: int, world: int, folder: str) -> tuple[bool, bool, str]:
-    """(frames are those of one process's tiled decode, undone without a trace, what a transformer alone is told)."""
+    """(frames are those of one process's tiled decode, undone without a trace, what a transformer alone is given)."""
     pipe = load("wan", folder)
     call = {"prompt": "the sea at dusk", "max_sequence_length": 16, **SIZE, "num_frames": 5, "num_inference_steps": 1}
     pipe(**call, output_type="pt")  # a call leaves attributes of its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dbsp_diffusers.models import ARCHITECTURES, REFUSED
+from dbsp_diffusers.models import ARCHITECTURES, UNSUPPORTED
 from tests.support.repository import ROOT
 
 PAGE = (ROOT / "docs" / "diffusers.md").read_text(encoding="utf-8")
@@ -24,8 +24,8 @@ def test_each_known_class_has_a_row():
     assert all(pipelines for _, pipelines, _ in table)
 
 
-def test_refused_classes_have_their_reasons():
+def test_rejected_classes_have_their_reasons():
     table = rows("| class in diffusers | why |")
-    assert {name.strip("`"): why for name, why in table}.items() <= REFUSED.items()
-    videos = {name for name in REFUSED if name.endswith("3DModel") and "image" not in REFUSED[name]}
+    assert {name.strip("`"): why for name, why in table}.items() <= UNSUPPORTED.items()
+    videos = {name for name in UNSUPPORTED if name.endswith("3DModel") and "image" not in UNSUPPORTED[name]}
     assert videos <= {name.strip("`") for name, _ in table}

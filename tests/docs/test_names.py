@@ -86,7 +86,7 @@ def words_of_code() -> frozenset[str]:
 
 @cache
 def members() -> dict[str, frozenset[str]]:
-    """By class and by module of ours: what it defines; a class has its bases' too, None stands for unknown ones."""
+    """By class and by module of ours: what it defines; a class has its bases' too, None represents unknown ones."""
     own: dict[str, set[str]] = defaultdict(set)
     bases: dict[str, set[str]] = defaultdict(set)
     for path in SOURCES:

@@ -24,7 +24,7 @@ PACKAGES = (
 )
 FOLDERS = (*PACKAGES, "scripts", "tests", "docs")
 USERS = {"configs/hardware/mine.yaml"}
-"""Files that a reader is told to make."""
+"""Files that a reader is asked to make."""
 _COMMAND = re.compile(r"python3? -m ((?:scripts|tests|dbsp_\w+)(?:\.\w+)+)")
 
 

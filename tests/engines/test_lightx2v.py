@@ -1,4 +1,4 @@
-"""LightX2V with attention "dbsp": its own Wan on CPU ranks equals one process of it; stock it refuses or is wrong.
+"""LightX2V with attention "dbsp": its own Wan on CPU ranks equals one process of it; stock it rejects or is wrong.
 
 Runs in an environment of its own: `scripts/engines test`.
 """
@@ -19,7 +19,7 @@ from tests.engines.cases import (
     KNOWN,
     PREDICTED,
     SPLITS,
-    UNEVEN,
+    UNEQUAL,
     assert_another_mask_is_seen,
     assert_equal_to_one_process,
     assert_exact,
@@ -34,7 +34,7 @@ def test_it_equals_one_process(ulysses, ring):
 
 
 def test_on_one_rank_too():
-    case = Case(3, (UNEVEN,), KNOWN)
+    case = Case(3, (UNEQUAL,), KNOWN)
     assert_exact([case], run(ENGINE, 1, 1, case))
 
 
@@ -42,18 +42,18 @@ def test_another_mask_would_be_seen():
     assert_another_mask_is_seen(ENGINE)
 
 
-def test_guidance_passes_on_ranks_of_their_own():
-    case = Case(3, (UNEVEN,), PREDICTED, passes=2, cfg_parallel=True)
+def test_cfg_passes_on_ranks_of_their_own():
+    case = Case(3, (UNEQUAL,), PREDICTED, passes=2, cfg_parallel=True)
     assert_exact([case], run(ENGINE, 4, 1, case))
 
 
 def test_compiled_too():
-    case = Case(3, (UNEVEN,), PREDICTED, compiled=True)
+    case = Case(3, (UNEQUAL,), PREDICTED, compiled=True)
     assert_exact([case], run(ENGINE, 1, 2, case))
 
 
-def test_step_caches_skip_the_same_steps_as_in_one_process_or_are_refused():
-    cases = [Case(3, (UNEVEN,), KNOWN, passes=2, cache=cache) for cache in ("Tea", "Mag")]
+def test_step_caches_skip_the_same_steps_as_in_one_process_or_are_rejected():
+    cases = [Case(3, (UNEQUAL,), KNOWN, passes=2, cache=cache) for cache in ("Tea", "Mag")]
     found = run(ENGINE, 1, 2, *cases)
     assert_exact(cases, found)
     assert [one["skipped"] for one in found] == [2, 4], "one step of two passes, two steps of two passes"
@@ -64,17 +64,17 @@ def test_its_own_command_makes_the_video_of_one_process(tmp_path):
     assert found["ring"] < found["dense"] / 10
 
 
-def test_what_lightx2v_refuses_or_computes_otherwise_without_it():
-    heads, padded = run(ENGINE, 2, 1, Case(3, (EVEN,), None), Case(4, (UNEVEN,), None))
-    assert "must be divisible by world_size" in heads["refused"]
+def test_what_lightx2v_rejects_or_computes_otherwise_without_it():
+    heads, padded = run(ENGINE, 2, 1, Case(3, (EVEN,), None), Case(4, (UNEQUAL,), None))
+    assert "must be divisible by world_size" in heads["rejected"]
     assert padded["error"] > 1e-3, "padding is attended to"
-    (ring,) = run(ENGINE, 1, 2, Case(4, (UNEVEN,), None))
-    assert "RingAttn requires attention_module.apply_with_lse()" in ring["refused"]
+    (ring,) = run(ENGINE, 1, 2, Case(4, (UNEQUAL,), None))
+    assert "RingAttn requires attention_module.apply_with_lse()" in ring["rejected"]
 
 
 def test_nothing_changes_where_dbsp_is_not_named():
-    """The plug-in only adds a name: without it the same differences, to the bit."""
-    case = Case(4, (EVEN, UNEVEN), None)
+    """The plug-in only adds a name: without it the same differences, bitwise."""
+    case = Case(4, (EVEN, UNEQUAL), None)
     assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, DBSP_LEAVE_OUT="1")
 
 

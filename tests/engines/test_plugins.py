@@ -1,4 +1,4 @@
-"""What plug-ins for engines do that needs no engine: shards on ranks that are threads, refusals, versions."""
+"""What plug-ins for engines do that needs no engine: shards on ranks that are threads, rejections, versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def whole(step: int, layer: int, branch: bool) -> list[torch.Tensor]:
 
 
 def of_lightx2v(rank: int, world: int) -> float:
-    """LightX2V's calls of two transformers in turn: the largest difference from one process."""
+    """LightX2V's calls of two transformers one after another: the largest difference from one process."""
     models = [[DbspAttention() for _ in range(LAYERS)] for _ in range(2)]
     now, worst = scheduler(), 0.0
     for step in range(STEPS):
@@ -71,12 +71,12 @@ def test_lightx2v_equals_one_process(world):
         ({"k": torch.zeros(100, HEADS, 8)}, "keys of earlier frames"),
     ],
 )
-def test_what_lightx2v_asks_for_and_is_not_served_is_refused_in_one_line(changed, said):
+def test_what_lightx2v_asks_for_and_is_not_served_is_rejected_in_one_line(changed, said):
     q = torch.zeros(75, HEADS, 8)
     call = {"q": q, "k": q, "v": q, "attention_kwargs": {"block_idx": 0, "scheduler": scheduler(), "grid_sizes": THW}}
-    with pytest.raises(UserError, match=said) as refused:
+    with pytest.raises(UserError, match=said) as rejected:
         DbspAttention().apply_new(**call | changed)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -90,45 +90,43 @@ def test_what_lightx2v_asks_for_and_is_not_served_is_refused_in_one_line(changed
         ({"tensor_parallel": True}, "leave out parallel.tensor_p_size"),
     ],
 )
-def test_settings_that_do_not_go_with_it_are_refused_on_every_rank(settings, said):
-    def refusal(rank: int, world: int) -> str:
+def test_settings_that_do_not_go_with_it_are_rejected_on_every_rank(settings, said):
+    def rejection(rank: int, world: int) -> str:
         q = torch.zeros(38, HEADS, 8)
         context = {"block_idx": 0, "scheduler": scheduler(settings), "grid_sizes": THW}
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError) as rejected:
             DbspAttention().apply_new(q, q, q, attention_kwargs=context)
-        return str(refused.value)
+        return str(rejected.value)
 
-    assert all(said in one and "\n" not in one for one in ThreadRanks(2).run(refusal))
+    assert all(said in one and "\n" not in one for one in ThreadRanks(2).run(rejection))
 
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """A stand-in on the path for an engine, of version 1.2.3, which cannot be imported; and what is expected of it."""
-    package = tmp_path / "engine_stand_in" / "inner"
+    """A stub on the path for an engine, of version 1.2.3, which cannot be imported; and what is expected of it."""
+    package = tmp_path / "engine_stub" / "inner"
     package.mkdir(parents=True)
-    (tmp_path / "engine_stand_in" / "__init__.py").write_text("raise RuntimeError\nfrom x import helper as renamed\n")
+    (tmp_path / "engine_stub" / "__init__.py").write_text("raise RuntimeError\nfrom x import helper as renamed\n")
     source = "LIMIT = 1\nclass Layer:\n    size: int\n    def __init__(self):\n        self.kernel = local = 1\n"
     (package / "layer.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(expected_host, "installed_version", lambda package: "1.2.3")
     names = ("inner.layer:Layer.__init__", "inner.layer:Layer.kernel", "inner.layer:Layer.size", "inner.layer:LIMIT")
-    of_package = [f"engine_stand_in.{name}" for name in names]
-    return ExpectedHost("Engine", "engine", "1.2", (*of_package, "engine_stand_in:renamed"))
+    of_package = [f"engine_stub.{name}" for name in names]
+    return ExpectedHost("Engine", "engine", "1.2", (*of_package, "engine_stub:renamed"))
 
 
 def test_a_host_that_is_as_expected_is_read_and_not_imported(host):
     assert host.problem() is None
-    assert "engine_stand_in" not in sys.modules
+    assert "engine_stub" not in sys.modules
 
 
 @pytest.mark.parametrize(
     "gone", ["inner.layer:Layer.gone", "inner.layer:Gone", "inner.gone:Layer", "inner.layer:gone"]
 )
 def test_a_name_that_is_gone_is_found_and_said_in_one_line(host, gone):
-    problem = replace(host, names=(*host.names, f"engine_stand_in.{gone}")).problem()
-    assert problem.startswith(
-        f"db-SP expects engine_stand_in.{gone}, which this Engine (1.2.3) does not define; install"
-    )
+    problem = replace(host, names=(*host.names, f"engine_stub.{gone}")).problem()
+    assert problem.startswith(f"db-SP expects engine_stub.{gone}, which this Engine (1.2.3) does not define; install")
     assert "\n" not in problem
 
 
@@ -153,7 +151,7 @@ def test_another_release_is_a_problem(host, known):
 
 @pytest.fixture
 def gone(host):
-    return replace(host, names=("engine_stand_in:gone",))
+    return replace(host, names=("engine_stub:gone",))
 
 
 def test_sglang_is_left_alone_without_a_configuration(monkeypatch, gone):
@@ -165,15 +163,13 @@ def test_sglang_is_left_alone_without_a_configuration(monkeypatch, gone):
 def test_another_sglang_stops_its_workers(monkeypatch, gone):
     monkeypatch.setenv("DBSP_CONFIG", MASK)
     monkeypatch.setattr(dbsp_engines.sglang, "EXPECTED", gone)
-    with pytest.raises(
-        SystemExit, match=r"expects engine_stand_in:gone.*, or unset DBSP_CONFIG to run without db-SP$"
-    ):
+    with pytest.raises(SystemExit, match=r"expects engine_stub:gone.*, or unset DBSP_CONFIG to run without db-SP$"):
         dbsp_engines.sglang.register()
 
 
 def test_another_lightx2v_gets_no_attention(monkeypatch, gone):
     monkeypatch.setattr(dbsp_engines.lightx2v, "EXPECTED", gone)
-    with pytest.raises(UserError, match="expects engine_stand_in:gone"):
+    with pytest.raises(UserError, match="expects engine_stub:gone"):
         dbsp_engines.lightx2v.register()
 
 
@@ -181,7 +177,7 @@ def test_another_vllm_omni_gets_no_backend_and_one_line(monkeypatch, gone, capfd
     monkeypatch.setattr(dbsp_engines.vllm_omni_plugin, "EXPECTED", gone)
     dbsp_engines.vllm_omni_plugin.register()
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("dbsp: db-SP expects engine_stand_in:gone")
+    assert line.startswith("dbsp: db-SP expects engine_stub:gone")
     assert line.endswith("; attention backend DBSP is not there")
 
 

@@ -1,4 +1,4 @@
-"""What plug-ins change in an engine and undo, on stand-ins for the few modules of it that they import.
+"""What plug-ins change in an engine and undo, on stubs for the few modules of it that they import.
 
 tests/engines/test_vllm_omni.py, test_sglang.py and test_lightx2v.py run the engines themselves.
 """
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def put(monkeypatch):
-    """Makes a stand-in for a module importable by its full name, with its packages."""
+    """Makes a stub for a module importable by its full name, with its packages."""
 
     def make(name: str, **contents: Any) -> ModuleType:
         parts = name.split(".")
@@ -84,7 +84,7 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture
 def vllm_omni(put, monkeypatch):
-    """The adapter, imported with stand-ins for what it imports of vLLM-Omni."""
+    """The adapter, imported with stubs for what it imports of vLLM-Omni."""
     root = "vllm_omni.diffusion"
     contents = {"AttentionBackend": object, "AttentionImpl": Impl, "AttentionMetadata": Metadata}
     put(f"{root}.attention.backends.abstract", VideoTokenLayout=Layout, **contents)

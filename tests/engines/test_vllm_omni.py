@@ -1,4 +1,4 @@
-"""vLLM-Omni with backend DBSP: its own models on CPU ranks equal one process of them, where stock refuses or is wrong.
+"""vLLM-Omni with backend DBSP: its own models on CPU ranks equal one process of them, where stock rejects or is wrong.
 
 Runs in an environment of its own: `scripts/engines test`.
 """
@@ -34,7 +34,7 @@ from tests.engines.cases import (
     EVEN,
     KNOWN,
     SPLITS,
-    UNEVEN,
+    UNEQUAL,
     assert_another_mask_is_seen,
     assert_equal_to_one_process,
     assert_exact,
@@ -46,7 +46,7 @@ VSA = "vsa:sparsity=0.6"
 PAGE = Path(__file__).parents[2] / "docs" / "minimax-h3.md"
 IMAGES = ((1, 5, 15), (1, 6, 12))
 UNCACHED = 2 * LAYERS * STEPS
-"""Attentions of two guidance passes a step."""
+"""Attentions of two CFG passes a step."""
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
@@ -70,8 +70,8 @@ def test_models_with_text_in_self_attention(ulysses, ring):
         Case(5, IMAGES, PREDICTED, passes=2, model="flux2"),
         Case(3, IMAGES, PREDICTED, model="qwen_image"),
         Case(5, IMAGES, PREDICTED, passes=2, model="qwen_image"),
-        Case(5, (UNEVEN, EVEN), KNOWN, model="hunyuan_video_15"),
-        Case(3, (UNEVEN, EVEN), PREDICTED, passes=2, model="hunyuan_video_15"),
+        Case(5, (UNEQUAL, EVEN), KNOWN, model="hunyuan_video_15"),
+        Case(3, (UNEQUAL, EVEN), PREDICTED, passes=2, model="hunyuan_video_15"),
     )
     assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
 
@@ -79,7 +79,10 @@ def test_models_with_text_in_self_attention(ulysses, ring):
 @pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 1, 3), (1, 2, 5), (2, 1, 4), (2, 2, 4)])
 def test_minimax_h3(ulysses, ring, heads):
     """Text and audio before the video, and references; of 128 places, the last of four ranks has padding alone."""
-    cases = (Case(heads, (UNEVEN, EVEN), KNOWN, model="h3"), Case(heads, (UNEVEN,), PREDICTED, model="h3_references"))
+    cases = (
+        Case(heads, (UNEQUAL, EVEN), KNOWN, model="h3"),
+        Case(heads, (UNEQUAL,), PREDICTED, model="h3_references"),
+    )
     assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
 
 
@@ -179,7 +182,7 @@ def test_the_commands_printed_for_fasth3(registered, monkeypatch, tmp_path, stra
 
 
 def test_on_one_rank_too():
-    case = Case(3, (UNEVEN,), KNOWN)
+    case = Case(3, (UNEQUAL,), KNOWN)
     assert_exact([case], run(ENGINE, 1, 1, case))
 
 
@@ -193,18 +196,18 @@ def test_its_own_entry_makes_the_frames_of_one_process(tmp_path):
     assert found["dense"] > 1
 
 
-def test_what_vllm_omni_refuses_or_computes_otherwise_without_it():
-    heads, padded = run(ENGINE, 2, 1, Case(3, (EVEN,), None), Case(4, (UNEVEN,), None))
-    assert "strict mode" in heads["refused"]
+def test_what_vllm_omni_rejects_or_computes_otherwise_without_it():
+    heads, padded = run(ENGINE, 2, 1, Case(3, (EVEN,), None), Case(4, (UNEQUAL,), None))
+    assert "strict mode" in heads["rejected"]
     assert padded["error"] > 1e-3, "padding is attended to"
-    (ring,) = run(ENGINE, 1, 2, Case(4, (UNEVEN,), None))
-    assert "Cannot use Ring attention which does not support attention_mask" in ring["refused"]
+    (ring,) = run(ENGINE, 1, 2, Case(4, (UNEQUAL,), None))
+    assert "Cannot use Ring attention which does not support attention_mask" in ring["rejected"]
 
 
 def test_step_caches_skip_on_all_ranks_or_on_none():
     """cache-dit: all would skip, and one would; TeaCache: what has changed is on rank 1, and counts or does not."""
-    dit = Case(3, (UNEVEN,), KNOWN, passes=2, cache="cache_dit", model="hunyuan_video_15")
-    unlike = Case(3, (UNEVEN,), KNOWN, passes=2, cache="cache_dit", unlike=True, model="hunyuan_video_15")
+    dit = Case(3, (UNEQUAL,), KNOWN, passes=2, cache="cache_dit", model="hunyuan_video_15")
+    unlike = Case(3, (UNEQUAL,), KNOWN, passes=2, cache="cache_dit", unlike=True, model="hunyuan_video_15")
     tea = [
         Case(3, IMAGES[:1], KNOWN, cache="tea_cache", cache_options={"rel_l1_thresh": most}, model="qwen_image")
         for most in (0.5, 100.0)
@@ -216,13 +219,13 @@ def test_step_caches_skip_on_all_ranks_or_on_none():
     assert others == [UNCACHED, LAYERS * STEPS, LAYERS]
 
 
-def test_a_step_cache_that_is_not_known_is_refused_on_several_ranks():
+def test_a_step_cache_that_is_not_known_is_rejected_on_several_ranks():
     (found,) = run(ENGINE, 2, 1, Case(3, (EVEN,), KNOWN, cache="step_cache"))
-    assert "does not know whether cache_backend step_cache skips the same layers" in found["refused"]
+    assert "does not know whether cache_backend step_cache skips the same layers" in found["rejected"]
 
 
 def test_compiled_by_blocks_it_is_the_same_and_compiles_once():
-    case = Case(3, (UNEVEN,), KNOWN, compiled=True)
+    case = Case(3, (UNEQUAL,), KNOWN, compiled=True)
     found = run(ENGINE, 2, 1, case)
     assert_exact([case], found)
     first, *later = found[0]["graphs"]
@@ -231,7 +234,7 @@ def test_compiled_by_blocks_it_is_the_same_and_compiles_once():
 
 
 def test_nothing_changes_where_dbsp_is_not_named():
-    case = Case(4, (EVEN, UNEVEN), None)
+    case = Case(4, (EVEN, UNEQUAL), None)
     assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, VLLM_PLUGINS="cpu")
 
 

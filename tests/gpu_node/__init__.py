@@ -2,7 +2,7 @@
 
 - `tensors.py`, `factories.py`: tensors say cuda:N and hold CPU values; devices that are mixed, or host and device, are
   an error.
-- `launches.py`: Triton launches run in the interpreter, and are refused where CUDA would refuse them.
+- `launches.py`: Triton launches run in the interpreter, and are rejected where CUDA would reject them.
 - `streams.py`: streams and events; what one stream uses of another without a wait between them is an error.
 - `faults.py`: counts of host waits (with file and line), launches, operators and compiled variants.
 - `cuda_api.py`: `torch.cuda`. `device_runtime.cpp`, `runtime.py`: what torch's C++ asks a runtime for.

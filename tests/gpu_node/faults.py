@@ -17,7 +17,7 @@ _PRODUCT = ("dbsp_", "kernels/")
 
 
 class DeviceFault(RuntimeError):
-    """Something that a CUDA device would refuse, or get wrong."""
+    """Something that a CUDA device would reject, or get wrong."""
 
 
 class Record:

@@ -47,7 +47,7 @@ def checked(launch: Callable[..., None]) -> Callable[..., None]:
         device = devices.pop()
         on_host = [tuple(t.shape) for t in tensors if not isinstance(t, DeviceTensor)]
         if on_host:
-            raise DeviceFault(f"{name}: pointer arguments on the host (of shapes {on_host}) beside cuda:{device}")
+            raise DeviceFault(f"{name}: pointer arguments on the host (of shapes {on_host}) next to cuda:{device}")
         if device != streams.current_device():
             raise DeviceFault(
                 f"{name}: tensors on cuda:{device}, but the current device is {streams.current_device()}"
@@ -95,7 +95,7 @@ def _check_grid(name: str, grid: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _check_shared_bytes(name: str, kwargs: dict[str, Any], itemsize: int) -> None:
-    """Refuses an attention kernel whose tiles may not fit: its queries, and the keys and values in flight.
+    """Rejects an attention kernel whose tiles may not fit: its queries, and the keys and values in flight.
 
     A bound, not the compiler's count: Hopper's pipeline holds two stages less than it is asked for, others one less
     (`shared_bytes` of `python -m scripts.checks.machine_code --json` lies below it for every kernel).

@@ -1,4 +1,4 @@
-"""Tensors that say cuda:N, hold CPU values, and refuse to be mixed up."""
+"""Tensors that say cuda:N, hold CPU values, and reject to be mixed up."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import dbsp_kernels.triton
 
 _IN_TURN = ("loop = padded(width), tiles.loop", 'loop = padded(width), "plain"')
 CHANGES: dict[str, tuple[tuple[str, str], ...]] = {
-    "products and softmax in turn": (_IN_TURN,),
+    "products and softmax one after another": (_IN_TURN,),
     "the same, index carried from step to step": (
         _IN_TURN,
         (

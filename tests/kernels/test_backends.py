@@ -20,7 +20,7 @@ def inputs_of(p: Packed, **options) -> KernelInputs:
     return KernelInputs(*vars(p).values(), p.q.shape[-1] ** -0.5, **options)
 
 
-def served_here(monkeypatch, name: str, capability: tuple[int, int]) -> None:
+def supported_here(monkeypatch, name: str, capability: tuple[int, int]) -> None:
     """As if there were such a GPU, and the kernel installed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -29,14 +29,14 @@ def served_here(monkeypatch, name: str, capability: tuple[int, int]) -> None:
 
 class TestSparge:
     def test_whole_heads_with_their_mask(self, monkeypatch):
-        """Against a stand-in for SpargeAttn's function: what arrives there is heads, tokens and a block mask."""
+        """Against a stub for SpargeAttn's function: what arrives there is heads, tokens and a block mask."""
         heads, tokens, block_q, block_k, width = 3, 29, 8, 6, 16
         generator = torch.Generator().manual_seed(0)
         bits = torch.rand(heads, 4, 5, generator=generator) < 0.5
         bits[1, 2] = False
         poison = torch.nan
 
-        def stand_in(q, k, v, mask_id, scale, tensor_layout, output_dtype):
+        def stub(q, k, v, mask_id, scale, tensor_layout, output_dtype):
             assert (q.shape, mask_id.shape, tensor_layout) == ((1, heads, tokens, width), (1, heads, 4, 5), "HND")
             assert torch.equal(mask_id[0].bool(), bits)
             allowed = bits.repeat_interleave(block_q, 1).repeat_interleave(block_k, 2)[:, :tokens, :tokens]
@@ -44,7 +44,7 @@ class TestSparge:
             return out.masked_fill(~allowed.any(-1)[None, ..., None], poison).to(output_dtype)
 
         module = types.ModuleType("spas_sage_attn")
-        module.block_sparse_sage2_attn_cuda = stand_in
+        module.block_sparse_sage2_attn_cuda = stub
         monkeypatch.setitem(sys.modules, "spas_sage_attn", module)
         q = torch.randn(heads * 4, block_q, width, generator=generator)
         k, v = torch.randn(2, heads * 5, block_k, width, generator=generator)
@@ -82,7 +82,7 @@ class TestWhatIsNotThere:
         assert "without its kernels for Hopper" in sparge.why_unavailable()
 
     @pytest.mark.parametrize(
-        ("name", "capability", "needs", "complaint"),
+        ("name", "capability", "needs", "message"),
         [
             ("sparge", (12, 0), KernelRequirements(), r"compute capability 8.0, .*, 9.0; cuda has 12.0"),
             ("fa4", (9, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128, not 64×64"),
@@ -95,13 +95,13 @@ class TestWhatIsNotThere:
             ),
         ],
     )
-    def test_what_a_kernel_cannot_serve(self, monkeypatch, name, capability, needs, complaint):
-        served_here(monkeypatch, name, capability)
-        with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*{complaint}.*; use "):
+    def test_what_a_kernel_cannot_serve(self, monkeypatch, name, capability, needs, message):
+        supported_here(monkeypatch, name, capability)
+        with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*{message}.*; use "):
             choose_kernel(name, "cuda", torch.bfloat16, needs)
 
     def test_fa4_installed_auto_takes_triton(self, monkeypatch):
-        served_here(monkeypatch, "fa4", (9, 0))
+        supported_here(monkeypatch, "fa4", (9, 0))
         monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=lambda: None))
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
         needs = KernelRequirements((128, 128), 128, lse=True, ragged_rows=True)
@@ -116,10 +116,10 @@ def missing(name: str) -> str:
 class TestFa4:
     @pytest.mark.parametrize("hint", [True, False])
     def test_its_full_blocks_and_our_short_ones_are_the_whole(self, monkeypatch, hint):
-        """Against a stand-in for its function, by its documented meaning; short blocks run in Triton's interpreter."""
+        """Against a stub for its function, by its documented meaning; short blocks run in Triton's interpreter."""
         calls = []
 
-        def stand_in(q, k, v, softmax_scale, block_sparse_tensors, return_lse):
+        def stub(q, k, v, softmax_scale, block_sparse_tensors, return_lse):
             lists = block_sparse_tensors
             assert (softmax_scale, return_lse, lists.block_size) == (16**-0.5, True, (16, 16))
             assert not lists.mask_block_cnt.any()
@@ -130,7 +130,7 @@ class TestFa4:
             return out.view(q.shape), lse.view(1, 1, -1)
 
         cute = types.ModuleType("flash_attn.cute")
-        cute.flash_attn_func = stand_in
+        cute.flash_attn_func = stub
         monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
         monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
         sparsity = types.SimpleNamespace(BlockSparseTensorsTorch=types.SimpleNamespace)

@@ -1,4 +1,4 @@
-"""Choosing blocks: the Triton kernels, in the interpreter or on a GPU, beside torch's own operations, bit for bit."""
+"""Choosing blocks: the Triton kernels, in the interpreter or on a GPU, next to torch's own operations, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens as int8 with a scale each: rounded as said, the same bits by torch and by Triton, and restored."""
+"""Tokens as int8 with a scale each: rounded as said, identical bits by torch and by Triton, and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels on packed blocks against attention written out in float64, and what the registry refuses."""
+"""Kernels on packed blocks against attention written out in float64, and what the registry rejects."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_raises(mistake):
-    p, complaint, *options = mistake
-    with pytest.raises(ValueError, match=complaint):
+    p, message, *options = mistake
+    with pytest.raises(ValueError, match=message):
         p.attend("cpu", **(options[0] if options else {}))
 
 
@@ -280,7 +280,7 @@ class TestRegistry:
         p = packed()
         assert torch.equal(p.attend("auto")[0], p.q + 1)
 
-    def test_a_chosen_kernel_serves_without_another_choice(self, monkeypatch):
+    def test_a_chosen_kernel_supports_without_another_choice(self, monkeypatch):
         p = packed()
         expected, chosen = p.attend("cpu"), choose_kernel("auto", "cpu", torch.float32)
         monkeypatch.setenv("DBSP_KERNEL", "no such kernel")
@@ -316,7 +316,7 @@ class TestCapabilities:
             choose_kernel("auto", "cuda", torch.bfloat16, KernelRequirements((128, 64), 128))
 
     @pytest.mark.parametrize(
-        ("needs", "complaint"),
+        ("needs", "message"),
         [
             (KernelRequirements(lse=True), r"returns no log-sum-exp.*use cpu or triton or reference or fa4$"),
             (KernelRequirements(ragged_rows=True), r"only whole heads.*use cpu or triton or reference or fa4$"),
@@ -328,18 +328,18 @@ class TestCapabilities:
             ),
         ],
     )
-    def test_a_plan_that_a_kernel_can_never_serve_is_refused_by_name(self, monkeypatch, needs, complaint):
+    def test_a_plan_that_a_kernel_can_never_serve_is_rejected_by_name(self, monkeypatch, needs, message):
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
-        with pytest.raises(ValueError, match=f"kernel 'sparge' cannot serve this plan: .*{complaint}"):
+        with pytest.raises(ValueError, match=f"kernel 'sparge' does not support this plan: .*{message}"):
             require_supported("sparge", needs)
         require_supported("auto", needs)
         require_supported("sparge", self.PLAIN)
         monkeypatch.setenv("DBSP_KERNEL", "sparge")
-        with pytest.raises(ValueError, match="kernel 'sparge' cannot serve this plan"):
+        with pytest.raises(ValueError, match="kernel 'sparge' does not support this plan"):
             require_supported("auto", needs)
 
     def test_a_block_size_that_a_kernel_does_not_serve_raises_and_names_one_that_does(self, monkeypatch):
         small = replace(KERNELS["cpu"], name="small", blocks={90: frozenset({(16, 16)})})
         monkeypatch.setitem(KERNELS, "small", small)
-        with pytest.raises(ValueError, match=r"it serves blocks of 16×16, not 8×4; use cpu or .*reference"):
+        with pytest.raises(ValueError, match=r"it supports blocks of 16×16, not 8×4; use cpu or .*reference"):
             packed().attend("small")

@@ -136,19 +136,19 @@ exec "{}" "$@"
 
 
 def test_what_cannot_be_compiled_is_a_row_of_its_own(tmp_path):
-    """A compiler that refuses bf16 stands for whatever may go wrong with one variant."""
+    """A compiler that rejects bf16 represents whatever may go wrong with one variant."""
     from triton import knobs
 
     file = tmp_path / "ptxas"
     file.write_text(PTXAS.format(knobs.nvidia.ptxas.path))
     file.chmod(0o755)
     options = ("--arch", "sm80", "--kernel", "sum-tokens", "--width", "64", "--dtype", "bf16", "fp32", "--jobs", "1")
-    compiled, refused = sorted(
+    compiled, rejected = sorted(
         variants(*options, status=1, TRITON_PTXAS_PATH=str(file)), key=lambda v: v["dtype"], reverse=True
     )
-    assert refused["failed"]
-    assert refused["remark"].startswith("failed: ")
-    assert "registers" not in refused
+    assert rejected["failed"]
+    assert rejected["remark"].startswith("failed: ")
+    assert "registers" not in rejected
     assert (compiled["dtype"], compiled["remark"], compiled["products"]) == ("fp32", "no tensor cores", None)
     assert compiled["registers"] > 0
 

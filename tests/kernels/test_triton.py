@@ -74,7 +74,7 @@ class TestInterpreted:
     @pytest.mark.parametrize("loop", LOOPS)
     @pytest.mark.parametrize("mix", range(4))
     def test_every_mix_of_blocks(self, mix, loop):
-        """With dtypes in turn: every pair of a dtype with a loop, and with blocks."""
+        """With dtypes one after another: every pair of a dtype with a loop, and with blocks."""
         (block_q, block_k), dtype = MIXES[mix], list(MOST_ERROR)[(mix + LOOPS.index(loop)) % 3]
         p = packed(rows=3, blocks=4, block_q=block_q, block_k=block_k, width=64, dtype=dtype, seed=4)
         p = kinder(replace(p, kv_index=ANY_ORDER, kv_count=torch.tensor([3, 0, 4]).int()))
@@ -171,7 +171,7 @@ class TestInterpreted:
             assert not any(t.is_contiguous() for t in (q, k, v, index))
             assert_right(replace(p, q=q, k=k, v=v, kv_index=index), use_tma=True)
 
-    def test_rows_in_any_order_give_the_same_bits(self):
+    def test_rows_in_any_order_give_identical_bits(self):
         p = packed(rows=6, block_q=16, block_k=16)
         plain = p.attend("triton")
         for order in (torch.arange(6), torch.tensor([3, 5, 1, 0, 2, 4])):

@@ -1,4 +1,4 @@
-"""What the workers run: mistakes that must be refused on every rank, and ParaAttention's own faults."""
+"""What the workers run: mistakes that must be rejected on every rank, and ParaAttention's own faults."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def _by_dbsp(transformer: Any, rank: int) -> None:
 def _half_way(transformer: Any, rank: int) -> None:
     """The last block cannot be changed, after all others have been."""
     last = transformer.blocks[-1].attn1
-    with mock.patch.object(type(last), "__setattr__", _refusing(last)):
+    with mock.patch.object(type(last), "__setattr__", _rejecting(last)):
         dbsp_para.parallelize_transformer(transformer)
 
 
-def _refusing(refuses: nn.Module) -> Callable[[Any, str, Any], None]:
+def _rejecting(rejects: nn.Module) -> Callable[[Any, str, Any], None]:
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
-        if self is refuses:
+        if self is rejects:
             raise ValueError("this part cannot be changed")
         nn.Module.__setattr__(self, name, value)
 

@@ -17,7 +17,7 @@ OTHER_SIZE = SIZE | {"height": 80, "width": 64, "num_inference_steps": 3}
 
 
 def expected_alone(pipe: Any, model: str, config: dict[str, Any], **options: Any) -> torch.Tensor:
-    """What one process makes with a tiny model that all tests make alike, worked out on one rank."""
+    """What one process makes with a tiny model that all tests make identically, worked out on one rank."""
     key = ("video of", model, mask_settings(config), options)
     made: torch.Tensor = kept_from_rank_0(key, lambda: alone(pipe, config, **options))
     return made

@@ -25,7 +25,7 @@ from tests.support.repository import ROOT, child_environment
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 BY_STEP = MASK | {"drift": 0.05}
-"""In a striped layout, with all keys; `MASK`, which never changes, in a contiguous one with needed keys."""
+"""In a striped layout, with all keys; `MASK`, which never changes, in a contiguous one with selective KV exchange."""
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False}
 
 
@@ -52,9 +52,7 @@ def test_equals_one_process(pool, model, world, strategy, mask, text_tokens):
 
 
 @pytest.mark.usefixtures("debug")
-@pytest.mark.parametrize(
-    ("model", "strategy"), [("wan", "U2R1"), ("cogvideox", "U2R2"), ("cogvideox1.0", "U1R3")]
-)
+@pytest.mark.parametrize(("model", "strategy"), [("wan", "U2R1"), ("cogvideox", "U2R2"), ("cogvideox1.0", "U1R3")])
 def test_parallelized_again_it_gives_the_same_by_name_as_well(pool, model, strategy):
     config = {"mask": BY_STEP, "strategy": strategy}
     world = int(strategy[1]) * int(strategy[3])

@@ -1,4 +1,4 @@
-"""dbsp_para: mistakes are refused on every rank, and leave no trace; what stock ParaAttention gets wrong."""
+"""dbsp_para: mistakes are rejected on every rank, and leave no trace; what stock ParaAttention gets wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("para_attn")
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_refused_on_every_rank_without_a_trace(pool, name):
+def test_rejected_on_every_rank_without_a_trace(pool, name):
     expected = MISTAKES[name][1]
     for message, left in pool(2).run(run_mistake, name):
         kind = "ValueError" if name == "a failure half-way" else "UserError"

@@ -1,4 +1,4 @@
-"""dbsp_para: whole pipelines make one video whatever the ranks, one after the other, after failures, with a cache."""
+"""dbsp_para: whole pipelines make one video for any ranks, one after the other, after failures, with a cache."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_two_pipelines_of_a_class(pool, folders, tmp_path):
     pool(2).run(run_two_of_a_class, folders["wan"], str(file))
 
 
-@pytest.mark.parametrize(("model", "mask"), [("wan", BAND), ("cogvideox", SPARGE)], ids=["wan-band", "cogvideox-sparge"])
+@pytest.mark.parametrize(
+    ("model", "mask"), [("wan", BAND), ("cogvideox", SPARGE)], ids=["wan-band", "cogvideox-sparge"]
+)
 def test_generations_do_not_leak_into_each_other(pool, folders, model, mask):
     for differences in pool(2).run(run_generations, model, folders[model], {"mask": mask, "strategy": "U1R2"}):
         assert max(differences) <= TOLERANCE, differences
@@ -105,8 +107,8 @@ def test_first_block_cache_skips_what_one_process_skips(pool, deep, model, world
         assert from_uncached > 100 * TOLERANCE, "skipping must matter"
 
 
-def test_ranks_decide_alike_where_stock_averages_would_not():
-    """Padding and uneven shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
+def test_ranks_decide_identically_where_stock_averages_would_not():
+    """Padding and unequal shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
     from dbsp_core import SequenceGroup, SequenceLayout
     from dbsp_diffusers.sharding.step_caches import ForwardRanks
     from dbsp_diffusers.sharding.stream_shards import StreamShards

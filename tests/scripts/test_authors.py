@@ -45,8 +45,8 @@ class TestLayers:
         measured = attention_ms().mean(axis=0)
         for layer in np.flatnonzero(~fitted_half(40)):
             for strategy, ms in zip(STRATEGIES, measured[layer], strict=True):
-                beside = attention_s(fit.WAN, strategy, known, 0.0)
-                found = beside + blocks_s + layer * growth_s * strategy.ulysses / 8
+                alongside = attention_s(fit.WAN, strategy, known, 0.0)
+                found = alongside + blocks_s + layer * growth_s * strategy.ulysses / 8
                 assert found * 1e3 == pytest.approx(ms, rel=0.03)
 
     def test_plans_of_such_masks_are_predicted_so_and_strategies_chosen_right(self, monkeypatch):

@@ -20,7 +20,7 @@ def test_attention_is_timed_under_both_plans():
         assert case["speedup"] == case["seconds_before"] / case["seconds"]
 
 
-def test_rounding_errors_on_the_wire():
+def test_rounding_errors_in_exchanges():
     done = run_module("scripts.bench.rounding_error", "--tokens", 512, "--heads", 1, "--json")
     assert done.returncode == 0, done.stderr
     for errors in json.loads(done.stdout)["relative_errors"].values():

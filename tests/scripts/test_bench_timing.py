@@ -1,4 +1,4 @@
-"""Timing of benchmarks: ranks compute in turns, the slowest counts, and ranks that fail are reported."""
+"""Timing of benchmarks: ranks compute alternately, the slowest counts, and ranks that fail are reported."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_the_slowest_rank_counts_by_its_median():
 
 
 @pytest.mark.parametrize(
-    ("function", "complaint"), [(fail_on_one, "the second rank's own fault"), (die_on_one, "rank 1 ended")]
+    ("function", "message"), [(fail_on_one, "the second rank's own fault"), (die_on_one, "rank 1 ended")]
 )
-def test_a_rank_that_fails_or_dies_is_reported(function, complaint):
-    with pytest.raises(RuntimeError, match=complaint):
+def test_a_rank_that_fails_or_dies_is_reported(function, message):
+    with pytest.raises(RuntimeError, match=message):
         run_ranks(function, 2, "cpu")

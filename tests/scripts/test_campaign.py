@@ -13,7 +13,7 @@ import pytest
 
 from scripts.checks.campaign.faults import generating, nursery
 from scripts.checks.campaign.faults.acts import fire
-from scripts.checks.campaign.faults.judging import Expected, complaint_about
+from scripts.checks.campaign.faults.judging import Expected, message_about
 from scripts.checks.campaign.faults.nursery import Nursery, Task
 from scripts.checks.campaign.faults.phases import PHASES
 from scripts.checks.campaign.features import features_part
@@ -143,8 +143,8 @@ def test_what_an_input_may_not_do_is_found(tmp_path):
     done = run([sys.executable, "-c", script], env=child_environment())
     found = done.stdout.splitlines()
     assert len(found) == len(BAD), done.stderr
-    for complaint, line in zip(BAD.values(), found, strict=True):
-        assert complaint in line
+    for message, line in zip(BAD.values(), found, strict=True):
+        assert message in line
 
 
 @pytest.mark.long
@@ -180,14 +180,14 @@ def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
         for how in HOW:
             task = Task(misbehave, how, 2, 3.0, after_s=4.0)
             kept.start(task, tmp_path / how.replace(" ", "-"))
-        for how, complaint in FOUND.items():
+        for how, message in FOUND.items():
             ended = kept.wait(tmp_path / how.replace(" ", "-"))
-            found = complaint_about(ended, Expected("failure", 1, "raise"), 3.0)
+            found = message_about(ended, Expected("failure", 1, "raise"), 3.0)
             if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own
                 os.unlink("/dev/shm/left")
                 continue
-            assert (found is None) == (complaint is None), (how, found, ended)
-            assert complaint is None or complaint in found, (how, found)
+            assert (found is None) == (message is None), (how, found, ended)
+            assert message is None or message in found, (how, found)
     finally:
         kept.close()
 

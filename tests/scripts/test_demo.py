@@ -35,13 +35,13 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert (report["host"], report["world_size"], report["strategy"]) == ("xdit", ranks, strategy)
     assert report["max_abs_diff"] <= 1e-5, "in float64"
     calls = report["calls"]
-    assert calls["layer"] == [0, 1, 2, 3] * 4, "guidance passes, steps"
+    assert calls["layer"] == [0, 1, 2, 3] * 4, "CFG passes, steps"
     assert all(1 <= bound <= rho for bound, rho in zip(calls["rho_bound"], calls["rho"], strict=True))
     assert all(0.1 < density < 0.95 for density in calls["density"]), "learned masks, neither empty nor full"
     assert sum(calls["rho"]) < sum(calls["rho_before"])
     assert max(calls["rho_before"]) > 1.1, "there must be something to balance"
 
-    assert report["totals"]["calls"] == 4 * 2 * 2, "layers, steps, guidance passes"
+    assert report["totals"]["calls"] == 4 * 2 * 2, "layers, steps, CFG passes"
     assert calls["step"] == [step for step in range(2) for _ in range(8)]
     assert report["totals"]["strategies"] == {strategy: 16}
     assert len(report["ranks"]["attention_s"]) == len(report["environment"]["hardware"]) == ranks

@@ -1,4 +1,4 @@
-"""Eq. 4 as the paper prints it: by hand, and beside the corrected form."""
+"""Eq. 4 as the paper prints it: by hand, and next to the corrected form."""
 
 from __future__ import annotations
 

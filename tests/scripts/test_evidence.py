@@ -92,7 +92,7 @@ class TestChanges:
         (checkout / "scripts" / "other.py").write_text("# changed\n", encoding="utf-8")
         assert changes_since(read_evidence()[0]) == []
 
-    def test_a_commit_that_a_clone_lacks_is_told_apart(self, checkout):
+    def test_a_commit_that_a_clone_lacks_is_distinguished(self, checkout):
         write_entry(checkout, "0123abcd")
         assert changes_since(read_evidence()[0]) is None
 
@@ -113,6 +113,6 @@ class TestRecording:
         with pytest.raises(UserError, match=r"commit these first[^\n]*scripts\.one --fast.*product/part\.py"):
             record_run("one.csv")
 
-    def test_a_file_without_an_entry_is_refused(self, checkout):
+    def test_a_file_without_an_entry_is_rejected(self, checkout):
         with pytest.raises(UserError, match=r"no entry with two\.csv"):
             record_run("two.csv")

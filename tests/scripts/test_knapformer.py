@@ -25,7 +25,7 @@ def rows():
 
 @pytest.mark.parametrize("stream", TABLE_1)
 def test_drawn_streams_have_the_tokens_and_the_flop_of_the_paper(stream):
-    """TPS · FBL is tokens, HFU · peak · FBL is FLOP, whatever the bags. Means of 20 draws."""
+    """TPS · FBL is tokens, HFU · peak · FBL is FLOP, for any bags. Means of 20 draws."""
     steps = [drawn(stream, seed).tokens.astype(float) for seed in range(20)]
     tokens = np.mean([step.sum() for step in steps])
     flop = np.mean([4 * LAYERS * (24 * step * WIDTH**2 + 4 * step**2 * WIDTH).sum() for step in steps])
@@ -48,8 +48,8 @@ def test_rows_held_out_are_within_8_percent(rows):
 
 def test_what_a_step_asks_is_counted_by_hand(monkeypatch):
     """Alike sequences of 1,024 tokens, one on each rank: bags of two halve each of two sequences."""
-    alike = DrawnSequences(np.zeros(WORLD, dtype=np.int64), np.array([[1, 32, 32]] * WORLD), np.arange(WORLD))
-    monkeypatch.setattr(throughput, "drawn", lambda stream, seed: alike)
+    similar = DrawnSequences(np.zeros(WORLD, dtype=np.int64), np.array([[1, 32, 32]] * WORLD), np.arange(WORLD))
+    monkeypatch.setattr(throughput, "drawn", lambda stream, seed: similar)
     linear, attention = 24 * 1024 * WIDTH**2, 4 * 1024**2 * WIDTH
     two = load_of(LOW, "g2n16", "knapsack", 1)
     assert two.tokens == WORLD * 1024

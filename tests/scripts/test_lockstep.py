@@ -15,7 +15,7 @@ from tests.support.generators import EVERY_STRATEGY, SEEDS, examples
 
 
 def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, world: int, ring: int) -> np.ndarray:
-    """int64[world, ring]: dense blocks by (rank that computes them, ring slot their keys are in).
+    """int64[world, ring]: active blocks by (rank that computes them, ring slot their keys are in).
 
     bits: bool[H, nq, nk]; q_owner: int[H, nq], rank of each row; kv_slot: int[H, nk], slot of each KV block
     """

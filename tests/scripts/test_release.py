@@ -1,4 +1,4 @@
-"""scripts/release: what it refuses, what it makes of the front page, and a release of a clone."""
+"""scripts/release: what it rejects, what it makes of the front page, and a release of a clone."""
 
 from __future__ import annotations
 

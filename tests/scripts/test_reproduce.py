@@ -55,7 +55,7 @@ def test_minimax_h3_is_current(tmp_path):
 
 
 @pytest.mark.parametrize("name", CURRENT_JSON)
-def test_what_is_counted_and_modelled_beside_what_was_measured_is_current(name):
+def test_what_is_counted_and_modelled_next_to_what_was_measured_is_current(name):
     program, options = CURRENT_JSON[name]
     done = run_module(f"scripts.bench.{program}", "--json", *options, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -90,7 +90,7 @@ def without_times(found: Any) -> Any:
 
 
 def published(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV that lies beside a picture."""
+    """The rows of a CSV that lies next to a picture."""
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     with path.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -42,7 +42,7 @@ def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
 
 
 @pytest.mark.long
-def test_int8_on_the_wire_is_near_to_what_was_not_rounded(tmp_path):
+def test_int8_in_exchanges_is_near_to_what_was_not_rounded(tmp_path):
     few = ("--prompts", 1, "--seeds", 1, "--steps", 1, "--masks", "dense", "--out", tmp_path)
     done = run_module("scripts.training.trained_model.int8_exchange", *few)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from scripts.checks.csv_table import update_table
-from scripts.checks.versions.looking_up import PrivateName, belongs, complaint
+from scripts.checks.versions.looking_up import PrivateName, belongs, message
 from scripts.checks.versions.private_names import PRIVATE_NAMES
 from scripts.checks.versions.rows import Row, summed_up
 from tests.support.programs import run_module
@@ -19,7 +19,7 @@ def test_what_is_installed_has_every_private_name():
     done = run_module("scripts.checks.versions.probe", "--names")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["names"]
-    assert {package: one["complaints"] for package, one in found.items()} == {package: [] for package in PRIVATE_NAMES}
+    assert {package: one["messages"] for package, one in found.items()} == {package: [] for package in PRIVATE_NAMES}
     assert all(one["of"] == len(PRIVATE_NAMES[package]) > 0 for package, one in found.items())
 
 
@@ -35,7 +35,7 @@ def test_what_is_installed_has_every_private_name():
     ],
 )
 def test_what_a_version_lacks_is_said(name, said):
-    found = complaint(name)
+    found = message(name)
     assert found is None if said is None else said in found
 
 
@@ -52,18 +52,16 @@ def test_every_private_name_names_a_module_of_ours():
 
 
 def test_what_many_names_lack_for_one_reason_is_said_once():
-    complaints = [f"diffusers:{name}: cannot be imported" for name in "abc"]
-    complaints += ["diffusers:d takes no x", "torch:e takes no x"]
+    messages = [f"diffusers:{name}: cannot be imported" for name in "abc"]
+    messages += ["diffusers:d takes no x", "torch:e takes no x"]
     found = {
-        "names": {"diffusers": {"of": 6, "complaints": complaints}},
+        "names": {"diffusers": {"of": 6, "messages": messages}},
         "runs": {},
         "versions": {"python": "", "torch": ""},
     }
     row = summed_up(Row("diffusers", "0.1", "oldest"), found)
     assert row.names == "1 of 6"
-    assert row.complaints == (
-        "diffusers:a and 2 others: cannot be imported; diffusers:d takes no x; torch:e takes no x"
-    )
+    assert row.messages == ("diffusers:a and 2 others: cannot be imported; diffusers:d takes no x; torch:e takes no x")
 
 
 def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):

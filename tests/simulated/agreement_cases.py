@@ -7,7 +7,7 @@ import torch
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import check_consistent, gather_texts
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.agreement import agree_on_attention
+from dbsp_core.runtime.consistency_checks import check_attention
 from dbsp_core.runtime.engine_session import EngineSession
 from tests.gpu_node.faults import recorded
 
@@ -23,7 +23,7 @@ def host_waits_of_comparisons(rank: int, world: int) -> tuple[list[bool], list[s
     if rank == 0:
         recorded.host_waits.clear()
     group.control().barrier()
-    agree_on_attention(group, q, q, q, None, None, prepared=None, debug=False)
+    check_attention(group, q, q, q, None, None, prepared=None, debug=False)
     check_consistent(group, None, {"numbers differ on rank(s) {}": 1})
     votes = [session.all_agree(answer) for answer in (True, rank == 0)]
     texts = gather_texts(group, f"rank {rank}")
@@ -37,7 +37,7 @@ def inputs_on_the_host(rank: int, world: int, on_the_host: int) -> str:
     q = torch.ones(1, 8, 4, 16)
     q = q if rank == on_the_host else q.to(torch.device("cuda", rank))
     try:
-        agree_on_attention(SequenceGroup.of(), q, q, q, None, None, prepared=None, debug=False)
+        check_attention(SequenceGroup.of(), q, q, q, None, None, prepared=None, debug=False)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -248,7 +248,7 @@ class Together:
         effect: The largest difference between one process with the features and without.
         computed, expected: Number of blocks computed in each pass, and in one process.
         left: What differs after `disable` from a transformer that db-SP was never enabled on.
-        same_bits: Whether samples after `disable` are those of such a transformer.
+        identical_bits: Whether samples after `disable` are those of such a transformer.
     """
 
     difference: float
@@ -256,7 +256,7 @@ class Together:
     computed: list[int]
     expected: list[int]
     left: list[str]
-    same_bits: bool
+    identical_bits: bool
 
 
 Samples = list[torch.Tensor]
@@ -360,8 +360,8 @@ def together(rank: int, world: int, order: Order, simulated: bool = True) -> Tog
         for place in sorted(there.keys() | wanted.keys())
         if there.get(place) != wanted.get(place) and not any(name in place for name in kept)
     ]
-    same_bits = all(torch.equal(one, other) for one, other in zip(again, dense, strict=True))
-    return Together(apart(found, expected), apart(expected, without), blocks, computed, left, same_bits)
+    identical_bits = all(torch.equal(one, other) for one, other in zip(again, dense, strict=True))
+    return Together(apart(found, expected), apart(expected, without), blocks, computed, left, identical_bits)
 
 
 def _put_on(features: Sequence[Feature], run: Denoising, others: Sequence[Feature] = ()) -> None:

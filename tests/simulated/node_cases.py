@@ -1,4 +1,4 @@
-"""What the simulated node runs: programs that CUDA would refuse, or get wrong, beside right ones."""
+"""What the simulated node runs: programs that CUDA would reject, or get wrong, next to right ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.gpu_node.tensors import DeviceTensor
 from tests.simulated.raw_kernel import double_kernel
 
 
-def refused(rank: int, world: int, name: str) -> str | None:
-    """Returns what a program is refused with; None where it runs."""
+def rejected(rank: int, world: int, name: str) -> str | None:
+    """Returns what a program is rejected with; None where it runs."""
     torch.cuda.set_device(rank)
     try:
         PROGRAMS[name](torch.device("cuda", rank))
@@ -75,7 +75,7 @@ def _context_on_another_device(device: torch.device) -> None:
 
 
 def _thread_without_device(device: torch.device) -> None:
-    """A thread starts on cuda:0, whatever its parent's device is."""
+    """A thread starts on cuda:0, for any parent's device is."""
     caught: list[BaseException] = []
 
     def work() -> None:
@@ -246,8 +246,8 @@ def variants(rank: int, world: int) -> tuple[int, int]:
     for tokens in (1, 5, 16):
         out, lse = torch.zeros(tokens, 32, device=device), torch.zeros(tokens, device=device)
         merge_into(out, lse, torch.zeros_like(out), torch.zeros_like(lse))
-    alike = len(recorded.variants["merge_kernel"])
+    similar = len(recorded.variants["merge_kernel"])
     out = torch.zeros(5 * 32 + 1, device=device)[1:].view(5, 32)
     lse = torch.zeros(5, device=device)
     merge_into(out, lse, torch.zeros(5, 32, device=device), torch.zeros_like(lse))
-    return alike, len(recorded.variants["merge_kernel"])
+    return similar, len(recorded.variants["merge_kernel"])

@@ -14,7 +14,7 @@ from tests.support.single_process import attach_single_process
 CONFIG = {"mask": {"source": "window", "window": [2, 3, 3], "block_q": 16, "block_k": 16}}
 TIMESTEPS = (900.0, 700.0, 500.0, 300.0, 800.0, 600.0)
 """Two generations."""
-HOSTS = ("dbsp_diffusers/", "dbsp_core/comm/")
+FRAMEWORKS = ("dbsp_diffusers/", "dbsp_core/comm/")
 
 
 def _given() -> dict[str, torch.Tensor]:
@@ -53,6 +53,6 @@ def passes(rank: int, world: int) -> tuple[list[float], list[list[str]]]:
             control.barrier()
             found.append(transformer(**given)[0])
             control.barrier()
-            waits.append([place for place in recorded.host_waits if place.partition(" at ")[2].startswith(HOSTS)])
+            waits.append([place for place in recorded.host_waits if place.partition(" at ")[2].startswith(FRAMEWORKS)])
     dbsp_diffusers.disable(transformer)
     return [float((one.cpu() - other).abs().max()) for one, other in zip(found, expected, strict=True)], waits

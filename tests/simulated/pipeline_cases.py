@@ -38,7 +38,7 @@ class Generation:
         settled: How many steps it takes until the others are like one another.
         second: Whether another transformer takes the late steps (Wan2.2).
         tiled: Whether ranks decode together, tile by tile.
-        guided: Whether two halves of the ranks compute a step's two guidance passes.
+        guided: Whether two halves of the ranks compute a step's two CFG passes.
         offload: Whether parts are on the GPU only while they run.
     """
 

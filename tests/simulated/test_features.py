@@ -25,4 +25,4 @@ def test_feature_goes_together_with_db_sp(gpu_node: GpuNode, name: str, first: b
         assert found.effect > 100 * TOLERANCE or not feature.acts, "the feature must matter"
         assert min(found.computed) < max(found.computed) or not feature.skips, "the cache must skip"
         assert found.left == []
-        assert found.same_bits
+        assert found.identical_bits

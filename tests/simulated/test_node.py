@@ -7,7 +7,7 @@ import pytest
 from tests.gpu_node.node import GpuNode
 from tests.simulated import node_cases
 
-REFUSED = {
+UNSUPPORTED = {
     "mixed devices": (1, "Expected all tensors to be on the same device"),
     "host and device": (0, "host tensors of shapes [(1,)]"),
     "to numpy": (0, "Use Tensor.cpu() first"),
@@ -27,16 +27,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_node_refuses_what_cuda_refuses(gpu_node: GpuNode, name: str) -> None:
-    rank, text = REFUSED[name]
-    said = gpu_node.run(2, node_cases.refused, name)[rank]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_node_rejects_what_cuda_rejects(gpu_node: GpuNode, name: str) -> None:
+    rank, text = UNSUPPORTED[name]
+    said = gpu_node.run(2, node_cases.rejected, name)[rank]
     assert said is not None, "it ran"
     assert text in said
 
 
 def test_node_runs_a_right_program(gpu_node: GpuNode) -> None:
-    assert gpu_node.run(2, node_cases.refused, "right") == [None, None]
+    assert gpu_node.run(2, node_cases.rejected, "right") == [None, None]
 
 
 def test_host_waits_are_counted_at_their_lines(gpu_node: GpuNode) -> None:

@@ -6,7 +6,7 @@ from tests.gpu_node.node import GpuNode
 from tests.simulated.pass_cases import passes
 
 TOLERANCE = 1e-5
-COMPARING = "dbsp_diffusers/sharding/generation_agreement.py"
+COMPARING = "dbsp_diffusers/sharding/generation_checks.py"
 
 
 def test_steady_passes_use_the_first_rank_s_inputs_without_host_waits(gpu_node: GpuNode) -> None:

@@ -24,7 +24,7 @@ from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import load_cogvideox
 
 TOLERANCE = 1e-5
-REFUSED = {
+UNSUPPORTED = {
     "right": "",
     "host tensor to NCCL": "CPU tensor given to NCCL",
     "device tensor to gloo": "given to gloo",
@@ -60,11 +60,11 @@ def config_file(folder: str, tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_processes_refuse_what_nccl_and_gloo_refuse(ranks: GpuProcesses, what: str) -> None:
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_processes_reject_what_nccl_and_gloo_reject(ranks: GpuProcesses, what: str) -> None:
     for said in ranks.run(program_cases.said_of_transfer, what):
-        assert REFUSED[what] in said
-        assert bool(said) == bool(REFUSED[what])
+        assert UNSUPPORTED[what] in said
+        assert bool(said) == bool(UNSUPPORTED[what])
 
 
 def test_gradients_are_summed_over_nccl(ranks: GpuProcesses) -> None:

@@ -34,7 +34,7 @@ MASKS: dict[str, dict[str, Any]] = {
 STRATEGIES = ("U2R1", "U1R2", "U4R1", "U2R2", "U1R4", "U8R1", "U4R2", "U2R4", "U1R8")
 BFLOAT16 = 5e-2
 BY_SOURCE = tuple(zip(MASKS, (STRATEGIES * 2), strict=False))
-"""Each source once, on strategies in turn; two sources cover the strategies that are left."""
+"""Each source once, on strategies one after another; two sources cover the strategies that are left."""
 
 
 @pytest.mark.parametrize(("name", "strategy"), BY_SOURCE)
@@ -44,7 +44,7 @@ def test_every_source_is_exact(gpu_node: GpuNode, name: str, strategy: str) -> N
 
 @pytest.mark.parametrize("name", MASKS)
 def test_every_source_is_close_in_bfloat16(gpu_node: GpuNode, name: str) -> None:
-    """On a ring and on two heads' ranks in turn, with a dense step before."""
+    """On a ring and on two heads' ranks one after another, with a dense step before."""
     strategy = ("U2R1", "U1R2")[list(MASKS).index(name) % 2]
     settings = {"mask": MASKS[name], "dense_schedule": {"first_steps": 1}}
     for errors in gpu_node.run(2, largest_errors, SessionCase(settings, strategy, dtype=torch.bfloat16)):
@@ -91,7 +91,7 @@ def test_plans_are_replaced_at_every_call(gpu_node: GpuNode, strategy: str) -> N
 
 
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
-def test_int8_on_the_wire_is_close(gpu_node: GpuNode, strategy: str) -> None:
+def test_int8_in_exchanges_is_close(gpu_node: GpuNode, strategy: str) -> None:
     settings = {"mask": WINDOW, "precision": "int8"}
     for errors in gpu_node.run(2, largest_errors, SessionCase(settings, strategy)):
         assert 1e-4 < max(errors) <= 0.2

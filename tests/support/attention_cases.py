@@ -72,7 +72,7 @@ _OF_ATTENTION = [field.name for field in fields(Case) if field.name not in _WAYS
 
 
 def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
-    """Asymmetric, uneven over heads, rows and columns, with rows and columns that are empty."""
+    """Asymmetric, unequal over heads, rows and columns, with rows and columns that are empty."""
     rng = np.random.default_rng(case.seed)
     head = rng.uniform(0.3, 1.7, case.heads)[:, None, None]
     row, column = rng.uniform(0.2, 1.8, (2, max(grid.nq, grid.nk)))
@@ -133,7 +133,7 @@ def reference(attention: Case) -> torch.Tensor:
 
 
 def as_sent(case: Case, full: list[torch.Tensor]) -> list[torch.Tensor]:
-    """q, k and v as owners have them, but for what is subtracted from all keys alike."""
+    """q, k and v as owners have them, but for what is subtracted from all keys identically."""
     return full if case.precision == "model" else rounded_to_int8(*full)
 
 

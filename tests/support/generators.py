@@ -35,7 +35,7 @@ EVERY_STRATEGY = tuple(s for world in range(1, 9) for s in Strategy.all_for(worl
 
 
 def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> np.ndarray:
-    """bool[heads, nq, nk] with about `level` of it dense: uneven over heads, rows and columns, asymmetric."""
+    """bool[heads, nq, nk] with about `level` of it dense: unequal over heads, rows and columns, asymmetric."""
     rng = np.random.default_rng(seed)
     head, row, column = (rng.uniform(0, 2, n) for n in (heads, grid.nq, grid.nk))
     return rng.random((heads, grid.nq, grid.nk)) < level * head[:, None, None] * row[:, None] * column

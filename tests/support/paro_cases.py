@@ -15,7 +15,7 @@ from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.single_process import attach_single_process
 
 TIMESTEPS = (900, 900, 600, 600, 300, 300)
-"""Three steps of two guidance passes each."""
+"""Three steps of two CFG passes each."""
 
 
 def run_steps(transformer: Any, model: str, thw: tuple[int, int, int], text_tokens: int) -> list[torch.Tensor]:

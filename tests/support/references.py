@@ -18,7 +18,7 @@ _kept: dict[str, Any] = {}
 
 
 def kept_from_rank_0(key: object, make: Callable[[], Any]) -> Any:
-    """Returns what make() gives on rank 0, on every rank; worked out once for a key, told apart by its repr.
+    """Returns what make() gives on rank 0, on every rank; worked out once for a key, distinguished by its repr.
 
     All ranks must ask, in the same order, and none may write into the result. What make() raises is raised on all.
     """
@@ -59,5 +59,5 @@ def pass_alone(model: str, inputs: dict[str, Any], config: dict[str, Any]) -> tu
 
 
 def mask_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What of a configuration is the same whatever the ranks, the strategy and the layout."""
+    """What of a configuration is the same for any ranks, the strategy and the layout."""
     return {name: value for name, value in config.items() if name != "strategy"}

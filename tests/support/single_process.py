@@ -18,7 +18,7 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of, heads_of
 from dbsp_diffusers.models.gates import GATE, gate_of, gates_in_checkpoint
-from dbsp_diffusers.patching import Arguments, PatchSet, guidance_branch, signature_of, without_argument
+from dbsp_diffusers.patching import Arguments, PatchSet, current_cfg_pass, signature_of, without_argument
 from dbsp_diffusers.resolve import resolve_config
 from dbsp_diffusers.sharding.attention import intercept_attention
 
@@ -49,7 +49,7 @@ def attach_single_process(
         config.mask, config.dense_schedule, heads, len(attentions), steps, clock=clock or StepClock()
     )
     gates, patches = gates_in_checkpoint(transformer, config.mask), PatchSet()
-    branch = guidance_branch(transformer, patches)
+    branch = current_cfg_pass(transformer, patches)
     cache: dict[Hashable, BlockMask] = {}
     sequence = TokenSequence((0, 0, 0))
 
@@ -71,7 +71,7 @@ def attach_single_process(
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends in token order; padding of text, which a stock model would mask, gives zeros."""
-        places = sequence.places(q.shape[2], architecture.text).to(q.device)
+        places = sequence.slots(q.shape[2], architecture.text).to(q.device)
         key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, places) for x in (q, k, v))
         mask = None if key is None else cache.get(key)
         if mask is None:

@@ -62,10 +62,10 @@ FUSED = (
     *("dbsp_core.runtime.tables.pack_rows", "dbsp_core.comm.block_pooling.sum_tokens"),
     *("dbsp_core.comm.block_pooling.pool_rows", "dbsp_core.sources.sparge.pooled_scores"),
     "dbsp_core.sources.sparge.select_blocks",
-    *("dbsp_core.planning.wire_format.copy_segments", "dbsp_core.planning.wire_format.quantise_segments"),
-    *("dbsp_core.planning.wire_format.restore_rows", "dbsp_core.comm.exchange.sum_tokens"),
+    *("dbsp_core.planning.comm_dtype.copy_segments", "dbsp_core.planning.comm_dtype.quantise_segments"),
+    *("dbsp_core.planning.comm_dtype.restore_rows", "dbsp_core.comm.exchange.sum_tokens"),
 )
-"""What on a GPU is one kernel each, whatever the CPU takes: ours."""
+"""What on a GPU is one kernel each, for any CPU takes: ours."""
 
 
 class Launches(TorchDispatchMode):

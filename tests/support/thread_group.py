@@ -109,7 +109,7 @@ class Meeting:
         if 0 <= rank - self.first < self.size:
             self.leave(rank - self.first, why, failed=True)
 
-    def beside(self, purpose: str, ranks: range | None = None) -> Meeting:
+    def alongside(self, purpose: str, ranks: range | None = None) -> Meeting:
         """The meeting of the auxiliary group for a purpose, of all ranks or of some."""
         with self.lock:
             if purpose not in self.auxiliary:
@@ -132,10 +132,10 @@ class Meeting:
 
 @dataclass(eq=False)
 class Member:
-    """One rank's place in a meeting, which stands for its process group.
+    """One rank's place in a meeting, which represents its process group.
 
     Attributes:
-        over_gloo: True for an auxiliary group, which is one of gloo's whatever the group's own backend.
+        over_gloo: True for an auxiliary group, which is one of gloo's for any group's own backend.
     """
 
     rank: int
@@ -161,7 +161,7 @@ class Member:
 
 @dataclass(eq=False)
 class Transfer:
-    """A transfer in flight, in place of `dist.Work`: `wait` fills `received` from its `sources` in turn."""
+    """A transfer in flight, in place of `dist.Work`: `wait` fills `received` from its `sources` one after another."""
 
     member: Member
     number: int
@@ -216,7 +216,7 @@ class ThreadGroup(SequenceGroup):
         """The group of some ranks, this one among them, which come together when it is made."""
         known = self._member.auxiliary
         if purpose not in known:
-            meeting = self._member.meeting.beside(purpose, ranks)
+            meeting = self._member.meeting.alongside(purpose, ranks)
             made = Member(self.rank - ranks.start, meeting, over_gloo)
             made.group()._gather("barrier", torch.zeros(1))
             known[purpose] = made

@@ -61,7 +61,7 @@ class ThreadRanks:
         if errors:
             raise WorkerError(errors, next(trace for fine, _, _, trace in answers if not fine))
         if len(set(meeting.made)) > 1:
-            raise WorkerError([(rank, "Uneven", f"{made} calls") for rank, made in enumerate(meeting.made)], "")
+            raise WorkerError([(rank, "Unequal", f"{made} calls") for rank, made in enumerate(meeting.made)], "")
         return [value for _, _, _, value in answers]
 
 

@@ -73,7 +73,7 @@ def band_unless_told(grid, request):
 
 
 MOMENTS: list[tuple[int, int]] = []
-"""(step, guidance pass) of each mask that `band_noting_moments` was asked for."""
+"""(step, CFG pass) of each mask that `band_noting_moments` was asked for."""
 
 
 def band_noting_moments(grid, request):

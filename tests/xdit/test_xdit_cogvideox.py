@@ -59,7 +59,7 @@ def test_a_script_leaves_a_report_of_the_whole_video(pool, tiny, tmp_path):
     assert (report["world_size"], len(set(report["calls"]["layer"]))) == (2, 2)
 
 
-def test_prompts_are_shared_out_by_xfuser_before(pool, tiny):
+def test_prompts_are_distributed_by_xfuser_before(pool, tiny):
     """Each group of ranks is given one of two prompts; both make the same video, by the same seed."""
     workers = pool(4)
     workers.run(start_xfuser, 1, 2)

@@ -31,7 +31,7 @@ def tiny(tmp_path_factory):
     return str(make_tiny("cogvideox", tmp_path_factory.mktemp("faults") / "cogvideox"))
 
 
-def assert_alike(messages, expected):
+def assert_identical(messages, expected):
     assert len(set(messages)) == 1, messages
     assert expected in messages[0]
     assert "\n" not in messages[0]
@@ -45,39 +45,39 @@ def assert_alike(messages, expected):
         ("unknown", {}, "does not know Identity; it knows WanTransformer3DModel, "),
         ("unknown of xfuser", {}, "does not know xFuserStrangeTransformer3DWrapper"),
         ("cached before", {}, "attach db-SP before step caches"),
-        ("wrapper", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' cannot serve this plan"),
-        ("stock", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' cannot serve this plan"),
+        ("wrapper", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' does not support this plan"),
+        ("stock", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' does not support this plan"),
         ("wrapper", {"strategy": "U3R1"}, "strategy U3R1 needs 3 GPUs"),
         ("stock", {"mask": {"source": "windwo"}}, "unknown mask source 'windwo'"),
     ],
 )
-def test_attach_refuses_on_all_ranks_before_any_collective(pool, kind, config, expected):
+def test_attach_rejects_on_all_ranks_before_any_collective(pool, kind, config, expected):
     if kind == "by para-attn":
         pytest.importorskip("para_attn")
     workers = pool(2)
     workers.run(start_xfuser)
-    assert_alike(workers.run(attach_error, kind, config), expected)
+    assert_identical(workers.run(attach_error, kind, config), expected)
 
 
 def test_guidance_in_parallel_needs_a_pipeline_that_has_it(pool):
     workers = pool(2)
     workers.run(start_xfuser, 2)
     for kind in ("stock", "wrapper", "cogvideox"):
-        assert_alike(
+        assert_identical(
             workers.run(attach_error, kind, {}),
-            "use_cfg_parallel: SimpleNamespace does not run the two guidance passes",
+            "use_cfg_parallel: SimpleNamespace does not run the two CFG passes",
         )
     workers.run(start_xfuser)
 
 
 @pytest.mark.parametrize("model", ["wan", "cogvideox"])
-def test_a_size_that_the_mask_refuses(pool, tmp_path, model):
+def test_a_size_that_the_mask_rejects(pool, tmp_path, model):
     grid = BlockGrid.uniform(64, block=16)
     save_mask(tmp_path / "masks.safetensors", [BlockMask(np.ones((6, grid.nq, grid.nk), dtype=bool), grid)] * 2)
     workers = pool(2)
     workers.run(start_xfuser)
     config = {"mask": {"source": "file", "path": str(tmp_path / "masks.safetensors")}, "strategy": "U1R2"}
-    assert_alike(workers.run(run_until_error, model, config), "64")
+    assert_identical(workers.run(run_until_error, model, config), "64")
 
 
 def test_a_cache_that_outlives_detach_calls_xfuser_s_own_forward(pool):

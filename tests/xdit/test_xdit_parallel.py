@@ -1,4 +1,4 @@
-"""dbsp_xdit beside xfuser's other kinds of parallelism, on more ranks, and under torch.compile."""
+"""dbsp_xdit next to xfuser's other kinds of parallelism, on more ranks, and under torch.compile."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_whole_pipelines_equal_one_process(pool, tmp_path, kind, mask, image):
 
 @pytest.mark.parametrize(("world", "guidance"), [(2, 1), (4, 2)])
 def test_ranks_decode_a_video_together(pool, tmp_path, world, guidance):
-    """Those of both guidance passes, as each has the latents."""
+    """Those of both CFG passes, as each has the latents."""
     folder = str(make_tiny("wan-i2v", tmp_path / "wan-i2v"))
     workers = pool(world)
     workers.run(start_xfuser, guidance)

@@ -46,7 +46,7 @@ _started: list[tuple[int, int]] = []
 
 
 def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> None:
-    """xfuser on this worker's process group, with groups for guidance and data beside the sequence's.
+    """xfuser on this worker's process group, with groups for guidance and data next to the sequence's.
 
     Its degrees are all that is left, and 1: configurations name the strategy. Groups that are there are kept: gloo's
     threads outlive a group that is destroyed.
@@ -134,7 +134,7 @@ def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
 
 
 def preflight_error(rank: int, world: int, argv: list[str]) -> str:
-    """Returns what a command line is refused with before anything is launched; "" if it is not."""
+    """Returns what a command line is rejected with before anything is launched; "" if it is not."""
     from dbsp_core.utils.errors import UserError
     from dbsp_xdit.runner import preflight
 

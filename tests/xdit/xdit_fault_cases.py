@@ -1,4 +1,4 @@
-"""What the workers run: pipelines that db-SP must refuse in xDiT, and generations that fail."""
+"""What the workers run: pipelines that db-SP must reject in xDiT, and generations that fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
     from dbsp_core.config import DbspConfig
     from dbsp_xdit import attach
 
-    def refused(*_: Any, **__: Any) -> Any:
+    def rejected(*_: Any, **__: Any) -> Any:
         raise AssertionError("a collective before the error")
 
     def compared(_: Any, problem: Exception | None, *__: Any, told: Sequence[int] = ()) -> list[Sequence[int]]:
@@ -45,11 +45,11 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
     pipe = PIPES[kind]()
     with (
         mock.patch("dbsp_core.comm.consistency.check_consistent", compared),
-        mock.patch("dbsp_core.runtime.agreement.check_consistent", compared),
+        mock.patch("dbsp_core.runtime.consistency_checks.check_consistent", compared),
         mock.patch("dbsp_diffusers.attach.use_model_device"),
-        mock.patch("dbsp_core.runtime.agreement.number_nodes", lambda group, marks: [0] * group.size),
+        mock.patch("dbsp_core.runtime.consistency_checks.number_nodes", lambda group, marks: [0] * group.size),
         mock.patch("dbsp_diffusers.attach.resolve_config", lambda given, *_, **__: DbspConfig.load(given)),
-        mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused),
+        mock.patch.multiple(SequenceGroup, all_gather=rejected, all_to_all=rejected),
     ):
         try:
             attach(pipe, config)
@@ -176,4 +176,4 @@ def _fail_between_steps(pipe: Any, case: PipelineCase) -> None:
     def break_off(*_: Any) -> Any:
         raise _Broken
 
-    latents_of(pipe, replace(case, num_frames=17), callback_on_step_end=break_off)  # of another size, besides
+    latents_of(pipe, replace(case, num_frames=17), callback_on_step_end=break_off)  # of another size, in addition

@@ -111,7 +111,7 @@ function tell(event) {
   const i = callAt(event.target, event);
   tip.style.opacity = i === undefined ? 0 : 1;
   if (i === undefined) return;
-  const sent = calls.bytes_to_owners[i] + calls.bytes_chunks[i] + calls.bytes_to_homes[i];
+  const sent = calls.bytes_to_owners[i] + calls.bytes_chunks[i] + calls.bytes_to_sources[i];
   tip.textContent = [
     `layer ${calls.layer[i]}, step ${calls.step[i]}, pass ${calls.branch[i]}`,
     `${calls.strategy[i]}${calls.replanned[i] ? `, new plan (${calls.plan_ms[i].toFixed(2)} ms)` : ""}`,

@@ -59,7 +59,7 @@ def _frames(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> n
 
 
 def _stripes(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Returns multi-diagonals at frame stride: the same place in every frame."""
+    """Returns multi-diagonals at frame stride: the same position in every frame."""
     apart = q.middle[:, None] - k.middle[None, :]
     apart = np.abs((apart + q.frame / 2) % q.frame - q.frame / 2)
     return np.clip(1.5 - apart / (0.08 * q.frame), 0, 1)
@@ -94,13 +94,13 @@ def always_dense(grid: BlockGrid) -> np.ndarray:
     return dense
 
 
-def profile_basis(places: BlockPositions) -> np.ndarray:
+def profile_basis(positions: BlockPositions) -> np.ndarray:
     """Returns float64[B, n]: a profile is a weighted sum of these rows with standard normal weights.
 
     It has a slow wave over the video, as scenes have, and a wave over the frame, the same in every frame.
     """
-    slow = _hats(places.middle / places.tokens, KNOTS)
-    within = _hats(places.middle % places.frame / places.frame, 4)
+    slow = _hats(positions.middle / positions.tokens, KNOTS)
+    within = _hats(positions.middle % positions.frame / positions.frame, 4)
     return np.concatenate([slow, 0.3 * within])
 
 
@@ -204,7 +204,7 @@ def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np
 
 
 def choose_best(scores: np.ndarray, count: int, out: np.ndarray) -> None:
-    """Sets `out` (bool, like scores) at the `count` highest int16 scores; equal ones are taken evenly spread."""
+    """Sets `out` (bool, like scores) at the `count` highest int16 scores; equal ones are taken at equal distances."""
     # 1. The threshold from a histogram: at_least[s] is the number of scores of s or more.
     lowest = np.iinfo(np.int16).min
     number = np.bincount(scores.ravel().astype(np.int64) - lowest, minlength=65536)

@@ -35,7 +35,7 @@ class MaskStyle:
     """Statistics of synthetic masks.
 
     Attributes:
-        density: Mean share of dense blocks over the heads of a layer, met exactly.
+        density: Mean share of active blocks over the heads of a layer, met exactly.
         spread: Standard deviation of the profiles of rows and columns, in logits.
         head_concentration: α + β of the Beta distribution of head densities; the smaller, the more heads differ.
         profile_correlation: Correlation of the row and column profiles of two heads of a layer.
@@ -95,7 +95,7 @@ class SyntheticSource(BlockSizes):
 
     A block is dense with odds of exp(pattern + row profile + column profile + the head's level), except that each head
     has exactly as many blocks, those with the best scores, as its density says. The diagonal and all text are dense,
-    whatever the density. The mask depends on seed, layer and step only.
+    for any density. The mask depends on seed, layer and step only.
     """
 
     preset: str | None = None
@@ -175,7 +175,7 @@ class _Layer:
         return quantize_logits(pattern * (self.style.pattern_strength / 16))
 
     def _counts(self, least: int, most: int) -> np.ndarray:
-        """Returns int64[H]: dense blocks of each head, Beta-distributed, with exactly the style's mean density."""
+        """Returns int64[H]: active blocks of each head, Beta-distributed, with exactly the style's mean density."""
         total = round(self.style.density * self.request.heads * most)
         return exact_counts(self._densities(), total, least, most)
 
@@ -189,12 +189,12 @@ class _Layer:
         quantile = [(1 + math.erf(z / math.sqrt(2))) / 2 for z in normal]
         return np.interp(quantile, (np.arange(4096) + 0.5) / 4096, sample)
 
-    def _profiles(self, places: BlockPositions, own: _Stream, shared: _Stream) -> np.ndarray:
+    def _profiles(self, positions: BlockPositions, own: _Stream, shared: _Stream) -> np.ndarray:
         """Returns float64[H, n], in logits: mean 0 and standard deviation `spread` over the video; 0 for text."""
-        basis = profile_basis(places)
+        basis = profile_basis(positions)
         weights = self._profile_weights(len(basis), own, shared)
         profiles = (weights[:, :, None] * basis).sum(axis=1)  # no matrix product: its rounding depends on the machine
-        video = ~places.is_text
+        video = ~positions.is_text
         profiles -= profiles[:, video].mean(axis=1, keepdims=True)
         deviation = profiles[:, video].std(axis=1, keepdims=True)
         profiles *= self.style.spread / np.maximum(deviation, 1e-9)

@@ -1,4 +1,4 @@
-"""The Triton kernel's backward: rows give dQ, blocks give dK and dV by the transposed table. No atomics: same bits.
+"""Backward of the Triton kernel: rows give dQ, blocks dK and dV by the transposed table. Deterministic: no atomics.
 
 Each program owns what it writes. P = exp2(S·log2 e·scale − lse₂) is computed again from the log-sum-exp of the whole
 attention, dS = P ∘ (dO·Vᵀ − δ) with δ = Σ dO·O (FlashAttention-2, arXiv 2307.08691, Alg. 2).
@@ -25,7 +25,7 @@ def _tile(  # type: ignore[no-untyped-def]
     pointer, block, start, inside, UPCAST: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """[TILE, TILE_D] of tokens `start` and following of `block`; zero where not `inside` and beyond WIDTH."""
+    """Loads [TILE, TILE_D] of tokens `start` and following of `block`; zero if not `inside` and beyond WIDTH."""
     token, width = start + tl.arange(0, TILE), tl.arange(0, TILE_D)
     at = pointer + (block * BLOCK + token[:, None]) * WIDTH + width[None, :]
     tile = tl.load(at, mask=inside[:, None] & (width[None, :] < WIDTH), other=0.0)
@@ -39,7 +39,7 @@ def backward_rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of up to TILE_Q queries of one row. All tensors contiguous; lse in base 2, +inf where a row has no block."""
+    """Computes dQ of up to TILE_Q queries of a row. Contiguous tensors; lse in base 2, +inf if a row has no block."""
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TILE_Q
@@ -60,8 +60,8 @@ def backward_rows_kernel(  # type: ignore[no-untyped-def]
         weights = tl.where(present[None, :], tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
         dscores = weights * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
-    places = (row * BLOCK_Q + query)[:, None] * WIDTH + width[None, :]
-    tl.store(dq_ptr + places, dq * scale, mask=real[:, None] & (width[None, :] < WIDTH))
+    offsets = (row * BLOCK_Q + query)[:, None] * WIDTH + width[None, :]
+    tl.store(dq_ptr + offsets, dq * scale, mask=real[:, None] & (width[None, :] < WIDTH))
 
 
 @triton.jit(do_not_specialize=("lse_ptr", "delta_ptr", "rows_ptr", "count_ptr", "length_ptr", "rows_width"))
@@ -71,7 +71,7 @@ def backward_keys_kernel(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of up to TILE_K keys of one block, over the rows that attend to it, in rising order."""
+    """Computes dK and dV of up to TILE_K keys of one block, over the rows that attend to it, in rising order."""
     STEPS: tl.constexpr = (BLOCK_Q + TILE_Q - 1) // TILE_Q
     block = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TILE_K
@@ -93,14 +93,14 @@ def backward_keys_kernel(  # type: ignore[no-untyped-def]
         dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
         dscores = weights * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
-    places = (block * BLOCK_K + key)[:, None] * WIDTH + width[None, :]
+    offsets = (block * BLOCK_K + key)[:, None] * WIDTH + width[None, :]
     kept = (key < BLOCK_K)[:, None] & (width[None, :] < WIDTH)
-    tl.store(dk_ptr + places, dk * scale, mask=kept)
-    tl.store(dv_ptr + places, dv, mask=kept)
+    tl.store(dk_ptr + offsets, dk * scale, mask=kept)
+    tl.store(dv_ptr + offsets, dv, mask=kept)
 
 
 def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
-    """The contract of `dbsp_kernels.block_attention_backward`."""
+    """Implements the contract of `dbsp_kernels.block_attention_backward`."""
     given = inputs.forward
     q, k, v, dout = (t.contiguous() for t in (given.q, given.k, given.v, inputs.dout))
     dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v))

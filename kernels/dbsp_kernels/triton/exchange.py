@@ -17,7 +17,7 @@ __all__ = ["triton_copy_segments", "triton_quantise_segments"]
 
 @triton.jit
 def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]
-    """The columns of a segment: its places int64, and its tokens and zeros int32, none beyond the last segment."""
+    """Loads the columns of a segment: positions int64, and tokens and zeros int32, none beyond the last segment."""
     there = segment < segments
     entry = table_ptr + segment.to(tl.int64) * 6
     from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
@@ -39,7 +39,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     SEVERAL: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one source, of one element of the batch."""
+    """Copies ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one source, of one batch element."""
     PROGRAM: tl.constexpr = ROWS // TOKENS
     program = tl.program_id(0)
     if SEVERAL:
@@ -67,10 +67,10 @@ def copy_kernel(  # type: ignore[no-untyped-def]
             mask=copied,
             other=0.0,
         )
-        places = to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width
+        offsets = to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width
         if ADD:
-            values += tl.load(places, mask=copied, other=0.0)
-        tl.store(places, values, mask=written)
+            values += tl.load(offsets, mask=copied, other=0.0)
+        tl.store(offsets, values, mask=written)
 
 
 def _tokens_per_segment(mean: float, rows: int) -> int:
@@ -92,10 +92,10 @@ def triton_copy_segments(
     mean: float,
     add: bool = False,
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides.
+    """Implements the contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides.
 
     Args:
-        tables, mean: Of the sources' `CopySegments`; the mean over all segments.
+        tables, mean: Tables of the sources' `CopySegments`; the mean over all segments.
     """
     given = [(source, table) for source, table in zip(sources, tables, strict=True) if len(table)]
     if len({source.stride() for source, _ in given}) > 1:
@@ -131,7 +131,7 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     LESS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens at a time, as `copy_kernel` takes them; strides of the destination are in words."""
+    """Quantizes ROWS tokens at a time, as `copy_kernel` copies them; strides of the destination are in words."""
     row = tl.arange(0, ROWS)
     segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
@@ -171,7 +171,7 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
 def triton_quantise_segments(
     source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, less: torch.Tensor | None
 ) -> None:
-    """The contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
+    """Implements the contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
     count, width, words = len(table), source.shape[-1], destination.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return

@@ -1,4 +1,4 @@
-"""Whether Triton kernels run here, and their launches on the device of their tensors, which need not be the current.
+"""Availability of Triton kernels, and their launches on the device of their tensors, which may not be the current one.
 
 Imports no triton, which need not be installed.
 """
@@ -15,7 +15,7 @@ __all__ = ["capability_of", "interpreted", "launch", "why_unavailable"]
 
 
 def interpreted() -> bool:
-    """Returns whether Triton kernels run in Triton's interpreter, on the CPU: slow, but exact, and without a GPU."""
+    """Returns True if Triton kernels run in Triton's interpreter, on the CPU: slow, but exact, and without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -50,7 +50,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
-    """The contract of `dbsp_kernels.merge_into`; the parts are contiguous, out and lse within each item."""
+    """Implements the contract of `dbsp_kernels.merge_into`; the parts are contiguous, out and lse within each item."""
     if lse.numel() == 0:
         return
     width, items = out.shape[-1], 1 if out.is_contiguous() and lse.is_contiguous() else len(lse)

@@ -23,7 +23,7 @@ TOKENS_TILE = 16  # tokens at a time: of 32, some compilers spill
 
 @triton.jit
 def _halving_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`dbsp_kernels.prediction.halving_sum` of ROWS rows; WIDTH is 2 to the LOG2.
+    """Computes `dbsp_kernels.prediction.halving_sum` of ROWS rows; WIDTH is 2 to the LOG2.
 
     Halves are split and added: from a sum over an axis of two, Triton 3.9 makes code that lives in local memory. To
     gather the sums from where they are ends the layout that halving led to: else Triton lays out the tokens, which are
@@ -36,14 +36,14 @@ def _halving_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.conste
     return tl.gather(tl.reshape(terms, [ROWS]), tl.arange(0, ROWS), 0)
 
 
-@triton.jit(do_not_specialize=("place_ptr", "first_ptr", "heads", "blocks"))
+@triton.jit(do_not_specialize=("position_ptr", "first_ptr", "heads", "blocks"))
 def sum_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr, place_ptr, first_ptr, sums_ptr,
+    tokens_ptr, position_ptr, first_ptr, sums_ptr,
     batch_stride, head_stride, token_stride, width_stride, heads, blocks,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, LOG2: tl.constexpr,
     PER_MEAN_UNIT: tl.constexpr, PER_DIRECTION_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One program, one block of one head of one batch item."""
+    """Sums one block of one head of one batch item in each program."""
     block = tl.program_id(0)
     item = tl.program_id(1)
     base = tokens_ptr + (item // heads).to(tl.int64) * batch_stride + (item % heads).to(tl.int64) * head_stride
@@ -53,8 +53,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     end = tl.load(first_ptr + block + 1)
     for start in range(tl.load(first_ptr + block), end, TILE):
         entry = start + tl.arange(0, TILE)
-        place = tl.load(place_ptr + entry, mask=entry < end, other=0)
-        at = base + place[:, None] * token_stride + width[None, :] * width_stride
+        position = tl.load(position_ptr + entry, mask=entry < end, other=0)
+        at = base + position[:, None] * token_stride + width[None, :] * width_stride
         x = tl.load(at, mask=(entry < end)[:, None] & (width < WIDTH)[None, :], other=0.0).to(tl.float32)
         x = tl.where(x == x, x, 0.0)
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
@@ -69,8 +69,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 2 * WIDTH + tl.arange(0, 2), tl.zeros([2], tl.int64))
 
 
-def sum_tokens_triton(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """The contract of `dbsp_kernels.prediction.sum_tokens`."""
+def sum_tokens_triton(tokens: torch.Tensor, position: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Implements the contract of `dbsp_kernels.prediction.sum_tokens`."""
     batch, heads, _, width = tokens.shape
     blocks = len(first) - 1
     sums = tokens.new_empty(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
@@ -78,7 +78,7 @@ def sum_tokens_triton(tokens: torch.Tensor, place: torch.Tensor, first: torch.Te
         padded = triton.next_power_of_2(width)
         launch(
             sum_kernel, (blocks, batch * heads),
-            tokens, place, first, sums, *tokens.stride(), heads, blocks,
+            tokens, position, first, sums, *tokens.stride(), heads, blocks,
             WIDTH=width, PADDED=padded, TILE=TOKENS_TILE, LOG2=padded.bit_length() - 1,
             PER_MEAN_UNIT=1 / rounding.MEAN_UNIT, PER_DIRECTION_UNIT=1 / rounding.DIRECTION_UNIT,
             enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
@@ -91,7 +91,7 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
     sums_ptr, length_ptr, pooled_ptr, copy_stride, block_stride, blocks,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
-    """One program, one block of one head of one batch item."""
+    """Pools one block of one head of one batch item in each program."""
     block = tl.program_id(0).to(tl.int64)
     copy = tl.program_id(1).to(tl.int64)
     width = tl.arange(0, PADDED)
@@ -106,7 +106,7 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
 
 
 def pool_rows_triton(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The contract of `dbsp_kernels.prediction.pool_rows`."""
+    """Implements the contract of `dbsp_kernels.prediction.pool_rows`."""
     heads, batch, blocks, width = *sums.shape[:3], sums.shape[3] // 2 - 1
     pooled = sums.new_empty(heads, batch, blocks, width + 1, dtype=torch.float32)
     if pooled.numel():
@@ -154,7 +154,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program, a tile of one head. Products of limbs are exact in int32, and their sum in int64."""
+    """Computes a tile of one head in each program. Products of limbs are exact in int32, and their sum in int64."""
     q_first, k_first = tl.program_id(0) * TILE, tl.program_id(1) * TILE
     head = tl.program_id(2).to(tl.int64)
     q_rows = rows_ptr + head * (nq + nk) * (WIDTH + 1)
@@ -180,7 +180,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
 
 
 def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
-    """The contract of `dbsp_kernels.prediction.pooled_scores`."""
+    """Implements the contract of `dbsp_kernels.prediction.pooled_scores`."""
     heads, blocks, width = rows.shape
     rows, nk = rows.contiguous(), blocks - nq
     scores = rows.new_empty(heads, nq, nk, dtype=torch.float64)
@@ -201,7 +201,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     chance_ptr, dense_ptr, packed_ptr, nq, nk, limit: tl.int64, COUNTED: tl.constexpr, NK: tl.constexpr,
     PER_UNIT: tl.constexpr, CROSSING: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row. Of numbers that are not negative, the larger one has the larger bits."""
+    """Selects one row's blocks in each program. Of non-negative numbers, the larger one has the larger bits."""
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, NK)
@@ -210,12 +210,12 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     chance = tl.where(chance == chance, chance, 0.0)
     bits = tl.where(there, chance.to(tl.int64, bitcast=True), -1)
     units = tl.where(there, 1, 0).to(tl.int64) if COUNTED else (chance * PER_UNIT).to(tl.int64)
-    # 1. The lowest threshold above which all fit within the limit, bit by bit of the highest one that is too low.
+    # 1. The lowest threshold above which all fit within the limit: the bits, in order, of the highest one too low.
     too_low = tl.full([], -1, tl.int64)
     if tl.sum(tl.where(bits >= 0, units, 0), 0) > limit:
         too_low = tl.full([], 0, tl.int64)
-        for place in range(62):
-            trial = too_low | (tl.full([], 1, tl.int64) << (61 - place))
+        for position in range(62):
+            trial = too_low | (tl.full([], 1, tl.int64) << (61 - position))
             too_low = tl.where(tl.sum(tl.where(bits >= trial, units, 0), 0) > limit, trial, too_low)
     above = bits > too_low
     # 2. Of those at the threshold, the first ones that still fit; of the largest, the first one in any case.
@@ -238,7 +238,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
 def select_blocks_triton(
     chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
 ) -> torch.Tensor:
-    """The contract of `dbsp_kernels.prediction.select_blocks`."""
+    """Implements the contract of `dbsp_kernels.prediction.select_blocks`."""
     heads, nq, nk = chance.shape
     chance, dense = chance.contiguous(), dense.contiguous()  # it may be one for all heads, expanded
     packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)

@@ -17,13 +17,13 @@ CHUNK = 1024  # columns at a time
 def expand_kernel(  # type: ignore[no-untyped-def]
     bits_ptr, base_ptr, length_ptr, full_ptr, index_ptr, rows, row_bytes, width, block, blocks, CHUNK: tl.constexpr
 ):
-    """One program, one row of one copy: full blocks from its first place on, short ones behind them."""
+    """Packs one row of one copy in each program: full blocks from its first position on, short ones behind them."""
     row = tl.program_id(0).to(tl.int64)
     copy = tl.program_id(1)
     base = tl.load(base_ptr + row)
     index_row = index_ptr + (copy * rows + row) * width
-    full_place = 0
-    short_place = tl.load(full_ptr + row)
+    full_position = 0
+    short_position = tl.load(full_ptr + row)
     for start in range(0, width, CHUNK):
         column = start + tl.arange(0, CHUNK)
         byte = tl.load(bits_ptr + row * row_bytes + column // 8, mask=column < width, other=0).to(tl.int32)
@@ -31,10 +31,10 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         length = tl.load(length_ptr + base + column, mask=needed != 0, other=0)
         full = tl.where(length == block, needed, 0)
         short = needed - full
-        place = tl.where(full != 0, full_place + tl.cumsum(full, 0), short_place + tl.cumsum(short, 0)) - 1
-        tl.store(index_row + place, base + column + copy * blocks, mask=needed != 0)
-        full_place += tl.sum(full, 0)
-        short_place += tl.sum(short, 0)
+        position = tl.where(full != 0, full_position + tl.cumsum(full, 0), short_position + tl.cumsum(short, 0)) - 1
+        tl.store(index_row + position, base + column + copy * blocks, mask=needed != 0)
+        full_position += tl.sum(full, 0)
+        short_position += tl.sum(short, 0)
 
 
 @triton.jit(do_not_specialize=range(15))  # all arguments but the constant
@@ -42,10 +42,10 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     mask_ptr, rows_ptr, spans_ptr, turn_ptr, columns_ptr, present_ptr, full_ptr,
     bits_ptr, count_ptr, counted_ptr, key_ptr, mask_row, spans, width, row_bytes, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row in one chunk of keys."""
+    """Expands one row in one chunk of keys in each program."""
     row = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)
-    place = chunk * tl.num_programs(0) + row
+    position = chunk * tl.num_programs(0) + row
     mask_row_ptr = mask_ptr + tl.load(rows_ptr + row) * mask_row
     of_span = (chunk * spans + tl.load(spans_ptr + row)) * width
     count = 0
@@ -61,10 +61,10 @@ def pack_kernel(  # type: ignore[no-untyped-def]
         counted += tl.sum(needed * full, 0)
         packed = tl.sum(tl.reshape(needed << (column % 8), [CHUNK // 8, 8]), 1)
         byte = start // 8 + tl.arange(0, CHUNK // 8)
-        tl.store(bits_ptr + place * row_bytes + byte, packed.to(tl.uint8), mask=byte < row_bytes)
-    tl.store(count_ptr + place, count)
-    tl.store(counted_ptr + place, counted)
-    tl.store(key_ptr + place, tl.load(turn_ptr + row) - count)
+        tl.store(bits_ptr + position * row_bytes + byte, packed.to(tl.uint8), mask=byte < row_bytes)
+    tl.store(count_ptr + position, count)
+    tl.store(counted_ptr + position, counted)
+    tl.store(key_ptr + position, tl.load(turn_ptr + row) - count)
 
 
 def triton_pack_rows(
@@ -76,7 +76,7 @@ def triton_pack_rows(
     present: torch.Tensor,
     full: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The contract of `dbsp_kernels.tables.pack_rows`, for columns in any order."""
+    """Implements the contract of `dbsp_kernels.tables.pack_rows`, for columns in any order."""
     mask = mask[:, None] if mask.ndim == 1 else mask if mask.stride(1) == 1 else mask.contiguous()
     (chunks, all_spans, width), count = columns.shape, len(rows)
     bits = rows.new_empty(chunks, count, -(-width // 8), dtype=torch.uint8)
@@ -102,7 +102,7 @@ def triton_expand_rows(
     block: int,
     batch: int,
 ) -> torch.Tensor:
-    """The contract of `dbsp_kernels.tables.expand_rows`."""
+    """Implements the contract of `dbsp_kernels.tables.expand_rows`."""
     rows = len(bits)
     index = torch.empty(batch * rows, width, dtype=torch.int32, device=bits.device)
     if index.numel():

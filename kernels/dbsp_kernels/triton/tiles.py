@@ -1,4 +1,4 @@
-"""Tile shapes of the Triton kernel: a fixed table, so that every rank and every run of one GPU kind computes alike."""
+"""Tile shapes of the Triton kernel: a fixed table, so that all ranks and runs on a kind of GPU have equal results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ HOPPER = 90
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one program works.
+    """Tile sizes and schedule of one program.
 
     Attributes:
         queries: Queries of a row per program.
         keys: Keys per step of its loop; a larger block takes several steps, the last of which may be cut off.
         warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight).
-        loop: How forward computes full blocks. "plain": products and softmax in turn; "late": weights meet their
+        loop: Schedule of full blocks in forward. "plain": products and softmax alternate; "late": weights meet their
             values one step late; "halves": the output as two tiles of half its width.
     """
 
@@ -32,12 +32,12 @@ class Tiles:
 
 
 def padded(size: int) -> int:
-    """The next power of two that a matrix unit can work on: Triton's tiles have no other sizes."""
+    """Returns the next power of two that a matrix unit can work on: Triton's tiles have no other sizes."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """The tiles for blocks of block_q × block_k and heads of `width`, on a GPU of this capability (90 for Hopper).
+    """Returns tiles for blocks of block_q × block_k and heads of `width`, on a GPU of this capability (Hopper: 90).
 
     What bounds them is shared memory, (queries + 2 · stages · keys) · width elements: 227 KB per multiprocessor on
     Hopper, 99 KB on the smallest GPUs since sm80, and registers for queries · (keys + width) fp32 values.
@@ -56,7 +56,7 @@ def tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capabi
 
 
 def _tiles_of_warps(block_q: int, block_k: int, width: int, capability: int) -> Tiles:
-    """The same where each warp multiplies for itself (sm80 to 89, 120, 121); 99 KB of shared memory but on sm80.
+    """Returns the tiles if each warp multiplies for itself (sm80 to 89, 120, 121); 99 KB of shared memory but on sm80.
 
     Four warps, two programs a multiprocessor. Few keys a step leave registers for a wide output; the more rows a warp
     has, the less it reads from shared memory.
@@ -70,7 +70,7 @@ def _tiles_of_warps(block_q: int, block_k: int, width: int, capability: int) -> 
 
 
 def backward_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
-    """The tiles of backward for blocks of block_q × block_k and heads of `width`: of dQ, and of dK and dV.
+    """Returns the backward tiles for blocks of block_q × block_k and heads of `width`: of dQ, and of dK and dV.
 
     Registers bound them: dK and dV for 64 keys of width 128 take 234 of a thread's 255 with four warps. At width 64
     four warps would have their products serialised (ptxas C7515), eight have not.

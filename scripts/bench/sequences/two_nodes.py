@@ -31,7 +31,7 @@ from scripts.results.result import FOLDER, write_csv
 
 HEADS, WIDTH, LAYERS, PROMPT, TEXT, CHANNELS = 8, 32, 4, 16, 32, 16
 LOADERS = (((6, 16, 24),), ((1, 16, 24),) * 3, ((3, 16, 24), (1, 12, 16)), ((1, 24, 24),) * 2)
-"""Token grids that ranks load in turn; with the numbers of a step they go round."""
+"""Token grids that ranks load one after another; with the numbers of a step they go round."""
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 64, "block_k": 64}
 
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def run_rank(rank: int, ranks_per_node: int, link: str, store: str, steps: int) -> None:
-    """In a namespace: both ways in turn. Rank 0 prints what was found."""
+    """In a namespace: both ways one after another. Rank 0 prints what was found."""
     from diffusers import WanTransformer3DModel
 
     torch.set_num_threads(1)
@@ -142,10 +142,10 @@ def _bytes_of(
     with torch.no_grad():
         predictions = packed_forward_local(transformer, samples, bags=way)
     dist.barrier()
-    wire = torch.tensor(sent_bytes(link) - before if rank % ranks_per_node == 0 else 0.0, dtype=torch.float64)
-    dist.all_reduce(wire)
+    comm_dtype = torch.tensor(sent_bytes(link) - before if rank % ranks_per_node == 0 else 0.0, dtype=torch.float64)
+    dist.all_reduce(comm_dtype)
     counted = _counted(predictions, ranks_per_node)
-    return {"counted_bytes": counted, "wire_bytes": int(wire), "outputs": predictions.samples}
+    return {"counted_bytes": counted, "wire_bytes": int(comm_dtype), "outputs": predictions.samples}
 
 
 def _counted(predictions: LocalPredictions, ranks_per_node: int) -> int:
@@ -173,7 +173,7 @@ def crossing_bytes(
     apart = node[:, None] != node
     tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, *(2 * traffic.keys)))
     out = float(traffic.queries[apart.T].sum()) * head_dim * element_bytes
-    return out + tokens * plan.wire.token_bytes(head_dim, element_bytes)
+    return out + tokens * plan.comm_dtype.token_bytes(head_dim, element_bytes)
 
 
 if __name__ == "__main__":

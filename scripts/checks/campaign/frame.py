@@ -92,7 +92,7 @@ class State:
 
 
 def run_part(part: Part, state: State, path: Path, seconds: float) -> None:
-    """Runs cases of a part for so long, but at least one. Failures are told at once, and kept in the state."""
+    """Runs cases of a part for so long, but at least one. Failures are given at once, and kept in the state."""
     progress = state.parts.setdefault(part.name, Progress())
     start = saved = time.monotonic()
     before = progress.seconds

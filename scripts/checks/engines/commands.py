@@ -111,9 +111,9 @@ LONGEST = 600
 
 
 def _succeed(engine: str, folder: Path, command: list[str], environment: dict[str, str] | None = None) -> None:
-    stand_ins = folder / "stand-ins"
-    stand_ins.mkdir(exist_ok=True)
-    settings = environment_of(engine, stand_ins) | {"OMP_NUM_THREADS": "1"} | (environment or {})
+    stubs = folder / "stubs"
+    stubs.mkdir(exist_ok=True)
+    settings = environment_of(engine, stubs) | {"OMP_NUM_THREADS": "1"} | (environment or {})
     with (folder / "output.txt").open("w+", encoding="utf-8") as output:
         started = subprocess.Popen(
             [sys.executable, "-m", *command], stdout=output, stderr=output, env=settings, start_new_session=True

@@ -3,7 +3,7 @@
 torchrun --nproc_per_node N -m scripts.checks.engines.lightx2v_cases ULYSSES RING CASES FILE
 
 Real: its configuration, loading of weights from a file, model, scheduler, guidance, choice of Wan2.2's transformer,
-and sharding. Replaced: its device (it has none for CPUs), and what `lightx2v_stand_ins` lists.
+and sharding. Replaced: its device (it has none for CPUs), and what `lightx2v_stubs` lists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import dbsp_engines.lightx2v
 from scripts.checks.engines.lightx2v_checkpoint import weights
-from scripts.checks.engines.lightx2v_stand_ins import in_float32, put_in_place
+from scripts.checks.engines.lightx2v_stubs import in_float32, put_in_place
 from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report
 
@@ -162,8 +162,8 @@ def main() -> None:
         case = replace(case, strategy=named)
         try:
             report(error_of(case, ulysses * ring))
-        except Exception as error:  # the engine's own refusal, on every rank before anything is sent
-            report({"refused": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # the engine's own rejection, on every rank before anything is sent
+            report({"rejected": f"{type(error).__name__}: {error}"})
     torch.distributed.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""LightX2V's own command on CPUs: as `python -m lightx2v.infer`, after what `lightx2v_stand_ins` replaces.
+"""LightX2V's own command on CPUs: as `python -m lightx2v.infer`, after what `lightx2v_stubs` replaces.
 
 torchrun --nproc_per_node N -m scripts.checks.engines.lightx2v_command --model_path FOLDER --config_json FILE …
 python -m scripts.checks.engines.lightx2v_command FOLDER         makes a tiny checkpoint
 
-Replaced besides: the sizes of its text encoder; bf16, by float32. Weights are moved to its device from what LightX2V
+Also replaced: the sizes of its text encoder; bf16, by float32. Weights are moved to its device from those LightX2V
 takes for offloaded ones, as they are on the CPU.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.checks.engines.lightx2v_checkpoint import make_checkpoint, small_text_encoder
-from scripts.checks.engines.lightx2v_stand_ins import in_float32, put_in_place
+from scripts.checks.engines.lightx2v_stubs import in_float32, put_in_place
 
 put_in_place()
 

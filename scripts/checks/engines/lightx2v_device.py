@@ -1,4 +1,4 @@
-"""A stand-in where hardware is missing: a CPU device for LightX2V, which ships none, by its own entry point."""
+"""A stub where hardware is missing: a CPU device for LightX2V, which ships none, by its own entry point."""
 
 from __future__ import annotations
 

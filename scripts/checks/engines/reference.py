@@ -13,7 +13,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.sources.base import MaskRequest
 from tests.support.single_process import masked_attention
 
-__all__ = ["attend_under", "fill", "inputs_of", "stand_in_for", "stand_in_for_torchvision"]
+__all__ = ["attend_under", "fill", "inputs_of", "stub_for", "stub_for_torchvision"]
 
 
 def attend_under(
@@ -67,7 +67,7 @@ def _placeholder(name: str) -> type:
     return _Named(name, (), {})
 
 
-def stand_in_for(*names: str) -> None:
+def stub_for(*names: str) -> None:
     """Empty modules in place of packages that PyPI has for GPUs alone, and that these runs import and do not use."""
     for name in names:
         module = types.ModuleType(name)
@@ -82,10 +82,10 @@ def stand_in_for(*names: str) -> None:
             setattr(sys.modules[parent], child, module)
 
 
-def stand_in_for_torchvision() -> None:
+def stub_for_torchvision() -> None:
     """Before vLLM-Omni is imported, whose pipelines import it; to transformers there is none."""
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # remembers it
     parts = ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional")
-    stand_in_for("torchvision", *(f"torchvision.{part}" for part in parts))
+    stub_for("torchvision", *(f"torchvision.{part}" for part in parts))

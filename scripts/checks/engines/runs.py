@@ -1,7 +1,7 @@
 """Runs an engine's own Wan, tiny and random, on CPU ranks: cases in, what each found out.
 
 A case is a dict with the fields of `Case`. What it found is {"error": largest difference from one process over all
-outputs, "dense": how far dense attention is from it, "padding": places}, or {"refused": the engine's own error}.
+outputs, "dense": how far dense attention is from it, "padding": places}, or {"rejected": the engine's own error}.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Case:
 
     Attributes:
         heads: Of each layer.
-        sizes: Of the video in turn, in tokens.
+        sizes: Of the video one after another, in tokens.
         mask: None is the engine's own dense attention.
         pair: Whether Wan2.2's two transformers take turns.
         passes: Of guidance in each step.
@@ -50,8 +50,8 @@ class Case:
         cache_options: Of that, by their names there.
         unlike: Whether ranks are made to decide differently what it skips.
         compiled: Whether by torch.compile, as the engine does it.
-        cfg_parallel: Whether half of the ranks have each guidance pass.
-        frames: Whether a rank has frames of its own, where the engine has that besides runs of tokens.
+        cfg_parallel: Whether half of the ranks have each CFG pass.
+        frames: Whether a rank has frames of its own, where the engine has that in addition to runs of tokens.
         model: Which of the engine's models, where there are several here.
     """
 
@@ -102,12 +102,12 @@ def report(found: dict[str, Any]) -> None:
 
 
 def environment_of(engine: str, folder: Path) -> dict[str, str]:
-    """Variables under which the engine finds its stand-in, whose entry point is put in `folder` as pip would."""
+    """Variables under which the engine finds its stub, whose entry point is put in `folder` as pip would."""
     if engine in _STAND_INS:
         group, target = _STAND_INS[engine]
-        info = folder / "cpu_stand_in-0.0.dist-info"
+        info = folder / "cpu_stub-0.0.dist-info"
         info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-stand-in\nVersion: 0.0\n", encoding="utf-8")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-stub\nVersion: 0.0\n", encoding="utf-8")
         (info / "entry_points.txt").write_text(f"[{group}]\ncpu = {target}\n", encoding="utf-8")
     return os.environ | _ENVIRONMENT[engine] | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
 

@@ -3,7 +3,7 @@
 python -m scripts.checks.engines.sglang_cases ULYSSES RING CASES FILE        writes to FILE what one process computes
 torchrun --nproc_per_node N -m scripts.checks.engines.sglang_cases …         compares with it
 
-Replaced: what `sglang_stand_ins` lists; the server's arguments, by those that a transformer reads.
+Replaced: what `sglang_stubs` lists; the server's arguments, by those that a transformer reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from dbsp_engines.sglang import attach
 from scripts.checks.engines.reference import attend_under, fill, inputs_of
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, cases_of, report
-from scripts.checks.engines.sglang_stand_ins import put_in_place
+from scripts.checks.engines.sglang_stubs import put_in_place
 
 torch.set_num_threads(1)
 ALONE = "WORLD_SIZE" not in os.environ
@@ -75,7 +75,7 @@ def tiny(heads: int, seed: int) -> WanTransformer3DModel:
 
 
 def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int], torch.Tensor]:
-    """Of this rank's passes, by (size, step, guidance pass); under a mask, if given, by torch's own attention."""
+    """Of this rank's passes, by (size, step, CFG pass); under a mask, if given, by torch's own attention."""
     models = [tiny(case.heads, seed) for seed in ((0, 1) if case.pair else (0,))]
     if case.compiled and not ALONE:
         for model in models:
@@ -105,7 +105,7 @@ def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int]
 
 
 def branches_of(case: Case) -> tuple[int, ...]:
-    """The guidance passes of this rank."""
+    """The CFG passes of this rank."""
     return (get_classifier_free_guidance_rank(),) if case.cfg_parallel and not ALONE else tuple(range(case.passes))
 
 
@@ -156,8 +156,8 @@ def main() -> None:
     for case, expected, dense in zip(cases, *torch.load(sys.argv[4], weights_only=True), strict=True):
         try:
             report(error_of(case, expected, dense))
-        except Exception as error:  # the engine's own refusal, on every rank before anything is sent
-            report({"refused": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # the engine's own rejection, on every rank before anything is sent
+            report({"rejected": f"{type(error).__name__}: {error}"})
     torch.distributed.destroy_process_group()
 
 

@@ -1,11 +1,11 @@
-"""SGLang's own command on a CPU: as `sglang`, after what `sglang_stand_ins` replaces, in its workers too.
+"""SGLang's own command on a CPU: as `sglang`, after what `sglang_stubs` replaces, in its workers too.
 
 python -m scripts.checks.engines.sglang_command generate --model-path FOLDER …
 """
 
 from __future__ import annotations
 
-from scripts.checks.engines.sglang_stand_ins import put_in_place
+from scripts.checks.engines.sglang_stubs import put_in_place
 
 put_in_place()  # workers import this module again, as spawned processes do
 

@@ -16,18 +16,18 @@ from scripts.checks.engines.runs import Case, run
 
 RESULT = Path(__file__).parents[3] / "docs/results/engines.csv"
 MASK = "sparge:cdf=0.6,block_q=16,block_k=8"
-EVEN, UNEVEN = (3, 4, 8), (3, 5, 5)
+EVEN, UNEQUAL = (3, 4, 8), (3, 5, 5)
 CASES = {
     "block-sparse, Ulysses, 2 ranks": (2, 1, Case(4, (EVEN,), MASK)),
     "block-sparse, ring, 2 ranks": (1, 2, Case(4, (EVEN,), MASK)),
     "56 heads, Ulysses, 16 ranks": (16, 1, Case(56, (EVEN,), MASK)),
-    "75 tokens, Ulysses, 2 ranks": (2, 1, Case(4, (UNEVEN,), MASK)),
-    "75 tokens, ring, 2 ranks": (1, 2, Case(4, (UNEVEN,), MASK)),
+    "75 tokens, Ulysses, 2 ranks": (2, 1, Case(4, (UNEQUAL,), MASK)),
+    "75 tokens, ring, 2 ranks": (1, 2, Case(4, (UNEQUAL,), MASK)),
 }
 NOT_RUN = {
     ("vllm-omni", "block-sparse, Ulysses, 2 ranks"): "not run: its block-sparse kernels need a GPU",
     ("vllm-omni", "block-sparse, ring, 2 ranks"): "not run: the kernel of its ring needs a GPU, dense too",
-    ("sglang", "block-sparse, Ulysses, 2 ranks"): "not run: on a CPU it is dense whatever it is told",
+    ("sglang", "block-sparse, Ulysses, 2 ranks"): "not run: on a CPU it is dense whatever it is given",
     ("lightx2v", "block-sparse, Ulysses, 2 ranks"): "not run: each operator of its own masks needs a GPU",
 }
 """What stock engines do where a CPU cannot show it. The other rows of stock engines are dense."""
@@ -46,8 +46,8 @@ def main() -> None:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    if "refused" in found:
-        return " ".join(found["refused"].split())
+    if "rejected" in found:
+        return " ".join(found["rejected"].split())
     if found["error"] <= 1e-5:
         return f"equals one process: {found['error']:.1e}"
     return f"differs from one process: {found['error']:.1e}"

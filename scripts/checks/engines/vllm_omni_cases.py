@@ -18,10 +18,10 @@ from unittest import mock
 import torch
 from torch import _dynamo as dynamo
 
-from scripts.checks.engines.reference import fill, stand_in_for_torchvision
+from scripts.checks.engines.reference import fill, stub_for_torchvision
 from scripts.checks.engines.runs import STEPS, Case, cases_of, report
 
-stand_in_for_torchvision()
+stub_for_torchvision()
 
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_omni.diffusion import registry  # noqa: E402
@@ -177,8 +177,8 @@ def main() -> None:
     for case in cases_of(sys.argv[3]):
         try:
             report(error_of(case, ulysses, ring))
-        except Exception as error:  # the engine's own refusal, on every rank before anything is sent
-            report({"refused": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # the engine's own rejection, on every rank before anything is sent
+            report({"rejected": f"{type(error).__name__}: {error}"})
     torch.distributed.destroy_process_group()
 
 

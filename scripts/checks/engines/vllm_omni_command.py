@@ -14,9 +14,9 @@ import sys
 
 import numpy as np
 
-from scripts.checks.engines.reference import stand_in_for_torchvision
+from scripts.checks.engines.reference import stub_for_torchvision
 
-stand_in_for_torchvision()  # workers import this module again, as spawned processes do
+stub_for_torchvision()  # workers import this module again, as spawned processes do
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ class Model:
 
     Attributes:
         make: With so many heads.
-        inputs: Arguments of a forward pass: (thw, number of the size, step, guidance pass).
+        inputs: Arguments of a forward pass: (thw, number of the size, step, CFG pass).
         attentions: Self-attentions in the order of their layers.
         tokens: int64, places in the sequence of one process of text, then video; what is left out is padding; and
             how many are text.

@@ -1,4 +1,4 @@
-"""A stand-in where hardware is missing: a CPU platform for vLLM-Omni, which ships none, by its own entry point; and
+"""A stub where hardware is missing: a CPU platform for vLLM-Omni, which ships none, by its own entry point; and
 attention by torch's SDPA on it, as the engine's own."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OmniCpuPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_diffusion_worker_cls(cls):
-        """Workers hand over what they made by a stream beside the default one; a CPU has none, and runs in order."""
+        """Workers pass on what they made by a stream next to the default one; a CPU has none, and runs in order."""
         from vllm_omni.diffusion.worker import diffusion_worker
 
         torch.accelerator.current_accelerator = lambda *_: cls.get_torch_device()

@@ -222,7 +222,7 @@ def row_bits(setting: Setting) -> Iterator[Row]:
 
 
 def range_checks(setting: Setting) -> Iterator[Row]:
-    """An index beyond the blocks is told by DBSP_DEBUG, before a kernel reads it."""
+    """An index beyond the blocks is reported by DBSP_DEBUG, before a kernel reads it."""
     p = packed(block_q=64, block_k=64).to(setting.device)
     bad = replace(p, kv_index=torch.full_like(p.kv_index, 6), kv_count=torch.ones_like(p.kv_count))
     told = 0

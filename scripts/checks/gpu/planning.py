@@ -42,7 +42,7 @@ def prediction(setting: Setting, name: str, options: dict[str, Any]) -> Iterator
     """A rank's heads over all tokens: what pooling, scores and choosing take, without communication."""
     source = DbspConfig.load({"mask": {"source": name, **options}}).mask
     shape = 1, setting.own_heads, setting.tokens, setting.head_dim
-    # Neighbouring tokens are alike, or every block would be dense for its dissimilarity.
+    # Neighbouring tokens are equal, or every block would be dense for its dissimilarity.
     q, k = ((torch.randn(shape, device=setting.device).cumsum(2) / 30).to(setting.dtype) for _ in range(2))
     request = MaskRequest(0, setting.own_heads, setting.thw)
 

@@ -22,7 +22,7 @@ from scripts.checks.gpu.sessions import (
     PREDICTED,
     SMALL,
     TINY,
-    UNEVEN,
+    UNEQUAL,
     Sizes,
     local,
     mask_of,
@@ -35,7 +35,7 @@ from tests.kernels.packed_inputs import relative_error
 from tests.support.thread_ranks import ThreadRanks
 
 MOST_GRADIENT_ERROR = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
-MASKS = {"static": UNEVEN, "predicted": PREDICTED}
+MASKS = {"static": UNEQUAL, "predicted": PREDICTED}
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -68,7 +68,7 @@ def one_strategy(setting: Setting, strategy: str, mask: dict[str, Any], dtype: t
     expected = written_out(*leaves, mask_of(alone, sizes.request(0, 0), LocalQK.alone(*qkv[:2])))
     expected.backward(dout.double())
     world = int(strategy[1 : strategy.index("R")]) * int(strategy[strategy.index("R") + 1 :])
-    with launches_in_turn():
+    with launches_one_after_another():
         found = ThreadRanks(world).run(on_rank, setting, sizes, strategy, mask, qkv, dout)
     layout = found[0][0]
     out, *gradients = (whole([one[1][i] for one in found], layout) for i in range(4))
@@ -78,7 +78,7 @@ def one_strategy(setting: Setting, strategy: str, mask: dict[str, Any], dtype: t
 
 
 @contextmanager
-def launches_in_turn() -> Iterator[None]:
+def launches_one_after_another() -> Iterator[None]:
     """Lets one thread at a time launch a kernel, because a first launch compiles it."""
     from triton.runtime.jit import JITFunction
 

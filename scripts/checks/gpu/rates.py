@@ -1,4 +1,4 @@
-"""Step 5: rates of kernels at shipped shapes, beside dense SDPA, FlashAttention and other kernels that import."""
+"""Step 5: rates of kernels at shipped shapes, next to dense SDPA, FlashAttention and other kernels that import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.exchange_tables import build_route
-from dbsp_core.planning.wire_format import WIRE_FORMATS
+from dbsp_core.planning.comm_dtype import COMM_DTYPES
 from dbsp_kernels import (
     KERNELS,
     DensePart,
@@ -116,7 +116,7 @@ def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
         ms = setting.sampler.medians(dense | sparse)
         best = max(dense_flops / ms[name] / 1e9 for name in dense)
         for name in dense:
-            yield Row(f"{name} beside {density}", dense_flops / ms[name] / 1e9, "TFLOP/s")
+            yield Row(f"{name} next to {density}", dense_flops / ms[name] / 1e9, "TFLOP/s")
         for name in sparse:
             rate = job.flops / ms[name] / 1e9
             yield Row(f"{name} at {density}", rate, "TFLOP/s")
@@ -168,11 +168,11 @@ def packing(setting: Setting) -> Iterator[Row]:
     options = {"device": setting.device, "dtype": setting.dtype}
     heads, head_dim = setting.heads, setting.head_dim
     sent, came = (torch.zeros(sum(splits), 1, head_dim, **options) for splits in (exchange.sent, exchange.received))
-    rows = torch.zeros(1, 1, route.q_places, head_dim, **options)
-    blocks = torch.zeros(1, 2, route.kv_places, head_dim, **options)
-    wire, mean = WIRE_FORMATS["int8"], torch.zeros(1, heads, head_dim, device=setting.device)
-    written = [wire.empty(rows, *buffer.shape[:2]).zero_() for buffer in (sent, came)]
-    written_packed = [wire.empty(rows, *packed.shape[:3]).zero_() for packed in (rows, blocks)]
+    rows = torch.zeros(1, 1, route.q_slots, head_dim, **options)
+    blocks = torch.zeros(1, 2, route.kv_slots, head_dim, **options)
+    comm_dtype, mean = COMM_DTYPES["int8"], torch.zeros(1, heads, head_dim, device=setting.device)
+    written = [comm_dtype.empty(rows, *buffer.shape[:2]).zero_() for buffer in (sent, came)]
+    written_packed = [comm_dtype.empty(rows, *packed.shape[:3]).zero_() for packed in (rows, blocks)]
     qkv = tuple(torch.randn(3, layout.shard, heads, head_dim, **options).transpose(1, 2)[:, None])
 
     def plain(i: int) -> None:
@@ -183,11 +183,11 @@ def packing(setting: Setting) -> Iterator[Row]:
 
     def as_int8(i: int) -> None:
         buffer, arrived = (one.transpose(0, 1)[:, None] for one in written)
-        wire.write(qkv, buffer, exchange.pack, (None, mean, None))
+        comm_dtype.write(qkv, buffer, exchange.pack, (None, mean, None))
         for packed, copies in zip(written_packed, exchange.unpack, strict=True):
             for segments in copies:
                 copy_segments([arrived], packed, [segments])
-            wire.read(packed, rows)
+            comm_dtype.read(packed, rows)
 
     def device_copies(i: int) -> None:
         torch.empty_like(sent).copy_(sent)

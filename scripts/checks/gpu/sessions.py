@@ -19,12 +19,12 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest
 from tests.support.oracle import token_mask
 
-UNEVEN = {"source": "callable", "function": f"{__name__}:uneven_bits", "block_q": 16, "block_k": 32}
+UNEQUAL = {"source": "callable", "function": f"{__name__}:unequal_bits", "block_q": 16, "block_k": 32}
 PREDICTED = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 32, "block_k": 16}
 
 
-def uneven_bits(grid: BlockGrid, request: MaskRequest) -> np.ndarray:
-    """bool[heads, nq, nk]: asymmetric, uneven over heads and rows; the first head dense, some rows empty."""
+def unequal_bits(grid: BlockGrid, request: MaskRequest) -> np.ndarray:
+    """bool[heads, nq, nk]: asymmetric, unequal over heads and rows; the first head dense, some rows empty."""
     rng = np.random.default_rng(request.layer)
     head, row = rng.uniform(0.1, 0.9, (request.heads, 1, 1)), rng.uniform(0.4, 1.6, (1, grid.nq, 1))
     bits = rng.random((request.heads, grid.nq, grid.nk)) < head * row
@@ -54,14 +54,14 @@ def every_mask(sizes: Sizes, folder: Path) -> dict[str, dict[str, Any]]:
     """Settings of every mask source by name, with the files that some of them read, written to `folder`."""
     grid = BlockGrid(sizes.video.tokens, sizes.video.text, 64, 64, sizes.video.thw)
     layers = [sizes.request(layer, 0) for layer in range(sizes.layers)]
-    save_mask(folder / "masks.safetensors", [BlockMask(uneven_bits(grid, one), grid) for one in layers])
+    save_mask(folder / "masks.safetensors", [BlockMask(unequal_bits(grid, one), grid) for one in layers])
     shape = sizes.heads, sizes.head_dim, 8
     fitted = {f"{side}.{n}": torch.randn(shape) for side in ("query", "key") for n in range(sizes.layers)}
     save_file(fitted, folder / "fitted.safetensors")
     near = {"source": "window", "window": [3, 7, 7]}
     return {
         "dense": {"source": "dense"},
-        "callable": UNEVEN,
+        "callable": UNEQUAL,
         "file": {"source": "file", "path": str(folder / "masks.safetensors")},
         "paro": {"source": "paro", "path": str(folder / "masks.safetensors")},
         "window": {**near, "tile": [2, 4, 4], "window": [1, 3, 1], "block_q": 32, "block_k": 32},

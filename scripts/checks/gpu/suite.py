@@ -57,7 +57,7 @@ STEPS = {
         Step("ranks", 3, "threads as ranks on one device, every UxRy, forward and backward", lanes=4, poison=True),
         Step("waits", 1.5, "host waits of steady calls", lanes=2),
         Step("kernels", 4, "kernels at shipped shapes, against their twins", lanes=8, interpret=True, poison=True),
-        Step("rates", 5, "rates of kernels, beside dense SDPA and other libraries", interpret=True),
+        Step("rates", 5, "rates of kernels, next to dense SDPA and other libraries", interpret=True),
         Step("planning", 2, "times of prediction, tables and plans"),
         Step("nccl", 4, "processes on GPUs of their own"),
         Step("video", 3, "a denoising, balanced against unbalanced"),

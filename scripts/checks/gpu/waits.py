@@ -18,7 +18,7 @@ import torch
 from dbsp_core import SequenceGroup
 from dbsp_core.masks.steps import Progress, StepClock
 from scripts.checks.gpu.journal import REPO, Case, Row, Skipped
-from scripts.checks.gpu.ranks import MASKS, inputs, launches_in_turn
+from scripts.checks.gpu.ranks import MASKS, inputs, launches_one_after_another
 from scripts.checks.gpu.sessions import SMALL, TINY, local, session_of
 from scripts.checks.gpu.setting import Setting
 from tests.support.thread_ranks import ThreadRanks
@@ -46,7 +46,7 @@ def waits(setting: Setting, strategy: str, kind: str) -> Iterator[Row]:
     world = int(strategy[1 : strategy.index("R")]) * int(strategy[strategy.index("R") + 1 :])
     if setting.device == "cpu":
         raise Skipped("no host waits for the CPU")
-    with recorded_by_simulation() if setting.dry else recorded_by_cuda(), launches_in_turn():
+    with recorded_by_simulation() if setting.dry else recorded_by_cuda(), launches_one_after_another():
         by_rank = ThreadRanks(world).run(on_rank, setting, strategy, kind)
     seen: Counter[str] = sum(by_rank, Counter())
     yield Row("host waits", float(sum(seen.values())), "", 0.0)

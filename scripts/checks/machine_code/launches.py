@@ -1,7 +1,7 @@
 """Compiles what a launch would compile: db-SP's own launching functions run on tensors without memory, for any GPU.
 
 So a kernel's constants, options and specialisations (strides of 1, strides and pointers that are multiples of 16) are
-those of a run, whatever the launching function makes of the tensors' shapes.
+those of a run, for any launching function makes of the tensors' shapes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> lis
 def gpu_of(arch: int) -> Iterator[None]:
     """A GPU of this capability, as far as launching functions and Triton's compiler ask for one."""
     # Triton keeps what it compiled by device number: one number for each kind.
-    stand_in = SimpleNamespace(
+    stub = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_current_device=lambda: arch,
         get_current_stream=lambda device: 0,
@@ -75,7 +75,7 @@ def gpu_of(arch: int) -> Iterator[None]:
         stack.enter_context(knobs.nvidia.scope())
         knobs.compilation.always_compile = True  # from a cache there would be nothing said
         knobs.nvidia.dump_ptxas_log = True
-        driver.set_active(stand_in)
+        driver.set_active(stub)
         try:
             yield
         finally:

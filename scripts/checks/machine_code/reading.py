@@ -64,7 +64,7 @@ class Step:
         exponentials: EX2.
         fused: Fused multiply-adds.
         instructions: All together.
-        serialised: ptxas says, or the loop shows, that no product runs beside another.
+        serialised: ptxas says, or the loop shows, that no product runs next to another.
     """
 
     tile_distance: int

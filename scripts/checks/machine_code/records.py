@@ -17,7 +17,7 @@ def reported(variant: Variant) -> dict[str, Any]:
     """Returns the record of a variant, or of its failure."""
     try:
         return examined(variant)
-    except Exception as error:  # whatever the compilers or the reading raise: the other variants don't depend on it
+    except Exception as error:  # for any compilers or the reading raise: the other variants don't depend on it
         return failed(variant, error)
 
 

@@ -2,7 +2,7 @@
 
     python -m scripts.checks.upstream.run_suites [--only NAME …] [--work FOLDER] [--diffusers CHECKOUT] [--out CSV]
 
-Each suite runs twice, from the same seeds. A test that passes stock and fails with db-SP, unless it is refused in one
+Each suite runs twice, from the same seeds. A test that passes stock and fails with db-SP, unless it is rejected in one
 line, and a model's output that differs by more than 1e-5 of its largest value (2e-2 in 16 bits), is a failure of ours:
 the exit code is then 1. Nothing is installed.
 """
@@ -25,7 +25,7 @@ from scripts.checks.upstream.suites import SUITES, Suite, sources_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BOUND, BOUND_HALF = 1e-5, 2e-2
-REFUSALS = ("UserError", "db-SP does not", "the texts of one batch differ in length", "is not one grid of tokens")
+REJECTIONS = ("UserError", "db-SP does not", "the texts of one batch differ in length", "is not one grid of tokens")
 """What a failure's reason says where db-SP said in one line that it does not run this; some tests quote it alone."""
 PYTEST = [
     "-m",
@@ -48,7 +48,7 @@ class Row:
     """One suite.
 
     ran:      tests that were not skipped
-    refused:  passed stock, and db-SP said in one line that it does not run this;  failed_with_dbsp: any other way
+    rejected:  passed stock, and db-SP said in one line that it does not run this;  failed_with_dbsp: any other way
     compared, worst, worst_half: see `Comparison`
     """
 
@@ -58,13 +58,13 @@ class Row:
     ran: int
     passed_stock: int
     passed_dbsp: int
-    refused: int
+    rejected: int
     failed_with_dbsp: int
     attentions_by_dbsp: int
     compared: int
     worst: float
     worst_half: float
-    why_refused: str
+    why_rejected: str
     why_failed_with_dbsp: str
     why_failed_stock: str
     skipped: int
@@ -99,7 +99,7 @@ def _row(suite: Suite, folder: Path, version: str, work: Path, minutes: float) -
     passed = {test for test in ran if stock[test][0] == "passed"}
     lost = {test: dbsp.get(test, ("", "not reached")) for test in sorted(passed)}
     lost = {test: why for test, (outcome, why) in lost.items() if outcome != "passed"}
-    refused = {test for test, why in lost.items() if any(words in why for words in REFUSALS)}
+    rejected = {test for test, why in lost.items() if any(words in why for words in REJECTIONS)}
     return Row(
         suite.name,
         suite.what,
@@ -107,14 +107,14 @@ def _row(suite: Suite, folder: Path, version: str, work: Path, minutes: float) -
         len(ran),
         len(passed),
         len(passed) - len(lost),
-        len(refused),
-        len(lost) - len(refused),
+        len(rejected),
+        len(lost) - len(rejected),
         attentions_counted(work / f"{suite.name}.dbsp.attentions"),
         found.compared,
         found.worst,
         found.worst_half,
-        _counted(lost[test] for test in refused),
-        "; ".join(f"{test}: {why}" for test, why in lost.items() if test not in refused),
+        _counted(lost[test] for test in rejected),
+        "; ".join(f"{test}: {why}" for test, why in lost.items() if test not in rejected),
         _counted(stock[test][1] for test in ran - passed),
         len(stock) - len(ran),
         _counted(why for outcome, why in stock.values() if outcome == "skipped"),

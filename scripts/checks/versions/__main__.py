@@ -54,7 +54,7 @@ def main() -> int:
             update_table(options.out, [asdict(row) for row in rows], ("package", "version"))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
-    return int(any(row.complaints for row in rows))
+    return int(any(row.messages for row in rows))
 
 
 def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
@@ -75,11 +75,11 @@ def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
         oldest[package] = f"{package}=={versions[0]}"
         for which, one in {"newest": versions[-1], "oldest": versions[0]}.items():
             row = Row(package, str(one), which if len(versions) > 1 else "only")
-            beside = [oldest[other] for other in BESIDE.get(package, ()) if which == "oldest"]
+            alongside = [oldest[other] for other in BESIDE.get(package, ()) if which == "oldest"]
             if str(one) == metadata.version(package).partition("+")[0]:
                 yield replace(here, package=row.package, version=row.version, which=row.which)
             elif which == "newest" or len(versions) > 1:
-                pinned = [f"{package}=={one}", *beside]
+                pinned = [f"{package}=={one}", *alongside]
                 yield in_scratch(row, lambda folder, pinned=pinned: layered(folder, *pinned))
             if len(versions) == 1:
                 break
@@ -95,7 +95,7 @@ def in_scratch(row: Row, make: Callable[[Path], Path]) -> Row:
     try:
         return judged(row, make(folder))
     except RuntimeError as error:
-        return replace(row, complaints=f"cannot be installed: {error}")
+        return replace(row, messages=f"cannot be installed: {error}")
     finally:
         shutil.rmtree(folder)
 
@@ -106,10 +106,10 @@ def judged(row: Row, python: Path) -> Row:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=_variables())
     except subprocess.TimeoutExpired:
-        return replace(row, complaints=f"no answer in {LIMIT_S} s")
+        return replace(row, messages=f"no answer in {LIMIT_S} s")
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        return replace(row, complaints=f"cannot be run: {said}")
+        return replace(row, messages=f"cannot be run: {said}")
     return summed_up(row, json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-__all__ = ["PrivateName", "belongs", "complaint"]
+__all__ = ["PrivateName", "belongs", "message"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def belongs(name: PrivateName, package: str) -> bool:
     return not name.since or Version(version(package)) >= Version(name.since)
 
 
-def complaint(name: PrivateName) -> str | None:
+def message(name: PrivateName) -> str | None:
     """What is not as db-SP takes it to be, in a few words; None where all is."""
     module, _, path = name.where.partition(":")
     try:

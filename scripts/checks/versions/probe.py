@@ -1,6 +1,6 @@
 """Run in an environment of some versions: which private names hold there, and whether tiny models are exact.
 
-Its last line is {"versions": {package: …}, "names": {package: {"of": …, "complaints": […]}},
+Its last line is {"versions": {package: …}, "names": {package: {"of": …, "messages": […]}},
 "runs": {name: its largest error, or what went wrong}}. With --names, only the first two.
 """
 
@@ -32,14 +32,14 @@ Run = Callable[[WorkerPool], float]
 def private_names() -> dict[str, Any]:
     from dbsp_cli.import_hook import after_import
     from dbsp_xdit.runner import install
-    from scripts.checks.versions.looking_up import belongs, complaint
+    from scripts.checks.versions.looking_up import belongs, message
     from scripts.checks.versions.private_names import PRIVATE_NAMES
 
     install(after_import)  # without which xfuser cannot be imported where there is no accelerator
     found = {}
     for package, those in PRIVATE_NAMES.items():
         names = [one for one in those if belongs(one, package)]
-        found[package] = {"of": len(names), "complaints": list(filter(None, map(complaint, names)))}
+        found[package] = {"of": len(names), "messages": list(filter(None, map(message, names)))}
     return found
 
 

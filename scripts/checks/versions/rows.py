@@ -18,7 +18,7 @@ class Row:
     """What was tried, and what came of it.
 
     names: private names that hold, of how many;  runs: tiny models that are exact, of how many
-    worst: the largest error;  complaints: of the others
+    worst: the largest error;  messages: of the others
     """
 
     package: str
@@ -29,21 +29,21 @@ class Row:
     names: str = ""
     runs: str = ""
     worst: str = ""
-    complaints: str = ""
+    messages: str = ""
 
 
 def summed_up(row: Row, found: dict[str, Any]) -> Row:
     names, runs, versions = found["names"], found["runs"], found["versions"]
-    complaints = []
+    messages = []
     if isinstance(names, str):
-        complaints.append(names)
+        messages.append(names)
         names = {}
-    complaints += _by_reason([one for package in names.values() for one in package["complaints"]])
+    messages += _by_reason([one for package in names.values() for one in package["messages"]])
     errors = {name: error for name, error in runs.items() if isinstance(error, float)}
-    complaints += [f"{name}: {said[:MOST_SAID]}" for name, said in runs.items() if name not in errors]
-    complaints += [f"{name}: wrong by {error:.2g}" for name, error in errors.items() if not error <= BOUND]
+    messages += [f"{name}: {said[:MOST_SAID]}" for name, said in runs.items() if name not in errors]
+    messages += [f"{name}: wrong by {error:.2g}" for name, error in errors.items() if not error <= BOUND]
     of = sum(one["of"] for one in names.values())
-    held = of - sum(len(one["complaints"]) for one in names.values())
+    held = of - sum(len(one["messages"]) for one in names.values())
     exact = sum(error <= BOUND for error in errors.values())
     return replace(
         row,
@@ -52,14 +52,14 @@ def summed_up(row: Row, found: dict[str, Any]) -> Row:
         names=f"{held} of {of}",
         runs=f"{exact} of {len(runs)}",
         worst=f"{max(errors.values(), default=0):.1e}",
-        complaints="; ".join(complaints),
+        messages="; ".join(messages),
     )
 
 
-def _by_reason(complaints: Sequence[str]) -> list[str]:
+def _by_reason(messages: Sequence[str]) -> list[str]:
     """Each reason of "NAME: REASON" once, with the first of its names and how many others have it."""
     names: dict[str, list[str]] = {}
-    for one in complaints:
+    for one in messages:
         name, _, reason = one.partition(": ")
         names.setdefault(reason[:MOST_SAID] or one, []).append(name)
     return [

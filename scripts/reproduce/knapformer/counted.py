@@ -70,7 +70,7 @@ def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayou
     not_counted = np.zeros(layout.world, dtype=np.int64)
     traffic = traffic_of(Plan(strategy, grid, owner, chunks, "contiguous", not_counted), layout)
     token_bytes = layer.head_dim * layer.element_bytes
-    to_owners = traffic.dispatch * layer.wire.token_bytes(layer.head_dim, layer.element_bytes)
+    to_owners = traffic.dispatch * layer.comm_dtype.token_bytes(layer.head_dim, layer.element_bytes)
     return np.stack([to_owners, traffic.queries.T * token_bytes])
 
 

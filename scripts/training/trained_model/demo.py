@@ -138,7 +138,7 @@ def _xdit_command(model: Path, work: Path, ranks: int, settings: Settings) -> li
     strategy = choices[len(choices) // 2]  # a true hybrid where there is one
     xdit = shutil.which("xdit", path=sysconfig.get_path("scripts"))
     if xdit is None:
-        raise RuntimeError(f"the xdit command is not installed beside this Python; {install_command('xdit')}")
+        raise RuntimeError(f"the xdit command is not installed next to this Python; {install_command('xdit')}")
     options = {
         "--model": model,
         "--ulysses_degree": strategy.ulysses,

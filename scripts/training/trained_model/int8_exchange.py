@@ -1,6 +1,6 @@
-"""What int8 on the wire costs: videos of the small trained model with it against those without, and single attentions.
+"""Cost of int8 in exchanges: videos of the small trained model with it against those without, and single attentions.
 
-All in one process, where what would travel is rounded too: the same bits as on any number of ranks (see the tests).
+In one process, where what would be sent is rounded too: bitwise the same as on any number of ranks (see the tests).
 """
 
 from __future__ import annotations

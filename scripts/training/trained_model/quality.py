@@ -66,7 +66,7 @@ class Row:
 
 
 def blocks(setting: dict[str, Any], size: int) -> dict[str, Any]:
-    """The whole mask setting. Learned blocks are not alike inside, so none is dense for that (similarity −1)."""
+    """The whole mask setting. Learned blocks are not identically inside, so none is dense for that (similarity −1)."""
     if setting["source"] == "union":
         return {**setting, "of": [blocks(one, size) for one in setting["of"]]}
     extra = {"similarity": -1.0} if setting["source"] == "sparge" else {}

@@ -51,7 +51,7 @@ def draw(rows: list[Row]) -> Figure:
     for place, row in enumerate(rows):
         difference = float(row.max_abs_diff)
         axis.barh(place, difference, 0.65, color=MASKS[row.mask])
-        text = row.max_abs_diff if difference else "0: the same bits"
+        text = row.max_abs_diff if difference else "0: identical bits"
         axis.text(max(difference, 1e-7) * 1.15, place, text, va="center")
     axis.axvline(1e-5, color=INK, linestyle=":", linewidth=1.2)
     names = {"sparge": "predicted masks (sparge)", "radial": "fixed masks (radial)"}

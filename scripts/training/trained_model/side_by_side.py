@@ -14,7 +14,7 @@ from dbsp_core.utils.files import write_atomically
 __all__ = ["SHOWN", "decode_video", "save_side_by_side"]
 
 SHOWN = 6
-"""Frames of each video, evenly spread."""
+"""Frames of each video, equally spread."""
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.ranks import RankInfo
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -17,7 +17,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is the only rank: what `Place.export` sets is taken back after the test."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
-    Place().export()
+    RankInfo().export()
     yield
     if dist.is_initialized():  # still, after an error that would have ended the process
         dist.destroy_process_group()

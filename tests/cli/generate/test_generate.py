@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
@@ -113,7 +113,7 @@ def test_from_yaml_to_mp4(tmp_path, expected):
         ("tiny-wan-vace", 3, "^--image is given 3 times; give the first frame, and maybe the last$"),
     ],
 )
-def test_images_that_do_not_fit_are_refused_before_a_process_is_launched(tmp_path, model, frame, said):
+def test_images_that_do_not_fit_are_rejected_before_a_process_is_launched(tmp_path, model, frame, said):
     file, count = tmp_path / "frame.png", 0 if frame is None else 1
     if frame == "none":
         file = tmp_path / "nope.png"
@@ -131,7 +131,7 @@ def test_images_that_do_not_fit_are_refused_before_a_process_is_launched(tmp_pat
         changes=[c for c in SMALL if c != "--set"],
     )
     with pytest.raises(ValueError, match=said) as caught:
-        resolve(request, Place())
+        resolve(request, RankInfo())
     assert "\n" not in str(caught.value)
 
 
@@ -161,7 +161,7 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
         said = [one.communicate(timeout=300)[0] for one in runs]
     assert [one.returncode for one in runs] == [0, 0], "\n".join(said)
     check_video(tmp_path / "node0", expected("wan"), 2)
-    assert "strategy U1R2" in said[0], "heads are shared out within a node, blocks between nodes"
+    assert "strategy U1R2" in said[0], "heads are distributed within a node, blocks between nodes"
     assert not (tmp_path / "node1").exists()
 
 
@@ -183,7 +183,7 @@ def test_ranks_that_srun_has_started_are_joined(tmp_path, expected):
     said = [one.communicate(timeout=300) for one in runs]
     assert [one.returncode for one in runs] == [0, 0], said
     check_video(tmp_path, expected("wan"), 2)
-    assert "strategy U1R2" in said[0][1], "heads are shared out within a node, blocks between nodes"
+    assert "strategy U1R2" in said[0][1], "heads are distributed within a node, blocks between nodes"
     assert said[1][0] == ""
     assert "dbsp: tiny" not in said[1][1], "rank 0 speaks for all"
 

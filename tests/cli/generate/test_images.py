@@ -57,7 +57,7 @@ def test_black_and_white_stays_so(tmp_path):
 
 
 @pytest.mark.parametrize("values", [(RAMP * 70000).astype(np.int32), RAMP.astype(np.float32)])
-def test_values_of_an_unknown_range_are_refused(tmp_path, values):
+def test_values_of_an_unknown_range_are_rejected(tmp_path, values):
     Image.fromarray(values).save(tmp_path / "first.tiff")
     with pytest.raises(UserError, match=r"first.tiff has values of 32 bits, .*; save it with 8 or 16 bits"):
         fitted(tmp_path / "first.tiff", VIDEO)
@@ -79,14 +79,14 @@ TRANSPARENT = {
 
 
 @pytest.mark.parametrize("what", TRANSPARENT)
-def test_transparent_parts_are_refused(tmp_path, what):
+def test_transparent_parts_are_rejected(tmp_path, what):
     image, options = TRANSPARENT[what]
     image.save(tmp_path / "first.png", **options)
     with pytest.raises(UserError, match=r"first.png has transparent parts, .*; save it on a background"):
         fitted(tmp_path / "first.png", VIDEO)
 
 
-def test_what_is_no_image_is_refused(tmp_path):
+def test_what_is_no_image_is_rejected(tmp_path):
     (tmp_path / "first.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 60)
     with pytest.raises(UserError, match=r"first.png cannot be read as an image; name a file such as a PNG"):
         fitted(tmp_path / "first.png", VIDEO)

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from dbsp_cli.generate import resources
-from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import GenerationRequest, resolve
-from dbsp_cli.generate.resources import memory_complaint
+from dbsp_cli.generate.resources import memory_message
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
@@ -25,14 +25,14 @@ ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
 
 
 @pytest.mark.parametrize(
-    ("settings", "path", "complaint"),
+    ("settings", "path", "message"),
     [
         ({"kernel": ELSEWHERE}, ("kernel",), f"kernel {ELSEWHERE!r} cannot be used here"),
         ({"machine": "h300"}, ("machine",), "no hardware 'h300'; use a800"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_its_setting(settings, path, complaint):
-    with pytest.raises(SettingError, match=complaint) as raised:
+def test_what_cannot_be_served_is_rejected_with_its_setting(settings, path, message):
+    with pytest.raises(SettingError, match=message) as raised:
         require_possible(DbspConfig.load(settings))
     assert raised.value.path == path
 
@@ -75,7 +75,7 @@ def tiny(tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["vae", "transformer/diffusion_pytorch_model.safetensors"])
-def test_a_folder_that_is_not_whole_is_refused(tiny, gone, monkeypatch):
+def test_a_folder_that_is_not_whole_is_rejected(tiny, gone, monkeypatch):
     require_checkpoint(str(tiny))
     path = tiny / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -88,7 +88,7 @@ def test_a_folder_that_is_not_whole_is_refused(tiny, gone, monkeypatch):
 
 def decided(folder, out="video.mp4"):
     sizes = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
-    return resolve(GenerationRequest(model=str(folder), prompt="x", changes=sizes, out=str(out)), Place())
+    return resolve(GenerationRequest(model=str(folder), prompt="x", changes=sizes, out=str(out)), RankInfo())
 
 
 def test_a_repository_of_which_the_cache_has_a_part_is_named_with_what_it_lacks(cache, tiny):
@@ -117,8 +117,8 @@ def small_machine(monkeypatch):
 
 
 def test_weights_too_large_for_the_machine_are_counted(cache, small_machine):
-    assert memory_complaint(WAN.hub, torch.bfloat16, 2) is None
-    said = memory_complaint(WAN.hub, torch.float32, 2)
+    assert memory_message(WAN.hub, torch.bfloat16, 2) is None
+    said = memory_message(WAN.hub, torch.float32, 2)
     assert said is not None
     assert f"2 processes hold the weights of {WAN.hub}, each 74.4 GiB in float32" in said
     assert "has 100.0 GiB of memory" in said
@@ -130,26 +130,26 @@ def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_mac
         (tmp_path / part).mkdir()
         save_file({"a": torch.zeros(10, 6), "b": torch.zeros(40)}, tmp_path / part / f"{name}.safetensors")
     save_file({"a": torch.zeros(999)}, tmp_path / "vae" / "diffusion_pytorch_model.fp16.safetensors")
-    assert memory_complaint(str(tmp_path), torch.float32, 1) is None  # 200 numbers
-    assert memory_complaint(str(tmp_path), torch.float64, 1) is not None
+    assert memory_message(str(tmp_path), torch.float32, 1) is None  # 200 numbers
+    assert memory_message(str(tmp_path), torch.float64, 1) is not None
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x09" + b"\0" * 7 + b'{"a": {}}']
 )
 def test_what_is_no_file_of_weights_is_named(tmp_path, content):
-    """Of Git LFS's stand-in the first eight bytes are no length to read."""
+    """Of Git LFS's stub the first eight bytes are no length to read."""
     file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
     file.parent.mkdir()
     file.write_bytes(content)
     with pytest.raises(UserError, match=rf"^{file} cannot be read as weights .*; download it again$"):
-        memory_complaint(str(tmp_path), torch.float32, 1)
+        memory_message(str(tmp_path), torch.float32, 1)
 
 
 def test_a_machine_that_does_not_say_is_not_judged(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(resources, "_machine_memory", lambda: None)
-    assert memory_complaint(WAN.hub, torch.float64, 1000) is None
+    assert memory_message(WAN.hub, torch.float64, 1000) is None
 
 
 @pytest.mark.parametrize(("gpu", "model", "said"), [(False, WAN.name, 1), (True, WAN.name, 0), (False, "tiny-wan", 0)])
@@ -158,7 +158,7 @@ def test_a_published_model_on_a_cpu_is_warned_of(tmp_path, monkeypatch, gpu, mod
     config = "tiny-wan" if model == "tiny-wan" else None
     asked = GenerationRequest(config=config, model=model, prompt="x", out=str(tmp_path / "v.mp4"))
     expected = f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan-trained is for trying out"
-    assert [one for one in resolve(asked, Place()).warnings if "no GPU" in one] == [expected] * said
+    assert [one for one in resolve(asked, RankInfo()).warnings if "no GPU" in one] == [expected] * said
 
 
 def test_parameters_are_those_of_the_models():
@@ -186,10 +186,10 @@ def test_parameters_are_those_of_the_models():
 )
 def test_a_schedule_that_leaves_nothing(first, last, steps, all_dense):
     config = DbspConfig.load({"dense_schedule": {"first_steps": first, "last_steps": last}})
-    said = config.dense_schedule.complaint(steps)
+    said = config.dense_schedule.message(steps)
     assert (said is not None) is all_dense
     assert said is None or f"makes all {steps} steps dense (first_steps {first}, last_steps {last})" in said
-    assert config.dense_schedule.complaint(None) is None
+    assert config.dense_schedule.message(None) is None
 
 
 def test_a_folder_in_a_file_is_relative_to_the_file(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_cli.generate import ranks
-from dbsp_cli.generate.ranks import Place, processes_here
+from dbsp_cli.generate.ranks import RankInfo, processes_here
 from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
@@ -32,7 +32,7 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 def exported(monkeypatch):
     """exported(place): the variables that a rank leaves for torch.distributed."""
 
-    def variables(place: Place) -> dict[str, str]:
+    def variables(place: RankInfo) -> dict[str, str]:
         for name in (*TORCHRUN, *MEETING):
             monkeypatch.setenv(name, "")  # restored after the test
         place.export()
@@ -54,8 +54,8 @@ class TestJoining:
         ],
     )
     def test_each_launcher_is_understood(self, exported, environment, local_world, address, port):
-        place = Place.of(environment)
-        assert place == Place(3, 4, 1, local_world, address, port)
+        place = RankInfo.of(environment)
+        assert place == RankInfo(3, 4, 1, local_world, address, port)
         assert exported(place) == {
             "RANK": "3",
             "WORLD_SIZE": "4",
@@ -70,7 +70,7 @@ class TestJoining:
         [("node0", "node0"), ("a,b[1-2]", "a"), ("n[3,5-7]", "n3"), ("n[01-16],m1", "n01"), ("r[1-2]n[1-4]", "r1n")],
     )
     def test_ranks_of_slurm_meet_on_the_first_node(self, nodes, first):
-        assert Place.of(SLURM | {"SLURM_STEP_NODELIST": nodes}).address.startswith(first)
+        assert RankInfo.of(SLURM | {"SLURM_STEP_NODELIST": nodes}).address.startswith(first)
 
     @pytest.mark.parametrize(
         "environment",
@@ -84,20 +84,20 @@ class TestJoining:
         ],
     )
     def test_a_process_that_is_alone_joins_nobody(self, environment):
-        assert Place.of(environment) is None
+        assert RankInfo.of(environment) is None
 
     def test_nowhere_to_meet_is_the_users_to_mend(self):
         with pytest.raises(UserError, match="set MASTER_ADDR to rank 0's"):
-            Place.of(MPICH)
+            RankInfo.of(MPICH)
 
     @pytest.mark.parametrize("port", ["http", "0", "65536", "9" * 5000], ids=lambda port: port[:9])
     def test_a_port_that_is_none_is_the_users_to_mend(self, port):
         with pytest.raises(UserError, match=f"^MASTER_PORT='{port}' is no port"):
-            Place.of(TORCHRUN | MEETING | {"MASTER_PORT": port})
+            RankInfo.of(TORCHRUN | MEETING | {"MASTER_PORT": port})
 
     def test_heads_are_divided_within_a_node_and_blocks_between_nodes(self, tmp_path):
         asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
-        assert str(resolve(asked, Place.of(SLURM)).config.strategy) == "U2R2"
+        assert str(resolve(asked, RankInfo.of(SLURM)).config.strategy) == "U2R2"
 
 
 class TestStarting:
@@ -106,9 +106,9 @@ class TestStarting:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert processes_here(given) == count
 
-    def test_a_gpu_serves_one_rank(self, monkeypatch):
+    def test_a_gpu_supports_one_rank(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        with pytest.raises(UserError, match="--nproc 3 is more than the 2 GPUs of this machine; a GPU serves one"):
+        with pytest.raises(UserError, match="--nproc 3 is more than the 2 GPUs of this computer; a GPU runs one"):
             processes_here(3)
 
 

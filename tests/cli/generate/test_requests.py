@@ -1,4 +1,4 @@
-"""What a request for a video means, and what is refused before anything is made: prompts, paths, places."""
+"""What a request for a video means, and what is rejected before anything is made: prompts, paths, places."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from dbsp_cli.generate.pipeline import Features
-from dbsp_cli.generate.ranks import Place
+from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.tiny_models import TRAINED_WAN, make_tiny, unknown_words
 from dbsp_core.sources import SpargeSource
@@ -22,7 +22,7 @@ from dbsp_core.utils.errors import UserError
 SIZE = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
 
 
-def decided(folder: Path, place: Place = Place(), **given: object) -> Generation:  # noqa: B008  it is frozen
+def decided(folder: Path, place: RankInfo = RankInfo(), **given: object) -> Generation:  # noqa: B008  it is frozen
     """What a request means, for a rank."""
     usual = {"config": "tiny-wan", "prompt": "a red ball", "out": str(folder / "v.mp4"), "changes": SIZE}
     return resolve(GenerationRequest(**usual | given), place)
@@ -34,7 +34,7 @@ class TestPrompts:
         by_setting = decided(tmp_path, prompt=None, changes=(*SIZE, "generate.prompt=''"))
         assert [output.prompt for output in by_setting.outputs] == [""]
 
-    def test_none_is_refused(self, tmp_path):
+    def test_none_is_rejected(self, tmp_path):
         with pytest.raises(UserError, match="there is no prompt; give one with --prompt"):
             decided(tmp_path, prompt=None)
 
@@ -130,12 +130,12 @@ class TestVideos:
             ("{index}.avi", "must end in .mp4"),
         ],
     )
-    def test_a_pattern_that_does_not_do_is_refused(self, tmp_path, out, said):
+    def test_a_pattern_that_does_not_do_is_rejected(self, tmp_path, out, said):
         with pytest.raises(UserError, match=re.escape(said)):
             decided(tmp_path, videos=3, out=str(tmp_path / out))
 
     @pytest.mark.parametrize("videos", [0, -1, 100_001])
-    def test_a_number_of_videos_that_is_none_is_refused(self, tmp_path, videos):
+    def test_a_number_of_videos_that_is_none_is_rejected(self, tmp_path, videos):
         with pytest.raises(UserError, match=f"--videos {videos} must be at least 1, and all videos at most 100,000"):
             decided(tmp_path, videos=videos, out=str(tmp_path / "{index}.mp4"))
 
@@ -158,7 +158,7 @@ class TestVideos:
             decided(tmp_path, video=tmp_path / "gone.mp4")
         with pytest.raises(UserError, match=r"--video: tiny-wan2.2 does not start from a video; Wan text-to-video"):
             decided(tmp_path, config=None, model="tiny-wan2.2", video=tmp_path / "from.mp4")
-        with pytest.raises(UserError, match="--out and --video are the same place"):
+        with pytest.raises(UserError, match="--out and --video are the same path"):
             decided(tmp_path, video=tmp_path / "from.mp4", out=str(tmp_path / "from.mp4"))
 
 
@@ -175,7 +175,7 @@ class TestVideos:
         ({"lora": ("a=b",)}, "--lora a=b: 'b' is not a number"),
     ],
 )
-def test_features_that_cannot_be_had_are_refused(tmp_path, monkeypatch, features, said):
+def test_features_that_cannot_be_had_are_rejected(tmp_path, monkeypatch, features, said):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
@@ -191,17 +191,17 @@ def test_features_with_numbers():
 
 class TestPlaces:
     @pytest.mark.parametrize(
-        ("changed", "complaint"),
+        ("changed", "message"),
         [
             ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
-            ({"out": "file/ball.mp4"}, "--out .*/file/ball.mp4: .*/file is a file, not a folder; give another place"),
+            ({"out": "file/ball.mp4"}, "--out .*/file/ball.mp4: .*/file is a file, not a folder; give another path"),
             ({"report": "file"}, "--report .*/file is a file; give the name of a folder"),
             ({"report": "file/new/report"}, "--report .*/file/new/report: .*/file is a file, not a folder"),
             ({"changes": ["report={}/file"]}, "--set report: report .*/file is a file; give"),
             ({"config": "{}/my.yaml"}, r"my.yaml:2: report .*/file is a file; give the name of a folder"),
         ],
     )
-    def test_a_place_that_is_none_is_refused(self, tmp_path, changed, complaint):
+    def test_a_place_that_is_none_is_rejected(self, tmp_path, changed, message):
         (tmp_path / "folder.mp4").mkdir()
         (tmp_path / "file").touch()
         (tmp_path / "my.yaml").write_text(f"model: tiny-wan\nreport: {tmp_path}/file\n")
@@ -214,16 +214,16 @@ class TestPlaces:
             given["changes"] = [given["changes"][0].format(tmp_path), *SIZE]
         if "config" in given:
             given["config"] = given["config"].format(tmp_path)
-        with pytest.raises(UserError, match=complaint):
+        with pytest.raises(UserError, match=message):
             decided(tmp_path, **given)
 
-    def test_a_folder_that_cannot_be_written_to_is_refused(self, tmp_path, monkeypatch):
+    def test_a_folder_that_cannot_be_written_to_is_rejected(self, tmp_path, monkeypatch):
         closed = tmp_path / "closed"  # the tests may run as root, who may write everywhere
         closed.mkdir()
         monkeypatch.setattr("os.access", lambda path, mode: Path(path) != closed)
         with pytest.raises(
             UserError,
-            match=r"--report .*/closed/new/report: folder .*/closed cannot be written to; give another place",
+            match=r"--report .*/closed/new/report: folder .*/closed cannot be written to; give another path",
         ):
             decided(tmp_path, report=closed / "new" / "report")
         with pytest.raises(UserError, match=r"--out .*/closed/ball.mp4: folder .*/closed cannot be written to"):
@@ -231,12 +231,12 @@ class TestPlaces:
 
     def test_only_the_first_rank_must_be_able_to_write(self, tmp_path):
         (tmp_path / "file").touch()
-        decided(tmp_path, Place(rank=1, world=2), report=tmp_path / "file")
-        decided(tmp_path, Place(rank=1, world=2), out=str(tmp_path / "file" / "v.mp4"))
+        decided(tmp_path, RankInfo(rank=1, world=2), report=tmp_path / "file")
+        decided(tmp_path, RankInfo(rank=1, world=2), out=str(tmp_path / "file" / "v.mp4"))
         with pytest.raises(UserError, match="file is a file, not a folder"):
-            decided(tmp_path, Place(rank=0, world=2), out=str(tmp_path / "file" / "v.mp4"))
+            decided(tmp_path, RankInfo(rank=0, world=2), out=str(tmp_path / "file" / "v.mp4"))
         with pytest.raises(UserError, match="is a file"):
-            decided(tmp_path, Place(rank=0, world=2), report=tmp_path / "file")
+            decided(tmp_path, RankInfo(rank=0, world=2), report=tmp_path / "file")
 
     def test_nothing_is_made_by_looking(self, tmp_path):
         decided(tmp_path, out=str(tmp_path / "a" / "ball.mp4"), report=tmp_path / "b" / "report")
@@ -245,13 +245,13 @@ class TestPlaces:
     @pytest.mark.parametrize(
         ("place", "said"),
         [
-            ("v.mp4", "--out and --report are the same place"),
-            ("link", "--out and --report are the same place"),
+            ("v.mp4", "--out and --report are the same path"),
+            ("link", "--out and --report are the same path"),
             ("v.mp4/report", "--report .* is inside --out, a file"),
         ],
     )
     @pytest.mark.parametrize("by", ["option", "setting"])
-    def test_two_results_in_one_place_are_refused(self, tmp_path, place, said, by):
+    def test_two_results_in_one_place_are_rejected(self, tmp_path, place, said, by):
         (tmp_path / "link").symlink_to("v.mp4")
         changes = SIZE if by == "option" else (*SIZE, f"report={tmp_path / place}")
         with pytest.raises(UserError, match=said):
@@ -259,7 +259,7 @@ class TestPlaces:
 
     def test_masks_are_not_recorded_over_the_video_or_a_file(self, tmp_path, monkeypatch):
         monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "v.mp4"))
-        with pytest.raises(UserError, match=r"--out and \$DBSP_RECORD are the same place"):
+        with pytest.raises(UserError, match=r"--out and \$DBSP_RECORD are the same path"):
             decided(tmp_path, changes=SIZE)
         (tmp_path / "file").touch()
         monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "file"))
@@ -270,11 +270,11 @@ class TestPlaces:
         (tmp_path / "c.yaml").write_text("model: tiny-wan\n", encoding="utf-8")
         Image.new("RGB", (96, 64)).save(tmp_path / "first.png")
         (tmp_path / "v.mp4").symlink_to("c.yaml")
-        with pytest.raises(UserError, match="--out and --config are the same place"):
+        with pytest.raises(UserError, match="--out and --config are the same path"):
             decided(tmp_path, config=str(tmp_path / "c.yaml"))
         (tmp_path / "w.mp4").symlink_to("first.png")
         images = {"model": "tiny-wan-i2v", "config": None, "images": (tmp_path / "first.png",)}
-        with pytest.raises(UserError, match="--out and --image are the same place"):
+        with pytest.raises(UserError, match="--out and --image are the same path"):
             decided(tmp_path, out=str(tmp_path / "w.mp4"), **images)
 
     def test_a_report_around_the_video_is_fine(self, tmp_path):
@@ -373,5 +373,5 @@ def test_no_command_writes_over_what_it_reads(tmp_path, mistake, command):
     file.write_bytes(b"kept")
     link.symlink_to(file)
     said = mistake(*[{"FILE": file, "LINK": link}.get(part, part) for part in command])
-    assert "are the same place" in said
+    assert "are the same path" in said
     assert file.read_bytes() == b"kept"

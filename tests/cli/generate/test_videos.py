@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dbsp_cli.generate import videos
 from dbsp_cli.generate.pipeline import Features
-from dbsp_cli.generate.ranks import ENDING, Place
+from dbsp_cli.generate.ranks import ENDING, RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def decided(folder: Path, **given: object) -> Generation:
     usual = {"config": "tiny-wan", "prompt": PROMPT, "seed": 7, "out": str(folder / "ball.mp4"), "changes": SMALL}
-    return resolve(GenerationRequest(**usual | given), Place())
+    return resolve(GenerationRequest(**usual | given), RankInfo())
 
 
 def movie(path: Path) -> tuple[tuple[int, int], int]:
@@ -290,7 +290,7 @@ class TestPlaces:
 
     def test_a_video_without_a_place_is_kept_and_named(self, tmp_path, pictures):
         (tmp_path / "ball.mp4").mkdir()
-        with pytest.raises(OSError, match=r"cannot be put in its place \(.*it is kept: ") as raised:
+        with pytest.raises(OSError, match=r"cannot be moved to its path \(.*it is kept: ") as raised:
             videos._write(pictures, tmp_path / "ball.mp4", 16)
         kept = Path(str(raised.value).rpartition(": ")[2])
         assert movie(kept) == ((16, 16), 3)

@@ -19,7 +19,7 @@ def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 def _splits(world: int, rank: int, seed: int) -> tuple[list[int], list[int]]:
-    """(received, sent): uneven, some of them 0."""
+    """(received, sent): unequal, some of them 0."""
     table = torch.randint(4, (world, world), generator=torch.Generator().manual_seed(seed))
     return table[:, rank].tolist(), table[rank].tolist()
 
@@ -125,7 +125,7 @@ def one_never_comes(rank: int, world: int, odd: int, control: bool) -> None:
 
 
 def other_order(rank: int, world: int, odd: int) -> None:
-    """Two calls in turn, the other way round on one rank."""
+    """Two calls one after another, the other way round on one rank."""
     group = SequenceGroup.of()
     calls = [
         lambda: group.start_all_to_all(torch.zeros(world), [1] * world, [1] * world),

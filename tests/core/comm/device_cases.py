@@ -75,7 +75,7 @@ def model_device(
 
 
 def splits_of_the_default_group(rank: int, world: int) -> tuple[bool, str, list[int]]:
-    """Groups made beside a default group that is bound to a GPU, as by `init_process_group(device_id=…)`.
+    """Groups made next to a default group that is bound to a GPU, as by `init_process_group(device_id=…)`.
 
     Returns whether torch would split one off it, the default group's device afterwards, and a part's ranks.
     """

@@ -1,4 +1,4 @@
-"""What ranks run with int8 on the wire: what owners are sent, wire formats with a fault, and refused gradients."""
+"""Workers of int8 exchanges: what owners are sent, communication dtypes with a fault, and rejected gradients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
 from dbsp_core.comm.exchange import mean_of_tokens
+from dbsp_core.planning.comm_dtype import Int8Format
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.wire_format import Int8Format
 from dbsp_kernels.exchange import CopySegments
 from tests.support.attention_cases import Case, Inputs, as_sent
 from tests.support.oracle import dense_attention, largest_difference
@@ -88,7 +88,7 @@ def error_with(rank: int, world: int, case: Case, fault: str) -> float:
     """The error with one of `FAULTS`, against the same rounded in one process."""
     given = Inputs.of(case, rank)
     plan = planned(case, given)
-    plan = replace(plan, wire=FAULTS[fault](rank))
+    plan = replace(plan, comm_dtype=FAULTS[fault](rank))
     n_local = given.local[0].shape[2]
     attend = DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.of(), n_local=n_local)
     q, k, v = as_sent(case, given.full)
@@ -103,7 +103,7 @@ def rows_at_owners(rank: int, world: int, case: Case, fault: str | None = None) 
     kept = Kept()
     if fault is not None:
         kept.write = FAULTS[fault](rank).write  # type: ignore[method-assign]
-    plan, n_local = replace(plan, wire=kept), given.local[0].shape[2]
+    plan, n_local = replace(plan, comm_dtype=kept), given.local[0].shape[2]
     DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.of(), n_local=n_local)(*given.local)
     rows, *slots = kept.seen
     return [*_rows(plan, rank, rows), *_slots(plan, rank, slots)]
@@ -130,13 +130,13 @@ def means(rank: int, world: int, case: Case) -> torch.Tensor:
     return mean_of_tokens(given.local[1], given.layout, SequenceGroup.of())
 
 
-def refused_gradients(rank: int, world: int, whose: int | None) -> str:
-    """What is said where inputs of all ranks need gradients, or of one; nothing of q, k and v may travel."""
+def rejected_gradients(rank: int, world: int, whose: int | None) -> str:
+    """What is said where inputs of all ranks need gradients, or of one; nothing of q, k and v may be sent."""
     case = Case(str(Strategy(world, 1)), precision="int8")
     given = Inputs.of(case, rank)
     for tensor in given.local:
         tensor.requires_grad_(whose in (None, rank))
-    sent = mock.Mock(side_effect=AssertionError("q, k or v travelled"))
+    sent = mock.Mock(side_effect=AssertionError("q, k or v was sent"))
     n_local = given.local[0].shape[2]
     attend = DualBalancedAttention.prepare(planned(case, given), given.mask, given.layout, None, n_local=n_local)
     attend.prepared.route.dispatch_exchanges[0].__dict__["run"] = sent

@@ -19,7 +19,7 @@ from dbsp_core import (
     make_plan,
 )
 from dbsp_core.comm.groups import gather_shards
-from dbsp_core.comm.rehoming import Rehoming
+from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -65,9 +65,9 @@ def session(source: dict[str, Any], group: SequenceGroup | None = None) -> Atten
     return made
 
 
-def rehoming() -> tuple[Rehoming, torch.Tensor]:
+def redistribution() -> tuple[Redistribution, torch.Tensor]:
     whole = SequenceLayout.whole_sequences([TOKENS // 2] * 2, [0, 1], 2)
-    way = Rehoming.of(whole, SequenceLayout.contiguous(TOKENS, 2))
+    way = Redistribution.of(whole, SequenceLayout.contiguous(TOKENS, 2))
     return way, way.there(torch.randn(TOKENS // 2, 3, requires_grad=True)).sum()
 
 
@@ -128,7 +128,7 @@ def _settled() -> tuple[int, int]:
 
 
 def unequal_numbers_of_groups(rank: int, world: int) -> list[list[int]]:
-    """A rank has a group more than the others, and one is destroyed between the making of two beside one group."""
+    """A rank has a group more than the others, and one is destroyed between the making of two next to one group."""
     own = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
     group = dist.new_group(list(range(world)), timeout=timedelta(seconds=60))
     passing = dist.new_group(list(range(world)))
@@ -143,7 +143,7 @@ def unequal_numbers_of_groups(rank: int, world: int) -> list[list[int]]:
 
 
 def outside(rank: int, world: int) -> str:
-    """What the last rank is told, which is in no group."""
+    """What the last rank is given, which is in no group."""
     group = dist.new_group(list(range(world - 1)))
     try:
         SequenceGroup.of(group)
@@ -156,7 +156,7 @@ def outside(rank: int, world: int) -> str:
 
 
 def timeouts_of_auxiliary_groups(rank: int, world: int, seconds: float) -> list[float | None]:
-    """Of those beside a group that was given `seconds`, in seconds."""
+    """Of those next to a group that was given `seconds`, in seconds."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     own = SequenceGroup.of(group)
     limits = [one.timeout for one in (own, own.control(), own.auxiliary("reports"), own.part(rank // 2 * 2, 2))]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from unittest import mock
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.groups import node_marks, number_nodes
+from dbsp_core.comm.groups import node_fingerprints, number_nodes
 from tests.core.runtime.session_cases import Session
 
 THW = (4, 12, 16)
@@ -19,7 +19,7 @@ def nodes(rank: int, world: int, told: Sequence[Mapping[str, str]], hosts: Seque
         mock.patch("socket.gethostname", return_value=hosts[rank]),
     ):
         group = SequenceGroup.of()
-        return number_nodes(group, group.control().gather_integers(node_marks()))
+        return number_nodes(group, group.control().gather_integers(node_fingerprints()))
 
 
 def attention(rank: int, world: int, told: Sequence[Mapping[str, str]]) -> tuple[float, int]:

@@ -50,7 +50,7 @@ NEEDED_SETTINGS = (
 )
 
 
-# Orders of all heads alike, and orders of their own: a block then holds other tokens in other heads.
+# Orders of all heads equal, and orders of their own: a block then holds other tokens in other heads.
 ORDERED_SHAPES = (
     Case("-", heads=3, tokens=5 + 7 * 6 * 8, text_tokens=5, thw=(7, 6, 8), orders=("hwt",), block_k=32),
     Case("-", heads=2, tokens=6 * 6 * 9, thw=(6, 6, 9), orders=("tile:2x4x4",), batch=2),
@@ -66,7 +66,7 @@ ORDERED_SETTINGS = (
 
 
 def pairwise(strategy: Strategy, shapes: Sequence[Case], settings: Sequence[dict[str, Any]]) -> list[Case]:
-    """Every setting, with shapes in turn that begin with another one for each strategy.
+    """Every setting, with shapes one after another that begin with another one for each strategy.
 
     Over all strategies every pair of a strategy, a shape and a setting is met. Seeds differ.
     """

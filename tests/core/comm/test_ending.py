@@ -37,7 +37,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts a process's threads as Linux shows them")
 class TestGroups:
-    def test_groups_beside_a_destroyed_one_leave_no_thread(self):
+    def test_groups_next_to_a_destroyed_one_leave_no_thread(self):
         used = """
 from dbsp_core.comm.groups import SequenceGroup
 
@@ -51,6 +51,6 @@ del world
         assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr[-2000:]
 
     def test_a_group_that_is_held_does(self):
-        """The count above can fail: a group beside another that somebody holds keeps its threads."""
+        """The count above can fail: a group next to another that somebody holds keeps its threads."""
         done = run(SINGLE_RANK + "held = dist.new_group([0], backend='gloo')\n" + LEFT)
         assert int(done.stdout) > 0, done.stderr[-2000:]

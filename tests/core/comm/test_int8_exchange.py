@@ -1,4 +1,4 @@
-"""int8 on the wire: the attention of rounded q, k and v, whose bits no strategy and no number of ranks changes."""
+"""int8 in exchanges: the attention of rounded q, k and v, whose bits no strategy and no number of ranks changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_equals_dense_attention_of_the_rounded(threads, world, strategy):
 
 @pytest.mark.parametrize("keys", ["all", "needed"])
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U2R2"), (3, "U3R1"), (4, "U1R4")])
-def test_keys_that_travel_in_other_ways(threads, world, strategy, keys):
+def test_keys_that_are_sent_in_other_ways(threads, world, strategy, keys):
     for case in key_cases(Strategy.parse(strategy), keys)[world % 2 :: 2]:
         errors = threads(world).run(run_case, replace(case, precision="int8"))
         assert all(error <= TOLERANCE for error in errors), (case, errors)
@@ -103,7 +103,7 @@ def test_a_fault_in_the_rounding_does_not_pass(threads, world, strategy, fault):
     assert max(threads(world).run(cases.error_with, case, fault)) > 30 * TOLERANCE
 
 
-def test_means_have_the_same_bits_on_any_number_of_ranks(threads):
+def test_means_have_identical_bits_on_any_number_of_ranks(threads):
     (expected,) = threads(1).run(cases.means, replace(BITS, strategy="U1R1"))
     _, k, _ = whole(BITS.attention)[1]
     assert (expected.double() - k.double().mean(dim=2)).abs().max() < 1e-7
@@ -121,10 +121,10 @@ def test_error_against_what_was_not_rounded(outliers):
 
 
 @pytest.mark.parametrize("whose", [None, 1])
-def test_gradients_are_refused_on_all_ranks_before_anything_travels(threads, whose):
-    said = threads(2).run(cases.refused_gradients, whose)
-    refusal = "precision: int8 has no gradients"
-    assert all(refusal in one and "\n" not in one for one in said), said
+def test_gradients_are_rejected_on_all_ranks_before_anything_travels(threads, whose):
+    said = threads(2).run(cases.rejected_gradients, whose)
+    rejection = "precision: int8 has no gradients"
+    assert all(rejection in one and "\n" not in one for one in said), said
 
 
 def test_tensors_that_require_gradients_are_fine_where_none_are_recorded(threads):

@@ -23,7 +23,7 @@ def attention(**options: object) -> torch.Tensor:
     return dual_balanced_attention(q, q, q, mask, "U1R1", **options)
 
 
-def test_the_default_group_is_refused_with_the_call_that_is_missing(launched):
+def test_the_default_group_is_rejected_with_the_call_that_is_missing(launched):
     for start in (SequenceGroup.of, attention):
         with pytest.raises(UserError, match=r"^torchrun started 8 processes, .* torch.distributed.init_process_group"):
             start()

@@ -15,7 +15,7 @@ from tests.core.comm.lifetime_cases import (
     loss_before_backward,
     outside,
     parts,
-    rehoming,
+    redistribution,
     session,
     timeouts_of_auxiliary_groups,
     unequal_numbers_of_groups,
@@ -33,7 +33,7 @@ WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
         (1, loss_after_backward, ()),
         (1, loss_before_backward, ()),
         (1, executor, ()),
-        (1, rehoming, ()),
+        (1, redistribution, ()),
         (1, gathered, ()),
         (2, session, (WINDOW,)),
         (2, session, (PREDICTED,)),
@@ -42,7 +42,7 @@ WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_nothing_keeps_a_destroyed_group_alive(pool, tmp_path, groups, use, args):
-    """groups: that there are while it is used, ours beside torch's among them"""
+    """groups: that there are while it is used, ours next to torch's among them"""
     for there, left in pool(2).run(left_alive, str(tmp_path), use, *args):
         assert (there, left) == (groups, [])
 

@@ -1,4 +1,4 @@
-"""On which node each rank is, which every rank has to see alike: plans depend on it."""
+"""On which node each rank is, which every rank has to see identically: plans depend on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_all_ranks_see_the_same_nodes(pool, told, hosts, expected):
 
 
 @pytest.mark.parametrize("told", [UNLIKE, TORCHRUN, [{"LOCAL_WORLD_SIZE": "0"}] * 4], ids=["by hand", "torchrun", "0"])
-def test_nodes_with_unlike_numbers_of_ranks_plan_alike(pool, told):
+def test_nodes_with_unlike_numbers_of_ranks_plan_identically(pool, told):
     found = pool(4).run(attention, told)
     assert max(difference for difference, _ in found) <= 1e-5
     assert len({plan for _, plan in found}) == 1

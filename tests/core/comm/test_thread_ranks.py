@@ -1,4 +1,4 @@
-"""Ranks that are threads exchange what processes on gloo do, bit by bit, and break off where ranks do not fit."""
+"""Ranks that are threads exchange what processes on gloo do, bitwise, and break off where ranks do not fit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TestFailures:
         assert set(raised(threads(3), cases.other_kind, 1, what, message=message)) == {"CommunicationError"}
 
     def test_a_call_that_nobody_waits_for_is_found(self, threads):
-        assert raised(threads(2), cases.one_starts_more, 0, message="1 calls") == ["Uneven"] * 2
+        assert raised(threads(2), cases.one_starts_more, 0, message="1 calls") == ["Unequal"] * 2
 
     def test_a_group_ends_with_its_ranks(self, threads):
         for group in threads(2).run(cases.group_after_its_ranks):

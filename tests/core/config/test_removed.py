@@ -1,4 +1,4 @@
-"""Whoever names something removed is told what to write instead, and where it was named."""
+"""Whoever names something removed is given what to write instead, and where it was named."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from dbsp_core.utils.process import log
 def choose_together(rank: int, world: int, settings: dict[str, Any], odd: int = -1) -> list[str]:
     """Two layers of synthetic masks. returns: their strategies
 
-    {} in the hardware's name stands for 1 on rank `odd` and 0 on the others
+    {} in the hardware's name represents 1 on rank `odd` and 0 on the others
     """
     hardware = settings["machine"].format(int(rank == odd))
     mask = {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8}
@@ -37,7 +37,7 @@ def choose_together(rank: int, world: int, settings: dict[str, Any], odd: int = 
 def choose_unmeasured(rank: int, world: int, cache: str) -> tuple[list[str], list[str]]:
     """The strategies of two layers without a cost model, and what the log says of costs.
 
-    {} in the cache's name stands for the rank.
+    {} in the cache's name represents the rank.
     """
     said: list[str] = []
     config = DbspConfig.load(

@@ -73,10 +73,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("complaint", MISTAKES)
-def test_a_mistake_names_the_fix(tmp_path, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        load_hardware(changed(tmp_path, MISTAKES[complaint]))
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_names_the_fix(tmp_path, message):
+    with pytest.raises(ValueError, match=message):
+        load_hardware(changed(tmp_path, MISTAKES[message]))
 
 
 def test_the_line_of_the_constant_at_fault_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""The latency model: its arithmetic by hand, what it must grow and shrink with, and what it refuses."""
+"""The latency model: its arithmetic by hand, what it must grow and shrink with, and what it rejects."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class TestBytes:
             sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
             assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
-            assert route.q_places == traffic.rows[rank] * 16
-            assert route.kv_places == traffic.blocks[0, rank] * 16
+            assert route.q_slots == traffic.rows[rank] * 16
+            assert route.kv_slots == traffic.blocks[0, rank] * 16
             assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
             came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
             received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
@@ -114,7 +114,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
     def test_whole_heads_receive_the_bytes_of_usp(self, strategy):
-        """y − 1/x shards of keys, and of values, as a lockstep ring does: (x − 1)/x exchanged, y − 1 handed on."""
+        """y − 1/x shards of keys, and of values, as a lockstep ring does: (x − 1)/x exchanged, y − 1 passed on."""
         plan, _, layout = a_plan(strategy, "contiguous", heads=8, tokens=1024, layout_name="contiguous")
         x, y = plan.strategy.ulysses, plan.strategy.ring
         shard = 8 * 1024 / 8
@@ -139,7 +139,7 @@ class TestBytes:
         computed = compute_s(plan, traffic, shape, slow).sum(axis=0)
         assert slowest.attention_s == pytest.approx(computed.max()), "no transfer is waited for"
 
-    def test_a_chunk_is_fetched_beside_the_kernel_on_the_one_before(self):
+    def test_a_chunk_is_fetched_next_to_the_kernel_on_the_one_before(self):
         """By hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
         compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
         assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
@@ -202,7 +202,7 @@ def test_every_constant_matters_in_its_direction(name):
 
 
 class TestMistakes:
-    def test_what_does_not_fit_is_refused(self):
+    def test_what_does_not_fit_is_rejected(self):
         plan, _, _ = a_plan("U2R2")
         with pytest.raises(ValueError, match="the plan is for 6 heads, the shape has 5"):
             predict(plan, replace(shape_of(plan), heads=5), machine())

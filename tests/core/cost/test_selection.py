@@ -1,4 +1,4 @@
-"""The strategy predicted to be fastest: chosen alike on all ranks, changed where it pays, exact whatever it is."""
+"""The strategy predicted to be fastest: chosen identically on all ranks, changed where it pays, and exact."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_rings_need_blocks_and_a_kernel_that_merges():
     assert [str(s) for s in candidates(8, GRID, merges=False)] == ["U8R1"]
 
 
-def test_ranks_with_other_constants_are_refused(pool, tmp_path):
+def test_ranks_with_other_constants_are_rejected(pool, tmp_path):
     hardware: Hardware = load_hardware("a800")
     save_hardware(tmp_path / "0.yaml", hardware)
     save_hardware(tmp_path / "1.yaml", replace(hardware, constants=replace(hardware.constants, overlap=0.5)))
@@ -132,7 +132,7 @@ NODES = [0] * 8 + [1] * 8
         (40, [0, 0, 0, 1, 1, 1], "U3R2", "U6R1"),
     ],
 )
-def test_without_constants_heads_are_shared_out_within_a_node_and_rings_join_nodes(heads, nodes, first, last):
+def test_without_constants_heads_are_distributed_within_a_node_and_rings_join_nodes(heads, nodes, first, last):
     found = by_rule(Strategy.all_for(len(nodes)), heads, nodes)
     assert (str(found[0]), str(found[-1])) == (first, last)
     assert by_rule(found[::-1], heads, nodes) == found

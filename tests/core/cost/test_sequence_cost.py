@@ -19,8 +19,8 @@ from dbsp_core.cost.sequence_cost import (
     whole_layout,
 )
 from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.comm_dtype import COMM_DTYPES
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
-from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, WindowSource
 from dbsp_core.utils.errors import UserError
 from scripts.reproduce.knapformer.counted import dense_sequences, evaluate, gamma_corrected, moved_tokens, work_of
@@ -83,8 +83,8 @@ def test_int8_shrinks_what_bags_send_but_their_outputs():
         cost.picoseconds(work.tokens, work.blocks), work.tokens, loader, BagTopology.parse("g2n1", 2)
     )
     sent = [
-        evaluate(plan, work, loader, cost, LayerSize(HEADS, 16, 1e6, wire=wire)).sent_bytes.sum()
-        for wire in WIRE_FORMATS.values()
+        evaluate(plan, work, loader, cost, LayerSize(HEADS, 16, 1e6, comm_dtype=comm_dtype)).sent_bytes.sum()
+        for comm_dtype in COMM_DTYPES.values()
     ]
     assert sent[1] / sent[0] == pytest.approx((3 * 20 + 32) / (4 * 32))
 

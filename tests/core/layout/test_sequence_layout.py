@@ -67,7 +67,7 @@ def test_contiguous_keeps_token_order_and_pads_the_last_ranks():
     assert layout.local.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
-def test_striped_assigns_blocks_to_ring_ranks_in_turn():
+def test_striped_assigns_blocks_to_ring_ranks_one_after_another():
     # 8 blocks of 4 on U2R2: even blocks are ring rank 0's (ranks 0 and 1), odd blocks ring rank 1's (2 and 3).
     grid = BlockGrid.uniform(32, 4)
     layout = SequenceLayout.striped(grid, Strategy(2, 2))

@@ -80,7 +80,7 @@ def test_an_array_that_is_set_later_is_not_the_mask():
 
 
 @pytest.mark.parametrize("grid", [PLAIN, PACKED], ids=["plain", "packed"])
-def test_a_plan_that_leaves_out_keys_which_are_needed_now_is_refused(grid):
+def test_a_plan_that_leaves_out_keys_which_are_needed_now_is_rejected(grid):
     mask, layout = random_mask(grid, 0.1), SequenceLayout.contiguous(grid.tokens, 2)
     plan = make_plan(mask, "U1R2", layout=layout, keys="needed")
     assert plan.fits(mask)

@@ -8,7 +8,7 @@ import torch
 from dbsp_core.masks.mask_counts import MaskCounts, _columns_on_device
 
 
-def test_columns_by_rank_are_counted_alike_by_numpy_and_on_a_device():
+def test_columns_by_rank_are_counted_identically_by_numpy_and_on_a_device():
     draws = np.random.default_rng(0)
     parts = [torch.from_numpy(draws.random((3, rows, columns)) < 0.1) for rows, columns in ((40, 30), (300, 7))]
     owner, counts = draws.integers(0, 5, (3, 340)), MaskCounts(*parts)

@@ -36,7 +36,7 @@ class TestSkippedBlocks:
         write(path, metadata={**METADATA, "pooled_keys": "false"})
         assert MaskFile(path).layer(0).bits.all()
 
-    def test_a_coarse_branch_is_refused(self, path):
+    def test_a_coarse_branch_is_rejected(self, path):
         branch = CoarseBranch(*(torch.zeros(3, 1, 4),) * 2, torch.ones(1).bool(), torch.zeros(1, 3, 1, 4))
         with pytest.raises(ValueError, match="a coarse branch follows from values and gates"):
             save_mask(path, BlockMask(a_mask().bits, GRID, branch))
@@ -99,10 +99,10 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize(("make", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_raises_one_line_that_names_it(path, make, complaint):
+@pytest.mark.parametrize(("make", "message"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_raises_one_line_that_names_it(path, make, message):
     make(path)
-    with pytest.raises(ValueError, match=complaint) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         MaskFile(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -23,7 +23,7 @@ GRID = BlockGrid(37, 7, 4, 3, THW)
 ORDERS = st.sampled_from([*AXIS_ORDERS, "tile:2x2x2"])
 
 
-def test_a_file_with_countless_sequences_or_orders_is_refused_at_once(tmp_path, monkeypatch):
+def test_a_file_with_countless_sequences_or_orders_is_rejected_at_once(tmp_path, monkeypatch):
     def heavy(*_: object) -> None:
         raise AssertionError("grids are made of them")
 
@@ -36,15 +36,15 @@ def test_a_file_with_countless_sequences_or_orders_is_refused_at_once(tmp_path, 
         MaskFile(tmp_path / "a.safetensors")
     monkeypatch.undo()
     save_file(mask, tmp_path / "b.safetensors", {**sizes, "sequences": "[" * 100_000})
-    with pytest.raises(ValueError, match="must be a JSON list") as refused:
+    with pytest.raises(ValueError, match="must be a JSON list") as rejected:
         MaskFile(tmp_path / "b.safetensors")
-    assert len(str(refused.value)) < 1000
+    assert len(str(rejected.value)) < 1000
     orders = {"mask": torch.zeros(1, 2, 2, dtype=torch.uint8), "orders": torch.zeros(1, dtype=torch.uint8)}
     named = {"tokens": "2", "text_tokens": "0", "block_q": "1", "block_k": "1", "orders": ",".join(["thw"] * 100_000)}
     save_file(orders, tmp_path / "c.safetensors", named)
-    with pytest.raises(ValueError, match="bad token orders") as refused:
+    with pytest.raises(ValueError, match="bad token orders") as rejected:
         MaskFile(tmp_path / "c.safetensors")
-    assert len(str(refused.value)) < 1000
+    assert len(str(rejected.value)) < 1000
 
 
 @st.composite
@@ -180,11 +180,11 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize(("tensors", "metadata", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_raises_one_line_that_names_it(tmp_path, tensors, metadata, complaint):
+@pytest.mark.parametrize(("tensors", "metadata", "message"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_raises_one_line_that_names_it(tmp_path, tensors, metadata, message):
     path = tmp_path / "masks.safetensors"
     write(path, metadata, **tensors)
-    with pytest.raises(ValueError, match=complaint) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         MaskFile(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -208,14 +208,14 @@ class TestSaving:
     MASK = BlockMask(np.ones((2, GRID.nq, GRID.nk), bool), GRID)
 
     @pytest.mark.parametrize(
-        ("masks", "groups", "complaint"),
+        ("masks", "groups", "message"),
         [
             ([[MASK], [MASK, MASK]], "0-4,5-9", "same number of layers"),
             ([[MASK]], "0-4,5-9", "need 2 lists of masks"),
             ([[MASK]], None, "need groups"),
         ],
     )
-    def test_masks_that_don_t_go_together_raise(self, tmp_path, masks, groups, complaint):
-        with pytest.raises(ValueError, match=complaint):
+    def test_masks_that_don_t_go_together_raise(self, tmp_path, masks, groups, message):
+        with pytest.raises(ValueError, match=message):
             save_mask(tmp_path / "m.safetensors", masks, groups=groups)
         assert not list(tmp_path.iterdir())

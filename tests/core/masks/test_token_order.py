@@ -27,7 +27,7 @@ def test_standing_is_the_order_written_out(thw, text_tokens, order):
 
 
 @pytest.mark.parametrize("order", ["", "tthw", "thx", "tile:4x4", "tile:0x4x4", "tile:4x4x4 "])
-def test_unknown_orders_are_refused(order):
+def test_unknown_orders_are_rejected(order):
     with pytest.raises(ValueError, match="unknown token order"):
         BlockGrid(24, 0, 4, 4, (2, 3, 4), (order,))
 
@@ -40,14 +40,14 @@ def test_unknown_orders_are_refused(order):
         ((24, 0, 4, 4, (2, 3, 4), ()), "must not be empty"),
     ],
 )
-def test_orders_that_do_not_fit_are_refused(arguments, message):
+def test_orders_that_do_not_fit_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         BlockGrid(*arguments)
 
 
 @examples(100)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32 - 1))
-def test_level_residents_share_blocks_evenly(blocks, parts, seed):
+def test_level_residents_share_blocks_equally(blocks, parts, seed):
     tokens = np.random.default_rng(seed).integers(0, 5, (blocks, parts))
     level = balanced_majority_rank(tokens)
     assert np.bincount(level, minlength=parts).max() <= -(-blocks // parts)

@@ -1,4 +1,4 @@
-"""Plans that send only needed keys: what is needed, and rows cut in token order."""
+"""Plans that send only selective KV exchange: what is needed, and rows cut in token order."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def test_plans_that_send_other_keys_differ():
     plan = make_plan(mask, "U2R2", keys="needed")
     other = plan.chunks.sent.copy()
     other[0, 0, 0] ^= True
-    for chunks in (Chunks.of_heads(plan.owner, plan.chunks.home, plan.strategy), replace(plan.chunks, sent=other)):
+    for chunks in (
+        Chunks.of_heads(plan.owner, plan.chunks.k_ring_rank, plan.strategy),
+        replace(plan.chunks, sent=other),
+    ):
         another = replace(plan, chunks=chunks)
         assert not plan.same_routes(another)
         assert not another.same_routes(plan)

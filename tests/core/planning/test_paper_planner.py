@@ -154,7 +154,7 @@ class TestBounds:
 
 class TestRatio:
     def test_by_hand(self):
-        # Eq. 2. Heads {0, 1} and {2, 3} have 10 and 6 dense blocks: ρ_s = 10 / (16 / 2) = 1.25.
+        # Eq. 2. Heads {0, 1} and {2, 3} have 10 and 6 active blocks: ρ_s = 10 / (16 / 2) = 1.25.
         owner, work = np.array([[0], [0], [1], [1]]), np.array([[7], [3], [2], [4]])
         assert work_by_rank(owner, work, 2).tolist() == [10, 6]
         assert imbalance_ratio(work_by_rank(owner, work, 2)) == 1.25

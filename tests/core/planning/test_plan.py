@@ -19,7 +19,7 @@ every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
 
 
 def counted(plan: Plan, mask: BlockMask) -> float:
-    """ρ_s, dense block by dense block."""
+    """ρ_s, active block by active block."""
     done = Counter(int(plan.owner[h, i]) for h, i, _ in mask.bits.nonzero().tolist())
     return max(done.values()) / (done.total() / plan.strategy.world) if done else 1.0
 
@@ -35,7 +35,7 @@ def test_rows_blocks_and_numbers_are_what_plain_counting_gives(strategy, data):
     rows = [row for rank in ranks for row in zip(*map(list, plan.rows_of(rank)), strict=True)]
     assert sorted(rows) == list(np.ndindex(heads, grid.nq))
     # 2. Every rank is sent each KV block of its column's heads once, from the ring rank that each chunk is of.
-    home = np.broadcast_to(plan.chunks.home, (heads, grid.nk))
+    home = np.broadcast_to(plan.chunks.k_ring_rank, (heads, grid.nk))
     for rank in ranks:
         of_column = {h for one in range(rank % x, strategy.world, x) for h in plan.rows_of(one)[0].tolist()}
         chunks = plan.chunks.of(rank)
@@ -75,7 +75,7 @@ def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
         return changed
 
     moved_row = replace(plan, owner=one_elsewhere(plan.owner, strategy.world))
-    moved_block = replace(plan, chunks=replace(chunks, home=one_elsewhere(chunks.home, strategy.ring)))
+    moved_block = replace(plan, chunks=replace(chunks, k_ring_rank=one_elsewhere(chunks.k_ring_rank, strategy.ring)))
     assert len({one.fingerprint for one in (plan, moved_row, moved_block)}) == 3
 
 
@@ -132,8 +132,8 @@ def test_a_contiguous_plan_by_hand():
 
 
 def test_a_paper_plan_by_hand():
-    # The same mask, R_b = 1. Rows, largest first: 4 stays, as 0 − 4 < 0; 3, 0 at home: 4 − 3 > 0, moves to rank 0;
-    # 2 at home: 3 − 2 < 4, stays; 1 at home: 5 − 1 = 4, a tie that the lower rank wins, so it stays.
+    # The same mask, R_b = 1. Rows, largest first: 4 stays, as 0 − 4 < 0; 3, 0 locally: 4 − 3 > 0, moves to rank 0;
+    # 2 locally: 3 − 2 < 4, stays; 1 locally: 5 − 1 = 4, a tie that the lower rank wins, so it stays.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "paper")
     assert plan.owner.tolist() == [[0, 0, 0, 1]]

@@ -66,7 +66,7 @@ def works() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("ulysses", "ring"), GRIDS)
 @pytest.mark.parametrize("name", works())
 def test_plans_without_a_price_reach_1_002_or_what_whole_rows_allow(name, ulysses, ring):
-    """In both layouts in turn."""
+    """In both layouts one after another."""
     work, ranks = works()[name], ulysses * ring
     layout = ("striped", "contiguous")[(list(works()).index(name) + GRIDS.index((ulysses, ring))) % 2]
     owner = plan_rows(work, homes(work.shape[1], ring, layout), ulysses, ring)
@@ -181,7 +181,7 @@ class TestPrice:
 
     @staticmethod
     def slowest(work, owner, ulysses, ring, price):
-        """Dense blocks computed, and the price of heads received, of the slowest rank; counted one by one."""
+        """Active blocks computed, and the price of heads received, of the slowest rank; counted one by one."""
         received = [len(set(np.nonzero(owner % ulysses == r)[0].tolist())) for r in range(ulysses)]
         return max(int(work[owner == rank].sum()) + price * received[rank % ulysses] for rank in range(ulysses * ring))
 

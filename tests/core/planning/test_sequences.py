@@ -56,7 +56,7 @@ class TestTopology:
         assert [str(one) for one in BagTopology.candidates(6, 8)] == ["g1n6", "g2n3"]
 
     @pytest.mark.parametrize("text", ["", "g8", "g8n", "8n4", "g0n4", "g8n0", "g8n4,g4n8", "g8n4+"])
-    def test_other_text_is_refused(self, text):
+    def test_other_text_is_rejected(self, text):
         with pytest.raises(UserError, match=r"not of the form gGnN.*for example g8n4"):
             BagTopology.parse(text, 32)
 
@@ -90,7 +90,7 @@ class TestStreams:
         assert not np.array_equal(one.tokens, other.tokens)
 
     @pytest.mark.parametrize(
-        ("codes", "world", "complaint"),
+        ("codes", "world", "message"),
         [
             ("", 8, "not of the form g"),
             ("g8", 8, "not of the form g"),
@@ -102,14 +102,14 @@ class TestStreams:
             ("g8b0i256", 8, "there are no sequences"),
         ],
     )
-    def test_what_makes_no_sequences_is_refused(self, codes, world, complaint):
-        with pytest.raises(UserError, match=complaint):
+    def test_what_makes_no_sequences_is_rejected(self, codes, world, message):
+        with pytest.raises(UserError, match=message):
             draw(parse_streams(codes), world, 0, StreamAssumptions())
 
     @pytest.mark.parametrize(
         "values", [{"text": (5, 4)}, {"text": (-1, 4)}, {"area": (0.0, 1.0)}, {"area": (2.0, 1.0)}]
     )
-    def test_assumptions_that_are_no_ranges_are_refused(self, values):
+    def test_assumptions_that_are_no_ranges_are_rejected(self, values):
         with pytest.raises(UserError, match="a least and a most"):
             StreamAssumptions(**values)
 
@@ -140,7 +140,7 @@ def test_the_greedy_is_knapformers():
 
 @st.composite
 def sequences(draw: st.DrawFn):
-    """(cost, tokens, loader, topology), some sequences alike, some enormous."""
+    """(cost, tokens, loader, topology), some sequences equal, some enormous."""
     unit = draw(st.sampled_from(["g1n1", "g1n4", "g2n2", "g1n2+g2n1+g4n1", "g3n1+g1n2", "g8n1", "g2n1+g1n1+g2n1"]))
     sizes = [int(term[1]) * int(term[3]) for term in unit.split("+")]
     topology = BagTopology.parse(unit, sum(sizes) * draw(st.integers(1, 3)))
@@ -223,7 +223,7 @@ def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
 
 
 @pytest.mark.parametrize(
-    ("values", "complaint"),
+    ("values", "message"),
     [
         ({"tokens": [], "cost": [], "loader": []}, "there are no sequences"),
         ({"tokens": [5, 0, 5]}, "at least one token"),
@@ -237,7 +237,7 @@ def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
         ({"tokens": [90] * 6, "cost": [1] * 6, "loader": [0] * 6, "max_tokens": 45}, "allow more tokens a rank"),
     ],
 )
-def test_mistakes_say_what_fits(values, complaint):
+def test_mistakes_say_what_fits(values, message):
     asked = {"cost": [3, 9, 3], "tokens": [30, 90, 30], "loader": [0, 1, 2]} | values
-    with pytest.raises(UserError, match=complaint):
+    with pytest.raises(UserError, match=message):
         plan_sequences(topology=BagTopology.parse("g2n4", 8), **asked)

@@ -1,4 +1,4 @@
-"""What the workers run: sessions and pipelines that report, with their numbers counted a second time beside them."""
+"""What the workers run: sessions and pipelines that report, with their numbers counted a second time next to them."""
 
 from __future__ import annotations
 

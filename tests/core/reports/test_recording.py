@@ -1,4 +1,4 @@
-"""Recordings: what a run's masks were, whatever the limits; and the run is the same with or without."""
+"""Recordings: what a run's masks were, for any limits; and the run is the same with or without."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class TestOneProcess:
         assert most <= 3
         assert not recorder._pending
 
-    def test_generations_are_told_apart_and_the_last_full_one_is_read(self, tmp_path):
+    def test_generations_are_distinguished_and_the_last_full_one_is_read(self, tmp_path):
         recorder = new(tmp_path)
         run(recorder, [(0, 0)], [DenoisingStep()])  # warming up
         run(recorder, [(i, i) for i in range(6)])

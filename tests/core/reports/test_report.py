@@ -56,7 +56,7 @@ def _require_recounted(report, expected, world):
         assert found == {name: getattr(one, name) for name in found}
         for name in ("density", "rho_before", "rho"):
             assert getattr(calls, name)[index] == pytest.approx(getattr(one, name)), (name, index)
-        sent = calls.bytes_to_owners[index], calls.bytes_chunks[index], calls.bytes_to_homes[index]
+        sent = calls.bytes_to_owners[index], calls.bytes_chunks[index], calls.bytes_to_sources[index]
         assert sent == one.sent
         assert sum(sent) / world <= calls.bytes_busiest[index] <= sum(sent)
         assert 0 < calls.seconds_mean[index] <= calls.seconds[index]
@@ -73,12 +73,12 @@ def _require_recounted(report, expected, world):
 
 
 def test_plain_usp_sends_what_is_said(pool):
-    """Contiguous plans on shards and heads that divide evenly are plain USP."""
+    """Contiguous plans on shards and heads that divide equally are plain USP."""
     settings = {"mask": {"source": "dense", "block_q": 6, "block_k": 6}, "planner": "contiguous"}
     for strategy in ("U4R1", "U1R4"):  # 4·6·7 = 168 tokens, 7 blocks a rank
         (report, _), *_ = pool(4).run(recounted_session, settings, strategy)
         calls = report.calls
-        first = calls.bytes_to_owners[0] + calls.bytes_chunks[0] + calls.bytes_to_homes[0]
+        first = calls.bytes_to_owners[0] + calls.bytes_chunks[0] + calls.bytes_to_sources[0]
         assert first == calls.bytes_usp[0] > 0
 
 
@@ -169,7 +169,7 @@ def small_report(**changes):
         seconds_mean=[0.375] * count,
         bytes_to_owners=[1000] * count,
         bytes_chunks=[0, 0, 0, 0, 512, 512],
-        bytes_to_homes=[300] * count,
+        bytes_to_sources=[300] * count,
         bytes_busiest=[700] * count,
         bytes_usp=[1300] * count,
     )
@@ -253,7 +253,7 @@ def test_json_round_trip(tmp_path):
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [0] * 6}}), "totals are not finite"),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path, change, message):
+def test_what_is_no_report_is_rejected(tmp_path, change, message):
     path = tmp_path / "report.json"
     path.write_text(change(json.loads(small_report().to_json())))
     with pytest.raises(ValueError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""What the workers run: calls that must fail alike on every rank, and leave the workers able to go on."""
+"""What the workers run: calls that must fail identically on every rank, and leave the workers able to go on."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def call_with_other_things(rank: int, world: int, what: str, culprit: int) -> No
 
 
 def equal_by_process_group(rank: int, world: int) -> bool:
-    """Whether the function and an executor answer alike, given torch's process group or ours."""
+    """Whether the function and an executor answer identically, given torch's process group or ours."""
     mask, inputs, layout = a_mask(), local_inputs(rank, world), SequenceLayout.contiguous(TOKENS, world)
     plan, found = make_plan(mask, f"U1R{world}", layout=layout), []
     for group in (SequenceGroup.of(), dist.group.WORLD, None):

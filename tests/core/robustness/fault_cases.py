@@ -36,7 +36,7 @@ def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy:
 
 
 def make_a_group_that_one_rank_does_not_come_to(rank: int, world: int) -> str:
-    """Returns what the others are told"""
+    """Returns what the others are given"""
     group = SequenceGroup.of(dist.new_group(timeout=timedelta(seconds=1)))
     told = ""
     try:
@@ -51,7 +51,7 @@ def make_a_group_that_one_rank_does_not_come_to(rank: int, world: int) -> str:
 def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
     """By chunk but the last: whether the next had arrived before the kernel returned, without being waited for.
 
-    Ring alone, every token at home: the keys of rank s are all s + 1, and chunk i comes from rank r − i.
+    Ring alone, every token locally: the keys of rank s are all s + 1, and chunk i comes from rank r − i.
     """
     config = DbspConfig.load({"mask": {"source": "dense", "block_q": 16, "block_k": 16}, "planner": "contiguous"})
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), heads=2, layers=1)

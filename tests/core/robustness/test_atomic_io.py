@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_cli.output import require_file_place
+from dbsp_cli.output import require_file_path
 from dbsp_core.masks.mask_writer import ByteTensor, safetensors_pieces
 from dbsp_core.utils.files import write_atomically
 
@@ -50,7 +50,7 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    require_file_place(pipe, "--out")
+    require_file_path(pipe, "--out")
     write_atomically(pipe, "a report")
     assert os.read(reader, 100) == b"a report"
     os.close(reader)

@@ -22,7 +22,7 @@ from tests.support.workers import WorkerError
 WORLD = 3
 
 
-def assert_fails_alike(pool, message, function, *args):
+def assert_fails_identically(pool, message, function, *args):
     workers = pool(WORLD)
     with pytest.raises(WorkerError) as caught:
         workers.run(function, *args)
@@ -42,7 +42,7 @@ def assert_fails_alike(pool, message, function, *args):
         ({"planner": "magic"}, "unknown planner 'magic'; use one of"),
         (
             {"kernel": "sparge", "strategy": "U1R3"},
-            "kernel 'sparge' cannot serve this plan: it returns no log-sum-exp",
+            "kernel 'sparge' does not support this plan: it returns no log-sum-exp",
         ),
         ({"kernel": "magic"}, "unknown kernel 'magic'; use one of auto"),
         ({"precision": "in8"}, "precision cannot be 'in8': use one of model, int8; did you mean 'int8'?"),
@@ -50,11 +50,11 @@ def assert_fails_alike(pool, message, function, *args):
     ],
 )
 def test_settings_that_do_not_fit(pool, options, message):
-    assert_fails_alike(pool, message, call, options)
+    assert_fails_identically(pool, message, call, options)
 
 
 def test_shapes_that_do_not_fit_the_mask(pool):
-    assert_fails_alike(pool, "the plan has 3 heads", call_with_wrong_shapes)
+    assert_fails_identically(pool, "the plan has 3 heads", call_with_wrong_shapes)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_shapes_that_do_not_fit_the_mask(pool):
         (1, "other mask", "the mask differs on rank(s) [{}]"),
         (2, "other layout", "the sequence layout differs on rank(s) [{}]"),
         (0, "other scale", "the scale of the scores differs on rank(s) [{}]"),
-        (1, "other kernel", "another kernel serves on rank(s) [{}]"),
+        (1, "other kernel", "rank(s) [{}] selected a different attention kernel"),
         (2, "other version", "the version of triton differs on rank(s) [{}]; install the same for all ranks"),
         (0, "no debug", "debug differs on rank(s) [{}]"),
         (1, "other shape", "rank(s) [{}]: q, k, v must be [batch, heads, n_local, D] of one shape"),
     ],
 )
 def test_debug_stops_all_ranks_for_what_one_rank_sees(pool, culprit, fault, message):
-    assert_fails_alike(pool, message.format(culprit), call_where_one_rank_differs, culprit, fault)
+    assert_fails_identically(pool, message.format(culprit), call_where_one_rank_differs, culprit, fault)
 
 
 UNFIT = {
@@ -88,10 +88,10 @@ UNFIT = {
 @pytest.mark.parametrize("where", ["function", "executor", "session"])
 @pytest.mark.parametrize("fault", UNFIT)
 def test_inputs_that_no_attention_over_ranks_serves(pool, where, fault):
-    """On all ranks, or on one, in turn."""
+    """On all ranks, or on one, one after another."""
     culprits = [[0, 1, 2], [1]][(len(where) + list(UNFIT).index(fault)) % 2]
     said = UNFIT[fault] if len(culprits) == WORLD else f"rank(s) {culprits}: q, k"
-    assert_fails_alike(pool, said, call_with_unfit_inputs, where, fault, culprits)
+    assert_fails_identically(pool, said, call_with_unfit_inputs, where, fault, culprits)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_inputs_that_no_attention_over_ranks_serves(pool, where, fault):
     ],
 )
 def test_heads_and_tokens_in_the_other_order(pool, where, message):
-    assert_fails_alike(pool, message, call_with_unfit_inputs, where, "turned", [0, 1, 2])
+    assert_fails_identically(pool, message, call_with_unfit_inputs, where, "turned", [0, 1, 2])
 
 
 def test_a_forward_pass_inside_a_transform(pool):
-    assert_fails_alike(pool, UNFIT["grad"], call_inside_a_transform)
+    assert_fails_identically(pool, UNFIT["grad"], call_inside_a_transform)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_forward_pass_inside_a_transform(pool):
     [("U1R3", "the strategy differs on rank(s) [1]"), ("U2R1", "rank(s) [1]: strategy U2R1 needs 2·1 = 2 GPUs")],
 )
 def test_another_strategy_on_one_rank(pool, other, message):
-    assert_fails_alike(pool, message, call_with_another_strategy, 1, other)
+    assert_fails_identically(pool, message, call_with_another_strategy, 1, other)
 
 
 OTHER_THINGS = {
@@ -129,7 +129,7 @@ OTHER_THINGS = {
 
 @pytest.mark.parametrize("what", OTHER_THINGS)
 def test_other_things_in_place_of_mask_and_strategy(pool, what):
-    assert_fails_alike(pool, OTHER_THINGS[what], call_with_other_things, what, 2)
+    assert_fails_identically(pool, OTHER_THINGS[what], call_with_other_things, what, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`torch.set_default_device` is common in scripts; what db-SP has on the host stays there. "meta" stands for a GPU."""
+"""`torch.set_default_device` is common in scripts; what db-SP has on the host stays there. "meta" represents a GPU."""
 
 from __future__ import annotations
 

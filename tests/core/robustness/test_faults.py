@@ -1,4 +1,4 @@
-"""When a rank dies the others end with a clear error; and keys are handed over while kernels run."""
+"""When a rank dies the others end with a clear error; and keys are passed on while kernels run."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_a_rank_that_does_not_come_where_a_group_is_made_is_told_of_clearly():
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_keys_travel_while_the_kernel_runs(pool, world):
+def test_keys_are_sent_while_the_kernel_runs(pool, world):
     """Each kernel here returns only once the next slot has come: it hangs on to its end if that needed a wait."""
     assert pool(world).run(arrivals_during_kernels) == [[True] * (world - 1)] * world

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_cli.output import require_file_place
+from dbsp_cli.output import require_file_path
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_folder_place
+from dbsp_core.utils.files import require_folder_path
 
 COMMANDS = {
     "tiny": ("make_tiny", ["tiny", "wan", "PLACE"], "FOLDER"),
@@ -41,7 +41,7 @@ def no_work(monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_that_takes_nothing_is_refused_before_any_work(tmp_path, monkeypatch, dbsp, no_work, command):
+def test_a_folder_that_takes_nothing_is_rejected_before_any_work(tmp_path, monkeypatch, dbsp, no_work, command):
     no_work(command)
     _, line, option = COMMANDS[command]
     closed, real = tmp_path / "closed", Path
@@ -50,11 +50,11 @@ def test_a_folder_that_takes_nothing_is_refused_before_any_work(tmp_path, monkey
     monkeypatch.setattr("os.access", lambda path, mode: real(path) != closed)  # root may write everywhere
     code, _, err = dbsp(*[str(place) if part == "PLACE" else part for part in line])
     assert (code, err.count("\n")) == (2, 1), err
-    assert f"{option} {place}: folder {closed} cannot be written to; give another place, or make it writable" in err
+    assert f"{option} {place}: folder {closed} cannot be written to; give another path, or make it writable" in err
     (tmp_path / "file").touch()
     code, _, err = dbsp(*[str(tmp_path / "file" / "result") if part == "PLACE" else part for part in line])
     assert code == 2
-    assert f"{tmp_path / 'file'} is a file, not a folder; give another place" in err
+    assert f"{tmp_path / 'file'} is a file, not a folder; give another path" in err
     assert {path.name for path in tmp_path.iterdir()} == {"closed", "file"}
     assert list(closed.iterdir()) == []
 
@@ -68,10 +68,10 @@ def test_a_place_that_is_fine_is_no_hindrance(tmp_path, dbsp, no_work, command):
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="a file system that takes nothing, also from root")
-@pytest.mark.parametrize("require", [require_file_place, require_folder_place])
+@pytest.mark.parametrize("require", [require_file_path, require_folder_path])
 def test_a_file_system_that_takes_nothing(require):
     with pytest.raises(
-        UserError, match=r"--out /proc/foo/x.mp4: folder /proc cannot be written to; give another place"
+        UserError, match=r"--out /proc/foo/x.mp4: folder /proc cannot be written to; give another path"
     ):
         require(Path("/proc/foo/x.mp4"), "--out")
 
@@ -80,15 +80,15 @@ def test_a_link_is_judged_by_where_it_leads(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "file" / "result")
     with pytest.raises(UserError, match="file is a file, not a folder"):
-        require_file_place(tmp_path / "link", "--out")
+        require_file_path(tmp_path / "link", "--out")
 
 
 def test_a_pipe_that_takes_nothing(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
-    require_file_place(tmp_path / "pipe", "--out")
+    require_file_path(tmp_path / "pipe", "--out")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(UserError, match=r"--out .*pipe cannot be written to; give another place"):
-        require_file_place(tmp_path / "pipe", "--out")
+    with pytest.raises(UserError, match=r"--out .*pipe cannot be written to; give another path"):
+        require_file_path(tmp_path / "pipe", "--out")
 
 
 def test_what_draws_pictures_is_asked_for_before_masks_are_examined(tmp_path, monkeypatch, dbsp, no_work):

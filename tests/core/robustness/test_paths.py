@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_cli.output import require_apart, require_file_place
+from dbsp_cli.output import require_apart, require_file_path
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import load_hardware, save_hardware
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import expand_path, require_file, require_folder_place
+from dbsp_core.utils.files import expand_path, require_file, require_folder_path
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
@@ -68,18 +68,18 @@ class TestHome:
         assert list(Path().iterdir()) == []
 
     @pytest.mark.parametrize(
-        ("path", "complaint"),
+        ("path", "message"),
         [
             ("", "path '' is empty"),
             ("a\0b", r"path 'a\\x00b' has a NUL character"),
             ("~nobody-at-all/x", "path '~nobody-at-all/x' names a home folder that is not known"),
         ],
     )
-    def test_what_names_no_place_is_refused(self, path, complaint):
-        with pytest.raises(UserError, match=complaint):
+    def test_what_names_no_place_is_rejected(self, path, message):
+        with pytest.raises(UserError, match=message):
             expand_path(path)
         for key in ("report", "machine", "model"):
-            with pytest.raises(UserError, match=complaint):
+            with pytest.raises(UserError, match=message):
                 DbspConfig.load({key: path})
 
 
@@ -101,13 +101,13 @@ class TestUnreadable:
             {"mask": {"source": "lowrank", "path": "a" * 5000, "cdf": 0.9}},
         ],
     )
-    def test_a_name_that_is_too_long_is_refused_in_a_short_line(self, config):
+    def test_a_name_that_is_too_long_is_rejected_in_a_short_line(self, config):
         with pytest.raises(UserError, match=r"cannot be read \(File name too long\)") as raised:
             DbspConfig.load(config)
         assert len(str(raised.value)) < 1500
 
     @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only the superuser can be another user")
-    def test_what_permissions_forbid_is_refused(self):
+    def test_what_permissions_forbid_is_rejected(self):
         with tempfile.TemporaryDirectory() as made:
             folder, locked = Path(made), Path(made, "locked")
             locked.mkdir()
@@ -126,7 +126,7 @@ class TestUnreadable:
         assert all("cannot be read (Permission denied)" in line for line in said)
 
     @pytest.mark.parametrize(
-        ("make", "complaint"),
+        ("make", "message"),
         [
             (lambda path: path.mkdir(), "mask file .* is a folder, not a file; fix"),
             (os.mkfifo, "mask file .* is a pipe, not a file; fix"),
@@ -135,12 +135,12 @@ class TestUnreadable:
             (lambda path: None, "mask file .* does not exist; fix"),
         ],
     )
-    def test_what_is_no_file_is_called_what_it_is(self, tmp_path, make, complaint):
+    def test_what_is_no_file_is_called_what_it_is(self, tmp_path, make, message):
         make(tmp_path / "m")
-        with pytest.raises(UserError, match=complaint):
+        with pytest.raises(UserError, match=message):
             require_file(tmp_path / "m", "mask file", "fix it so")
 
-    @pytest.mark.parametrize("require", [require_file_place, require_folder_place])
+    @pytest.mark.parametrize("require", [require_file_path, require_folder_path])
     def test_no_result_is_promised_to_a_name_that_is_too_long(self, tmp_path, require):
         with pytest.raises(UserError, match=r"^--out .* cannot be written to \(File name too long\)"):
             require(tmp_path / ("a" * 300), "--out")
@@ -151,9 +151,9 @@ class TestApart:
         (tmp_path / "link").symlink_to("v.mp4")
         video = {"--out": tmp_path / "v.mp4"}
         for other in ("v.mp4", "link", "x/../v.mp4"):
-            with pytest.raises(UserError, match=r"^--out and --report are the same place, .*; give another --out"):
+            with pytest.raises(UserError, match=r"^--out and --report are the same path, .*; give another --out"):
                 require_apart(video, {"--report": tmp_path / other})
-            with pytest.raises(UserError, match=r"^--out and the picture are the same place"):
+            with pytest.raises(UserError, match=r"^--out and the picture are the same path"):
                 require_apart(video, inputs={"the picture": tmp_path / other})
         require_apart(video, {"--report": tmp_path}, {"IN": tmp_path / "w.mp4", "again": tmp_path / "w.mp4"})
 

@@ -42,10 +42,10 @@ LONG = "9" * 5000
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "",
 )
-def test_it_is_refused_in_one_line(read, text):
-    with pytest.raises(UserError) as refused:
+def test_it_is_rejected_in_one_line(read, text):
+    with pytest.raises(UserError) as rejected:
         read(text)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 UNREADABLE = (
@@ -55,7 +55,7 @@ UNREADABLE = (
 
 
 @pytest.mark.parametrize("value", UNREADABLE, ids=lambda value: value[:12])
-def test_a_file_with_it_is_refused_in_one_line(tmp_path, value):
+def test_a_file_with_it_is_rejected_in_one_line(tmp_path, value):
     file = tmp_path / "my.yaml"
     file.write_text(f"debug: {value}\n")
     with pytest.raises(UserError, match=r"^configuration file .*my\.yaml is not YAML: [^\n]*$"):

@@ -1,4 +1,4 @@
-"""YAML whose aliases come to more than any machine holds is refused at once, and long values are not printed whole."""
+"""YAML whose aliases come to more than a machine holds is rejected at once, and long values are not printed whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("content", FILES.values(), ids=FILES)
-def test_a_file_of_aliases_is_refused(tmp_path, content):
+def test_a_file_of_aliases_is_rejected(tmp_path, content):
     (tmp_path / "my.yaml").write_text(content)
     with pytest.raises(UserError, match=r"my\.yaml:\d+: more than 100,000 values, aliases written out; give fewer$"):
         DbspConfig.load(tmp_path / "my.yaml")
@@ -33,13 +33,13 @@ def test_a_file_of_aliases_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     "read", [lambda text: parse_value(text, "--set a"), lambda text: mask_settings(f"svg:a={text}")]
 )
-def test_a_value_of_aliases_is_refused(read):
+def test_a_value_of_aliases_is_rejected(read):
     with pytest.raises(UserError, match=r"more than 100,000 values, aliases written out; give fewer$"):
         read(LISTS + "}")
 
 
 @pytest.mark.parametrize("nested", ["[" * 5000, "{a: " * 5000])
-def test_what_is_nested_too_deep_is_refused(tmp_path, nested):
+def test_what_is_nested_too_deep_is_rejected(tmp_path, nested):
     with pytest.raises(UserError, match="is not YAML"):
         parse_value(nested, "--set a")
     (tmp_path / "my.yaml").write_text(f"a: {nested}")
@@ -56,6 +56,6 @@ def test_an_alias_as_people_use_it_is_read(tmp_path):
 @pytest.mark.parametrize("key", ["strategy", "mask", "precision", "vae", "reuse", "planner", "kernel"])
 def test_a_long_value_is_shown_in_short(key):
     for value in (["x"] * 90_000, "x" * 90_000, {"x" * 90_000: 1}):
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError) as rejected:
             DbspConfig.load({key: value})
-        assert len(str(refused.value)) < 800
+        assert len(str(rejected.value)) < 800

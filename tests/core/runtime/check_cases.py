@@ -27,8 +27,8 @@ def _on_rank_1(rank: int, kernel: str) -> Any:
     return mock.patch.dict(os.environ, {"DBSP_KERNEL": kernel} if rank == 1 else {})
 
 
-def refused_session(rank: int, world: int, settings: dict[str, Any], kernel: str) -> tuple[str, str]:
-    """Where a session whose kernel $DBSP_KERNEL names on rank 1 alone is refused, and the message."""
+def rejected_session(rank: int, world: int, settings: dict[str, Any], kernel: str) -> tuple[str, str]:
+    """Where a session whose kernel $DBSP_KERNEL names on rank 1 alone is rejected, and the message."""
     config, where = DbspConfig.load({"mask": WINDOW, **settings}), "making"
     with _on_rank_1(rank, kernel):
         try:
@@ -53,8 +53,8 @@ def _broken_beyond_float32(rank: int) -> AbstractContextManager[Any]:
     return mock.patch.object(type(KERNELS["cpu"]), "why_unsupported", why_unsupported)
 
 
-def refused_later(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
-    """A kernel that rank 1 has for float32 alone is refused at the first attention of another dtype."""
+def rejected_later(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
+    """A kernel that rank 1 has for float32 alone is rejected at the first attention of another dtype."""
     config = DbspConfig.load({"mask": WINDOW, "kernel": "cpu"})
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), HEADS, 1)
     where = "making"
@@ -70,7 +70,7 @@ def refused_later(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
     return "nowhere", ""
 
 
-def refused_attention(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
+def rejected_attention(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
     """The same without a session."""
     mask, layout = BlockMask.dense(HEADS, BlockGrid.uniform(128, 16)), SequenceLayout.contiguous(128, world)
     plan = make_plan(mask, Strategy(1, world), layout=layout)
@@ -86,7 +86,7 @@ def refused_attention(rank: int, world: int, dtype: torch.dtype) -> tuple[str, s
     return "nowhere", ""
 
 
-def refused_engine(rank: int, world: int, path: str) -> str:
+def rejected_engine(rank: int, world: int, path: str) -> str:
     """An engine's session whose configuration cannot be read on rank 1."""
     try:
         EngineSession(SequenceGroup.of(), Strategy(world, 1), HEADS, 1, path if rank == 1 else {"mask": WINDOW})
@@ -100,7 +100,7 @@ def kept_from_inference(
 ) -> tuple[int, int, float, bool]:
     """A pass in inference mode, then training.
 
-    Returns how many tensors are left of the first pass and how many of them autograd would refuse, how far the passes
+    Returns how many tensors are left of the first pass and how many of them autograd would reject, how far the passes
     are apart, and whether there are gradients.
     """
     session = AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy.parse(strategy), HEADS, 1)
@@ -118,5 +118,5 @@ def kept_from_inference(
     out = session.attend(0, q, k, v)
     out.square().sum().backward()
     apart = float((out.detach() - torch.tensor(first)).abs().max())
-    refused = sum(one.is_inference() for one in kept)
-    return len(kept), refused, apart, all(t.grad is not None for t in (q, k, v))
+    rejected = sum(one.is_inference() for one in kept)
+    return len(kept), rejected, apart, all(t.grad is not None for t in (q, k, v))

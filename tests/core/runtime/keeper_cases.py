@@ -23,7 +23,7 @@ GRID = BlockGrid.uniform(8 * 16, 16)
 
 
 def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
-    """Heads with so many dense blocks, from the top left on."""
+    """Heads with so many active blocks, from the top left on."""
     bits = np.zeros((len(work), grid.nq * grid.nk), dtype=bool)
     for head, dense in zip(bits, work, strict=True):
         head[:dense] = True

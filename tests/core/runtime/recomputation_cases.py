@@ -66,7 +66,7 @@ def checkpointing_turned_on_later(rank: int, world: int, reentrant: bool) -> flo
 
 
 def retained_graph(rank: int, world: int, reentrant: bool) -> float | str:
-    """Backward twice under checkpoints. Returns how far the second gradients are from the first, or the refusal."""
+    """Backward twice under checkpoints. Returns how far the second gradients are from the first, or the rejection."""
     q, loss = Training().forward(1, reentrant)
     loss.backward(retain_graph=True)
     first, q.grad = grad_of(q), None

@@ -224,7 +224,7 @@ def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None
         session.begin(Video(THW), timestep=890.0)
         ((executor,),) = (context._prepared.values() for context in session._sizes.values())
         if (rank, when) == (odd, "mask"):
-            vars(executor)["mask_mark"] ^= 1
+            vars(executor)["mask_fingerprint"] ^= 1
         if (rank, when) == (odd, "kernel"):
             executor.kernels.clear()
             vars(executor)["kernel"] = "reference"
@@ -293,7 +293,7 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
 
 
 def from_two_threads(rank: int, world: int) -> str:
-    """A second thread attends while the first one is within an attention. Returns what it is told."""
+    """A second thread attends while the first one is within an attention. Returns what it is given."""
     session, other = (Session({}, f"U{world}R1").inner for _ in range(2))
     q = torch.zeros(1, HEADS, session.begin(Video(THW)).shard, WIDTH)
     other.begin(Video(THW))

@@ -18,11 +18,11 @@ import dbsp_core.runtime.chunk_attention
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.exchange import CHUNKS_IN_FLIGHT
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
-from dbsp_core.planning import wire_format
+from dbsp_core.planning import comm_dtype
 
 
 class _Alive(TorchDispatchMode):
-    """Most bytes of floating-point tensors that were alive at once, beside those `given` to what is watched."""
+    """Most bytes of floating-point tensors that were alive at once, next to those `given` to what is watched."""
 
     def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Alive(TorchDispatchMode):
 
 
 def peak_of_attention(plan: Plan, mask: BlockMask, layout: SequenceLayout, rank: int, head_dim: int = 64) -> float:
-    """Peak bytes of one rank beside its q, k and v themselves, in units of one of them.
+    """Peak bytes of one rank next to its q, k and v themselves, in units of one of them.
 
     Nothing is sent, copied or computed: gloo, and the CPU's ways to copy segments and to attend, need memory that a
     GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
@@ -79,7 +79,7 @@ def peak_of_attention(plan: Plan, mask: BlockMask, layout: SequenceLayout, rank:
         mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all),
         mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", kernel),
         mock.patch.object(dbsp_core.comm.exchange, "copy_segments", copy_segments),
-        mock.patch.object(wire_format, "copy_segments", copy_segments),
+        mock.patch.object(comm_dtype, "copy_segments", copy_segments),
         alive,
     ):
         attend(q, k, v)
@@ -101,7 +101,7 @@ However many chunks there are: those that were used are released."""
         ("U1R8", WITH_CHUNKS),
     ],
 )
-def test_the_peak_beside_the_inputs(strategy, tensors):
+def test_the_peak_next_to_the_inputs(strategy, tensors):
     parsed = Strategy.parse(strategy)
     mask = BlockMask.dense(8, BlockGrid.uniform(parsed.world * 512, 32))
     layout = SequenceLayout.striped(mask.grid, parsed)

@@ -1,4 +1,4 @@
-"""Sessions of engines that shard the sequence themselves: whole text beside it, what is before and after the video,
+"""Sessions of engines that shard the sequence themselves: whole text next to it, what is before and after the video,
 padding anywhere at the end; against torch's own attention in one process."""
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_one_rank_finds_the_text_in_its_sequence():
 
 
 @pytest.mark.parametrize(("shard", "said"), [(20, "2 ranks of 20 tokens for a sequence that it says has 75")])
-def test_a_sequence_that_its_ranks_cannot_hold_is_refused(shard, said):
+def test_a_sequence_that_its_ranks_cannot_hold_is_rejected(shard, said):
     with pytest.raises(UserError, match=said):
         EngineLayout(THW, shard=shard).on(2)
 
@@ -154,7 +154,7 @@ def test_masks_by_step_know_steps_that_were_left_out_and_those_of_another_transf
     assert [(one.step, one.cfg_branch) for one in seen] == [(0, 0), (1, 0), (1, 1), (3, 0), (5, 0), (0, 0), (3, 0)]
 
 
-def test_masks_by_step_are_refused_where_the_engine_says_no_step():
+def test_masks_by_step_are_rejected_where_the_engine_says_no_step():
     settings = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
     session = EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings)
     session.begin(Video(THW), "cpu", timestep=900.0)

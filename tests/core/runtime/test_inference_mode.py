@@ -15,12 +15,12 @@ SPARGE = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
     [({"mask": WINDOW}, ""), ({"mask": SPARGE}, ""), ({"mask": SPARGE}, "1")],
     ids=["window", "sparge", "debug"],
 )
-def test_nothing_kept_from_a_pass_in_inference_mode_is_refused_by_autograd(
+def test_nothing_kept_from_a_pass_in_inference_mode_is_rejected_by_autograd(
     pool, monkeypatch, settings, debug, strategy
 ):
     monkeypatch.setenv("DBSP_DEBUG", debug)
-    for kept, refused, apart, gradients in pool(2).run(kept_from_inference, settings, strategy):
+    for kept, rejected, apart, gradients in pool(2).run(kept_from_inference, settings, strategy):
         assert kept > 10
-        assert refused == 0
+        assert rejected == 0
         assert apart <= 1e-5
         assert gradients

@@ -73,7 +73,7 @@ PASSES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[int, int]]]] = {
     ),
     "counted from where a generation begins, no index first": (same_steps(None, None), BY_INDEX),
     "counted from where a generation begins": (same_steps(6, 6), BY_INDEX),
-    "guidance passes, at timesteps that repeat": (
+    "CFG passes, at timesteps that repeat": (
         [
             *((999, 0), (999, 1), (800, 0), (800, 1), (800, 0), (800, 1)),
             *((5, 0), (5, 0), (5, 1), (999, 1), (800, 1)),
@@ -81,11 +81,11 @@ PASSES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[int, int]]]] = {
         [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (0, 1), (1, 1)],
     ),
 }
-"""(timestep, guidance pass, scheduler's index) of forward passes, of which hosts say a part, and (step, pass) told."""
+"""(timestep, CFG pass, scheduler's index) of forward passes, of which hosts say a part, and (step, pass) told."""
 
 
 @pytest.mark.parametrize(("passes", "moments"), PASSES.values(), ids=PASSES)
-def test_steps_and_guidance_passes_are_told_from_what_the_host_says(passes, moments):
+def test_steps_and_cfg_passes_are_told_from_what_the_host_says(passes, moments):
     index = None
     clock = StepClock(lambda: Progress(step_index=index))
     found = []

@@ -19,13 +19,13 @@ def test_checkpointing_turned_on_during_training(threads, reentrant):
 
 def test_backward_twice_on_a_retained_graph(threads):
     assert max(threads(2).run(retained_graph, False)) <= 1e-6
-    for refusal in threads(2).run(retained_graph, True):
-        assert "checkpoint with use_reentrant=False to call it again on a retained graph" in refusal
+    for rejection in threads(2).run(retained_graph, True):
+        assert "checkpoint with use_reentrant=False to call it again on a retained graph" in rejection
 
 
 def test_retained_graph_does_not_take_another_passs_masks(threads):
-    for refusal in threads(2).run(another_pass_between):
-        assert "2 forward passes with different masks wait for backward, or have retained graphs" in refusal
+    for rejection in threads(2).run(another_pass_between):
+        assert "2 forward passes with different masks wait for backward, or have retained graphs" in rejection
 
 
 def test_executors_of_earlier_passes_are_freed(pool):

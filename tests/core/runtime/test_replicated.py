@@ -49,7 +49,7 @@ def attend(rank: int, world: int, merged: bool = True) -> list[torch.Tensor]:
 def test_equals_one_process_with_its_gradients(threads, monkeypatch, world, block):
     monkeypatch.setattr(whole_tensors, "BLOCK", block)
     found, (out, dq, dk, dv) = threads(world).run(attend), expected(world)
-    assert all(torch.equal(one[0], found[0][0]) for one in found), "the same bits on every rank"
+    assert all(torch.equal(one[0], found[0][0]) for one in found), "identical bits on every rank"
     assert (found[0][0] - out).abs().max() < 1e-14
     assert (sum(one[1] for one in found) - dq).abs().max() < 1e-14
     assert (torch.cat([one[2] for one in found], dim=2) - dk).abs().max() < 1e-14
@@ -80,7 +80,7 @@ def test_kernels_for_gpus_give_the_same(monkeypatch, dtype):
         torch.testing.assert_close(one, other, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0)
 
 
-def test_inference_tensors_are_refused():
+def test_inference_tensors_are_rejected():
     with torch.inference_mode():
         q, k, v, _ = tensors(2)
     with pytest.raises(ValueError, match="inference_mode"):

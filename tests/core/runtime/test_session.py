@@ -46,8 +46,8 @@ def test_a_plan_that_waits_is_not_used_for_another_batch(pool, strategy, batches
         assert found.plans[-1] > 2, "plans must have been waiting"
 
 
-def test_a_mask_that_does_not_change_is_planned_once_however_uneven(threads):
-    """Two ranks share out five equal heads: three and two, above P_s."""
+def test_a_mask_that_does_not_change_is_planned_once_however_unequal(threads):
+    """Two ranks distribute five equal heads: three and two, above P_s."""
     settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "planner": "contiguous"}
     for found in threads(2).run(run_passes, settings, "U2R1", steps(3, PASSES)):
         assert (found.worst <= 1e-5, found.calls, found.plans[-1]) == (True, 3 * PASSES * LAYERS, 1)
@@ -81,7 +81,7 @@ class TestMasksThatChangeByStep:
             assert found.plans[-1] == LAYERS * PASSES + 1
 
 
-def test_passes_that_cannot_be_told_apart_do_not_pile_up(threads):
+def test_passes_that_cannot_be_distinguished_do_not_pile_up(threads):
     for found in threads(2).run(run_passes, PREDICTED | {"reuse": 9.0}, "U2R1", steps(1, 3 * MOST_PASSES)):
         assert found.worst <= 1e-5
         assert found.plans[-1] == found.kept == found.prepared == LAYERS * MOST_PASSES, "kept by later generations"
@@ -153,7 +153,7 @@ class TestInputs:
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
-            ("pass", "the denoising step or guidance pass differs on rank(s) [1]"),
+            ("pass", "the denoising step or CFG pass differs on rank(s) [1]"),
             ("mask", "the mask differs on rank(s) [1]"),
             ("version", "the version of torch differs on rank(s) [1]"),
         ],
@@ -165,7 +165,7 @@ class TestInputs:
         ("when", "message"),
         [
             ("mask", "the mask differs on rank(s) [1]"),
-            ("kernel", "another kernel serves on rank(s) [1]"),
+            ("kernel", "rank(s) [1] selected a different attention kernel"),
             ("value", "rank(s) [1]: q, k or v has values that are not finite"),
         ],
     )

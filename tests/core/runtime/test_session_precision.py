@@ -1,4 +1,4 @@
-"""Sessions whose exchanges are int8: results, bytes, refused gradients, and masks that don't see any of it."""
+"""Sessions whose exchanges are int8: results, bytes, rejected gradients, and masks that don't see any of it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("world", "strategy", "settings", "videos"), WAYS)
 def test_equals_one_process_and_sends_what_is_reported(threads, world, strategy, settings, videos):
-    """A predicted mask is that of queries and keys as they are, at home."""
+    """A predicted mask is that of queries and keys as they are, locally."""
     with transported() as transport:
         found = threads(world).run(attended, settings | INT8, strategy, videos, transport)
     for error, reported, sent in found:

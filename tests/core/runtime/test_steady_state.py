@@ -18,7 +18,7 @@ WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
 
 
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
-def test_int8_on_the_wire_waits_for_nothing_and_launches_little(pool, strategy):
+def test_int8_in_exchanges_waits_for_nothing_and_launches_little(pool, strategy):
     """The mean of keys takes a sum, an exchange and arithmetic; reading, a launch for queries and each chunk."""
     settings = {"mask": WINDOW, "precision": "int8"}
     assert pool(2).run(waits_of_a_steady_step, settings, strategy) == [{}] * 2

@@ -1,4 +1,4 @@
-"""What the workers of test_packed_attention and test_rehoming run: sequences from loaders, balanced, and back."""
+"""Workers of test_packed_attention and test_redistribution: sequences from loaders, balanced, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbsp_core import (
     BlockGrid,
     BlockMask,
     DualBalancedAttention,
-    Rehoming,
+    Redistribution,
     SequenceGroup,
     SequenceLayout,
     Strategy,
@@ -44,7 +44,7 @@ KINDS = ("dense", "window", "radial", "sparge", "random")
 
 @dataclass(frozen=True)
 class RandomSource(BlockSizes):
-    """Asymmetric, uneven over heads and rows, some of them empty; every head in a token order of its own."""
+    """Asymmetric, unequal over heads and rows, some of them empty; every head in a token order of its own."""
 
     seed: int = 0
 
@@ -95,7 +95,7 @@ class PackedCase:
 
     @property
     def of_reference(self) -> dict[str, Any]:
-        """What one process's attention depends on, beside the seed."""
+        """What one process's attention depends on, next to the seed."""
         return {"one_long": self.one_long, "dtype": self.dtype, "sabotage": self.sabotage, "first": self.first}
 
     @property
@@ -177,9 +177,9 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     # 1. What this rank's loader gives, without padding: nothing where it has no sequence.
     local = [t[:, :, mine].clone().requires_grad_(place < 3) for place, t in enumerate(full)]
     home = case.home(BlockGrid.packed([grid for grid, _ in sequences]), world)
-    rehoming = Rehoming.of(loaders, home, group, source_places=len(mine), debug=True)
+    redistribution = Redistribution.of(loaders, home, group, source_slots=len(mine), debug=True)
     # 2. To the balanced layout, attention there, and back.
-    q, k, v = rehoming.there(*local[:3], dim=2)
+    q, k, v = redistribution.there(*local[:3], dim=2)
     with torch.no_grad():
         mask = packed_mask(sequences, REQUEST, LocalQK(q, k, home, group, WIDTH**-0.5))
     assert mask.fingerprint == of_mask
@@ -191,7 +191,7 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
         has_some = torch.tensor([any(table.dense is not None for table in executor.prepared.tables)])
         assert any(group.all_gather(has_some)), "some rank must have dense rows"
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
-        out = rehoming.back(executor(q, k, v), dim=2)
+        out = redistribution.back(executor(q, k, v), dim=2)
         out.backward(local[3])
     # 3. Against one process.
     assert torch.equal(places, torch.arange(len(mine)))
@@ -215,7 +215,7 @@ class Counting(SequenceGroup):
         return super().all_to_all(sent, receive_splits, send_splits)
 
 
-def run_rehoming(rank: int, world: int, seed: int) -> dict:
+def run_redistribution(rank: int, world: int, seed: int) -> dict:
     """There and back between two random layouts. Returns what came out, to be judged."""
     draws = np.random.default_rng(seed)
     lengths = draws.integers(1, 60, draws.integers(1, 6)).tolist()
@@ -223,7 +223,7 @@ def run_rehoming(rank: int, world: int, seed: int) -> dict:
     tokens = sum(lengths)
     target = SequenceLayout.from_streams([draws.permutation(tokens)], world)
     group = Counting()
-    rehoming = Rehoming.of(loaders, target, group, debug=bool(seed % 2))
+    redistribution = Redistribution.of(loaders, target, group, debug=bool(seed % 2))
     generator = torch.Generator().manual_seed(seed)
     whole = [
         torch.randn(tokens, 3, 5, generator=generator),
@@ -245,8 +245,8 @@ def run_rehoming(rank: int, world: int, seed: int) -> dict:
         return found
 
     local = held(loaders)
-    there = rehoming.there(*local, dim=dims)
-    back = rehoming.back(*there, dim=dims)
+    there = redistribution.there(*local, dim=dims)
+    back = redistribution.back(*there, dim=dims)
     token_bytes = sum(t.select(dim, 0).numel() * t.element_size() for t, dim in zip(whole, dims, strict=True))
     moved = [
         int(((one.rank == rank) & (other.rank != rank)).sum())
@@ -255,24 +255,24 @@ def run_rehoming(rank: int, world: int, seed: int) -> dict:
     # Gradients take the way back, and padding has none.
     leaf = local[0].clone().requires_grad_(True)
     weights = torch.randn(target.shard, 3, 5, generator=generator)
-    arrived, labels = rehoming.there(leaf, local[1])
+    arrived, labels = redistribution.there(leaf, local[1])
     (arrived * weights).sum().backward()
     return {
-        "there": _same_bits(there, held(target)),
-        "round trip": _same_bits(back, local),
+        "there": _identical_bits(there, held(target)),
+        "round trip": _identical_bits(back, local),
         "bytes": group.bytes[:2],
-        "said": rehoming.bytes_sent(token_bytes),
+        "said": redistribution.bytes_sent(token_bytes),
         "moved": [n * token_bytes for n in moved],
-        "gradient": _same_bits([leaf.grad], [rehoming.back(weights)]) and not labels.requires_grad,
+        "gradient": _identical_bits([leaf.grad], [redistribution.back(weights)]) and not labels.requires_grad,
         "exchanges": len(group.bytes),
     }
 
 
-def _same_bits(found, expected) -> bool:
+def _identical_bits(found, expected) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def rehome_wrongly(rank: int, world: int, fault: str, culprit: int) -> None:
+def redistribute_wrongly(rank: int, world: int, fault: str, culprit: int) -> None:
     """One rank gives something else."""
     source = SequenceLayout.whole_sequences([7, 9], [0, 1], world)
     target = SequenceLayout.contiguous(16, world)
@@ -284,7 +284,7 @@ def rehome_wrongly(rank: int, world: int, fault: str, culprit: int) -> None:
     if rank == culprit and fault == "layouts":
         source = SequenceLayout.whole_sequences([9, 7], [0, 1], world)
     debug = fault == "debug" and rank == culprit
-    Rehoming.of(source, target, debug=debug).there(torch.zeros(places, 2, dtype=dtype))
+    Redistribution.of(source, target, debug=debug).there(torch.zeros(places, 2, dtype=dtype))
 
 
 def run_page(rank: int, world: int, code: str) -> dict:

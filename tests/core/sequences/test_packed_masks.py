@@ -1,4 +1,4 @@
-"""Packed grids and masks: what planners, tables, files and pictures are told of several sequences."""
+"""Packed grids and masks: what planners, tables, files and pictures are given of several sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
-from dbsp_core.masks.block_mask import row_places
+from dbsp_core.masks.block_mask import row_positions
 from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.planning.planners import imbalance_ratio
 from dbsp_core.sources import DenseSource, FileSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
@@ -71,7 +71,7 @@ def test_counts_are_those_of_the_block_diagonal(mask, seed):
     assert mask.density == square.sum() / (mask.heads * mask.grid.pairs)
     assert mask.bits.numel() == mask.heads * sum(grid.nq * grid.nk for grid in mask.grid.sequences)
     head, block = (np.random.default_rng(seed).integers(0, n, 5) for n in (mask.heads, mask.grid.nq))
-    for place, one, row in zip(row_places(mask.grid, mask.heads, head, block), head, block, strict=True):
+    for place, one, row in zip(row_positions(mask.grid, mask.heads, head, block), head, block, strict=True):
         sequence = mask.grid.q_axis.sequence_of[row]
         own = slice(mask.grid.k_axis.bounds[sequence], mask.grid.k_axis.bounds[sequence + 1])
         width = own.stop - own.start

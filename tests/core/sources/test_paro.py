@@ -67,7 +67,7 @@ class TestOneRank:
         assert densities(2) == [1, 1, second]
         assert densities(9) == [1, 1, 1]
 
-    def test_a_file_without_groups_serves_every_step(self, tmp_path):
+    def test_a_file_without_groups_supports_every_step(self, tmp_path):
         save_mask(tmp_path / "m.safetensors", file_masks(1)[0])
         source = ParoSource(str(tmp_path / "m.safetensors"), dense_steps=1)
         assert source.mask(request()).bits.all()
@@ -81,12 +81,12 @@ class TestOneRank:
         expected[:, :1] = expected[:, :, :2] = True
         assert torch.equal(bits, expected)
 
-    def test_the_grid_for_home_layouts_is_the_same_whatever_the_layer_and_step(self, path):
+    def test_the_grid_for_home_layouts_is_the_same_for_any_layer_and_step(self, path):
         grids = {ParoSource(str(path)).grid(request(layer=layer, step=step)) for layer in (0, 1) for step in (0, 2)}
         assert grids == {GRID}
 
     @pytest.mark.parametrize(
-        ("changes", "complaint"),
+        ("changes", "message"),
         [
             ({"heads": 12}, "is for 6 heads and 105 tokens"),
             ({"thw": (3, 5, 8)}, "the model runs 6 heads and 120 tokens"),
@@ -95,10 +95,10 @@ class TestOneRank:
             ({"step": 3}, r"has masks for steps 1 to 2 \(groups 1-1,2-2\), none for step 3; run fewer steps"),
         ],
     )
-    def test_a_file_for_another_model_or_too_few_steps_raises(self, path, changes, complaint):
+    def test_a_file_for_another_model_or_too_few_steps_raises(self, path, changes, message):
         source = ParoSource(str(path))
-        source.cache_key(request(**changes))  # leaves the complaint to `mask`, which all ranks call together
-        with pytest.raises(ValueError, match=complaint) as raised:
+        source.cache_key(request(**changes))  # leaves the message to `mask`, which all ranks call together
+        with pytest.raises(ValueError, match=message) as raised:
             source.mask(request(**changes))
         assert str(path) in str(raised.value)
 
@@ -108,7 +108,7 @@ DENSE = {"source": "dense", "block_q": 8, "block_k": 8}
 
 @pytest.fixture(scope="module")
 def references(path, tmp_path_factory):
-    """Of one process: with the masks of `path`, dense, and with the same bits in no order."""
+    """Of one process: with the masks of `path`, dense, and with identical bits in no order."""
     ignored = tmp_path_factory.mktemp("paro") / "ignored.safetensors"
     save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
     masks = ({"source": "paro", "path": str(path)}, DENSE, {"source": "paro", "path": str(ignored)})
@@ -118,7 +118,7 @@ def references(path, tmp_path_factory):
 @pytest.mark.parametrize(("world", "strategies"), [(2, ["U2R1", "U1R2"]), (3, ["U1R3"]), (4, ["U2R2", "U1R4"])])
 @pytest.mark.parametrize("planner", ["contiguous", "dbsp"])
 @pytest.mark.usefixtures("debug")
-def test_equals_one_process_whatever_the_order_of_each_head(pool, path, references, world, strategies, planner):
+def test_equals_one_process_for_any_order_of_each_head(pool, path, references, world, strategies, planner):
     """In a contiguous layout, and in a striped one."""
     for strategy in strategies:
         mask = {"source": "paro", "path": str(path)}
@@ -174,16 +174,16 @@ KINDS = ["heads", "layers", "tokens", "steps", "truncated", "missing"]
 
 @pytest.mark.parametrize(("kind", "culprit"), [(kind, (None, 1)[place % 2]) for place, kind in enumerate(KINDS)])
 def test_a_bad_file_raises_on_every_rank(pool, path, tmp_path, kind, culprit):
-    bad, complaint = other_file(tmp_path, kind)
+    bad, message = other_file(tmp_path, kind)
     if kind == "steps" and culprit is not None:
-        complaint = "differs on rank(s) [1]"  # its step 0 is not dense: found before it runs out of groups
+        message = "differs on rank(s) [1]"  # its step 0 is not dense: found before it runs out of groups
     paths = (str(bad), None) if culprit is None else (str(path), str(bad))
     with pytest.raises(WorkerError) as caught:
         pool(3).run(run_bad_file, *paths, culprit, {"source": "paro"})
     assert [rank for rank, _, _ in caught.value.errors] == [0, 1, 2]
     for _, error, text in caught.value.errors:
         assert (error, "\n" in text) == ("UserError", False)
-        assert complaint in text
+        assert message in text
     assert pool(3).run(run_bad_file, str(path), None, None, {"source": "paro"}) == [None] * 3  # still in step
 
 

@@ -37,7 +37,7 @@ class TestTiles:
     def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, window, tile):
         mask = WindowSource(block_q, block_k, window, tile).mask(request)
         rule = token_masks.sliding_tiles(request.thw, window, tile)
-        assert np.array_equal(mask.bits.numpy(), token_masks.dense_blocks([rule], mask.grid, request))
+        assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks([rule], mask.grid, request))
         assert_covers(mask, request)
 
     @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES)
@@ -45,7 +45,7 @@ class TestTiles:
     def test_windows_that_are_not_shifted_are_cut_off_at_borders(self, request, block_q, block_k, window, tile):
         mask = WindowSource(block_q, block_k, window, tile, shifted=False).mask(request)
         rule = token_masks.tiles_near(request.thw, window, tile)
-        assert np.array_equal(mask.bits.numpy(), token_masks.dense_blocks([rule], mask.grid, request))
+        assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks([rule], mask.grid, request))
         assert_covers(mask, request)
 
     def test_the_window_is_three_tiles_if_not_given(self):
@@ -70,14 +70,14 @@ class TestRadial:
         request = replace(request, thw=(frames, *(min(size, 3) for size in request.thw[1:])))
         mask = RadialSource(block_q, block_k, width, decay, sink_frames).mask(request)
         rule = token_masks.radial(request.thw, width, decay, sink_frames, max(block_q, block_k))
-        assert np.array_equal(mask.bits.numpy(), token_masks.dense_blocks([rule], mask.grid, request))
+        assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks([rule], mask.grid, request))
         assert_covers(mask, request)
 
     @pytest.mark.parametrize("thw", [(20, 1, 3), (9, 2, 2), (17, 2, 1)])
     def test_blocks_of_one_token_give_the_papers_mask(self, thw):
         request = MaskRequest(0, 1, thw)
         mask = RadialSource(1, 1, sink_frames=0).mask(request)
-        expected = token_masks.dense_blocks([token_masks.radial_as_printed(thw)], mask.grid, request)
+        expected = token_masks.active_blocks([token_masks.radial_as_printed(thw)], mask.grid, request)
         assert np.array_equal(mask.bits.numpy(), expected)
         assert not expected.all()
 
@@ -106,12 +106,12 @@ class TestSvg:
             token_masks.temporal(request.thw, band) if is_temporal else token_masks.spatial(frames, sink_frames)
             for is_temporal in source.temporal(request.heads)
         ]
-        assert np.array_equal(mask.bits.numpy(), token_masks.dense_blocks(rules, mask.grid, request))
+        assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks(rules, mask.grid, request))
         assert_covers(mask, request)
 
     @given(st.integers(1, 60), st.floats(0, 1))
     @examples(100)
-    def test_a_share_of_heads_is_spread_evenly(self, heads, share):
+    def test_a_share_of_heads_is_spread_equally(self, heads, share):
         numbers = np.flatnonzero(SvgSource(temporal_heads=share).temporal(heads))
         assert len(numbers) == round(share * heads)
         if len(numbers) > 1:

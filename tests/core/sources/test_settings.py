@@ -1,4 +1,4 @@
-"""Settings of mask sources that make no sense are refused in one line that says why."""
+"""Settings of mask sources that make no sense are rejected in one line that says why."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize("source", MISTAKES)
-def test_what_makes_no_sense_is_refused_in_one_line(source):
+def test_what_makes_no_sense_is_rejected_in_one_line(source):
     for settings, message in MISTAKES[source]:
         with pytest.raises(UserError) as raised:
             DbspConfig.load({"mask": {"source": source, **settings}})

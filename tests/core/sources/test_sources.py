@@ -67,7 +67,7 @@ class TestFile:
         for layer, mask in enumerate(masks):
             assert torch.equal(FileSource(path).mask(replace(REQUEST, layer=layer)).bits, mask.bits)
 
-    def test_one_mask_serves_every_layer(self, path):
+    def test_one_mask_supports_every_layer(self, path):
         save_mask(path, self.masks(1)[0])
         source = FileSource(path)
         assert source.grid(REQUEST) == self.GRID

@@ -52,7 +52,7 @@ def test_every_query_block_has_its_own_place_and_text_is_dense():
     assert mask[:, :, grid.k_axis.starts < 100].all()
 
 
-def test_same_request_same_bits_whatever_came_before():
+def test_same_request_identical_bits_whatever_came_before():
     source = SyntheticSource(drift=0.05, block_q=32, block_k=32)
     later = MaskRequest(3, 12, (7, 13, 9), step=33)
     first = bits(source, later)
@@ -72,7 +72,7 @@ def test_known_bits():
 KNOWN = 13336392
 
 
-def test_demo_masks_are_uneven_over_heads_rows_and_columns():
+def test_demo_masks_are_unequal_over_heads_rows_and_columns():
     source = SyntheticSource(density=0.4, block_q=32, block_k=32)
     for layer in range(4):
         mask = source.mask(MaskRequest(layer, 12, (7, 13, 9)))

@@ -81,7 +81,7 @@ def temporal(thw: Place, band: float) -> Rule:
     return lambda q, k: abs((q[1] - k[1]) * thw[2] + q[2] - k[2]) <= half
 
 
-def dense_blocks(rules: list[Rule], grid: BlockGrid, request: MaskRequest) -> np.ndarray:
+def active_blocks(rules: list[Rule], grid: BlockGrid, request: MaskRequest) -> np.ndarray:
     """bool[H, nq, nk]: for each head's rule, the blocks that hold an allowed pair of tokens, or any text."""
     bits = np.zeros((len(rules), grid.nq, grid.nk), dtype=bool)
     tokens = [None] * request.text_tokens + list(itertools.product(*map(range, request.thw)))

@@ -1,4 +1,4 @@
-"""What ranks run: pipelines whose two guidance passes are computed by two halves of the ranks."""
+"""What ranks run: pipelines whose two CFG passes are computed by two halves of the ranks."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def said(action: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def refused_by_enable(rank: int, world: int, name: str) -> str:
+def rejected_by_enable(rank: int, world: int, name: str) -> str:
     """Returns what `enable` says, after which nothing may be left behind."""
     pipe = Guided("HunyuanVideo15Pipeline" if name == "class" else "WanPipeline").pipe()
     before = fingerprint(pipe.transformer)
@@ -161,7 +161,7 @@ def refused_by_enable(rank: int, world: int, name: str) -> str:
     return answer
 
 
-def refused_in_a_pass(rank: int, world: int, name: str) -> str:
+def rejected_in_a_pass(rank: int, world: int, name: str) -> str:
     """Returns what a call says that two halves cannot share."""
     guided = Guided("CogVideoXPipeline" if name == "cache" else "WanPipeline", cache=1.0 if name == "cache" else None)
     pipe = guided.pipe()

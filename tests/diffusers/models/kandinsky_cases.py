@@ -1,4 +1,4 @@
-"""What the workers run: Kandinsky 5 with NABLA, the model's own beside db-SP's."""
+"""What the workers run: Kandinsky 5 with NABLA, the model's own next to db-SP's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
 MODEL, THW = "kandinsky5-nabla", (3, 16, 24)
-"""18 blocks of 64 tokens; 3 ranks share 1152 of them evenly, and the heads of 2 ranks."""
+"""18 blocks of 64 tokens; 3 ranks share 1152 of them equally, and the heads of 2 ranks."""
 
 
 def compute(transformer: Any, batch: int, **changes: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the workers run: db-SP on device meshes, and mistakes that it must refuse on all ranks."""
+"""What the workers run: db-SP on device meshes, and mistakes that it must reject on all ranks."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
         "differ in length, or have padding before their end",
     ),
     "a size that makes no tokens": (_pass("ltx", {}, num_frames=4), "must make the 105 tokens of hidden_states"),
-    "an image beside the image": (
+    "an image next to the image": (
         _pass("flux", {}, img_ids=torch.cat([torch.zeros(3, 3), torch.ones(32, 3)])),
         "img_ids is not one grid of tokens",
     ),
-    "an edited image beside the image": (
+    "an edited image next to the image": (
         _pass("qwen", {}, img_shapes=[[(1, 5, 4), (1, 5, 3)]] * 2),
         "img_shapes is not one grid of tokens",
     ),

@@ -56,7 +56,7 @@ def _masks_for(model: str) -> dict[str, dict[str, Any]]:
 def run_model(rank: int, world: int, model: str, strategy: str) -> dict[tuple[str, int], tuple[float, float]]:
     """By mask source and batch: (largest difference from one process, from dense attention), undone without a trace.
 
-    "stock" stands for dense masks, compared with the transformer as it is.
+    "stock" represents dense masks, compared with the transformer as it is.
     """
     transformer = make_tiny_transformer(model)
     expected = {batch: one_process(model, batch) for batch in (1, 2)}

@@ -101,7 +101,7 @@ def _largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torc
 def gradients_under_fsdp(rank: int, world: int, sequence: int, over: str, checkpointing: bool) -> float:
     """FSDP2 on each block and on the whole.
 
-    over: the ranks that parameters are sharded over: "everyone", "data" beside the sequence, or "hybrid", sharded over
+    over: the ranks that parameters are sharded over: "everyone", "data" and the sequence, or "hybrid", sharded over
     the sequence's ranks and copied over the data's
     """
     expected = _expected("synthetic")

@@ -111,7 +111,7 @@ class Case:
     """A pipeline's class in diffusers, the tiny transformer in it, its scheduler, and how it is called.
 
     passes: of guidance, in a step;  settings: further ones of the transformer;  parts: further ones of the pipeline;
-    around: what stands for published parts while it is called;  output: its output_type
+    around: what represents published parts while it is called;  output: its output_type
     """
 
     pipeline: str
@@ -467,7 +467,7 @@ WITHOUT_PIPELINE = {
 
 ONE_OF_EACH = {"num_single_layers": 1}
 ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "flux2"), ONE_OF_EACH)}
-"""Beside num_layers."""
+"""Next to num_layers."""
 
 
 BRIEF = ("LTX2", "QwenImageEdit", "QwenImageLayered", "Cosmos", "HunyuanImage", "HunyuanVideoFramepack", "ZImage")
@@ -477,7 +477,7 @@ _SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "Ovis", "QwenI
 
 
 def marked(case: Case, *values: Any) -> Any:
-    """A parameter of a test, of this case or of values that stand for it."""
+    """A parameter of a test, of this case or of values that represent it."""
     marks = pytest.mark.long if case.pipeline.startswith(_SELDOM) else ()
     return pytest.param(*(values or (case,)), id=case.pipeline, marks=marks)
 

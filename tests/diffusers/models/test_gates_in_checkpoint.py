@@ -108,7 +108,7 @@ def test_equals_gates_put_in_by_hand(threads, wan, checkpoint, tmp_path, monkeyp
         assert apart(found, expected) <= 1e-5
 
 
-def test_layers_are_like_those_beside_them(checkpoint, wan):
+def test_layers_are_like_those_next_to_them(checkpoint, wan):
     source = DbspConfig.load({"mask": VSA}).mask
     for dtype in (torch.float32, torch.bfloat16):
         transformer = load(checkpoint, torch_dtype=dtype)
@@ -154,7 +154,7 @@ def spoil(kind: str, folder: Path, wan: Any) -> str:
     }[kind]
 
 
-def refused(rank: int, world: int, transformers: list[Any]) -> str:
+def unsupported(rank: int, world: int, transformers: list[Any]) -> str:
     """What is raised on each rank; its transformer is as it was."""
     before = fingerprint(transformers[rank])
     with pytest.raises(UserError) as raised:
@@ -164,19 +164,19 @@ def refused(rank: int, world: int, transformers: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["a layer is missing", "another shape", "whole numbers", "a shard is missing"])
-def test_what_is_wrong_on_one_rank_is_refused_on_all(threads, wan, checkpoint, tmp_path, kind):
+def test_what_is_wrong_on_one_rank_is_rejected_on_all(threads, wan, checkpoint, tmp_path, kind):
     expected = spoil(kind, tmp_path, wan)
     transformers = [load(checkpoint), load(tmp_path)]
     if kind == "a shard is missing":
         min(tmp_path.glob("*.safetensors")).unlink()
-    first, second = threads(2).run(refused, transformers)
+    first, second = threads(2).run(unsupported, transformers)
     assert first == second
     assert re.match(rf"rank\(s\) \[1\]: .*{expected}.* or set coarse: false", first)
 
 
 def test_ranks_must_all_find_them(threads, wan, checkpoint, tmp_path):
     wan.save_pretrained(tmp_path)
-    for message in threads(3).run(refused, [load(checkpoint), load(checkpoint), load(tmp_path)]):
+    for message in threads(3).run(unsupported, [load(checkpoint), load(checkpoint), load(tmp_path)]):
         assert message.startswith("gates (to_gate_compress) that the transformer or its checkpoint has differ")
         assert message.endswith(
             "on rank(s) [2]; load the same on every rank, or set coarse: false of mask source vsa, for the mask alone"

@@ -1,4 +1,4 @@
-"""Guidance parallelism: two halves of the ranks compute a step's two guidance passes, as one process does."""
+"""Guidance parallelism: two halves of the ranks compute a step's two CFG passes, as one process does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.diffusers.models.guidance_cases import (
     chosen_automatically,
     failing_in_one_half,
     failing_on_processes,
-    refused_by_enable,
-    refused_in_a_pass,
+    rejected_by_enable,
+    rejected_in_a_pass,
     run_guided,
 )
 
@@ -69,7 +69,7 @@ def test_outputs_of_one_half_alone_are_another_video(threads):
     ("name", "ranks", "part"),
     [
         ("odd", 3, "guidance=True halves the ranks, and there are 3"),
-        ("class", 2, "the two guidance passes of HunyuanVideo15Transformer3DModel"),
+        ("class", 2, "the two CFG passes of HunyuanVideo15Transformer3DModel"),
         ("value", 2, "guidance must be True, False or \"auto\", got 'both'"),
         ("mesh", 2, "a mesh says how all of them are used"),
         ("auto", 2, "leave strategy out"),
@@ -78,14 +78,14 @@ def test_outputs_of_one_half_alone_are_another_video(threads):
         ("another kind on one rank", 4, "differs on rank(s) [3]"),
     ],
 )
-def test_enable_refuses_on_all_ranks(threads, name, ranks, part):
-    for answer in threads(ranks).run(refused_by_enable, name):
+def test_enable_rejects_on_all_ranks(threads, name, ranks, part):
+    for answer in threads(ranks).run(rejected_by_enable, name):
         assert part in answer
 
 
 @pytest.mark.parametrize(("name", "part"), [("gradients", "torch.no_grad()"), ("cache", "FBC")])
-def test_passes_that_halves_cannot_share_are_refused(threads, name, part):
-    for answer in threads(2).run(refused_in_a_pass, name):
+def test_passes_that_halves_cannot_share_are_rejected(threads, name, part):
+    for answer in threads(2).run(rejected_in_a_pass, name):
         assert part in answer
 
 

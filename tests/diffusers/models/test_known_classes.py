@@ -1,4 +1,4 @@
-"""Every transformer class of diffusers is known or refused with a reason, and none other."""
+"""Every transformer class of diffusers is known or rejected with a reason, and none other."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import inspect
 import pytest
 from torch import nn
 
-from dbsp_diffusers.models import ARCHITECTURES, REFUSED, architecture_of, register_architecture
+from dbsp_diffusers.models import ARCHITECTURES, UNSUPPORTED, architecture_of, register_architecture
 
 
-def test_each_class_is_known_or_refused():
+def test_each_class_is_known_or_rejected():
     """A new version's class, which neither table has, fails here, and so does an entry that it no longer has."""
     from diffusers.models import transformers
 
     classes = {name for name, cls in vars(transformers).items() if inspect.isclass(cls) and issubclass(cls, nn.Module)}
     assert len(classes) > 60
-    assert {*ARCHITECTURES, *REFUSED} == classes
-    assert ARCHITECTURES.keys() & REFUSED.keys() == set()
+    assert {*ARCHITECTURES, *UNSUPPORTED} == classes
+    assert ARCHITECTURES.keys() & UNSUPPORTED.keys() == set()
 
 
 def made(name: str, *bases: type) -> nn.Module:
     return type(name, bases or (nn.Module,), {})()
 
 
-def test_a_refusal_gives_its_reason():
+def test_a_rejection_gives_its_reason():
     for cls in (made("SanaVideoTransformer3DModel"), made("Mine", type(made("SanaVideoTransformer3DModel")))):
         with pytest.raises(ValueError, match="its attention is linear"):
             architecture_of(cls)
 
 
-def test_what_is_registered_is_no_longer_refused(monkeypatch):
+def test_what_is_registered_is_no_longer_rejected(monkeypatch):
     monkeypatch.setattr("dbsp_diffusers.models.table.ARCHITECTURES", dict(ARCHITECTURES))
     ours = ARCHITECTURES["WanTransformer3DModel"]
     register_architecture("PixArtTransformer2DModel", ours)

@@ -1,4 +1,4 @@
-"""db-SP on device meshes, and what it refuses, on all ranks alike."""
+"""db-SP on device meshes, and what it rejects, on all ranks identically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_mesh_may_have_other_dimensions(pool):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_refused_on_all_ranks_in_one_line(pool, name):
+def test_mistakes_are_rejected_on_all_ranks_in_one_line(pool, name):
     for message in pool(2).run(run_mistake, name):
         assert message.startswith("UserError: ")
         assert MISTAKES[name][1] in message

@@ -1,4 +1,4 @@
-"""Training through dual-balanced attention: the same losses on any ranks, FSDP2, LoRA, and what is refused."""
+"""Training through dual-balanced attention: the same losses on any ranks, FSDP2, LoRA, and what is rejected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_autocast_casts_what_attention_is_given(pool):
         assert error <= 0.02
 
 
-def test_masks_by_denoising_step_are_refused_in_training(pool):
+def test_masks_by_denoising_step_are_rejected_in_training(pool):
     assert_all_raise(pool, 2, "training draws timesteps at random", by_step, True)
     pool(2).run(by_step, False)
 

@@ -1,4 +1,4 @@
-"""Denoising steps and guidance passes of every model's own pipeline, as diffusers calls it in its published dtype.
+"""Denoising steps and CFG passes of every model's own pipeline, as diffusers calls it in its published dtype.
 
 Pipelines cast timesteps to their latents' dtype; of bfloat16's 8 bits, neighbours are equal. Steps must not be told
 from them.
@@ -24,7 +24,7 @@ from tests.support.models.tiny_transformers import TINY
 
 
 class Moments(SessionObserver):
-    """(step, guidance pass) of each forward pass."""
+    """(step, CFG pass) of each forward pass."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
@@ -77,7 +77,7 @@ def test_their_steps_are_counted_without_it():
 
     pipe = type(
         "LTXI2VLongMultiPromptPipeline", (), {"scheduler": FlowMatchEulerDiscreteScheduler()}
-    )()  # stands for the pipeline
+    )()  # represents the pipeline
     pipe.scheduler.set_timesteps(8)
     assert Generations(pipe, SequenceGroup(0, 1)).steps() == 7
 

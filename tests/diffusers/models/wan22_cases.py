@@ -34,7 +34,7 @@ def _image(seed: int = 0, height: int = 64, width: int = 96) -> Any:
 
 
 def make_pipe(kind: str, folder: str) -> tuple[Any, dict[str, Any]]:
-    """(a tiny pipeline, the arguments of its calls beside SIZE). folder: of a tiny Wan2.1"""
+    """(a tiny pipeline, the arguments of its calls next to SIZE). folder: of a tiny Wan2.1"""
     import diffusers
 
     parts = dict(load("wan", folder).components)

@@ -141,7 +141,7 @@ def _sample(*thw: int) -> PackedSample:
 
 
 def groups_of_attention(rank: int, world: int, bags: str) -> tuple[list[int], list[int]]:
-    """Ranks of the group in which a bag attends, and of the one that shares out sequences."""
+    """Ranks of the group in which a bag attends, and of the one that distributes sequences."""
     transformer = make_tiny_transformer("wan")
     session = dbsp_diffusers.enable(transformer, {"mask": CONFIGS["dense"]})
     found = packed_forward_local(transformer, [_sample(1, 4, 6)], bags=bags)
@@ -187,7 +187,7 @@ def bad_bags(rank: int, world: int, kind: str) -> None:
 
 
 def int8_in_bags(rank: int, world: int, case: BagCase) -> tuple[float, str]:
-    """Samples that travel as int8 in their bags: largest difference of predictions, as a share of the largest.
+    """Samples that are sent as int8 in their bags: largest difference of predictions, as a share of the largest.
 
     And what is said where gradients are wanted.
     """

@@ -32,7 +32,7 @@ LOADERS = {2: (0, 0, 0, 0), 3: (2, 0, 0, 2), 4: (3, 1, 1, 0)}
 
 
 def make_model(model: str, dtype: torch.dtype) -> Any:
-    """A tiny transformer to be trained. "-dev": one that is told the guidance scale; "-lora": adapters alone"""
+    """A tiny transformer to be trained. "-dev": one that is given the guidance scale; "-lora": adapters alone"""
     options = {"guidance_embeds": True} if model == "flux-dev" else {}
     transformer = make_tiny_transformer(re.sub("-dev|-lora", "", model), **options)
     if model.endswith("-lora"):
@@ -241,7 +241,7 @@ def alone_is_one_by_one(rank: int, world: int, model: str, checkpointing: bool) 
 
 
 def kept_by_modulation(rank: int, world: int) -> tuple[int, int]:
-    """(largest number of elements that autograd keeps of a modulation beside its input, of the few rows)."""
+    """(largest number of elements that autograd keeps of a modulation next to its input, of the few rows)."""
     from dbsp_diffusers.packed.passes import scaled
 
     kept: list[int] = []

@@ -1,4 +1,4 @@
-"""Sequences shared out over bags of ranks: exactly as one by one, forward and backward, whatever the bags."""
+"""Sequences distributed over bags of ranks: exactly as one by one, forward and backward, for any bags."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_predictions_and_gradients_are_those_of_one_by_one(pool, world, case):
 
 
 @pytest.mark.parametrize(("bags", "samples"), [("g2n2", 6), ("g4n1", 6), ("g1n4", 6), ("g1n2+g2n1", 1)])
-def test_int8_travels_within_bags_and_has_no_gradients(pool, bags, samples):
-    """Refused on all ranks, also where a bag has nothing to attend to."""
+def test_int8_is_sent_within_bags_and_has_no_gradients(pool, bags, samples):
+    """Rejected on all ranks, also where a bag has nothing to attend to."""
     errors, said = zip(*pool(4).run(int8_in_bags, BagCase(bags, "dense", samples=(samples,), seed=3)), strict=True)
     assert 1e-6 < max(errors) < 0.02
-    refusal = "precision: int8 has no gradients"
-    assert all(refusal in one and "\n" not in one for one in said), said
+    rejection = "precision: int8 has no gradients"
+    assert all(rejection in one and "\n" not in one for one in said), said
 
 
 def test_a_bag_without_sequences_computes_nothing_and_another_all(pool):
@@ -90,9 +90,9 @@ def test_what_a_rank_can_hold_is_kept_to(pool):
         ("enable", "make units of 3 ranks"),
     ],
 )
-def test_bad_bags_are_refused_on_all_ranks(pool, kind, message):
+def test_bad_bags_are_rejected_on_all_ranks(pool, kind, message):
     assert_all_raise(pool, 2, message, bad_bags, kind)
 
 
-def test_a_strategy_of_other_bags_is_refused_on_all_ranks(pool):
+def test_a_strategy_of_other_bags_is_rejected_on_all_ranks(pool):
     assert_all_raise(pool, 4, "strategy U4R1 is for 4 ranks, and bags g2n2 have 2", bad_bags, "strategy")

@@ -96,5 +96,5 @@ def test_modulation_keeps_no_row_for_every_token(pool):
         ("not enabled", "call dbsp_diffusers.enable first"),
     ],
 )
-def test_bad_input_is_refused_on_all_ranks(pool, kind, message):
+def test_bad_input_is_rejected_on_all_ranks(pool, kind, message):
     assert_all_raise(pool, 2, message, bad_input, kind)

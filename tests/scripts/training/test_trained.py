@@ -104,9 +104,9 @@ def test_learned_heads_differ_in_density(series):
         assert densities.max() > 1.5 * densities.min()
 
 
-@pytest.mark.parametrize(("strategy", "uneven"), [("U8R1", 1.1), ("U1R8", 1.05)])
-def test_learned_masks_are_uneven_and_db_sp_evens_them_out(series, strategy, uneven):
+@pytest.mark.parametrize(("strategy", "unequal"), [("U8R1", 1.1), ("U1R8", 1.05)])
+def test_learned_masks_are_unequal_and_db_sp_evens_them_out(series, strategy, unequal):
     masks = [series.get(step, layer) for step in series.steps for layer in series.layers]
     plans = [make_plan(mask, strategy) for mask in masks]
-    assert np.mean([plan.rho_before for plan in plans]) > uneven
+    assert np.mean([plan.rho_before for plan in plans]) > unequal
     assert np.mean([plan.rho for plan in plans]) < 1.01

@@ -1,4 +1,4 @@
-"""Run as a program beside scripts/training, whose modules have plain names: prints what it found as a JSON object."""
+"""Run as a program next to scripts/training, whose modules have plain names: prints what it found as a JSON object."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def resumed(train, folder: Path, progress: Progress) -> dict[str, object]:
-    """Two runs, one of them stopped after three of four steps: whether weights and losses are the same bits."""
+    """Two runs, one of them stopped after three of four steps: whether weights and losses are bitwise identical."""
     whole, losses = train(folder / "whole", progress, None)
     before = loop.SAVE_EVERY
     loop.SAVE_EVERY = 2

@@ -1,4 +1,4 @@
-"""Tiny pipelines of two layers: what is computed alike in each layer needs no more of them."""
+"""Tiny pipelines of two layers: what is computed identically in each layer needs no more of them."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _flux2(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
 
 
 def _flux_reference(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    """With an image of another size beside the generated one, which is a grid of its own."""
+    """With an image of another size next to the generated one, which is a grid of its own."""
     inputs, (_, h, w) = _flux(noise, thw, batch), thw
     ids = _flux(noise, (1, h - 2, w + 1), batch)["img_ids"] + torch.tensor([1, 0, 0])
     tokens = noise(batch, h * w + len(ids), 4)
@@ -282,7 +282,7 @@ def _qwen(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
 
 
 def _qwen_edit(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    """With two images beside the generated one; timesteps of the edited ones are 0."""
+    """With two images next to the generated one; timesteps of the edited ones are 0."""
     _, h, w = thw
     shapes = [(1, h, w), (1, h - 1, w + 1), (1, 2, 3)]
     tokens = noise(batch, sum(t * h * w for t, h, w in shapes), 16)
@@ -342,7 +342,7 @@ def _z_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
 
 
 def _ltx_condition(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    """With the tokens of a frame that is given beside the video's own."""
+    """With the tokens of a frame that is given next to the video's own."""
     inputs, more = _ltx_image(noise, thw, batch), _ltx_image(noise, (1, *thw[1:]), batch)
     tokens = {name: torch.cat([inputs[name], more[name]], 1) for name in ("hidden_states", "timestep")}
     return inputs | tokens | {"video_coords": torch.cat([inputs["video_coords"], more["video_coords"]], 2)}

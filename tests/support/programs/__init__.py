@@ -1,7 +1,7 @@
 """Programs that tests run without an interpreter's start: forked from a process that has imported what takes long.
 
 `run([sys.executable, "-m", module, …])` is as `subprocess.run`, and `Program` as `subprocess.Popen`. What is forked,
-and what it starts in turn (torchrun, and torchrun its ranks), are processes with parents, signals, sessions, and ends
+and what it starts itself (torchrun, and torchrun its ranks), are processes with parents, signals, sessions, and ends
 as real ones, and begin as a fresh interpreter does, see `fresh`. Only /proc shows another command line and
 environment, and inductor compiles in the process itself. Commands that `Command.of` does not know start as always.
 """

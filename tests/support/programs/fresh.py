@@ -92,7 +92,7 @@ class Beginning:
         return read_at_import(environment) == self.at_import
 
     def again(self) -> None:
-        """Makes this process so, whatever the program before it has done."""
+        """Makes this process so, for any program before it has done."""
         gc.freeze()
         _KEPT.extend(sys.modules.values())
         for name in list(sys.modules):

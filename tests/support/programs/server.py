@@ -111,7 +111,7 @@ class Server:
 
 
 def descendants(process: int) -> list[int]:
-    """Processes that a process has started, and these in turn."""
+    """Processes that a process has started, and so on."""
     found = []
     for children in Path(f"/proc/{process}/task").glob("*/children"):
         for child in map(int, children.read_text().split()):

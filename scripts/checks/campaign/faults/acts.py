@@ -101,7 +101,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "slow": lambda: time.sleep(SLOW_S),
     "interrupt": _signal(signal.SIGINT),
     "terminate": _signal(signal.SIGTERM),
-    "stand still": lambda: time.sleep(3600),
+    "hang": lambda: time.sleep(3600),
     "go on": lambda: None,
     "kill torchrun": lambda: os.kill(os.getppid(), signal.SIGKILL),
     "disk fills": _fill_the_disk,

@@ -1,4 +1,4 @@
-"""What may differ on one rank, and what all ranks are told of it."""
+"""What may differ on one rank, and what all ranks are given of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SETTINGS = "the settings differ on rank(s) [{}]"
 class Divergence:
     """program: see `faults.programs`;  odd: the odd rank's values;  version: package of which it has another one
 
-    complaint: on every rank, {} for the odd one
+    message: on every rank, {} for the odd one
     quiet: whether only $DBSP_DEBUG looks for it: without, nothing is said, and nothing hangs
     later: whether without it something is said only after an attention
     settings: on all ranks
     """
 
     program: str
-    complaint: str
+    message: str
     odd: dict[str, Any] = field(default_factory=dict)
     version: str | None = None
     quiet: bool = False
@@ -30,14 +30,14 @@ class Divergence:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def _attention(complaint: str, quiet: bool = False, version: str | None = None, **odd: Any) -> Divergence:
-    return Divergence("attention", complaint, odd, version, quiet)
+def _attention(message: str, quiet: bool = False, version: str | None = None, **odd: Any) -> Divergence:
+    return Divergence("attention", message, odd, version, quiet)
 
 
 def _session(
-    complaint: str, quiet: bool = False, mask: Any = SPARGE, version: str | None = None, **odd: Any
+    message: str, quiet: bool = False, mask: Any = SPARGE, version: str | None = None, **odd: Any
 ) -> Divergence:
-    return Divergence("session", complaint, odd, version, quiet, settings={"mask": mask})
+    return Divergence("session", message, odd, version, quiet, settings={"mask": mask})
 
 
 def _setting(**changed: Any) -> Divergence:
@@ -50,7 +50,7 @@ DIVERGENCES: dict[str, Divergence] = {
     "attention: plan": _attention("the plan differs on rank(s) [{}]", planner="contiguous"),
     "attention: layout": _attention("the sequence layout differs on rank(s) [{}]", home="striped"),
     "attention: scale": _attention("the scale of the scores differs on rank(s) [{}]", scale=0.5),
-    "attention: kernel": _attention("another kernel serves on rank(s) [{}]", True, kernel="reference"),
+    "attention: kernel": _attention("rank(s) [{}] selected a different attention kernel", True, kernel="reference"),
     "attention: batch": _attention(INPUTS, batch=2),
     "attention: dtype": _attention(INPUTS, dtype="float64"),
     "attention: head size": _attention(INPUTS, width=8),
@@ -73,9 +73,7 @@ DIVERGENCES: dict[str, Divergence] = {
     "session: heads": _session(SETTINGS, heads=5),
     "session: strategy": _session(SETTINGS, strategy="other"),
     "session: size": _session("differs on rank(s) [{}]", thw=(4, 6, 6)),
-    "session: guidance pass": _session(
-        "the denoising step or guidance pass differs on rank(s) [{}]", True, cfg_branch=1
-    ),
+    "session: CFG pass": _session("the denoising step or CFG pass differs on rank(s) [{}]", True, cfg_branch=1),
     "session: layer": _session("another layer's attention is reached on rank(s) [{}]", layer=1),
     "session: predicted mask": Divergence(
         "session", "the mask differs on rank(s) [{}]", {"flipped": True}, later=True, settings={"mask": SPARGE}
@@ -104,7 +102,9 @@ DIVERGENCES: dict[str, Divergence] = {
         "transformer", "the latents that a generation begins with differ on rank(s) [{}]", {"latents_seed": 8}
     ),
     "transformer: diffusers": Divergence("transformer", VERSION.format("diffusers"), version="diffusers", quiet=True),
-    "re-homing: dtype": Divergence("re-homing", "differ on rank(s) [{}]", {"dtype": "float64"}),
-    "re-homing: width": Divergence("re-homing", "differ on rank(s) [{}]", {"width": 8}),
-    "re-homing: debug": Divergence("re-homing", "debug differs on rank(s) [{}]", {"settings": {"debug": "other"}}),
+    "redistribution: dtype": Divergence("redistribution", "differ on rank(s) [{}]", {"dtype": "float64"}),
+    "redistribution: width": Divergence("redistribution", "differ on rank(s) [{}]", {"width": 8}),
+    "redistribution: debug": Divergence(
+        "redistribution", "debug differs on rank(s) [{}]", {"settings": {"debug": "other"}}
+    ),
 }

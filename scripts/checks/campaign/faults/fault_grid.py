@@ -28,7 +28,7 @@ SOMEWHERE = {
     ),
     "terminate": ("mask exchange: bits", "kernel: 2nd chunk", "combine", "report: gathering"),
     "out of host memory": ("planning", "planning: a new plan", "report: gathering", "attaching: session"),
-    "stand still": ("planning", "counts of the last call"),
+    "hang": ("planning", "counts of the last call"),
     "disk full": WRITERS,
     "read-only": WRITERS,
 }
@@ -105,9 +105,9 @@ def divergence(name: str, debug: bool) -> Case:
         given["strategy"] = f"U{world}R1"
     ranks = Ranks(one.program, world, values, odd_rank=odd, odd=given, version=one.version)
     how = "quiet" if one.quiet and not debug else "failure"
-    words = "" if one.later and not debug else one.complaint.format(odd)
+    words = "" if one.later and not debug else one.message.format(odd)
     if name == "attention: mask":
-        words = one.complaint.format("mask" if debug else "plan").format(odd)
+        words = one.message.format("mask" if debug else "plan").format(odd)
     return Case(f"{name} differs on rank {odd} of {world}, debug {debug}", _task(ranks), Expected(how, odd, "", words))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.checks.campaign.faults.fault_grid import Case, case_of
-from scripts.checks.campaign.faults.judging import LATE, complaint_about
+from scripts.checks.campaign.faults.judging import LATE, message_about
 from scripts.checks.campaign.faults.nursery import Nursery
 from scripts.checks.campaign.frame import Outcome
 
@@ -58,7 +58,7 @@ class Faults:
     def _outcome(self, number: int, case: Case, folder: Path) -> Outcome:
         assert self._nursery is not None
         ended = self._nursery.wait(folder)
-        failure = complaint_about(ended, case.expected, case.task.limit_s)
+        failure = message_about(ended, case.expected, case.task.limit_s)
         shutil.rmtree(folder.parent, ignore_errors=True)
         seconds = max(ended.seconds, default=0.0) if ended.fired else 0.0
         return Outcome(number, failure, {"seconds until all had ended": seconds})

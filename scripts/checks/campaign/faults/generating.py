@@ -68,9 +68,9 @@ class Generation:
     @property
     def task(self) -> Task:
         limit = REST_S if self.code in (0, 3) else TIMEOUT_S + SPARE_S
-        return Task(be_dbsp, self, 1, limit, told=self.told, check=Generation.complaint)
+        return Task(be_dbsp, self, 1, limit, told=self.told, check=Generation.message)
 
-    def complaint(self, folder: Path, ended: Ended) -> str | None:
+    def message(self, folder: Path, ended: Ended) -> str | None:
         """What is wrong with what is left, or None."""
         (code,), (text,) = ended.codes, ended.errors
         said = " ".join(text.split())
@@ -149,7 +149,7 @@ def _generations() -> dict[str, Generation]:
     found.append(Generation("disk full", "report", 3, "no report in .*No space left", VIDEO))
     found.append(Generation("kill", "report", 1, FIRST_KILLED, nproc=2))
     found.append(Generation("raise", "making the checkpoint", 1, "injected: a fault"))
-    lost = "cannot be put in its place .*it is kept: "
+    lost = "cannot be moved to its path .*it is kept: "
     found.append(Generation("read-only", "placing the video", 2, lost, ("report/report.json",), kept=True))
     for act in ("weights vanish", "weights are truncated"):
         found.append(Generation(act, "loading", 1, "Error|dbsp: error: ", own=True, or_code=2))

@@ -41,7 +41,7 @@ class Expected:
     odd_limit_s: float = 0.0
 
 
-def complaint_about(ended: Ended, expected: Expected, limit_s: float) -> str | None:
+def message_about(ended: Ended, expected: Expected, limit_s: float) -> str | None:
     """What is wrong, or None."""
     found = [*_of_processes(ended, expected, limit_s)]
     if not found:
@@ -62,7 +62,7 @@ def _of_processes(ended: Ended, expected: Expected, limit_s: float) -> list[str]
     found += [f"an orphan: {orphan[:200]}" for orphan in ended.orphans]
     found += [f"left behind: {name}" for name in ended.left]
     found += [f"process {n}: {word}" for n, text in enumerate(ended.errors) for word in NEVER if word in text]
-    return found + ([ended.complaint] if ended.complaint else [])
+    return found + ([ended.message] if ended.message else [])
 
 
 LATE = "late"

@@ -33,10 +33,10 @@ _CLONE_NEWNS = 0x00020000
 class Task:
     """main: called in each process with (argument, number, folder)
 
-    limit_s: from when the fault happens, until all must have ended;  stopped: the process that will stand still
+    limit_s: from when the fault happens, until all must have ended;  stopped: the process that will hang
     told:   what the first process is sent when the fault happens
     check:  says what is wrong with what (argument, folder) is left, seen from where a disk of the case's own is
-    after_s: beyond the limit, before all is killed: what is late is told from what hangs
+    after_s: beyond the limit, before all is killed: what is late is distinguished from what hangs
     """
 
     main: Callable[[Any, int, Path], None]
@@ -57,7 +57,7 @@ class Ended:
     seconds: until each process ended;  errors, outputs: the end of what each wrote to standard error and output
     results: what each left as its result;  orphans: commands of processes that outlived all others
     left: files in the case's own temporary folder and /dev/shm
-    complaint: the task's own;  trouble: why all this is not known
+    message: the task's own;  trouble: why all this is not known
     """
 
     fired: bool = False
@@ -68,7 +68,7 @@ class Ended:
     results: list[str | None] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    complaint: str | None = None
+    message: str | None = None
     trouble: str | None = None
 
 
@@ -136,7 +136,7 @@ def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
             processes.append(process)
         ended = _watch(task, folder, processes, started)
         ended.orphans = _end_orphans(task.limit_s if task.told is signal.SIGKILL else 0.1)
-        ended.complaint = task.check and task.check(task.argument, folder, ended)
+        ended.message = task.check and task.check(task.argument, folder, ended)
         ended.left = [f"tmp/{path.relative_to(folder / 'tmp')}" for path in (folder / "tmp").rglob("*")]
         ended.left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")] if private else []
     except BaseException:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
-from dbsp_core.comm.rehoming import Rehoming
+from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.mask_writer import save_mask
@@ -160,12 +160,12 @@ def transformer(values: Values) -> float:
         return max(worst, largest_difference(model(**inputs)[0], stock))
 
 
-def rehoming(values: Values) -> float:
+def redistribution(values: Values) -> float:
     """Tokens to another layout and back, twice."""
     group, world = SequenceGroup.of(), Strategy.parse(values.strategy).world
     source = SequenceLayout.contiguous(TOKENS, world)
     target = SequenceLayout.striped(BlockGrid.uniform(TOKENS, block=16), Strategy.parse(values.strategy))
-    way = Rehoming.of(source, target, group, debug=values.settings.get("debug", False))
+    way = Redistribution.of(source, target, group, debug=values.settings.get("debug", False))
     tokens = torch.randn(source.shard, values.width, dtype=getattr(torch, values.dtype))
     worst, (_, places) = 0.0, source.tokens_at(group.rank)
     for call in range(CALLS):
@@ -178,7 +178,7 @@ PROGRAMS: dict[str, Callable[[Values], float]] = {
     "attention": attention,
     "session": session,
     "transformer": transformer,
-    "re-homing": rehoming,
+    "redistribution": redistribution,
 }
 """Each returns the largest absolute error on this rank."""
 

@@ -122,7 +122,7 @@ class Features:
         wrong = [f"samples differ by {difference:.3g}"] if not difference <= TOLERANCE else []
         wrong += ["ranks skip other blocks than one process"] if any(o.computed != o.expected for o in found) else []
         wrong += [f"left: {one.left[0]}" for one in found if one.left][:1]
-        wrong += ["other bits after disable"] if not all(one.same_bits for one in found) else []
+        wrong += ["other bits after disable"] if not all(one.identical_bits for one in found) else []
         return Outcome(number, "; ".join(wrong) or None, {"difference": difference})
 
     def _ask(self, case: Draw, function: Callable[..., Any]) -> list[Any]:

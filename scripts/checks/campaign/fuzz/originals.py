@@ -114,7 +114,7 @@ def _models() -> list[tuple[str, str]]:
 
 def _report() -> RunReport:
     floats = ("plan_ms", "density", "rho_before", "rho", "rho_bound", "seconds", "seconds_mean")
-    counts = ("bytes_to_owners", "bytes_chunks", "bytes_to_homes", "bytes_busiest", "bytes_usp")
+    counts = ("bytes_to_owners", "bytes_chunks", "bytes_to_sources", "bytes_busiest", "bytes_usp")
     calls = CallColumns(
         layer=[0, 1],
         step=[0, 0],
@@ -127,7 +127,7 @@ def _report() -> RunReport:
     environment = Environment({"planner": "dbsp"}, {"torch": "2.13.0"}, ["a GPU", "a GPU"], "cpu", "float32")
     return RunReport(
         model="a/model",
-        host="para",
+        framework="para",
         world_size=2,
         strategy="auto",
         planner="dbsp",

@@ -42,7 +42,7 @@ class Draw:
     orders:    of tokens, one for all heads or one per head; for mask source "random"
     keys, precision: as for `make_plan`;  padded: whether ranks hold padding too
     planner:   a name, or "random" for any owner and any chunk
-    layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys travel
+    layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys are sent
     """
 
     world: int

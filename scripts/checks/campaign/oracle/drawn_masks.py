@@ -37,7 +37,7 @@ from scripts.checks.campaign.oracle.attention_case import Draw
 
 @dataclass(frozen=True)
 class RandomSource(BlockSizes):
-    """Asymmetric, uneven over heads, rows and columns; some rows and columns are empty."""
+    """Asymmetric, unequal over heads, rows and columns; some rows and columns are empty."""
 
     seed: int = 0
     density: float = 0.4

@@ -60,7 +60,7 @@ STANDS = (
     Stand("diffusers", "flux", _of(WINDOW, "U1R2")),
     Stand("para", "wan", _of(BY_STEP, "U2R1"), cache="cache-dit"),
 )
-"""Taken in turn."""
+"""Taken one after another."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ __all__ = ["Told", "run_block", "run_cycle"]
 @dataclass(frozen=True)
 class Told:
     """By one rank of one case. error: of a forward pass from one process, where that was compared
-    result: the sum of the last output, which all ranks have alike
+    result: the sum of the last output, which all ranks have identically
     """
 
     census: Mapping[str, float]

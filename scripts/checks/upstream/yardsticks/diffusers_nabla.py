@@ -42,7 +42,7 @@ def findings(folder: Path) -> Iterator[Finding]:
         same = (theirs == order).numpy()
         yield found(f"{what}: order of tokens", same, same | True, unit="tokens")
         for dtype in (torch.float32, torch.bfloat16):
-            q, k = (x.to(dtype) for x in _alike_in_blocks(tokens, heads, width, order))
+            q, k = (x.to(dtype) for x in _similar_in_blocks(tokens, heads, width, order))
             near = Kandinsky5T2VPipeline.fast_sta_nabla(
                 thw[0], thw[1] // 8, thw[2] // 8, *window, device=torch.device("cpu")
             )
@@ -58,7 +58,7 @@ def findings(folder: Path) -> Iterator[Finding]:
                 yield found(f"{what}: sparge | window", own, shorter | near, note=note)
 
 
-def _alike_in_blocks(tokens: int, heads: int, width: int, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _similar_in_blocks(tokens: int, heads: int, width: int, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k, float32[1, heads, tokens, width], whose blocks have means that set some apart."""
     draws = torch.Generator().manual_seed(tokens)
     q, k = (torch.randn(1, heads, tokens, width, generator=draws) for _ in range(2))

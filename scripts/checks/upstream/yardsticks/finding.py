@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-__all__ = ["Finding", "commit_of", "compared", "stand_in"]
+__all__ = ["Finding", "commit_of", "compared", "stub"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def commit_of(folder: Path) -> str:
     return found[1] if len(found) == 2 and Path(found[0]) == folder.resolve() else ""
 
 
-def stand_in(folder: Path, *absent: str) -> None:
+def stub(folder: Path, *absent: str) -> None:
     """Makes a project's modules importable here: from its folder, with mocks for packages that need a GPU, and tensors
     that are sent to one staying where they are.
     """

@@ -23,7 +23,7 @@ from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, even_grou
 from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS
 from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
-from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
+from scripts.checks.upstream.yardsticks.finding import Finding, compared, stub
 
 __all__ = ["findings"]
 
@@ -37,7 +37,7 @@ SCHEDULES = ((4, 50), (10, 50), (10, 30), (7, 20))
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    stand_in(
+    stub(
         folder, "paroattention._qattn_sm80", "paroattention._fused", "paroattention.wan", "sageattention", "omegaconf"
     )
     from paroattention.cogvideox import permute_qk

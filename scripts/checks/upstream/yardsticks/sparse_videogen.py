@@ -19,7 +19,7 @@ from dbsp_core.sources.frame_patterns import (
     spatial_bits,
     temporal_bits,
 )
-from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
+from scripts.checks.upstream.yardsticks.finding import Finding, compared, stub
 
 __all__ = ["findings"]
 
@@ -27,7 +27,7 @@ THW, TEXT, BLOCK, SPARSITY = (9, 16, 24), 226, 128, 0.3
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    stand_in(folder, "flashinfer", "loguru", "termcolor", "cuvs")
+    stub(folder, "flashinfer", "loguru", "termcolor", "cuvs")
     from svg.models.cog.placement import token_reorder_to_token_major
     from svg.models.wan.utils import generate_temporal_head_mask_mod, sparsity_to_width
 

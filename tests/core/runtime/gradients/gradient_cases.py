@@ -11,7 +11,7 @@ import torch
 
 from dbsp_core import Strategy
 from dbsp_core.comm import exchange
-from dbsp_core.comm.exchange_backward import GradientsAtHome
+from dbsp_core.comm.exchange_backward import LocalGradients
 from dbsp_core.runtime import chunk_attention
 from tests.core.comm.oracle_cases import pairwise
 from tests.support.attention_cases import Case, Inputs, attend, whole
@@ -35,7 +35,7 @@ SETTINGS = (
 
 
 def cases_for(strategy: Strategy) -> list[tuple[Case, float]]:
-    """Each with its tolerance: every setting, in float32 and float64 in turn."""
+    """Each with its tolerance: every setting, in float32 and float64 one after another."""
     cases = []
     for place, case in enumerate(pairwise(strategy, SHAPES, SETTINGS)):
         dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(place + strategy.ring) % 2]
@@ -77,8 +77,8 @@ def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
     return errors[0], max(errors[1:])
 
 
-def same_bits(rank: int, world: int, case: Case) -> bool:
-    """Whether two backward passes give the same bits."""
+def identical_bits(rank: int, world: int, case: Case) -> bool:
+    """Whether two backward passes give identical bits."""
     found = []
     for _ in range(2):
         given = Inputs.of(case, rank)
@@ -130,7 +130,7 @@ def sabotaged(how: str) -> Iterator[None]:
         return readers(segments)[:1]
 
     patches = {
-        "a chunk that does not return": lambda: patch.object(GradientsAtHome, "add_chunk", none_but_the_first),
+        "a chunk that does not return": lambda: patch.object(LocalGradients, "add_chunk", none_but_the_first),
         "a wrong log-sum-exp": lambda: patch.object(chunk_attention, "_attend", another_lse),
         "one reader of a split head": lambda: patch.object(exchange, "_readers", one_reader),
     }

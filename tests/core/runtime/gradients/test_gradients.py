@@ -12,11 +12,11 @@ from tests.core.comm.oracle_cases import key_cases
 from tests.core.runtime.gradients.gradient_cases import (
     cases_for,
     gradcheck,
+    identical_bits,
     inference_tensors,
     not_finite,
     run_gradients,
     sabotaged,
-    same_bits,
 )
 from tests.support.attention_cases import Case
 from tests.support.workers import assert_all_raise
@@ -64,8 +64,8 @@ def test_negative_controls_fail(threads, sabotage, world, strategy):
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U4R1")])
-def test_the_same_bits_each_time(threads, world, strategy):
-    assert all(threads(world).run(same_bits, Case(strategy, "random", heads=5, seed=3)))
+def test_identical_bits_each_time(threads, world, strategy):
+    assert all(threads(world).run(identical_bits, Case(strategy, "random", heads=5, seed=3)))
 
 
 def test_torchs_numeric_check(threads):

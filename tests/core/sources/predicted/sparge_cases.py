@@ -38,7 +38,7 @@ class SpargeCase:
         return MaskRequest(0, self.heads, self.thw, self.text_tokens)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k of all tokens, in canonical order: smooth over the video, so that blocks are alike in part."""
+        """q and k of all tokens, in canonical order: smooth over the video, so that blocks are equal in part."""
         rng = np.random.default_rng(self.seed)
         place = np.indices(self.thw).reshape(3, -1) / 4
         waves = rng.normal(size=(2, self.batch, self.heads, self.width, 3))

@@ -55,7 +55,7 @@ def predict(
 
 def pooled(tokens: np.ndarray, axis) -> tuple[np.ndarray, np.ndarray]:
     """(float32 means as float64 [n, D], mean cosine of all pairs of each block's tokens [n])"""
-    means, alike = [], []
+    means, similar = [], []
     for start, length in zip(axis.starts, axis.lengths, strict=True):
         block = tokens[start : start + length].astype(np.float64)
         means.append(block.mean(axis=0))
@@ -65,5 +65,5 @@ def pooled(tokens: np.ndarray, axis) -> tuple[np.ndarray, np.ndarray]:
             for a, x in zip(block, norms, strict=True)
             for b, y in zip(block, norms, strict=True)
         ]
-        alike.append(np.mean(cosines))
-    return np.array(means, dtype=np.float32).astype(np.float64), np.array(alike)
+        similar.append(np.mean(cosines))
+    return np.array(means, dtype=np.float32).astype(np.float64), np.array(similar)

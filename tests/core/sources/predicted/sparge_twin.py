@@ -1,4 +1,4 @@
-"""Our predictor beside xfuser's own Triton one, under Triton's interpreter; run as a program, prints JSON.
+"""Our predictor next to xfuser's own Triton one, under Triton's interpreter; run as a program, prints JSON.
 
 xfuser's module is loaded by its file: importing the package needs an accelerator.
 """

@@ -1,4 +1,4 @@
-"""Low-rank prediction: fitted in closed form, the same bits on any ranks, and refused where it does not fit."""
+"""Low-rank prediction: fitted in closed form, identical bits on any ranks, and rejected where it does not fit."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TestFit:
     ],
     ids=lambda value: value[:8] if isinstance(value, str) else "",
 )
-def test_moments_that_cannot_be_are_refused(tmp_path, name, count, moments):
+def test_moments_that_cannot_be_are_rejected(tmp_path, name, count, moments):
     file = tmp_path / "moments.safetensors"
     save_file({name: moments}, file, {f"tokens of {name}": count})
     with pytest.raises(UserError, match=rf"^{file} is no recording of queries and keys"):
@@ -142,11 +142,11 @@ def test_at_full_rank_it_chooses_the_blocks_of_most_attention(fitted, tmp_path):
 
 
 class TestMistakes:
-    def test_other_files_are_refused(self, fitted, tmp_path):
+    def test_other_files_are_rejected(self, fitted, tmp_path):
         tensors = load_file(fitted)
         for name, changed in {
             "half": {"query.0": tensors["query.0"]},
-            "uneven": {**tensors, "key.0": tensors["key.0"][:, :, :2].contiguous()},
+            "unequal": {**tensors, "key.0": tensors["key.0"][:, :, :2].contiguous()},
             "not finite": {**tensors, "key.0": tensors["key.0"] * torch.nan},
             "others": {"mask": torch.zeros(2, 2)},
         }.items():
@@ -157,7 +157,7 @@ class TestMistakes:
         with pytest.raises(UserError, match="is not a file of fitted projections"):
             LowRankSource(path=str(tmp_path / "text"), topk=0.2)
 
-    def test_a_file_for_another_model_is_refused_before_tokens_are(self, fitted):
+    def test_a_file_for_another_model_is_rejected_before_tokens_are(self, fitted):
         source = LowRankSource(path=fitted, topk=0.2)
         with pytest.raises(UserError, match="is for 1 layers of 5 heads, the model has 2 of 5"):
             source.grid(MaskRequest(0, HEADS, (2, 2, 2), layers=2))
@@ -165,7 +165,7 @@ class TestMistakes:
             source.grid(MaskRequest(0, 4, (2, 2, 2)))
 
     @pytest.mark.parametrize("fault", ["width", "layer", "other file", "broken file"])
-    def test_all_ranks_refuse_together(self, pool, fitted, tmp_path, fault):
+    def test_all_ranks_reject_together(self, pool, fitted, tmp_path, fault):
         tensors = load_file(fitted)
         save_file({name: one * 2 for name, one in tensors.items()}, tmp_path / "other")
         (tmp_path / "broken").write_text("hello")

@@ -26,7 +26,7 @@ GPU_FUNCTIONS = ("sum_tokens", "pool_rows", "pooled_scores", "select_blocks")
     ],
     ids=lambda settings: settings["source"],
 )
-def test_kernels_for_gpus_predict_the_same_bits(settings, monkeypatch):
+def test_kernels_for_gpus_predict_identical_bits(settings, monkeypatch):
     """In Triton's interpreter, where there is no GPU."""
     pytest.importorskip("triton")
     from dbsp_kernels.triton import prediction

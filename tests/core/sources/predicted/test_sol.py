@@ -1,4 +1,4 @@
-"""Sol-Attn's routing: against its definition written out, and the same bits on every number of ranks."""
+"""Sol-Attn's routing: against its definition written out, and identical bits on every number of ranks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def fingerprints():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", CASES)
-def test_every_number_of_ranks_gives_the_same_bits_and_plans(threads, fingerprints, world, name):
-    """Layouts and strategies in turn."""
+def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, fingerprints, world, name):
+    """Layouts and strategies one after another."""
     strategies, number = Strategy.all_for(world), list(CASES).index(name) + world
     case = replace(CASES[name], layout=("contiguous", "striped", "shuffled")[number % 3])
     answers = threads(world).run(predict_together, case, str(strategies[number % len(strategies)]))

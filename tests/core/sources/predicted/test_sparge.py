@@ -1,4 +1,4 @@
-"""SpargeAttn's predictor: against the paper written out, and the same bits on every number of ranks."""
+"""SpargeAttn's predictor: against the paper written out, and identical bits on every number of ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def fingerprints():
     return {name: alone(case).fingerprint for name, case in CASES.items()}
 
 
-def assert_alike(ranks, name, layout, strategy, fingerprints):
+def assert_identical(ranks, name, layout, strategy, fingerprints):
     answers = ranks.run(predict_together, replace(CASES[name], layout=layout), strategy)
     assert {mask for mask, _ in answers} == {fingerprints[name]}, (layout, strategy)
     assert len({plan for _, plan in answers}) == 1
@@ -102,16 +102,16 @@ def assert_alike(ranks, name, layout, strategy, fingerprints):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
-def test_every_number_of_ranks_gives_the_same_bits_and_plans(threads, fingerprints, world, name):
-    """Layouts and strategies in turn."""
+def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, fingerprints, world, name):
+    """Layouts and strategies one after another."""
     strategies, number = Strategy.all_for(world), list(CASES).index(name) + world
     layout = ("contiguous", "striped", "shuffled")[number % 3]
-    assert_alike(threads(world), name, layout, str(strategies[number % len(strategies)]), fingerprints)
+    assert_identical(threads(world), name, layout, str(strategies[number % len(strategies)]), fingerprints)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
-def test_processes_give_the_same_bits_and_plans(pool, fingerprints, name):
-    assert_alike(pool(4), name, "shuffled", "U2R2", fingerprints)
+def test_processes_give_identical_bits_and_plans(pool, fingerprints, name):
+    assert_identical(pool(4), name, "shuffled", "U2R2", fingerprints)
 
 
 def sums(tokens, block, blocks):
@@ -122,7 +122,7 @@ def sums(tokens, block, blocks):
 
 @examples(60)
 @given(st.integers(1, 40), st.integers(1, 33), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), SEEDS)
-def test_sums_are_the_same_however_tokens_are_shared_out(count, width, dtype, seed):
+def test_sums_are_the_same_however_tokens_are_distributed(count, width, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(2, 3, count, width, generator=generator) * torch.logspace(-6, 3, count)[:, None]
     tokens = tokens.to(dtype)

@@ -1,4 +1,4 @@
-"""Unions of masks: what either keeps, at the pace of the faster one, the same bits on every number of ranks."""
+"""Unions of masks: what either keeps, at the pace of the faster one, identical bits on every number of ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_attention_equals_the_oracle(threads, name, world, strategy):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", ["window and predicted", "nabla"])
-def test_every_number_of_ranks_gives_the_same_bits_and_plans(threads, name, world):
+def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, name, world):
     nabla = UnionCase(mask="nabla:cdf=0.5,window=[1,1,1],block_q=16,block_k=8", thw=(3, 11, 13), batch=2)
     case = CASES.get(name, nabla)
     expected = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
@@ -111,13 +111,13 @@ def test_written_in_yaml_and_in_one_word_it_is_the_same():
         ),
     ],
 )
-def test_blocks_that_differ_are_refused_in_one_line(mask, message):
+def test_blocks_that_differ_are_rejected_in_one_line(mask, message):
     with pytest.raises(ValueError, match=message) as caught:
         UnionCase(mask=mask).source.grid(MaskRequest(0, 2, (3, 8, 8)))
     assert "\n" not in str(caught.value)
 
 
-def test_coarse_branch_of_one_part_is_kept_and_of_two_refused():
+def test_coarse_branch_of_one_part_is_kept_and_of_two_rejected():
     case = UnionCase(thw=(4, 8, 8))
     q, k = case.tensors()
     tokens = LocalQK.alone(q, k, v=k, gate=q)

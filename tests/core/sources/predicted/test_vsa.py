@@ -88,9 +88,9 @@ def alone(case):
     return case.source.mask(case.request, LocalQK.alone(*case.tensors(), v=v, gate=gate))
 
 
-def branch_of(beside: CoarseBranch, like: torch.Tensor) -> torch.Tensor:
+def branch_of(alongside: CoarseBranch, like: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(like)
-    beside.add_to(out)
+    alongside.add_to(out)
     return out.flatten(0, 1)
 
 

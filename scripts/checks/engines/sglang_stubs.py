@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from scripts.checks.engines.reference import stand_in_for
+from scripts.checks.engines.reference import stub_for
 
 __all__ = ["put_in_place"]
 
@@ -19,7 +19,7 @@ _TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, 
 
 def put_in_place() -> None:
     """Before anything of SGLang is imported."""
-    stand_in_for(
+    stub_for(
         *("torchvision", "torchvision.transforms", "torchvision.transforms.functional"),
         *("torchvision.transforms.v2", "torchvision.transforms.v2.functional", "torchvision.io", "torchvision.utils"),
     )

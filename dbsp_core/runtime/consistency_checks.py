@@ -2,7 +2,7 @@
 
 Ranks that attend with different inputs, masks or plans would wait for one another for ever, or mix what they exchange.
 They compare twice: when a session is made, and at the first attention of a size or kind of inputs, together with what
-the pass began with. Under debug they compare at every attention, whatever could make the result wrong.
+the pass began with. Under debug they compare at every attention, for anything that could make the result wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 
 from dbsp_core.comm.consistency import check_consistent, input_kind, needs_gradients
-from dbsp_core.comm.groups import SequenceGroup, node_marks, number_nodes
+from dbsp_core.comm.groups import SequenceGroup, node_fingerprints, number_nodes
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.process import version_marks
+from dbsp_core.utils.process import version_fingerprints
 from dbsp_kernels import Kernel, KernelRequirements, require_supported
 from dbsp_kernels.kernel import supports
 
@@ -30,10 +30,10 @@ __all__ = [
     "MASKS_DIFFER",
     "PLANS_DIFFER",
     "HasSettings",
-    "agree_on_attention",
-    "agree_on_gradient",
-    "agree_on_prepared",
-    "agree_on_settings",
+    "check_attention",
+    "check_gradient",
+    "check_prepared",
+    "check_settings",
 ]
 
 SETTINGS_DIFFER = "the settings differ on rank(s) {}; give all ranks the same configuration, heads and layers"
@@ -47,7 +47,9 @@ SCALES_DIFFER = "the scale of the scores differs on rank(s) {}; give all ranks o
 MASKS_DIFFER = "the mask differs on rank(s) {}; give all ranks one mask"
 NEW_MASK_DIFFERS = "the mask of layer {} differs on rank(s) {{}}; it must be the same on every rank"
 PLANS_DIFFER = "the plan differs on rank(s) {}; give all ranks one mask, strategy, planner and keys"
-KERNELS_DIFFER = "another kernel serves on rank(s) {}; install the same there, or set kernel on all ranks"
+KERNELS_DIFFER = (
+    "rank(s) {} selected a different attention kernel; install the same packages there, or set kernel on all ranks"
+)
 INPUTS_NOT_FINITE = "q, k or v has values that are not finite"
 GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are not finite"
 
@@ -64,24 +66,24 @@ class HasSettings(Protocol):
     report: bool
 
 
-def agree_on_settings(
+def check_settings(
     group: SequenceGroup,
     sessions: Sequence[HasSettings],
     problem: Exception | None = None,
     more: Mapping[str, int] | None = None,
-    told: Sequence[int] = (),
+    numbers: Sequence[int] = (),
 ) -> list[tuple[int, ...]]:
-    """Lets ranks compare the settings of their sessions, which are told the ranks' nodes and wishes. Collective.
+    """Checks that sessions' settings are the same on all ranks; sets the sessions' nodes and `report`. Collective.
 
     Args:
         group: The ranks, of which a session's group may be a part: consecutive ranks.
         sessions: All that the ranks make now; none where there is a problem.
-        problem: What this rank found wrong already.
-        more: Further numbers to compare, by complaint.
-        told: Further numbers, which may differ.
+        problem: Error found on this rank already.
+        more: Further fingerprints to compare, by error message.
+        numbers: Further numbers to exchange, which may differ.
 
     Returns:
-        What each rank has `told`.
+        What each rank has `numbers`.
 
     Raises:
         UserError: On all ranks, for settings that don't fit the ranks or differ.
@@ -97,10 +99,17 @@ def agree_on_settings(
     except Exception as error:  # any error: this rank must not stop alone
         problem = problem or error
     settings = [(replace(one.config, strategy=one.strategy).fingerprint, one.heads, one.layers) for one in sessions]
-    marks = {SETTINGS_DIFFER: fingerprint_of(settings), KERNELS_DIFFER: fingerprint_of(merged), **version_marks(debug)}
+    fingerprints = {
+        SETTINGS_DIFFER: fingerprint_of(settings),
+        KERNELS_DIFFER: fingerprint_of(merged),
+        **version_fingerprints(debug),
+    }
     report = any(session.config.report is not None for session in sessions)
     rows = check_consistent(
-        group.control(), problem, {**(more or {}), **marks}, told=[int(report), *node_marks(), *told]
+        group.control(),
+        problem,
+        {**(more or {}), **fingerprints},
+        numbers=[int(report), *node_fingerprints(), *numbers],
     )
     nodes = number_nodes(group, [row[1:4] for row in rows])
     for session in sessions:
@@ -110,7 +119,7 @@ def agree_on_settings(
     return [row[4:] for row in rows]
 
 
-def agree_on_attention(
+def check_attention(
     group: SequenceGroup,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,16 +133,16 @@ def agree_on_attention(
     choose: Callable[[], Kernel] | None = None,
     check: Callable[[Exception | None, Mapping[str, int]], object] | None = None,
 ) -> None:
-    """All ranks compare what they are about to attend with. Collective.
+    """Checks that all ranks are about to attend with the same inputs. Collective.
 
     Args:
         group: The ranks.
-        q, k, v: What this rank was given, of any shape where there is a problem.
-        scale: Of the scores. None: as q's head size says.
-        problem: What this rank found wrong already.
-        prepared: What will compute the attention, or None if it is not made yet.
-        debug: Whether values must be finite, and kernels equal.
-        more: Further numbers to compare, by the complaint where they differ.
+        q, k, v: This rank's inputs, of any shape if there is a problem.
+        scale: Softmax scale; None: from q's head dim.
+        problem: Error found on this rank already.
+        prepared: The prepared attention that will run, or None if it is not made yet.
+        debug: True if values must be finite, and kernels equal.
+        more: Further numbers to compare, by the message where they differ.
         choose: Chooses the kernel where nothing is prepared yet; only its error is compared.
         check: Compares in place of `check_consistent`, with what else ranks have to compare.
 
@@ -148,25 +157,25 @@ def agree_on_attention(
     elif problem is None and choose is not None:
         _, problem = _kernel_from(choose)
     scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
-    marks = {
+    fingerprints = {
         **(more or {}),
         INPUTS_DIFFER: fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, q.device.type, needs_gradients(q, k, v))),
         SCALES_DIFFER: fingerprint_of(scale),
-        **_marks_of(prepared, kernel if debug else ""),
+        **_fingerprints_of(prepared, kernel if debug else ""),
     }
-    (check or partial(check_consistent, group))(problem, marks)
+    (check or partial(check_consistent, group))(problem, fingerprints)
 
 
-def agree_on_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """All ranks compare masks, plans and kernels of a prepared attention that was made after they had compared inputs.
+def check_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Checks masks, plans and kernels of a prepared attention that was made after ranks had compared inputs.
 
-    Collective. Raises UserError, on all ranks, where they differ, or no kernel serves on one.
+    Collective. Raises UserError, on all ranks, if they differ, or no kernel supports it on one.
     """
     kernel, problem = _kernel_from(lambda: prepared.kernel_for(input_kind(q, k, v)))
-    check_consistent(prepared.group, problem, _marks_of(prepared, kernel))
+    check_consistent(prepared.group, problem, _fingerprints_of(prepared, kernel))
 
 
-def agree_on_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
+def check_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
     """Raises UserError, on all ranks together, where one's gradient has values that are not finite. Collective."""
     problem = None if bool(dout.isfinite().all()) else UserError(GRADIENTS_NOT_FINITE)
     check_consistent(group, problem, {})
@@ -180,12 +189,12 @@ def _kernel_from(choose: Callable[[], Kernel]) -> tuple[str, Exception | None]:
         return "", error
 
 
-def _marks_of(prepared: PreparedAttention | None, kernel: str) -> dict[str, int]:
-    """What ranks compare of a prepared attention, by complaint; zeros where it is still to be made."""
+def _fingerprints_of(prepared: PreparedAttention | None, kernel: str) -> dict[str, int]:
+    """Returns the fingerprints of a prepared attention, by error message; zeros if it is still to be made."""
     if prepared is None:
         return {MASKS_DIFFER: 0, PLANS_DIFFER: 0, KERNELS_DIFFER: 0}
     return {
-        MASKS_DIFFER: prepared.mask_mark,
+        MASKS_DIFFER: prepared.mask_fingerprint,
         PLANS_DIFFER: prepared.plan.fingerprint,
         KERNELS_DIFFER: fingerprint_of(kernel),
     }

@@ -19,14 +19,14 @@ from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-__all__ = ["GenerationAgreement", "Meeting"]
+__all__ = ["GenerationChecks", "Meeting"]
 
 _CALL, _PASS, _DECODING = range(3)
 """Why a rank takes part in an exchange."""
-_MARKS = 4
-"""Number of fingerprints that the first rank sends at every exchange, whatever it is."""
+_FINGERPRINTS = 4
+"""Number of fingerprints that the first rank sends at every exchange of any kind."""
 _MOST_BITS = 61
-"""Tensors that are told apart in one number; those after them share the last bit."""
+"""Tensors that are distinguished in one number; those after them share the last bit."""
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in the buffer that is broadcast; a multiple of every dtype's size."""
 _NORM_TOLERANCE = 1e-2
@@ -62,19 +62,19 @@ DECODED_DIFFER = "the latents that are decoded differ on rank(s) {}; decode the 
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """What ranks compare of an exchange at which the first rank has said where it is, and has sent its tensors.
+    """Numbers that ranks compare of an exchange in which the first rank has sent its state and its tensors.
 
     Attributes:
-        told: Kind of exchange, number of calls and of the board's passes, a bit for each tensor that is not the first
-            rank's.
-        marks: Fingerprints of what must be equal, by complaint.
-        complaints: By tensor.
+        numbers: Kind of exchange, number of calls and of the board's passes, and a bit for each tensor that differs
+            from the first rank's.
+        fingerprints: Fingerprints of what must be equal, by message.
+        messages: By tensor.
     """
 
-    agreement: GenerationAgreement
-    told: tuple[int, int, int, int]
-    marks: Mapping[str, int]
-    complaints: Sequence[str] = ()
+    checks: GenerationChecks
+    numbers: tuple[int, int, int, int]
+    fingerprints: Mapping[str, int]
+    messages: Sequence[str] = ()
 
     def check(
         self, problem: Exception | None = None, more: Mapping[str, int] | None = None, free: int = 0
@@ -83,25 +83,25 @@ class Meeting:
 
         Args:
             problem: This rank's, if any.
-            more: Further fingerprints to compare, by complaint.
+            more: Further fingerprints to compare, by message.
             free: A number that may differ.
 
         Returns:
-            What each rank has told, that number last.
+            The numbers of each rank, that number last.
         """
-        control, marks = self.agreement.group.control(), {**self.marks, **(more or {})}
-        told = check_consistent(control, problem, marks, told=[*self.told, free], meet=self._meet)
-        for place, complaint in enumerate(self.complaints):
-            ranks = [rank for rank, numbers in enumerate(told) if numbers[3] >> min(place, _MOST_BITS) & 1]
+        control, fingerprints = self.checks.group.control(), {**self.fingerprints, **(more or {})}
+        numbers = check_consistent(control, problem, fingerprints, numbers=[*self.numbers, free], meet=self._meet)
+        for number, message in enumerate(self.messages):
+            ranks = [rank for rank, numbers in enumerate(numbers) if numbers[3] >> min(number, _MOST_BITS) & 1]
             if ranks:
-                raise UserError(complaint.format(ranks))
-        return told
+                raise UserError(message.format(ranks))
+        return numbers
 
-    def _meet(self, told: Sequence[Sequence[int]]) -> None:
-        """Takes what all ranks have told. Raises UserError unless they are at the same exchange of the same call."""
-        kinds, calls, passes, *_ = zip(*told, strict=True)
-        board = self.agreement.board
-        self.agreement.calls = max(calls)
+    def _meet(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Takes the numbers of all ranks. Raises UserError unless they are at the same exchange of the same call."""
+        kinds, calls, passes, *_ = zip(*numbers, strict=True)
+        board = self.checks.board
+        self.checks.calls = max(calls)
         if board is not None:
             board.passes = max(passes)
         require_equal(CALLS_DIFFER, calls)
@@ -111,11 +111,11 @@ class Meeting:
 
 
 @dataclass
-class GenerationAgreement:
+class GenerationChecks:
     """The ranks that make one video together, and the number of calls that this rank has begun.
 
     Attributes:
-        board: Where these ranks post failures, if anywhere. Its number of passes is made equal with that of calls.
+        board: Board where these ranks post failures, if any. Its number of passes is made equal with that of calls.
     """
 
     group: SequenceGroup
@@ -126,15 +126,15 @@ class GenerationAgreement:
         """Counts a generation that begins outside a pipeline's calls. Not collective."""
         self.calls += 1
 
-    def agree_on_call(self, generator: bool, problem: Exception | None, device: torch.device | None) -> None:
+    def check_call(self, generator: bool, problem: Exception | None, device: torch.device | None) -> None:
         """Begins a call of a pipeline on all ranks: they take the state of the first rank's random number generators.
 
         Collective. What is drawn from torch's global generators in the call is then the same on all ranks, and the
         same as in one process in the state of the first rank.
 
         Args:
-            generator: Whether the call is given a generator.
-            problem: Why this rank cannot make the call, if so.
+            generator: True if the call is given a generator.
+            problem: Reason why this rank cannot make the call, if so.
             device: The device that the pipeline computes on; None: ranks keep their states.
 
         Raises:
@@ -173,23 +173,23 @@ class GenerationAgreement:
                 others, when they compare.
         """
         names = ", ".join(plain) or "that are not tensors"
-        marks = {
+        fingerprints = {
             SIZES_DIFFER: [(tuple(one.shape), one.dtype, one.device.type) for one in latents.values()],
             STEPS_DIFFER: steps,
             LENGTHS_DIFFER: [(name, tuple(one.shape), one.dtype, one.device.type) for name, one in conditions.items()],
             ARGUMENTS_DIFFER.format(names=names): sorted(plain.items()),
         }
-        complaints = [LATENTS_DIFFER] * len(latents) + [CONDITION_DIFFERS.format(name=name) for name in conditions]
+        messages = [LATENTS_DIFFER] * len(latents) + [CONDITION_DIFFERS.format(name=name) for name in conditions]
         tensors = [*latents.values(), *conditions.values()]
-        return self._meet(_PASS, {name: fingerprint_of(one) for name, one in marks.items()}, tensors, complaints)
+        return self._meet(_PASS, {name: fingerprint_of(one) for name, one in fingerprints.items()}, tensors, messages)
 
     def compare_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
         """Raises UserError on all ranks unless they decode the same latents, in `tiles` of one `repr`. Collective.
 
         Waits for the tensors' device, like `compare`. `tiles` include the shapes of latents.
         """
-        marks = {TILES_DIFFER: fingerprint_of((tiles, [one.device.type for one in latents]))}
-        _, meeting = self._meet(_DECODING, marks, latents, [DECODED_DIFFER] * len(latents))
+        fingerprints = {TILES_DIFFER: fingerprint_of((tiles, [one.device.type for one in latents]))}
+        _, meeting = self._meet(_DECODING, fingerprints, latents, [DECODED_DIFFER] * len(latents))
         meeting.check()
 
     @torch.no_grad()
@@ -201,15 +201,17 @@ class GenerationAgreement:
         """
         found = list(tensors)
         for on_host in (True, False):
-            index = [place for place, one in enumerate(tensors) if (one.device.type == "cpu") == on_host]
+            index = [number for number, one in enumerate(tensors) if (one.device.type == "cpu") == on_host]
             if index:
                 group = self.group.control() if on_host else self.group
-                for place, values in zip(index, _broadcast([tensors[place] for place in index], group), strict=True):
-                    found[place] = values
+                for number, values in zip(
+                    index, _broadcast([tensors[number] for number in index], group), strict=True
+                ):
+                    found[number] = values
         return found
 
     def _meet(
-        self, kind: int, marks: Mapping[str, int], tensors: Sequence[torch.Tensor], complaints: Sequence[str] = ()
+        self, kind: int, fingerprints: Mapping[str, int], tensors: Sequence[torch.Tensor], messages: Sequence[str] = ()
     ) -> tuple[list[torch.Tensor], Meeting]:
         """Returns the first rank's tensors, and what is to be compared. Collective: the first rank says where it is.
 
@@ -219,17 +221,17 @@ class GenerationAgreement:
         sizes = [
             sum(map(_room, (one for one in tensors if (one.device.type == "cpu") == cpu))) for cpu in (True, False)
         ]
-        mine = [kind, self.calls, *marks.values(), *[0] * (_MARKS - len(marks)), *sizes]
+        mine = [kind, self.calls, *fingerprints.values(), *[0] * (_FINGERPRINTS - len(fingerprints)), *sizes]
         header = torch.tensor(mine, dtype=torch.int64, device="cpu")
         self.group.control().broadcast(header)
         if header.tolist() != mine:
             self._discard(*header[-2:].tolist())
-            Meeting(self, (kind, self.calls, passes, 0), marks).check()
+            Meeting(self, (kind, self.calls, passes, 0), fingerprints).check()
             raise RuntimeError("the first rank is at another exchange, and no rank has said so")
         first = self.first_rank_values(tensors)
-        differ = [not bool(_are_close(*pair)) for pair in zip(tensors, first, strict=True)] if complaints else []
-        bits = sum({1 << min(place, _MOST_BITS) for place, differs in enumerate(differ) if differs})
-        return first, Meeting(self, (kind, self.calls, passes, bits), marks, complaints)
+        differ = [not bool(_are_close(*pair)) for pair in zip(tensors, first, strict=True)] if messages else []
+        bits = sum({1 << min(number, _MOST_BITS) for number, differs in enumerate(differ) if differs})
+        return first, Meeting(self, (kind, self.calls, passes, bits), fingerprints, messages)
 
     def _discard(self, on_host: int, on_device: int) -> None:
         """Receives as many bytes as the first rank broadcasts."""

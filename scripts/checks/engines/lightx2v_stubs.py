@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers.utils
 
-from scripts.checks.engines.reference import stand_in_for
+from scripts.checks.engines.reference import stub_for
 
 __all__ = ["in_float32", "put_in_place"]
 
@@ -19,9 +19,9 @@ __all__ = ["in_float32", "put_in_place"]
 def put_in_place() -> None:
     """Before anything of LightX2V is imported."""
     transformers.utils.is_torchvision_available()  # remembers that there is none
-    stand_in_for("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io")
-    stand_in_for("torchvision.utils", "torchvision.transforms.v2", "torchaudio", "torchaudio.functional")
-    stand_in_for("torchaudio.transforms", "decord", "cv2", "flash_attn", "flash_attn.flash_attn_interface")
+    stub_for("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io")
+    stub_for("torchvision.utils", "torchvision.transforms.v2", "torchaudio", "torchaudio.functional")
+    stub_for("torchaudio.transforms", "decord", "cv2", "flash_attn", "flash_attn.flash_attn_interface")
     torch.empty = _without_pinning
     for count in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(torch.cpu, count, lambda *_: 0)
@@ -31,7 +31,7 @@ def put_in_place() -> None:
 
 
 def in_float32() -> None:
-    """Replaces what BF16 stands for, as LightX2V has no word for float32 and errors of 1e-6 would be lost.
+    """Replaces what BF16 represents, as LightX2V has no word for float32 and errors of 1e-6 would be lost.
 
     After its plug-ins are loaded.
     """

@@ -9,15 +9,15 @@ import torch
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
 
-__all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "WireFormat", "require_wire_format"]
+__all__ = ["COMM_DTYPES", "MODEL", "CommDtype", "Int8Format", "require_comm_dtype"]
 
 
-class WireFormat:
+class CommDtype:
     """Writes the tokens of a head in exchanges as the model has them. The output is always sent so.
 
     Attributes:
         name: Its value of the setting `precision`.
-        centred: Whether the mean of all tokens, which softmax ignores, is subtracted from keys.
+        centred: True if the mean of all tokens, which softmax ignores, is subtracted from keys.
         no_gradients: Error message if attention with it has no gradients, else None.
     """
 
@@ -26,15 +26,15 @@ class WireFormat:
     no_gradients: str | None = None
 
     def __repr__(self) -> str:
-        return f"<WireFormat {self.name}>"
+        return f"<CommDtype {self.name}>"
 
     def token_bytes(self, head_dim: int, element_bytes: int) -> int:
         """Returns the bytes of a token of one head of q, k or v whose numbers have `element_bytes` in the model."""
         return head_dim * element_bytes
 
-    def empty(self, like: torch.Tensor, *places: int) -> torch.Tensor:
-        """Makes room for written tokens, [*places, W], of q, k or v `like` [..., D]."""
-        return like.new_empty(*places, like.shape[-1])
+    def empty(self, like: torch.Tensor, *positions: int) -> torch.Tensor:
+        """Allocates room for written tokens, [*slots, W], of q, k or v `like` [..., D]."""
+        return like.new_empty(*positions, like.shape[-1])
 
     def write(
         self,
@@ -43,10 +43,10 @@ class WireFormat:
         segments: Sequence[CopySegments],
         less: Sequence[torch.Tensor | None],
     ) -> None:
-        """Writes tokens of tensors [B, heads, n, D] into a buffer [B, 1, places, W].
+        """Writes tokens of tensors [B, heads, n, D] into a buffer [B, 1, slots, W].
 
         Args:
-            segments: Of each tensor.
+            segments: Segments of each tensor.
             less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None.
         """
         if any(mean is not None for mean in less):
@@ -58,7 +58,7 @@ class WireFormat:
         return written
 
 
-class Int8Format(WireFormat):
+class Int8Format(CommDtype):
     """Writes a token's numbers as int8, followed by its scale as float32: see `dbsp_kernels.exchange`."""
 
     name = "int8"
@@ -71,8 +71,8 @@ class Int8Format(WireFormat):
     def token_bytes(self, head_dim: int, element_bytes: int) -> int:
         return 4 * row_words(head_dim)
 
-    def empty(self, like: torch.Tensor, *places: int) -> torch.Tensor:
-        return like.new_empty(*places, row_words(like.shape[-1]), dtype=torch.int32)
+    def empty(self, like: torch.Tensor, *positions: int) -> torch.Tensor:
+        return like.new_empty(*positions, row_words(like.shape[-1]), dtype=torch.int32)
 
     def write(
         self,
@@ -88,14 +88,14 @@ class Int8Format(WireFormat):
         return restore_rows(written, like.shape[-1], like.dtype)
 
 
-MODEL = WireFormat()
-WIRE_FORMATS: dict[str, WireFormat] = {one.name: one for one in (MODEL, Int8Format())}
+MODEL = CommDtype()
+COMM_DTYPES: dict[str, CommDtype] = {one.name: one for one in (MODEL, Int8Format())}
 """Formats by the value of setting `precision`."""
 
 
-def require_wire_format(precision: str) -> WireFormat:
-    """Returns the format of that name. Raises UserError for what is not one of `WIRE_FORMATS`."""
-    if precision not in WIRE_FORMATS:
-        known = f"use one of {', '.join(WIRE_FORMATS)}" + did_you_mean(precision, WIRE_FORMATS)
+def require_comm_dtype(precision: str) -> CommDtype:
+    """Returns the format of that name. Raises UserError for what is not one of `COMM_DTYPES`."""
+    if precision not in COMM_DTYPES:
+        known = f"use one of {', '.join(COMM_DTYPES)}" + did_you_mean(precision, COMM_DTYPES)
         raise UserError(f"the exchange's precision cannot be {precision!r}: {known}")
-    return WIRE_FORMATS[precision]
+    return COMM_DTYPES[precision]

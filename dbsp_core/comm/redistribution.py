@@ -1,8 +1,8 @@
-"""Re-homing: tokens go from one sequence layout to another in one uneven all-to-all, and back in another one.
+"""Redistribution: one all-to-all takes tokens from one sequence layout to another, another one takes them back.
 
 Data loaders leave whole sequences on ranks; attention and linear layers want the same number of tokens on each. All
-tensors of the tokens (hidden states, positions, timestep indices, labels) travel together, of any dtypes. One exchange
-in and one out follows KnapFormer (Zhang et al., KnapFormer: An Online Load Balancer for Efficient Diffusion
+tensors of the tokens (hidden states, positions, timestep indices, labels) are sent at once, of any dtypes. One
+exchange in and one out follows KnapFormer (Zhang et al., KnapFormer: An Online Load Balancer for Efficient Diffusion
 Transformers Training, 2025).
 """
 
@@ -23,13 +23,13 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_kernels.exchange import to_device
 
-__all__ = ["Rehoming"]
+__all__ = ["Redistribution"]
 
 TENSORS_DIFFER = (
-    "the tensors to re-home differ on rank(s) {} in number, dtypes, sizes apart from tokens, or whether they need "
+    "the tensors to redistribute differ on rank(s) {} in number, dtypes, sizes apart from tokens, or need for "
     "gradients; give all ranks the same"
 )
-LAYOUTS_DIFFER = "the layouts to re-home between differ on rank(s) {}; make them from the same sequences on all ranks"
+LAYOUTS_DIFFER = "the layouts of a redistribution differ on rank(s) {}; make them from the same sequences on all ranks"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,20 +37,20 @@ class _Way:
     """One rank's side of one direction.
 
     Attributes:
-        take: int64[n], places of this rank's tokens before, by destination; `sent` tokens go to each rank.
-        put: int64[m], places of its tokens after, by source; `received` tokens come from each rank.
-        places: This rank's number of places before and after, padding included.
+        take: int64[n], slots of this rank's tokens before, by destination; `sent` tokens go to each rank.
+        put: int64[m], slots of its tokens after, by source; `received` tokens come from each rank.
+        slots: This rank's number of slots before and after, padding included.
     """
 
     take: torch.Tensor
     sent: tuple[int, ...]
     put: torch.Tensor
     received: tuple[int, ...]
-    places: tuple[int, int]
+    slots: tuple[int, int]
 
     @classmethod
-    def of(cls, source: SequenceLayout, target: SequenceLayout, rank: int, places: tuple[int, int]) -> _Way:
-        # Between two ranks tokens are sent in the order of their places at the target, which both ends know.
+    def of(cls, source: SequenceLayout, target: SequenceLayout, rank: int, slots: tuple[int, int]) -> _Way:
+        # Between two ranks tokens are sent in the order of their slots at the target, which both ends know.
         leaving, coming = np.flatnonzero(source.rank == rank), np.flatnonzero(target.rank == rank)
         leaving = leaving[np.lexsort((target.local[leaving], target.rank[leaving]))]
         coming = coming[np.lexsort((target.local[coming], source.rank[coming]))]
@@ -59,45 +59,45 @@ class _Way:
             tuple(np.bincount(target.rank[leaving], minlength=source.world).tolist()),
             torch.from_numpy(target.local[coming]),
             tuple(np.bincount(source.rank[coming], minlength=source.world).tolist()),
-            places,
+            slots,
         )
 
     def reversed(self) -> _Way:
         """Returns the opposite direction, with tokens in the same order."""
-        return _Way(self.put, self.received, self.take, self.sent, self.places[::-1])
+        return _Way(self.put, self.received, self.take, self.sent, self.slots[::-1])
 
     def to(self, device: torch.device) -> _Way:
         """Returns a copy with its tables on a device."""
         return replace(self, take=to_device(self.take, device), put=to_device(self.put, device))
 
     def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:
-        """Takes tensors [places before, …] to [places after, …], zero at padding, in one exchange of bytes."""
+        """Takes tensors [slots before, …] to [slots after, …], zero at padding, in one exchange of bytes."""
         # 1. Tokens are sent, each with its bytes in all tensors.
         leaving = [_as_bytes(tensor.index_select(0, self.take)) for tensor in tensors]
         together = leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
         came = group.all_to_all(together, self.received, self.sent)
-        # 2. Tokens are put in their places.
+        # 2. Tokens are written to their slots.
         found = []
         for tensor, own in zip(tensors, came.split([part.shape[1] for part in leaving], dim=1), strict=True):
-            after = tensor.new_zeros(self.places[1], *tensor.shape[1:])
+            after = tensor.new_zeros(self.slots[1], *tensor.shape[1:])
             own = own if len(tensors) == 1 else own.clone(memory_format=torch.contiguous_format)
             found.append(after.index_copy_(0, self.put, own.view(tensor.dtype).view(len(own), *tensor.shape[1:])))
         return tuple(found)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8[n, bytes of a token] of a tensor [n, …]."""
+    """Returns uint8[n, bytes of a token] of a tensor [n, …]."""
     return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
-class Rehoming:
+class Redistribution:
     """One rank's part in taking tokens from one layout to another and back; made by `of`.
 
     Attributes:
         source: The layout that `there` starts from, such as `SequenceLayout.whole_sequences`.
         target: The layout it leads to, such as `SequenceLayout.striped`.
         group: The ranks of both.
-        debug: Whether ranks compare what they re-home before every exchange, and not only before the first.
+        debug: True if ranks compare what they redistribute before every exchange, and not only before the first.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Rehoming:
     ) -> None:
         self.source, self.target, self.group, self.debug = source, target, group, debug
         self._ways = {torch.device("cpu"): (there, there.reversed())}
-        self._agreed: set[bool] = set()  # directions, True for `back`, whose inputs the ranks have compared
+        self._checked: set[bool] = set()  # directions, True for `back`, whose inputs the ranks have compared
 
     def __repr__(self) -> str:
-        return f"<Rehoming on rank {self.group.rank} of {self.group.size}: {self.source} → {self.target}>"
+        return f"<Redistribution on rank {self.group.rank} of {self.group.size}: {self.source} → {self.target}>"
 
     @classmethod
     def of(
@@ -117,22 +117,22 @@ class Rehoming:
         target: SequenceLayout,
         group: SequenceGroup | None = None,
         *,
-        source_places: int | None = None,
-        target_places: int | None = None,
+        source_slots: int | None = None,
+        target_slots: int | None = None,
         debug: bool = False,
-    ) -> Rehoming:
+    ) -> Redistribution:
         """Makes this rank's part. Not collective.
 
         Args:
-            source: See `Rehoming`, as for debug.
+            source: See `Redistribution`, as for debug.
             target: A layout of the same tokens and ranks.
             group: Default: all ranks of torch.distributed.
-            source_places: Number of this rank's places at the source, with padding at the end (default) or without.
-            target_places: The same at the target.
+            source_slots: Number of this rank's slots at the source, with padding at the end (default) or without.
+            target_slots: Number of this rank's slots at the target, likewise.
             debug: See source.
 
         Raises:
-            UserError: For layouts of other tokens or ranks, or places that don't hold the rank's tokens.
+            UserError: For layouts of other tokens or ranks, or slots that don't hold the rank's tokens.
         """
         group = group or SequenceGroup.of()
         for layout, of_what in ((target, (source.tokens, source.world)), (source, (source.tokens, group.size))):
@@ -141,8 +141,8 @@ class Rehoming:
                     f"a layout of {layout.tokens} tokens on {layout.world} ranks does not fit {of_what[0]} tokens on "
                     f"{of_what[1]}; make source and target from the same sequences and the ranks of the group"
                 )
-        places = _places(source, group.rank, source_places), _places(target, group.rank, target_places)
-        return cls(source, target, group, debug, _Way.of(source, target, group.rank, places))
+        slots = _slots(source, group.rank, source_slots), _slots(target, group.rank, target_slots)
+        return cls(source, target, group, debug, _Way.of(source, target, group.rank, slots))
 
     @overload
     def there(self, tensor: torch.Tensor, /, *, dim: int = 0) -> torch.Tensor: ...
@@ -155,11 +155,11 @@ class Rehoming:
         sequences on the sum of an empty tensor.
 
         Args:
-            tensors: Of any dtypes, on one device; `dim` has a place for each token.
+            tensors: Tensors of any dtypes, on one device; `dim` has a slot for each token.
             dim: One for all tensors, or one for each.
 
         Returns:
-            The tensors with the rank's places at the target, zero at padding; a single tensor is not put in a tuple.
+            The tensors with the rank's slots at the target, zero at padding; a single tensor is not put in a tuple.
 
         Raises:
             UserError: For tensors that don't fit; on all ranks together at the first call and under debug.
@@ -171,7 +171,7 @@ class Rehoming:
     @overload
     def back(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> tuple[torch.Tensor, ...]: ...
     def back(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The inverse of `there`: takes tensors from `target` to `source`."""
+        """Inverts `there`: takes tensors from `target` to `source`."""
         return self._run(tensors, dim, back=True)
 
     def bytes_sent(self, token_bytes: int) -> tuple[int, int]:
@@ -184,77 +184,81 @@ class Rehoming:
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         dims = (dim,) * len(tensors) if isinstance(dim, int) else tuple(dim)
         self._check(tensors, dims, back)
-        moved = [tensor.movedim(own, 0) for tensor, own in zip(tensors, dims, strict=True)]
-        found = _Rehomed.apply(self, back, *moved)
+        leading = [tensor.movedim(own, 0) for tensor, own in zip(tensors, dims, strict=True)]
+        found = _Redistributed.apply(self, back, *leading)
         out = tuple(tensor.movedim(0, own) for tensor, own in zip(found, dims, strict=True))
         return out[0] if len(out) == 1 else out
 
     def _way(self, back: bool, device: torch.device) -> _Way:
         if device not in self._ways:
-            there, home = self._ways[torch.device("cpu")]
-            self._ways[device] = there.to(device), home.to(device)
+            there, back_way = self._ways[torch.device("cpu")]
+            self._ways[device] = there.to(device), back_way.to(device)
         return self._ways[device][back]
 
     def _check(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> None:
         """Raises UserError for tensors that don't fit; on all ranks together at the first call and under debug."""
         problem = self._problem(tensors, dims, back)
         error = None if problem is None else UserError(problem)
-        if self.debug or back not in self._agreed:
+        if self.debug or back not in self._checked:
             layouts = fingerprint_of((self.source.fingerprint, self.target.fingerprint))
             of_tensors = 0 if error else _fingerprint(tensors, dims)
-            marks = {DEBUG_DIFFERS: int(self.debug), LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: of_tensors}
-            check_consistent(self.group, error, marks)
-            self._agreed.add(back)
+            fingerprints = {DEBUG_DIFFERS: int(self.debug), LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: of_tensors}
+            check_consistent(self.group, error, fingerprints)
+            self._checked.add(back)
         if error is not None:
             raise error
 
     def _problem(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> str | None:
         """Returns what is wrong with this rank's tensors, or None."""
         if not tensors or len(dims) != len(tensors):
-            return f"re-homing needs at least one tensor, and one dim for all or one for each, got {len(tensors)}"
+            return (
+                f"a redistribution needs at least one tensor, and one dim for all or one for each, got {len(tensors)}"
+            )
         if len({tensor.device for tensor in tensors}) > 1:
-            return "tensors that are re-homed together must be on one device"
-        places = self._ways[torch.device("cpu")][back].places[0]
+            return "tensors that are redistributed together must be on one device"
+        slots = self._ways[torch.device("cpu")][back].slots[0]
         for tensor, own in zip(tensors, dims, strict=True):
-            if not -tensor.ndim <= own < tensor.ndim or tensor.shape[own] != places:
+            if not -tensor.ndim <= own < tensor.ndim or tensor.shape[own] != slots:
                 layout = "target" if back else "source"
                 return (
-                    f"tensor of shape {tuple(tensor.shape)} does not fit: rank {self.group.rank} has {places} places "
+                    f"tensor of shape {tuple(tensor.shape)} does not fit: rank {self.group.rank} has {slots} slots "
                     f"in the {layout} layout, in dimension {own}; give the dimension of tokens with dim, or make the "
-                    f"re-homing with {layout}_places"
+                    f"redistributing with {layout}_slots"
                 )
         return None
 
 
-def _places(layout: SequenceLayout, rank: int, places: int | None) -> int:
-    """Number of places of a rank. Raises UserError for one that does not hold its tokens."""
-    places = layout.shard if places is None else places
+def _slots(layout: SequenceLayout, rank: int, slots: int | None) -> int:
+    """Returns the number of slots of a rank. Raises UserError for one that does not hold its tokens."""
+    slots = layout.shard if slots is None else slots
     least = int(layout.local[layout.rank == rank].max(initial=-1)) + 1
-    if not least <= places <= layout.shard:
-        raise UserError(f"rank {rank} has {places} places, expected {least} to {layout.shard}")
-    return places
+    if not least <= slots <= layout.shard:
+        raise UserError(f"rank {rank} has {slots} slots, expected {least} to {layout.shard}")
+    return slots
 
 
 def _fingerprint(tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> int:
-    """A number below 2^63 that is equal for tensors that ranks can exchange."""
+    """Returns a number below 2^63 that is equal for tensors that ranks can exchange."""
     follows = torch.is_grad_enabled()
     shapes = [tensor.movedim(own, 0).shape[1:] for tensor, own in zip(tensors, dims, strict=True)]
     each = zip(tensors, shapes, strict=True)
     return fingerprint_of([(tuple(shape), tensor.dtype, follows and tensor.requires_grad) for tensor, shape in each])
 
 
-class _Rehomed(torch.autograd.Function):
+class _Redistributed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rehoming: Rehoming, back: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.rehoming, ctx.back = rehoming, back
-        found = rehoming._way(back, tensors[0].device).run(tensors, rehoming.group)
+    def forward(
+        ctx: Any, redistribution: Redistribution, back: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.redistribution, ctx.back = redistribution, back
+        found = redistribution._way(back, tensors[0].device).run(tensors, redistribution.group)
         ctx.mark_non_differentiable(*(one for one in found if not (one.is_floating_point() or one.is_complex())))
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needed = [place for place, wanted in enumerate(ctx.needs_input_grad[2:]) if wanted]
-        way = ctx.rehoming._way(not ctx.back, grads[needed[0]].device)
-        found = dict(zip(needed, way.run([grads[place] for place in needed], ctx.rehoming.group), strict=True))
-        return (None, None, *(found.get(place) for place in range(len(grads))))
+        needed = [index for index, wanted in enumerate(ctx.needs_input_grad[2:]) if wanted]
+        way = ctx.redistribution._way(not ctx.back, grads[needed[0]].device)
+        found = dict(zip(needed, way.run([grads[index] for index in needed], ctx.redistribution.group), strict=True))
+        return (None, None, *(found.get(index) for index in range(len(grads))))
