@@ -11,12 +11,12 @@ import time
 
 import pytest
 
+from scripts.checks.campaign import features_part
 from scripts.checks.campaign.faults import generating, nursery
 from scripts.checks.campaign.faults.acts import fire
 from scripts.checks.campaign.faults.judging import Expected, message_about
 from scripts.checks.campaign.faults.nursery import Nursery, Task
 from scripts.checks.campaign.faults.phases import PHASES
-from scripts.checks.campaign.features import features_part
 from scripts.checks.campaign.frame import Outcome, Progress, State, run_part
 from scripts.checks.campaign.oracle.attention_case import draw_case
 from scripts.checks.campaign.oracle.oracle_part import BOUNDS

@@ -16,7 +16,7 @@ from tests.support import interpreter  # noqa: F401  before anything else import
 PARTS = {
     "oracle": "scripts.checks.campaign.oracle.oracle_part:Oracle",
     "faults": "scripts.checks.campaign.faults.faults_part:Faults",
-    "features": "scripts.checks.campaign.features.features_part:Features",
+    "features": "scripts.checks.campaign.features_part:Features",
     "fuzz": "scripts.checks.campaign.fuzz.fuzz_part:Fuzz",
     "soak": "scripts.checks.campaign.soak.soak_part:Soak",
 }
