@@ -18,6 +18,7 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.sources import MaskRequest
+from dbsp_core.sources.lowrank import LowRankProjections
 from tests.support.programs import run
 from tests.support.repository import ROOT, python_path
 
@@ -146,6 +147,19 @@ def test_training_ends_with_a_loss(folder):
     losses = re.findall(r"step (\d): loss (\d+\.\d+)", said["0"])
     assert [step for step, _ in losses] == ["0", "1", "2"]
     assert said["1"] == ""
+
+
+@pytest.mark.long
+def test_training_in_two_stages_ends_under_predicted_masks(folder):
+    said = start(folder, "two_stages.py")["0"]
+    *before, last = re.findall(r"approximation loss (\d\.\d+)", said)
+    assert all(float(loss) > 0.01 for loss in before)
+    assert float(last) <= 0.01
+    first, _, second = said.rpartition("approximation loss")
+    assert len(re.findall(r"stage 1, step \d: loss \d+\.\d+", first)) == 2 * (len(before) + 1)
+    assert len(re.findall(r"stage 2, step \d: loss \d+\.\d+", second)) == 2
+    fitted = LowRankProjections.load(str(folder / "fitted.safetensors"))
+    assert fitted.shape[2] < fitted.shape[1], "fewer dimensions than heads have"
 
 
 def test_the_mask_is_what_its_words_say(monkeypatch):
