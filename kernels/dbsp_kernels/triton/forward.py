@@ -50,9 +50,9 @@ def _keys_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _online_softmax(scores, top, total, scale_log2):  # type: ignore[no-untyped-def]
-    """One step of it, in base 2. Returns weights, the factor of what was summed before, and the new top and total.
+    """One step of it, in base 2, of scores times their row's scale_log2.
 
-    scale_log2: Of each row of the scores.
+    Returns weights, the factor of what was summed before, and the new top and total.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2[:, None] - new_top[:, None])
