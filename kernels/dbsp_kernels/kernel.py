@@ -64,6 +64,7 @@ class Kernel:
         least_tokens: Fewest tokens of a head.
         returns_lse: True if it returns a log-sum-exp, and not NaN.
         ragged_rows: True if it supports other rows than those of whole heads.
+        approximates: True if it rounds more than its dtypes do, so that "auto" never takes it, however it measures.
         merges: True if it merges into `partial` and returns `out_dtype` by itself.
         why_unavailable: Returns why it cannot work on this machine, or None.
         interpreted: True if Triton's interpreter can run it on the CPU.
@@ -80,6 +81,7 @@ class Kernel:
     least_tokens: int = 1
     returns_lse: bool = True
     ragged_rows: bool = True
+    approximates: bool = False
     merges: bool = False
     why_unavailable: Callable[[], str | None] = lambda: None
     interpreted: bool = False
@@ -136,6 +138,12 @@ def _triton(inputs: KernelInputs) -> PartialAttention:
     return triton_attention(inputs)
 
 
+def _triton_int8(inputs: KernelInputs) -> PartialAttention:
+    from dbsp_kernels.triton.forward import triton_int8_attention  # here: triton need not be installed
+
+    return triton_int8_attention(inputs)
+
+
 def _triton_backward(inputs: BackwardInputs) -> Gradients:
     from dbsp_kernels.triton.backward import triton_attention_backward  # here: triton need not be installed
 
@@ -190,7 +198,19 @@ _IN_ORDER = (
         least_tokens=128,  # which SpargeAttn asserts
         returns_lse=False,
         ragged_rows=False,
+        approximates=True,
         why_unavailable=sparge.why_unavailable,
+    ),
+    Kernel(
+        name="triton-int8",
+        run=_triton_int8,
+        devices=_CUDA,
+        dtypes=FLOATS - {torch.float64},
+        widths=range(1, 257),
+        approximates=True,
+        merges=True,
+        why_unavailable=why_unavailable,
+        interpreted=True,
     ),
 )
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER}

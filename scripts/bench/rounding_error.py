@@ -18,7 +18,7 @@ import torch
 
 from dbsp_kernels.exchange import restore_rows, rows_of_tokens
 
-__all__ = ["WAYS", "relative_errors"]
+__all__ = ["WAYS", "drawn", "relative_errors"]
 
 WIDTH, BLOCK, DENSITY, WAVES = 128, 64, 0.4, 12
 LARGEST_FP8 = 448.0
@@ -48,7 +48,7 @@ def relative_errors(tokens: int, heads: int, outliers: bool) -> dict[str, float]
     """By way: |rounded − exact| / |exact| (Frobenius), mean over heads."""
     sums = dict.fromkeys(WAYS, 0.0)
     for head in range(heads):
-        q, k, v = _drawn(tokens, head, outliers)
+        q, k, v = drawn(tokens, head, outliers)
         allowed, mean = _mask(q, k), k.mean(dim=0, keepdim=True)
         exact = _attention(q, k, v, allowed)
         for name, (rounded, centred) in WAYS.items():
@@ -57,8 +57,8 @@ def relative_errors(tokens: int, heads: int, outliers: bool) -> dict[str, float]
     return sums
 
 
-def _drawn(tokens: int, seed: int, outliers: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of a head, float32[tokens, WIDTH], each number one of bfloat16."""
+def drawn(tokens: int, seed: int, outliers: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draws q, k and v of a head, float32[tokens, WIDTH], each number one of bfloat16."""
     draws = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

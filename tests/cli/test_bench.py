@@ -17,7 +17,7 @@ from dbsp_cli.measure import _exchange_constants, fit, imbalanced_mask
 from dbsp_core import BlockGrid
 from dbsp_core.cost.machine import device_class, kernel_order, load_hardware, measured_file, save_hardware
 from dbsp_core.utils.errors import UserError
-from dbsp_kernels import choose_kernel
+from dbsp_kernels import KERNELS, choose_kernel
 from tests.cli.bench_cases import measure_tiny
 
 CPU = torch.device("cpu")
@@ -124,6 +124,18 @@ def test_one_process_measures_writes_where_runs_look_and_draws(dbsp, tmp_path, m
     assert hardware.sources["exchange_bytes_per_s"] == load_hardware("cpu-demo").sources["exchange_bytes_per_s"]
     assert kernel_order("auto", None, CPU) == "cpu,auto"
     assert imread(tmp_path / "bench.png").shape[1] > 1000
+
+
+def test_kernel_that_approximates_is_never_one_that_auto_takes(dbsp, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench, "_ON_CPU", (2, 256))
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], approximates=True))
+    code, out, err = dbsp("bench", "tiny-wan", "--json")
+    assert code == 0, err
+    (cpu,) = json.loads(out)["kernels"]
+    assert cpu["error"] < 1e-5
+    assert not cpu["exact"]
+    assert load_hardware(measured_file("cpu")).exact_kernels == ()
 
 
 def test_two_ranks_measure_exchanges_and_both_strategies(pool):

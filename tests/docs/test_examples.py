@@ -18,6 +18,7 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.sources import MaskRequest
+from dbsp_core.sources.lowrank import LowRankProjections
 from tests.support.programs import run
 from tests.support.repository import ROOT, python_path
 
@@ -62,8 +63,8 @@ def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
         (folder / "original.py").write_text(text)
         text = ON_CPU.format(file=str(folder / "original.py"))
     (folder / name).write_text(text)
-    if name == "packed.py":
-        shutil.copy(EXAMPLES / "denoise_packed.py", folder)
+    for helper in ("denoise_packed.py", "encode_evenly.py"):
+        shutil.copy(EXAMPLES / helper, folder)
     logs = folder / f"{name}.logs"  # a log a rank: two ranks' lines in one pipe may run into each other
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -146,6 +147,70 @@ def test_training_ends_with_a_loss(folder):
     losses = re.findall(r"step (\d): loss (\d+\.\d+)", said["0"])
     assert [step for step, _ in losses] == ["0", "1", "2"]
     assert said["1"] == ""
+
+
+@pytest.mark.long
+def test_training_in_two_stages_ends_under_predicted_masks(folder):
+    said = start(folder, "two_stages.py")["0"]
+    *before, last = re.findall(r"approximation loss (\d\.\d+)", said)
+    assert all(float(loss) > 0.01 for loss in before)
+    assert float(last) <= 0.01
+    first, _, second = said.rpartition("approximation loss")
+    assert len(re.findall(r"stage 1, step \d: loss \d+\.\d+", first)) == 2 * (len(before) + 1)
+    assert len(re.findall(r"stage 2, step \d: loss \d+\.\d+", second)) == 2
+    fitted = LowRankProjections.load(str(folder / "fitted.safetensors"))
+    assert fitted.shape[2] < fitted.shape[1], "fewer dimensions than heads have"
+
+
+@pytest.mark.long
+def test_encoders_of_packed_training_run_evenly(folder):
+    """One rank loads a clip of nine frames and an image, the other one five images."""
+    said = start(folder, "train_packed.py")
+    found = [re.findall(r"rank \d: loaded (\d), encoded (\d) prompts and (\d) clips\n", said[rank]) for rank in "01"]
+    assert sorted(found) == [[("2", "4", "1")] * 2, [("5", "3", "6")] * 2]
+    assert [step for step, _ in re.findall(r"step (\d): loss of all samples (\d+\.\d+)", said["0"])] == ["0", "1"]
+
+
+ENCODED = """import torch
+import torch.distributed as dist
+from encode_evenly import encode_evenly, gathered
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+sizes = {loads}[rank]
+items = [torch.full((size, 3), 10.0 * rank + place) + torch.arange(3) for place, size in enumerate(sizes)]
+worked = []
+
+def encode(item):
+    worked.append(len(item))
+    return item.cumsum(0)[: len(item) // 2 + 1] @ torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+
+found, count = encode_evenly(items, sizes, encode, "cpu")
+assert count == len(worked)
+busy = gathered(sum(worked))
+assert len(found) == len(items)
+assert all(torch.equal(one, encode(item)) for one, item in zip(found, items))
+print(f"rank {{rank}}: {{busy}}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loads", "busy"),
+    [
+        ([[7, 2, 3], [1, 1]], [7, 7]),
+        ([[4, 4, 4, 4], []], [8, 8]),
+        ([[], []], [0, 0]),
+        ([[5], [5]], [5, 5]),
+    ],
+)
+def test_items_are_encoded_evenly_with_the_results_of_one_process(tmp_path, loads, busy):
+    (tmp_path / "encoded.py").write_text(ENCODED.format(loads=loads))
+    shutil.copy(EXAMPLES / "encode_evenly.py", tmp_path)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = run([sys.executable, *launch, "encoded.py"], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count(f": {busy}") == 2
 
 
 def test_the_mask_is_what_its_words_say(monkeypatch):

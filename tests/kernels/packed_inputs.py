@@ -67,6 +67,21 @@ def written_out(p: Packed, scale: float | None = None) -> tuple[torch.Tensor, to
     return torch.from_numpy(out), torch.from_numpy(lse)
 
 
+def rounded_to_int8(p: Packed) -> Packed:
+    """The same attention in float64 of the queries and keys that kernel `triton-int8` multiplies."""
+    real = torch.arange(p.k.shape[1], device=p.k.device) < p.kv_len[:, None]
+    k = p.k.masked_fill(~real[..., None], 0)
+    return replace(p, q=int8_and_back(p.q, (2,)), k=int8_and_back(k, (1, 2)), v=p.v.double())
+
+
+def int8_and_back(tokens: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Rounds to int8 as `triton-int8` does, to float64: one scale over `dims`, for a query or a block of keys."""
+    tokens = tokens.float()
+    largest = tokens.abs().amax(dims, keepdim=True)
+    scale = torch.where(largest < 2.0**-50, 1.0, largest / 127)
+    return (tokens / scale).round().double() * scale
+
+
 def kinder(p: Packed) -> Packed:
     """The same rows with their full blocks first, so that `full_counts` may be given as a hint."""
     index = p.kv_index.clone()

@@ -25,7 +25,7 @@ from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
-from dbsp_kernels.triton.forward import triton_attention
+from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
 from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.prediction import (
     pool_rows_triton,
@@ -99,6 +99,7 @@ def attend(rows: int, blocks: int, offset: int) -> None:
     wide = {"out_dtype": torch.float32}
     for options in ({}, wide, {"partial": partial}, {"partial": partial, "out_dtype": torch.bfloat16}):
         triton_attention(KernelInputs(**(vars(plain) | options)))
+        triton_int8_attention(KernelInputs(**(vars(plain) | options)))
     turned = table(blocks, rows, offset=offset), table(blocks, offset=offset)
     triton_attention_backward(BackwardInputs(plain, q, q, partial[1], lambda: turned))
     triton_merge_into(*partial, q, partial[1])

@@ -318,13 +318,22 @@ class TestCapabilities:
     @pytest.mark.parametrize(
         ("needs", "message"),
         [
-            (KernelRequirements(lse=True), r"returns no log-sum-exp.*use cpu or triton or reference or fa4$"),
-            (KernelRequirements(ragged_rows=True), r"only whole heads.*use cpu or triton or reference or fa4$"),
-            (KernelRequirements(width=32), r"head dims 64 or 128, not 32; use cpu or triton or reference$"),
+            (
+                KernelRequirements(lse=True),
+                r"returns no log-sum-exp.*use cpu or triton or reference or fa4 or triton-int8$",
+            ),
+            (
+                KernelRequirements(ragged_rows=True),
+                r"only whole heads.*use cpu or triton or reference or fa4 or triton-int8$",
+            ),
+            (
+                KernelRequirements(width=32),
+                r"head dims 64 or 128, not 32; use cpu or triton or reference or triton-int8$",
+            ),
             (KernelRequirements(width=512), r"not 512; use cpu or reference"),
             (
                 KernelRequirements(tokens=100),
-                r"heads of 128 tokens and more, not of 100; use cpu or triton or reference or fa4",
+                r"heads of 128 tokens and more, not of 100; use cpu or triton or reference or fa4 or triton-int8",
             ),
         ],
     )

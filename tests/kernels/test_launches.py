@@ -15,7 +15,7 @@ from tests.support.repository import ROOT, child_environment
 
 pytest.importorskip("triton")
 MOST_VARIANTS = {
-    "forward_kernel": 4,  # output in the model's dtype or float32, merged with a partial result or not
+    "forward_kernel": 8,  # output in the model's dtype or float32, merged with a partial result or not; of int8 or not
     "backward_rows_kernel": 1,
     "backward_keys_kernel": 1,
     "merge_kernel": 1,
@@ -26,6 +26,7 @@ MOST_VARIANTS = {
     "score_kernel": 1,
     "select_kernel": 2,  # by cumulative chance or by count
     "copy_kernel": 12,  # four segment lengths; one source, one that is added, or three
+    "quantise_blocks_kernel": 1,
     "quantise_kernel": 8,  # four segment lengths; with a mean subtracted or not
 }
 """Variants for one dtype, head size and block size."""

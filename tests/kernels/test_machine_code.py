@@ -12,11 +12,12 @@ from tests.support.programs import run
 from tests.support.repository import ROOT, child_environment
 
 pytest.importorskip("triton")
-from scripts.checks.machine_code.variants import SHIPPED
+from scripts.checks.machine_code.variants import ATTENTION, SHIPPED
 
 FIELDS = {
     "kernel", "arch", "block_q", "block_k", "width", "dtype", "case", "triton", "tile_distance", "products",
-    "waits", "in_flight", "serialised", "registers", "spills", "shared_bytes", "programs_per_multiprocessor", "stack",
+    "products_of_int8", "waits", "in_flight", "serialised", "registers", "spills", "shared_bytes",
+    "programs_per_multiprocessor", "stack",
     "local_accesses", "local_in_loops", "remark",
 }  # fmt: skip
 
@@ -60,6 +61,7 @@ def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills(blocks):
         assert v["tile_distance"] >= 2, f"tiles of keys and values are fetched while others are worked on: {v}"
         assert not v["serialised"], v
         assert v["waits"] <= 6 < v["products"], v
+        assert (v["products_of_int8"] > 0) == (v["kernel"] == "triton-int8"), v
         assert v["fused"] >= v["exponentials"] - 2, (
             f"scores are scaled and their maximum taken off in one instruction: {v}"
         )
@@ -75,7 +77,7 @@ SHARED = {"sm80": 99 << 10, "sm90": 227 << 10, "sm120": 99 << 10}
 @pytest.mark.long
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_shipped_shape_fits_the_smallest_gpus_and_lives_in_registers(arch):
-    found = variants("--arch", arch, "--dtype", "bf16", "--kernel", "triton", "triton-dq", "triton-dkv")
+    found = variants("--arch", arch, "--dtype", "bf16", "--kernel", *ATTENTION)
     assert {(v["block_q"], v["block_k"], v["width"]) for v in found} == set(SHIPPED)
     for v in found:
         assert v["shared_bytes"] <= SHARED[arch], v
@@ -101,6 +103,7 @@ OTHERS = (
     "merge",
     "copy",
     "quantise",
+    "quantise-blocks",
     "restore",
     "expand-rows",
     "pack-rows",
@@ -124,8 +127,8 @@ def test_loops_without_tensor_cores_live_in_registers(arch):
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm86", "sm89", "sm100", "sm110"])
 def test_no_loop_of_attention_has_local_memory(arch):
-    kernels, blocks = ("triton", "triton-dq", "triton-dkv"), ("64x64", "64x128", "128x64", "128x128")
-    found = variants("--arch", arch, "--dtype", "bf16", "fp16", "--kernel", *kernels, "--blocks", *blocks)
+    blocks = ("64x64", "64x128", "128x64", "128x128")
+    found = variants("--arch", arch, "--dtype", "bf16", "fp16", "--kernel", *ATTENTION, "--blocks", *blocks)
     assert [v for v in found if v["local_in_loops"]] == []
 
 

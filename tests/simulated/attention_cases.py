@@ -10,6 +10,7 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, dual_balanced_attention
 from dbsp_kernels import dense
 from tests.gpu_node.faults import recorded
+from tests.kernels.packed_inputs import int8_and_back
 from tests.support.oracle import dense_attention
 from tests.support.thread_ranks import once
 
@@ -28,6 +29,7 @@ class AttentionCase:
     width: int = 16
     dense_heads: int = 0
     dtype: torch.dtype = torch.float32
+    kernel: str = "auto"
     gradients: bool = False
     sabotage: str | None = None
 
@@ -52,7 +54,14 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
         local[1] = local[1].roll(1, dims=1)
     group = SequenceGroup.of()
     out = dual_balanced_attention(
-        *local, mask, case.strategy, planner=case.planner, layout=layout, group=group, keys=case.keys
+        *local,
+        mask,
+        case.strategy,
+        planner=case.planner,
+        layout=layout,
+        group=group,
+        keys=case.keys,
+        kernel=case.kernel,
     )
     assert (out.device, out.dtype) == (device, case.dtype)
     errors = [float((out.detach().cpu()[:, :, places].double() - expected[0][:, :, mine]).abs().max())]
@@ -82,7 +91,11 @@ def _whole(case: AttentionCase) -> tuple[BlockMask, list[torch.Tensor], torch.Te
     full = [torch.randn(shape, generator=generator).to(case.dtype).double().requires_grad_() for _ in range(3)]
     weight = torch.randn(shape, generator=generator).to(case.dtype).double()
     mask = _random_mask(case)
-    out = dense_attention(full[0], full[1], full[2], mask, torch.arange(case.tokens))
+    q, k, v = full
+    if case.kernel == "triton-int8" and case.sabotage != "no rounding":
+        blocks = k.split(case.grid.k_axis.lengths.tolist(), dim=2)
+        q, k = int8_and_back(q, (3,)), torch.cat([int8_and_back(block, (2, 3)) for block in blocks], dim=2)
+    out = dense_attention(q, k, v, mask, torch.arange(case.tokens))
     (out * weight).sum().backward()
     gradients = [one.grad for one in full if one.grad is not None]
     return mask, full, weight, [out.detach(), *gradients]

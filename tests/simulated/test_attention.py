@@ -69,6 +69,16 @@ def test_every_way_is_exact(gpu_node: GpuNode, case: AttentionCase) -> None:
     check(gpu_node, case)
 
 
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2", "U2R2", "U1R4"])
+def test_int8_kernel_equals_attention_of_the_rounded_numbers(gpu_node: GpuNode, strategy: str) -> None:
+    check(gpu_node, AttentionCase(strategy, kernel="triton-int8", text_tokens=5, width=32))
+
+
+def test_int8_kernel_is_apart_from_exact_attention(gpu_node: GpuNode) -> None:
+    case = AttentionCase("U2R1", kernel="triton-int8", width=32, sabotage="no rounding")
+    assert 1e-4 < max(max(errors) for errors in gpu_node.run(2, largest_errors, case)) < 5e-2
+
+
 def test_a_fault_is_found(gpu_node: GpuNode) -> None:
     case = replace(AttentionCase("U2R1"), sabotage="another head")
     assert max(max(errors) for errors in gpu_node.run(2, largest_errors, case)) > 1e-2

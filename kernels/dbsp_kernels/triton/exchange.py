@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import rounding
+from dbsp_kernels.triton.int8 import largest_magnitudes, quantise
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
@@ -119,7 +120,6 @@ def triton_copy_segments(
 
 
 INT8_ELEMENTS = 4096  # per program and step, as numbers of 32 bits
-ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
 TINY = tl.constexpr(rounding.TINY)
 
 
@@ -151,21 +151,15 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
         if LESS:
             less = less_ptr + batch * less_batch + from_head[:, None] * less_head + width[None, :]
             values -= tl.load(less, mask=copied, other=0.0)
-        magnitude = tl.abs(values)
-        finite = magnitude < float("inf")  # not true of NaN
-        largest = tl.max(tl.where(finite, magnitude, float("inf")), 1)
-        scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
-        fine = (largest >= TINY) & (largest < float("inf"))
-        numbers = tl.div_rn(tl.where(fine[:, None], values, 0.0), tl.where(fine, scale, 1.0)[:, None])
-        numbers = (numbers + ROUND) - ROUND
+        largest = largest_magnitudes(values)
+        numbers, scale = quantise(values, largest, TINY)
         word = to_row + token * to_token_stride
         tl.store(
             bytes_ptr + word[:, None] * 4 + width[None, :],
-            numbers.to(tl.int8),
+            numbers,
             mask=here[:, None] & (width[None, :] < 4 * WORDS - 4),
         )
-        scale = tl.where(fine, scale, tl.where(largest < TINY, 0.0, float("nan")))
-        tl.store(scales_ptr + word + (WORDS - 1), scale, mask=here)
+        tl.store(scales_ptr + word + (WORDS - 1), tl.where(largest < TINY, 0.0, scale), mask=here)
 
 
 def triton_quantise_segments(

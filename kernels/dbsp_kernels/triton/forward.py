@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -10,12 +11,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
+from dbsp_kernels.triton.int8 import LEAST, largest_magnitudes, quantise, quantise_blocks
 from dbsp_kernels.triton.launch import capability_of, launch
-from dbsp_kernels.triton.tiles import HOPPER, Tiles, padded, tiles_for
+from dbsp_kernels.triton.tiles import HOPPER, Tiles, int8_tiles_for, padded, tiles_for
 
-__all__ = ["LOG2_E", "triton_attention"]
+__all__ = ["LOG2_E", "triton_attention", "triton_int8_attention"]
 
 LOG2_E = 1 / math.log(2)
+LEAST_INT8_WIDTH = 32  # what tensor cores sum up at once of int8
 
 
 @triton.jit
@@ -47,16 +50,28 @@ def _keys_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _online_softmax(scores, top, total, scale_log2):  # type: ignore[no-untyped-def]
-    """One step of it, in base 2. Returns weights, the factor of what was summed before, and the new top and total."""
+    """One step of it, in base 2, of scores times their row's scale_log2.
+
+    Returns weights, the factor of what was summed before, and the new top and total.
+    """
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - new_top[:, None])
+    weights = tl.exp2(scores * scale_log2[:, None] - new_top[:, None])
     decay = tl.exp2(top - new_top)
     return weights, decay, new_top, total * decay + tl.sum(weights, 1)
 
 
 @triton.jit
+def _scores(q, k, block, scale_ptr, scale_log2):  # type: ignore[no-untyped-def]
+    """Returns q·kᵀ in fp32 and the factors of its rows; those of int8 keys include the block's scale."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if scale_ptr is not None:
+        scores, scale_log2 = scores.to(tl.float32), scale_log2 * tl.load(scale_ptr + block)
+    return scores, scale_log2
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, k_source, v_source, top, total, acc, second, indices, length_ptr, first, last, scale_log2,
+    q, k_source, v_source, top, total, acc, second, indices, length_ptr, scale_ptr, first, last, scale_log2,
     k_block, k_token, v_block, v_token,
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, HALVES: tl.constexpr,
     USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
@@ -85,17 +100,17 @@ def _attend(  # type: ignore[no-untyped-def]
         # Scores of keys that are not real are masked, whatever they are; but a NaN in a value survives a weight of 0.
         k = _keys_tile(
             k_source, block, start, k_block, k_token, inside, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32 and scale_ptr is None,
         )  # fmt: skip
         v = _keys_tile(
             v_source, block, start, v_block, v_token, real, 0,
             BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED or (RAGGED and not USE_TMA), INTERPRET_FP32,
         )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores, step_scale = _scores(q, k, block, scale_ptr, scale_log2)
         if MASKED or RAGGED:
             scores = tl.where(real[None, :], scores, float("-inf"))
         # The first step of a block has a real key, so the new top is finite from the first step on.
-        weights, decay, top, total = _online_softmax(scores, top, total, scale_log2)
+        weights, decay, top, total = _online_softmax(scores, top, total, step_scale)
         weights = weights.to(v.dtype)
         acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
         if HALVES:
@@ -109,7 +124,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend_late(  # type: ignore[no-untyped-def]
-    q, k_source, v_source, top, total, acc, indices, full, scale_log2,
+    q, k_source, v_source, top, total, acc, indices, scale_ptr, full, scale_log2,
     k_block, k_token, v_block, v_token,
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
@@ -133,17 +148,17 @@ def _attend_late(  # type: ignore[no-untyped-def]
         v_at = tl.load(indices + before // STEPS).to(tl.int64)
         k = _keys_tile(
             k_source, block, start, k_block, k_token, start + key < BLOCK_K, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32 and scale_ptr is None,
         )  # fmt: skip
         v = _keys_tile(
             v_source, v_at, v_start, v_block, v_token, v_start + key < BLOCK_K, 0,
             BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores, step_scale = _scores(q, k, block, scale_ptr, scale_log2)
         if RAGGED:
             scores = tl.where((start + key < BLOCK_K)[None, :], scores, float("-inf"))
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        weights, decay, top, total = _online_softmax(scores, top, total, scale_log2)
+        weights, decay, top, total = _online_softmax(scores, top, total, step_scale)
     if full > 0:
         end = full * STEPS - 1
         v_at, v_start = tl.load(indices + end // STEPS).to(tl.int64), end % STEPS * TILE_K
@@ -169,7 +184,7 @@ def _attend_late(  # type: ignore[no-untyped-def]
 )
 def forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_source, v_source, index_ptr, count_ptr, full_ptr, length_ptr, order_ptr,
-    out_ptr, lse_ptr, running_ptr, running_lse_ptr,
+    out_ptr, lse_ptr, running_ptr, running_lse_ptr, scale_ptr,
     q_row, q_token, k_block, k_token, v_block, v_token, index_width, scale_log2,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
@@ -181,6 +196,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     Args:
         q, out, running: [rows, BLOCK_Q, WIDTH].
         k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors.
+        scale: [blocks], scales of int8 keys, with which queries are rounded to int8, too; None: k is of v's dtype.
         LOOP: See `Tiles.loop`.
         FULL_FIRST: The first full[row] entries are full blocks.
         SHORT_ONLY: Those entries are left out.
@@ -194,6 +210,11 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     q = tl.load(q_ptr + row * q_row + queries[:, None] * q_token + width[None, :], mask=in_q, other=0.0)
     if INTERPRET_FP32:
         q = q.to(tl.float32)
+    scale_log2 = tl.full([TILE_Q], scale_log2, tl.float32)
+    if scale_ptr is not None:
+        q = q.to(tl.float32)
+        q, of_query = quantise(q, largest_magnitudes(q), LEAST)
+        scale_log2 *= of_query
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     HALVES: tl.constexpr = LOOP == "halves"
@@ -206,18 +227,18 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         full = tl.load(full_ptr + row)
     if FULL_FIRST and LOOP != "late":
         top, total, acc, second = _attend(
-            q, k_source, v_source, top, total, acc, second, indices, length_ptr, 0, full, scale_log2,
+            q, k_source, v_source, top, total, acc, second, indices, length_ptr, scale_ptr, 0, full, scale_log2,
             k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, HALVES,
             USE_TMA, False, INTERPRET_FP32, STAGES,
         )  # fmt: skip
     top, total, acc, second = _attend(
-        q, k_source, v_source, top, total, acc, second, indices, length_ptr, full, count, scale_log2,
+        q, k_source, v_source, top, total, acc, second, indices, length_ptr, scale_ptr, full, count, scale_log2,
         k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, HALVES,
         USE_TMA, True, INTERPRET_FP32, 1 if FULL_FIRST or SHORT_ONLY else STAGES,
     )  # fmt: skip
     if FULL_FIRST and LOOP == "late":  # last, or its values would be held while the other loop runs
         top, total, acc = _attend_late(
-            q, k_source, v_source, top, total, acc, indices, full, scale_log2,
+            q, k_source, v_source, top, total, acc, indices, scale_ptr, full, scale_log2,
             k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, INTERPRET_FP32, STAGES,
         )  # fmt: skip
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
@@ -256,12 +277,17 @@ def _store_merged(  # type: ignore[no-untyped-def]
 
 
 def triton_attention(
-    inputs: KernelInputs, tiles: Tiles | None = None, use_tma: bool | None = None, short_only: bool = False
+    inputs: KernelInputs,
+    tiles: Tiles | None = None,
+    use_tma: bool | None = None,
+    short_only: bool = False,
+    key_scale: torch.Tensor | None = None,
 ) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device.
 
     Args:
         short_only: Only the entries from kv_full on, which must be given; the others have been computed elsewhere.
+        key_scale: float32[Ck], the blocks' scales if k is int8; see `triton_int8_attention`.
     """
     q, scale = inputs.positively_scaled()
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, inputs.k, inputs.v))
@@ -273,11 +299,14 @@ def triton_attention(
         return out, lse
     interpreted = not q.is_cuda
     capability = HOPPER if interpreted else capability_of(q.device)
-    tiles = tiles or tiles_for(block_q, block_k, width, q.dtype, capability)
+    choose_tiles = tiles_for if key_scale is None else int8_tiles_for
+    tiles = tiles or choose_tiles(block_q, block_k, width, q.dtype, capability)
     if use_tma is None:
         use_tma = capability >= HOPPER and q.itemsize == 2 and not interpreted
     use_tma = use_tma and _copyable(k) and _copyable(v)
     tile_d, loop = padded(width), tiles.loop
+    if key_scale is not None:
+        tile_d = max(tile_d, LEAST_INT8_WIDTH)
     v_columns = tile_d // 2 if loop == "halves" else tile_d
     k_source = _described(k, tiles.keys, tile_d) if use_tma else k
     v_source = _described(v, tiles.keys, v_columns) if use_tma else v
@@ -290,7 +319,7 @@ def triton_attention(
         q, k_source, v_source,
         inputs.kv_index.contiguous(), kv_count, kv_count if kv_full is None else kv_full, inputs.kv_len,
         schedule.contiguous(),
-        out, lse, other, other_lse,
+        out, lse, other, other_lse, key_scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         inputs.kv_index.shape[1], scale * LOG2_E,
         BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
@@ -300,6 +329,17 @@ def triton_attention(
         STAGES=tiles.stages, LOOP=loop, num_warps=tiles.warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
+
+
+def triton_int8_attention(
+    inputs: KernelInputs, tiles: Tiles | None = None, use_tma: bool | None = None
+) -> PartialAttention:
+    """The contract of `dbsp_kernels.block_attention` with q·kᵀ of int8: one scale per query, one per block of keys.
+
+    Weights, values and the softmax are as `triton_attention` computes them. (After SageAttention, arXiv 2410.02367.)
+    """
+    k, key_scale = quantise_blocks(inputs.k, inputs.kv_len)
+    return triton_attention(replace(inputs, k=k), tiles, use_tma, key_scale=key_scale)
 
 
 def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: torch.dtype | None) -> PartialAttention:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["HOPPER", "Tiles", "backward_tiles_for", "padded", "tiles_for"]
+__all__ = ["HOPPER", "Tiles", "backward_tiles_for", "int8_tiles_for", "padded", "tiles_for"]
 
 HOPPER = 90
 
@@ -67,6 +67,13 @@ def _tiles_of_warps(block_q: int, block_k: int, width: int, capability: int) -> 
     if capability == 80 and block_q >= 128:
         return Tiles(128, min(block_k, 64), warps=4, stages=3)
     return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=3)
+
+
+def int8_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capability: int) -> Tiles:
+    """The tiles for queries and keys of int8: smaller, as scores take registers both as integers and as fp32."""
+    if capability // 10 == 8:
+        block_q = min(block_q, 64)
+    return tiles_for(block_q, min(block_k, 64), width, dtype, capability)
 
 
 def backward_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:

@@ -27,7 +27,7 @@ from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments
 from dbsp_kernels.tables import expand_rows, pack_rows
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.setting import MOST_ERROR, Setting, Shape
-from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error, rounded_to_int8
 
 MOST_GRADIENT_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CPU = torch.device("cpu")
@@ -54,12 +54,18 @@ def packed_for(setting: Setting, shape: Shape, seed: int = 1) -> Packed:
 
 
 def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
-    """Without hints and with the number of full blocks, which takes the fast loop."""
+    """Without hints and with the number of full blocks, which takes the fast loop; and with q and k as int8."""
     p = packed_for(setting, shape)
-    expected, expected_lse = p.exact()
+    exact, rounded = p.exact(), rounded_to_int8(p).exact()
+    full_first = full_counts(p).to(setting.device)
     some = p.kv_count > 0
-    for name, hint in (("", None), (" with full blocks first", full_counts(p).to(setting.device))):
-        out, lse = (t.cpu() for t in p.to(setting.device).attend("triton", kv_full=hint))
+    for name, kernel, hint, (expected, expected_lse) in (
+        ("", "triton", None, exact),
+        (" with full blocks first", "triton", full_first, exact),
+        (" of int8", "triton-int8", None, rounded),
+        (" of int8 with full blocks first", "triton-int8", full_first, rounded),
+    ):
+        out, lse = (t.cpu() for t in p.to(setting.device).attend(kernel, kv_full=hint))
         yield Row(f"error{name}", relative_error(out, expected), "‖·‖", MOST_ERROR[shape.dtype])
         yield Row(f"error of lse{name}", float((lse - expected_lse)[some].abs().max()), "", 2e-3)
         empty = int(out[~some].any()) + int((~torch.isneginf(lse[~some])).any())

@@ -26,9 +26,9 @@ from scripts.checks.machine_code.records import failed, reported
 from scripts.checks.machine_code.variants import DTYPES, KERNELS, Variant, shipped
 
 COLUMNS = (
-    "kernel", "case", "block_q", "block_k", "width", "dtype", "tile_distance", "products", "waits", "in_flight",
-    "tile_waits", "exponentials", "instructions", "serialised", "registers", "spills", "stack", "local_accesses",
-    "local_in_loops", "shared_bytes", "programs_per_multiprocessor", "remark",
+    "kernel", "case", "block_q", "block_k", "width", "dtype", "tile_distance", "products", "products_of_int8",
+    "waits", "in_flight", "tile_waits", "exponentials", "instructions", "serialised", "registers", "spills", "stack",
+    "local_accesses", "local_in_loops", "shared_bytes", "programs_per_multiprocessor", "remark",
 )  # fmt: skip
 
 

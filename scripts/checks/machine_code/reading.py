@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from scripts.checks.machine_code.compiler import Compiled
 from scripts.checks.machine_code.sass import (
+    OF_INT8,
+    OF_WARPGROUPS,
     PRODUCTS,
     Instruction,
     in_flight_at_exponentials,
@@ -57,6 +59,7 @@ class Step:
     Attributes:
         tile_distance: Steps before their use at which tiles of keys and values are fetched; 0: in the same one.
         products: Tensor-core instructions.
+        products_of_int8: Those of them that multiply int8.
         waits: Instructions that wait for such.
         in_flight: Of a warpgroup's products, those queued and not waited for while an exponential runs, on average;
             None: not sm90.
@@ -69,6 +72,7 @@ class Step:
 
     tile_distance: int
     products: int
+    products_of_int8: int
     waits: int
     in_flight: float | None
     tile_waits: int
@@ -122,17 +126,19 @@ def _step(compiled: Compiled, code: Sequence[Instruction]) -> Step | None:
     if loop is None:
         return None
     step = Counter(one.name for one in loop)
-    products, waits = sum(step[name] for name in PRODUCTS), step["WARPGROUP.DEPBAR"]
+    products, of_warpgroups = (sum(step[name] for name in names) for names in (PRODUCTS, OF_WARPGROUPS))
+    waits = step["WARPGROUP.DEPBAR"]
     return Step(
         tile_distance=tile_distance(compiled.ttgir),
         products=products,
+        products_of_int8=sum(step[name] for name in OF_INT8),
         waits=waits,
         in_flight=in_flight_at_exponentials(loop),
         tile_waits=step["SYNCS.PHASECHK"] + step["DEPBAR"],
         exponentials=step["MUFU.EX2"],
         fused=step["FFMA"] + 2 * step["FFMA2"],
         instructions=step.total(),
-        serialised=is_serialised(compiled.log) or (step["HGMMA"] > 2 and waits >= products),
+        serialised=is_serialised(compiled.log) or (of_warpgroups > 2 and waits >= products),
     )
 
 

@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PRODUCTS", "Instruction", "in_flight_at_exponentials", "instructions", "loops"]
+__all__ = ["OF_INT8", "OF_WARPGROUPS", "PRODUCTS", "Instruction", "in_flight_at_exponentials", "instructions", "loops"]
 
-PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA")
+OF_WARPGROUPS = ("HGMMA", "IGMMA")
+OF_INT8 = ("IGMMA", "UTCIMMA", "IMMA")
+PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", *OF_INT8)
 """Tensor-core products in SASS: of a warpgroup on Hopper, of tensor memory on Blackwell, of a warp elsewhere."""
 
 
@@ -68,7 +70,7 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
 
 def _queue_of_products(waiting: list[int], one: Instruction) -> list[int]:
     """The warpgroup's groups of products that have not been waited for, after an instruction; the last one is open."""
-    if one.name == "HGMMA":
+    if one.name in OF_WARPGROUPS:
         waiting = [*waiting[:-1], waiting[-1] + 1]
         return [*waiting, 0] if "gsb" in one.text else waiting
     if one.name == "WARPGROUP.DEPBAR":
@@ -78,11 +80,11 @@ def _queue_of_products(waiting: list[int], one: Instruction) -> list[int]:
 
 
 def in_flight_at_exponentials(loop: Sequence[Instruction]) -> float | None:
-    """HGMMAs queued and not yet waited for, at a MUFU.EX2 of a step, on average; None: there are no such.
+    """A warpgroup's products queued and not yet waited for, at a MUFU.EX2 of a step, on average; None: there are none.
 
     What is 0 has nothing on the tensor core while its softmax runs. Exponentials of one value a row count as others.
     """
-    if not any(one.name == "HGMMA" for one in loop):
+    if not any(one.name in OF_WARPGROUPS for one in loop):
         return None
     waiting: list[int] = [0]
     for one in loop:  # a step before, for what it leaves in flight

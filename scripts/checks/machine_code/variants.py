@@ -12,7 +12,8 @@ from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
-from dbsp_kernels.triton.forward import triton_attention
+from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
+from dbsp_kernels.triton.int8 import quantise_blocks
 from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.prediction import (
     pool_rows_triton,
@@ -65,7 +66,7 @@ def shipped(arch: int) -> Iterator[Variant]:
     """Everything that shipped configurations use, in all dtypes."""
     for dtype, (block_q, block_k, width) in itertools.product(DTYPES, SHIPPED):
         for name in ATTENTION:
-            for case in ("", "ring") if name == "triton" else ("",):
+            for case in ("", "ring") if KERNELS[name] == "forward_kernel" else ("",):
                 yield Variant(name, arch, block_q, block_k, width, dtype, case)
     for dtype, width in itertools.product(DTYPES, (128, 64)):
         for name, cases in _OF_TOKENS.items():
@@ -116,6 +117,10 @@ def _backward(of: Variant) -> None:
     table = _tensor(BLOCKS, ROWS), _tensor(BLOCKS)
     lse = _tensor(ROWS, of.block_q, dtype=torch.float32)
     triton_attention_backward(BackwardInputs(given, given.q, given.q, lse, lambda: table))
+
+
+def _quantise_blocks(of: Variant) -> None:
+    quantise_blocks(_tensor(BLOCKS, int(of.case), of.width, dtype=DTYPES[of.dtype]), _tensor(BLOCKS))
 
 
 def _sum_tokens(of: Variant) -> None:
@@ -172,21 +177,24 @@ def _pack(of: Variant) -> None:
 
 
 LAUNCHES: dict[str, Callable[[Variant], object]] = {
-    "triton": lambda of: triton_attention(_inputs(of)), "triton-dq": _backward, "triton-dkv": _backward,
+    "triton": lambda of: triton_attention(_inputs(of)), "triton-int8": lambda of: triton_int8_attention(_inputs(of)),
+    "triton-dq": _backward, "triton-dkv": _backward,
     "sum-tokens": _sum_tokens, "pool-rows": _pool_rows, "scores": _scores, "select": _select, "merge": _merge,
-    "copy": _copy, "quantise": _quantise, "expand-rows": _expand, "pack-rows": _pack,
+    "copy": _copy, "quantise": _quantise, "quantise-blocks": _quantise_blocks,
+    "expand-rows": _expand, "pack-rows": _pack,
 }  # fmt: skip
 KERNELS = {
-    "triton": "forward_kernel", "triton-dq": "backward_rows_kernel", "triton-dkv": "backward_keys_kernel",
+    "triton": "forward_kernel", "triton-int8": "forward_kernel",
+    "triton-dq": "backward_rows_kernel", "triton-dkv": "backward_keys_kernel",
     "sum-tokens": "sum_kernel", "pool-rows": "pool_kernel", "scores": "score_kernel", "select": "select_kernel",
     "merge": "merge_kernel", "copy": "copy_kernel", "quantise": "quantise_kernel",
-    "expand-rows": "expand_kernel", "pack-rows": "pack_kernel",
+    "quantise-blocks": "quantise_blocks_kernel", "expand-rows": "expand_kernel", "pack-rows": "pack_kernel",
 }  # fmt: skip
 """Names here, and those of the functions that Triton compiles."""
-ATTENTION = ("triton", "triton-dq", "triton-dkv")
+ATTENTION = ("triton", "triton-int8", "triton-dq", "triton-dkv")
 _OF_TOKENS = {
     "sum-tokens": ("",), "copy": ("blocks", "tokens", "added", "q, k, v"), "merge": ("",),
-    "quantise": ("blocks", "tokens", "less a mean"),
+    "quantise": ("blocks", "tokens", "less a mean"), "quantise-blocks": ("64", "128"),
 }  # fmt: skip
 _OF_TABLES = {
     "select": tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000)),

@@ -1,0 +1,83 @@
+"""Rounding to int8 in Triton: to the nearest, halves to even."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dbsp_kernels.triton.launch import launch
+from dbsp_kernels.triton.tiles import padded
+
+__all__ = ["LEAST", "largest_magnitudes", "quantise", "quantise_blocks"]
+
+ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
+LEAST = tl.constexpr(2.0**-50)  # the product of two scales is no subnormal, which GPUs may flush to zero
+ELEMENTS = 8192  # of a block at a time, in 32 bits
+
+
+@triton.jit
+def largest_magnitudes(values):  # type: ignore[no-untyped-def]
+    """Returns each row's largest magnitude, infinity if a number of it is not finite."""
+    magnitude = tl.abs(values)
+    return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # NaN is not less
+
+
+@triton.jit
+def quantise(values, largest, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns int8 numbers of fp32 rows, and the rows' scales, given each row's largest magnitude.
+
+    A scale is largest / 127. It is 1 if largest < LEAST, and the numbers zeros; NaN if largest is not finite.
+    """
+    fine = (largest >= LEAST) & (largest < float("inf"))
+    scale = tl.where(fine, tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), 1.0)
+    numbers = tl.div_rn(tl.where(fine[:, None], values, 0.0), scale[:, None])
+    numbers = (numbers + ROUND) - ROUND
+    return numbers.to(tl.int8), tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit(do_not_specialize=("length_ptr",))
+def quantise_blocks_kernel(  # type: ignore[no-untyped-def]
+    from_ptr, length_ptr, to_ptr, scale_ptr, from_block, from_token,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """One program, one block, read twice: for its scale, and for its numbers."""
+    block = tl.program_id(0).to(tl.int64)
+    length = tl.load(length_ptr + block)
+    width = tl.arange(0, TILE_D)
+    largest = tl.zeros([TILE], tl.float32)
+    for start in range(0, BLOCK, TILE):
+        token = start + tl.arange(0, TILE)
+        at = from_ptr + block * from_block + token[:, None] * from_token + width[None, :]
+        values = tl.load(at, mask=(token < length)[:, None] & (width[None, :] < WIDTH), other=0.0)
+        largest = tl.maximum(largest, largest_magnitudes(values.to(tl.float32)))
+    largest = tl.zeros([TILE], tl.float32) + tl.max(largest, 0)
+    for start in range(0, BLOCK, TILE):
+        token = start + tl.arange(0, TILE)
+        inside = (token < BLOCK)[:, None] & (width[None, :] < WIDTH)
+        at = from_ptr + block * from_block + token[:, None] * from_token + width[None, :]
+        values = tl.load(at, mask=(token < length)[:, None] & (width[None, :] < WIDTH), other=0.0)
+        numbers, scale = quantise(values.to(tl.float32), largest, LEAST)
+        tl.store(to_ptr + (block * BLOCK + token[:, None]) * WIDTH + width[None, :], numbers, mask=inside)
+    tl.store(scale_ptr + block, tl.max(scale, 0))
+
+
+def quantise_blocks(k: torch.Tensor, kv_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds blocks of keys [Ck, Bk, D] to int8 with one scale per block: (int8[Ck, Bk, D], float32[Ck]).
+
+    Tokens beyond a block's length kv_len int32[Ck] are zeros. The scale of a block with a number that is not finite
+    is NaN.
+    """
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    blocks, block, width = k.shape
+    numbers = torch.empty(k.shape, dtype=torch.int8, device=k.device)
+    scale = torch.empty(blocks, dtype=torch.float32, device=k.device)
+    if blocks:
+        tile_d = padded(width)
+        launch(
+            quantise_blocks_kernel, (blocks,),
+            k, kv_len, numbers, scale, k.stride(0), k.stride(1),
+            BLOCK=block, WIDTH=width, TILE=min(padded(block), max(1, ELEMENTS // tile_d)), TILE_D=tile_d,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return numbers, scale
