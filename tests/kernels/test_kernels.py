@@ -318,13 +318,19 @@ class TestCapabilities:
     @pytest.mark.parametrize(
         ("needs", "complaint"),
         [
-            (KernelRequirements(lse=True), r"returns no log-sum-exp.*use cpu or triton or reference or fa4$"),
-            (KernelRequirements(ragged_rows=True), r"only whole heads.*use cpu or triton or reference or fa4$"),
+            (
+                KernelRequirements(lse=True),
+                r"returns no log-sum-exp.*use cpu or triton or reference or fa4 or flashinfer$",
+            ),
+            (
+                KernelRequirements(ragged_rows=True),
+                r"only whole heads.*use cpu or triton or reference or fa4 or flashinfer$",
+            ),
             (KernelRequirements(width=32), r"head dims 64 or 128, not 32; use cpu or triton or reference$"),
             (KernelRequirements(width=512), r"not 512; use cpu or reference"),
             (
                 KernelRequirements(tokens=100),
-                r"heads of 128 tokens and more, not of 100; use cpu or triton or reference or fa4",
+                r"heads of 128 tokens and more, not of 100; use cpu or triton or reference or fa4 or flashinfer",
             ),
         ],
     )
