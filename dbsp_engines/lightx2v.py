@@ -35,6 +35,7 @@ EXPECTED = ExpectedHost(
         "lightx2v.models.networks.wan.model:WanModel._seq_parallel_pre_process",
         "lightx2v.models.schedulers.scheduler:BaseScheduler.infer_condition",
         "lightx2v.models.schedulers.scheduler:BaseScheduler.step_index",
+        "lightx2v.models.schedulers.wan.scheduler:WanScheduler.timesteps",
     ),
 )
 _running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
@@ -125,8 +126,8 @@ class DbspAttention:
             config = scheduler.config
             _refuse(config, group.size)
             setting = (config.get("parallel") or {}).get(_NAME, config.get(_NAME))
-            ulysses = Strategy(group.size, 1)
-            self._session = EngineSession(group, ulysses, q.shape[1], config["num_layers"], setting)
+            of_model = Strategy(group.size, 1), q.shape[1], config["num_layers"]
+            self._session = EngineSession(group, *of_model, setting, transformer=_transformer_of(scheduler))
         guided = bool(scheduler.config.get("enable_cfg", False))
         branch = int(not scheduler.infer_condition) if guided else None
         self._session.begin(video, q.device, scheduler.step_index, branch)
@@ -142,6 +143,16 @@ class DbspAttention:
 
     def load_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
+
+
+def _transformer_of(scheduler: Any) -> str:
+    """Which of Wan2.2's two transformers a step runs, by LightX2V's own rules; other models have one."""
+    config, step, second = scheduler.config, scheduler.step_index, False
+    if "boundary_step_index" in config:  # distilled
+        second = step >= config["boundary_step_index"]
+    elif "boundary" in config:
+        second = bool(scheduler.timesteps[step] < 1000 * config["boundary"])
+    return "transformer_2" if second else "transformer"
 
 
 def _refuse(config: Mapping[str, Any], ranks: int) -> None:

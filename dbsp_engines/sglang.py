@@ -1,13 +1,15 @@
-"""Hooks on SGLang Diffusion's Wan: its self-attention hands this rank's shard to the session of its transformer.
+"""Hooks on SGLang Diffusion's Wan and MiniMax-H3: self-attention hands this rank's shard to its transformer's session.
 
 SGLang has a closed list of attention backends; what it has for third parties are hooks on functions that they name.
 Each worker calls `register`, entry point `sglang.multimodal_gen.plugins`, and puts the hooks on itself, until it ends.
-SGLang's layer keeps everything else: with `skip_sequence_parallel` it calls its kernel with the shard as it is, and
-the kernel is `DbspImpl`. What hooks need is imported when a hook runs: before, SGLang forbids it.
+SGLang's layer keeps everything else: it is told that it exchanges nothing (Wan's by `skip_sequence_parallel`), so it
+calls its kernel with the shard as it is, and the kernel is `DbspImpl`. What hooks need is imported when a hook runs:
+before, SGLang forbids it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -18,7 +20,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.engine_session import CONFIG_VARIABLE, EngineSession
+from dbsp_core.runtime.engine_session import CONFIG_VARIABLE, EngineLayout, EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import not_compiled
@@ -28,6 +30,7 @@ __all__ = ["EXPECTED", "DbspImpl", "attach", "register"]
 _within_block: ContextVar[bool] = ContextVar("_within_block", default=False)
 _SESSION = "_dbsp_session"
 """Attribute of a transformer that `attach` has served."""
+_SERVED = "db-SP serves SGLang's own Wan and MiniMax-H3"
 _INSTEAD = "unset DBSP_CONFIG to run this model without db-SP"
 
 
@@ -45,6 +48,10 @@ class DbspImpl:
         if self.session is None:
             raise UserError(f"SGLang has not loaded this transformer as part of a pipeline; {_INSTEAD}")
         return self.session.attend(self.layer, query, key, value, self.scale)
+
+    def forward_varlen(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Attention of a packed sequence [this rank's tokens, H, D], whose length the session knows."""
+        return self.forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)).squeeze(0)
 
 
 def _make_block(original: Callable[..., None], block: Any, *args: Any, prefix: str = "", **options: Any) -> None:
@@ -72,6 +79,13 @@ def _make_attention(
     original(attention, *args, is_cross_attention=is_cross_attention, **options)
 
 
+def _attend_packed(original: Callable[..., torch.Tensor], attention: Any, *args: Any, **options: Any) -> torch.Tensor:
+    """Around MiniMax-H3's function that exchanges and attends: attention with db-SP's kernel exchanges nothing."""
+    if isinstance(attention._attention_impl, DbspImpl):
+        options |= {"ulysses_active": False, "ring_active": False}
+    return original(attention, *args, **options)
+
+
 def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Around build_pipeline, which each worker calls once: a session for each of its transformers. Collective.
 
@@ -84,37 +98,35 @@ def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -
 
     pipeline = original(*args, **options)
     kinds = tuple(TransformerLoader.component_names)
-    transformers = [module for name, module in pipeline.modules.items() if name.startswith(kinds)]
+    transformers = {name: module for name, module in pipeline.modules.items() if name.startswith(kinds)}
     role = getattr(get_global_server_args(), "disagg_role", RoleType.MONOLITHIC)
     if not transformers and role in (RoleType.MONOLITHIC, RoleType.DENOISER):
-        raise UserError(f"db-SP serves SGLang's own Wan, and this is {type(pipeline).__name__}; {_INSTEAD}")
-    for transformer in transformers:
-        attach(transformer)
+        raise UserError(f"{_SERVED}, and this is {type(pipeline).__name__}; {_INSTEAD}")
+    for name, transformer in transformers.items():
+        attach(transformer, name)
     return pipeline
 
 
-def attach(transformer: Any) -> None:
-    """Gives a transformer its session. Collective. Raises UserError, on all ranks, for one that is not served."""
+def attach(transformer: Any, name: str = "transformer") -> None:
+    """Gives a transformer its session. Collective. Raises UserError, on all ranks, for one that is not served.
+
+    Args:
+        name: Of the transformer in its pipeline, by which it may have settings of its own.
+    """
     from sglang.multimodal_gen.runtime.distributed.parallel_state import (
         get_ring_parallel_world_size,
         get_sp_group,
         get_tp_world_size,
         get_ulysses_parallel_world_size,
     )
+    from sglang.multimodal_gen.runtime.models.dits.minimax_h3 import MiniMaxH3DiTModel
     from sglang.multimodal_gen.runtime.models.dits.wanvideo import WanTransformer3DModel
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
-    if type(transformer) is not WanTransformer3DModel:
-        raise UserError(f"db-SP serves SGLang's own Wan, and this is {_name(transformer)}; {_INSTEAD}")
-    kernels: list[DbspImpl] = []
-    for block in transformer.blocks:
-        kernel = getattr(block.attn1, "attn_impl", None)
-        if not isinstance(kernel, DbspImpl):
-            raise UserError(
-                f"this Wan's self-attention is {_name(block.attn1)} in {_name(block)}, which has parts besides its "
-                "softmax; leave out --attention-backend video_sparse_attn, or unset DBSP_CONFIG for an SLA checkpoint"
-            )
-        kernels.append(kernel)
+    kernels_of = {WanTransformer3DModel: _kernels_of_wan, MiniMaxH3DiTModel: _kernels_of_h3}.get(type(transformer))
+    if kernels_of is None:
+        raise UserError(f"{_SERVED}, and this is {_name(transformer)}; {_INSTEAD}")
+    kernels = kernels_of(transformer)
     settings = get_global_server_args()
     if get_tp_world_size() > 1:
         raise UserError("db-SP does not go with SGLang's tensor parallelism; set --tp-size 1")
@@ -125,18 +137,57 @@ def attach(transformer: Any) -> None:
     strategy = Strategy(get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     ranks = get_sp_group()
     group = SequenceGroup.of(ranks.device_group) if ranks.world_size > 1 else SequenceGroup(0, 1)
-    session = EngineSession(group, strategy, transformer.blocks[0].local_num_heads, len(kernels))
+    session = EngineSession(group, strategy, transformer.num_attention_heads, len(kernels), transformer=name)
     for layer, kernel in enumerate(kernels):
         kernel.session, kernel.layer = session, layer
     setattr(transformer, _SESSION, session)
 
 
-def _begin_pass(
+def _kernels_of_wan(transformer: Any) -> list[DbspImpl]:
+    """Those that its blocks were made with."""
+    kernels: list[DbspImpl] = []
+    for block in transformer.blocks:
+        kernel = getattr(block.attn1, "attn_impl", None)
+        if not isinstance(kernel, DbspImpl):
+            raise UserError(
+                f"this Wan's self-attention is {_name(block.attn1)} in {_name(block)}, which has parts besides its "
+                "softmax; leave out --attention-backend video_sparse_attn, or unset DBSP_CONFIG for an SLA checkpoint"
+            )
+        kernels.append(kernel)
+    return kernels
+
+
+def _kernels_of_h3(transformer: Any) -> list[DbspImpl]:
+    """Puts them in its blocks, once SGLang has chosen all backends: its token refiner keeps SGLang's."""
+    from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+    transformer._resolve_attention_backend_once()
+    if transformer._resolved_attention_backend is AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3:
+        raise UserError(
+            "MiniMax-H3's VSA has a gated branch besides its softmax; leave out --attention-backend video_sparse_attn"
+        )
+    kernels: list[DbspImpl] = []
+    for block in transformer.blocks:
+        if block.attn.hybrid is not None:
+            raise UserError(f"this MiniMax-H3 has linear attention besides its softmax (VDN-H3); {_INSTEAD}")
+        kernels.append(DbspImpl(block.attn.softmax_scale))
+        block.attn._attention_impl = kernels[-1]
+        block.attn._attention_backend_enum = AttentionBackendEnum.TORCH_SDPA  # for which SGLang pipelines nothing
+    return kernels
+
+
+def _begin_wan(
     original: Callable[..., Any], model: Any, hidden_states: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
     """Around WanTransformer3DModel.forward."""
-    _begin(model, hidden_states)
+    _begin(model, hidden_states.device, functools.partial(_video_of_wan, model, hidden_states))
     return original(model, hidden_states, *args, **options)
+
+
+def _begin_h3(original: Callable[..., Any], model: Any, **inputs: Any) -> Any:
+    """Around MiniMaxH3DiTModel.forward."""
+    _begin(model, inputs["x"].device, functools.partial(_layout_of_h3, model, inputs))
+    return original(model, **inputs)
 
 
 def _skip_together(original: Callable[..., bool], model: Any, **options: Any) -> bool:
@@ -146,7 +197,7 @@ def _skip_together(original: Callable[..., bool], model: Any, **options: Any) ->
 
 
 @not_compiled
-def _begin(model: Any, hidden_states: torch.Tensor) -> None:
+def _begin(model: Any, device: torch.device, tokens_of: Callable[[Any, int], Video | EngineLayout]) -> None:
     from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
 
     session: EngineSession | None = getattr(model, _SESSION, None)
@@ -154,15 +205,29 @@ def _begin(model: Any, hidden_states: torch.Tensor) -> None:
         return  # which its first attention refuses
     context = get_forward_context()
     request = context.forward_batch
-    frames, height, width = (n // p for n, p in zip(hidden_states.shape[2:], model.patch_size, strict=True))
-    ranks = session.session.group.size
+    negative = getattr(request, "is_cfg_negative", None)
+    branch = None if negative is None else int(negative)
+    session.begin(tokens_of(request, session.session.group.size), device, int(context.current_timestep), branch)
+
+
+def _video_of_wan(model: Any, latents: torch.Tensor, request: Any, ranks: int) -> Video:
+    frames, height, width = (n // p for n, p in zip(latents.shape[2:], model.patch_size, strict=True))
     if ranks > 1 and not request.enable_sequence_shard:
         if not getattr(request, "did_sp_shard_latents", False):
             raise UserError("SGLang gave every rank the whole video; leave out --enable-sequence-shard false")
         frames *= ranks  # of its own a rank has
-    negative = getattr(request, "is_cfg_negative", None)
-    branch = None if negative is None else int(negative)
-    session.begin(Video((frames, height, width)), hidden_states.device, int(context.current_timestep), branch)
+    return Video((frames, height, width))
+
+
+def _layout_of_h3(model: Any, inputs: dict[str, Any], request: Any, ranks: int) -> EngineLayout:
+    """One packed sequence: text, images, audio and videos to go by, audio to make, then the video to make."""
+    shape = getattr(request, "raw_latent_shape", None)
+    if shape is None:
+        raise UserError("SGLang does not say the size of this MiniMax-H3 video, as in ComfyUI; unset DBSP_CONFIG")
+    frames, height, width = (n // p for n, p in zip(shape[2:], model.arch.patch_size, strict=True))
+    used = int(model._psp_field(inputs["packed_seq_params"], "packed_seq_params", "max_seqlen_q"))
+    before = used - frames * height * width
+    return EngineLayout((frames, height, width), before=before, shard=inputs["x"].shape[1] // ranks)
 
 
 def _name(thing: Any) -> str:
@@ -172,11 +237,14 @@ def _name(thing: Any) -> str:
 _RUNTIME = "sglang.multimodal_gen.runtime"
 _LAYER = f"{_RUNTIME}.layers.attention.layer:USPAttention"
 _WAN = f"{_RUNTIME}.models.dits.wanvideo"
+_H3 = f"{_RUNTIME}.models.dits.minimax_h3"
 _HOOKS: dict[str, Callable[..., Any]] = {
     f"{_WAN}:WanTransformerBlock.__init__": _make_block,
     f"{_LAYER}.__init__": _make_attention,
-    f"{_WAN}:WanTransformer3DModel.forward": _begin_pass,
+    f"{_WAN}:WanTransformer3DModel.forward": _begin_wan,
     f"{_WAN}:WanTransformer3DModel.should_skip_forward_for_cached_states": _skip_together,
+    f"{_H3}:_minimax_h3_attention_core_impl": _attend_packed,
+    f"{_H3}:MiniMaxH3DiTModel.forward": _begin_h3,
     f"{_RUNTIME}.pipelines_core:build_pipeline": _attach_pipeline,
 }
 """Functions of SGLang, and what each is wrapped in."""
@@ -190,6 +258,9 @@ EXPECTED = ExpectedHost(
         *_HOOKS,
         *(f"{_LAYER}.{name}" for name in _OF_LAYERS),
         *(f"{_RUNTIME}.distributed.parallel_state:{name}" for name in _OF_GROUPS),
+        f"{_H3}:MiniMaxH3Attention._attention_backend_enum",
+        f"{_H3}:MiniMaxH3DiTModel._psp_field",
+        f"{_H3}:MiniMaxH3DiTModel._resolve_attention_backend_once",
         f"{_RUNTIME}.disaggregation.roles:RoleType.DENOISER",
         f"{_RUNTIME}.loader.component_loaders.transformer_loader:TransformerLoader.component_names",
         f"{_RUNTIME}.managers.forward_context:get_forward_context",

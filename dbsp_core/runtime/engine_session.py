@@ -106,6 +106,7 @@ class EngineSession:
         heads, layers: Heads and layers of the transformer.
         config: Argument of `DbspConfig.load`. None: $DBSP_CONFIG, or the defaults.
         clock: One for all transformers that take turns in a denoising; None: there is one.
+        transformer: Its name, "transformer_2" for the second of two, which may have settings that differ.
 
     Raises:
         UserError: On all ranks, for a configuration that makes no sense here.
@@ -119,10 +120,12 @@ class EngineSession:
         layers: int,
         config: ConfigLike = None,
         clock: StepClock | None = None,
+        transformer: str = "transformer",
     ) -> None:
         loaded, problem = DbspConfig(), None
         try:
             loaded = DbspConfig.load(os.environ.get(CONFIG_VARIABLE) if config is None else config)
+            loaded = loaded.for_transformer(transformer)
         except Exception as error:  # raised on all ranks by the session
             problem = error
         of_session = loaded, group, loaded.strategy_or(strategy), heads, layers

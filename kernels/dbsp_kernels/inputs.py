@@ -15,6 +15,7 @@ __all__ = [
     "lse_dtype",
     "merge_into",
     "merge_states",
+    "one_head",
 ]
 
 
@@ -101,6 +102,11 @@ class KernelInputs:
             scheduled = self.row_schedule.long().sort().values
             if not torch.equal(scheduled, torch.arange(rows, device=scheduled.device)):
                 raise ValueError(f"row_schedule must name each of the {rows} rows once")
+
+
+def one_head(t: torch.Tensor) -> torch.Tensor:
+    """[n, B, D] → [1, n·B, 1, D]: all rows or blocks as one head, as kernels of others take them."""
+    return t.reshape(1, -1, 1, t.shape[-1]).contiguous()
 
 
 PartialAttention = tuple[torch.Tensor, torch.Tensor]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.backends import cpu, fa4, sparge
+from dbsp_kernels.backends import cpu, fa4, flashinfer, sparge
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention
 from dbsp_kernels.triton.launch import capability_of, interpreted, why_unavailable
@@ -187,6 +187,15 @@ _IN_ORDER = (
         blocks=fa4.BLOCKS,
         widths=frozenset({64, 96, 128}),
         why_unavailable=fa4.why_unavailable,
+    ),
+    Kernel(
+        name="flashinfer",
+        run=flashinfer.flashinfer_attention,
+        devices=_CUDA,
+        dtypes=HALVES,
+        blocks=flashinfer.BLOCKS,
+        widths=frozenset({128}),
+        why_unavailable=flashinfer.why_unavailable,
     ),
     Kernel(
         name="sparge",

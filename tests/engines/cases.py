@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from scripts.checks.engines.runs import Case, run
@@ -32,6 +33,13 @@ def assert_exact(cases: Iterable[Case], found: list[dict[str, Any]]) -> None:
         assert "rejected" not in one, (case, one)
         assert one["error"] <= 1e-5, (case, one)
         assert one["dense"] > 1e-2, f"the mask matters: {case, one}"
+
+
+def own_masks(folder: Path) -> str:
+    """A file of settings in which Wan2.2's two transformers have masks of their own."""
+    file = folder / "own-masks.yaml"
+    file.write_text(f"mask: {KNOWN}\ntransformer_2: {{mask: '{OTHER}'}}\n", encoding="utf-8")
+    return str(file)
 
 
 def assert_another_mask_is_seen(engine: str) -> None:

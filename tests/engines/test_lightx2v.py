@@ -23,6 +23,7 @@ from tests.engines.cases import (
     assert_another_mask_is_seen,
     assert_equal_to_one_process,
     assert_exact,
+    own_masks,
 )
 
 ENGINE = "lightx2v"
@@ -36,6 +37,18 @@ def test_it_equals_one_process(ulysses, ring):
 def test_on_one_rank_too():
     case = Case(3, (UNEQUAL,), KNOWN)
     assert_exact([case], run(ENGINE, 1, 1, case))
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
+def test_wan22_and_models_of_four_steps_with_masks_of_their_own(ulysses, ring, tmp_path):
+    """Both experts of Wan2.2, each with its mask, and distilled; Wan2.1 distilled."""
+    own = own_masks(tmp_path)
+    cases = (
+        Case(3, (UNEQUAL,), own, pair=True, passes=2),
+        Case(5, (UNEQUAL, EVEN), own, pair=True, model="distilled"),
+        Case(3, (UNEQUAL,), PREDICTED, model="distilled"),
+    )
+    assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
 
 
 def test_another_mask_would_be_seen():

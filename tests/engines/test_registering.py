@@ -222,8 +222,8 @@ def test_registering_in_sglang_names_its_functions_and_ours(put, monkeypatch):
     )
     dbsp_engines.sglang.register()
     wan = "sglang.multimodal_gen.runtime.models.dits.wanvideo.WanTransformer3DModel"
-    assert hooks[f"{wan}.forward"] == ("around", "_begin_pass")
-    assert len(hooks) == 5
+    assert hooks[f"{wan}.forward"] == ("around", "_begin_wan")
+    assert len(hooks) == 7
     assert not [target for target in hooks if ":" in target]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, choose_kernel
-from dbsp_kernels.backends import fa4, sparge
+from dbsp_kernels.backends import fa4, flashinfer, sparge
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.interpreter import interpreted
 
@@ -60,7 +60,7 @@ class TestSparge:
 
 
 class TestWhatIsNotThere:
-    @pytest.mark.parametrize("name", ["fa4", "sparge"])
+    @pytest.mark.parametrize("name", ["fa4", "flashinfer", "sparge"])
     def test_what_is_not_installed_says_how_to(self, monkeypatch, name):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         monkeypatch.setattr(importlib.metadata, "version", missing)
@@ -87,6 +87,10 @@ class TestWhatIsNotThere:
             ("sparge", (12, 0), KernelRequirements(), r"compute capability 8.0, .*, 9.0; cuda has 12.0"),
             ("fa4", (9, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128, not 64×64"),
             ("fa4", (10, 0), KernelRequirements((128, 128), 128), r"blocks of 256×128, not 128×128"),
+            ("flashinfer", (10, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128, not 64×64"),
+            ("flashinfer", (12, 0), KernelRequirements((128, 128), 128), r"blocks of 64×64, not 128×128"),
+            ("flashinfer", (12, 0), KernelRequirements((64, 64), 64), r"head dims 128, not 64"),
+            ("flashinfer", (9, 0), KernelRequirements((64, 64), 128), r"10.0, 10.3, 12.0, 12.1; cuda has 9.0"),
             (
                 "fa4",
                 (12, 0),
@@ -100,12 +104,13 @@ class TestWhatIsNotThere:
         with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*{message}.*; use "):
             choose_kernel(name, "cuda", torch.bfloat16, needs)
 
-    def test_fa4_installed_auto_takes_triton(self, monkeypatch):
-        supported_here(monkeypatch, "fa4", (9, 0))
+    @pytest.mark.parametrize(("name", "capability"), [("fa4", (9, 0)), ("flashinfer", (10, 0))])
+    def test_installed_it_is_taken_by_name_and_auto_takes_triton(self, monkeypatch, name, capability):
+        supported_here(monkeypatch, name, capability)
         monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=lambda: None))
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
         needs = KernelRequirements((128, 128), 128, lse=True, ragged_rows=True)
-        assert choose_kernel("fa4", "cuda", torch.bfloat16, needs).name == "fa4"
+        assert choose_kernel(name, "cuda", torch.bfloat16, needs).name == name
         assert choose_kernel("auto", "cuda", torch.bfloat16, needs).name == "triton"
 
 
@@ -147,3 +152,69 @@ class TestFa4:
         assert relative_error(out, expected) < 1e-6
         torch.testing.assert_close(lse, expected_lse.float())
         assert (out[p.kv_count == 0] == 0).all()
+
+
+class TestFlashInfer:
+    @pytest.mark.parametrize(
+        ("block", "module", "function"),
+        [
+            (128, "bsa_attn_sm100_blk128", "bsa_attn_sm100_blk128_fwd"),
+            (64, "bsa_attn_sm120", "bsa_attn_sm120_blk64_fwd"),
+        ],
+    )
+    def test_all_blocks_with_counts_and_lengths(self, monkeypatch, block, module, function):
+        """Against a stand-in for its function, by its documented layout, which leaves NaN in rows without blocks."""
+
+        def stand_in(
+            q, k, v, *, q2k_block_index, q2k_block_nums, block_sparse_num, block_sizes, softmax_scale, return_lse
+        ):
+            assert q.shape == (1, 9 * block, 1, 16)
+            assert k.shape == v.shape == (1, 6 * block, 1, 16)
+            assert (q2k_block_index.shape, q2k_block_nums.shape) == ((1, 1, 9, 6), (1, 1, 9))
+            assert all(t.is_contiguous() for t in (q, k, v, q2k_block_index, q2k_block_nums, block_sizes))
+            assert (softmax_scale, return_lse, block_sparse_num) == (16**-0.5, True, 1)
+            tables = q2k_block_index[0, 0], q2k_block_nums[0, 0], block_sizes
+            blocks = [t.view(-1, block, 16) for t in (q, k, v)]
+            out, lse = Packed(*blocks, *tables).attend("reference")
+            out[q2k_block_nums[0, 0] == 0] = torch.nan
+            lse[q2k_block_nums[0, 0] == 0] = torch.nan
+            past = torch.arange(block) >= block_sizes[:, None]
+            assert (blocks[2][past] == 0).all()  # 0 times NaN would be NaN
+            return out.view(q.shape), lse.view(1, 1, -1)
+
+        package = "flashinfer.cute_dsl.sparse"
+        for name in ("flashinfer", "flashinfer.cute_dsl", package):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        of_block = types.ModuleType(f"{package}.{module}")
+        setattr(of_block, function, stand_in)
+        monkeypatch.setitem(sys.modules, of_block.__name__, of_block)
+        p = packed(rows=9, block_q=block, block_k=block, width=16)
+        past = torch.arange(block) >= p.kv_len[:, None]
+        assert past.any()
+        assert (p.kv_count == 0).any()
+        out, lse = flashinfer.flashinfer_attention(
+            inputs_of(replace(p, v=p.v.masked_fill(past[..., None], torch.nan)))
+        )
+        expected, expected_lse = p.exact()
+        assert relative_error(out, expected) < 1e-6
+        torch.testing.assert_close(lse, expected_lse.float())
+        assert (out[p.kv_count == 0] == 0).all()
+
+    def test_nothing_to_attend_to_calls_nothing(self):
+        p = packed(rows=3, block_q=64, block_k=64)
+        out, lse = flashinfer.flashinfer_attention(inputs_of(replace(p, kv_index=p.kv_index[:, :0])))
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+    def test_an_installation_that_lacks_what_it_needs(self, monkeypatch, tmp_path):
+        (tmp_path / "flashinfer").mkdir()
+        (tmp_path / "flashinfer/__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert "no block-sparse attention with counts; pip install '.[flashinfer]'" in flashinfer.why_unavailable()
+        (tmp_path / "flashinfer/cute_dsl/sparse").mkdir(parents=True)
+        (tmp_path / "flashinfer/cute_dsl/sparse/bsa_attn_sm120.py").touch()
+        assert flashinfer.why_unavailable() is None
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for capability, missing in (((12, 0), False), ((10, 0), True)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, one=capability: one)
+            assert ("--no-deps quack-kernels" in str(flashinfer.why_unavailable())) == missing

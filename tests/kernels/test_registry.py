@@ -35,6 +35,9 @@ SERVING = [
     ((9, 0), torch.bfloat16, NARROW, "triton reference triton-int8"),
     ((9, 0), torch.bfloat16, ODD_BLOCKS, "triton reference triton-int8"),
     ((10, 0), torch.bfloat16, replace(RING, blocks=(256, 128)), "triton reference fa4 triton-int8"),
+    ((10, 0), torch.bfloat16, replace(RING, blocks=(128, 128)), "triton reference flashinfer triton-int8"),
+    ((12, 0), torch.bfloat16, RING, "triton reference flashinfer triton-int8"),
+    ((12, 0), torch.bfloat16, NARROW, "triton reference triton-int8"),
     ((12, 0), torch.bfloat16, TRAINING, "triton reference"),
 ]
 """Compute capability (None: the CPU), dtype, what is asked for, and the kernels that serve it, best first."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dbsp_kernels.errors import install_command
-from dbsp_kernels.inputs import KernelInputs, PartialAttention
+from dbsp_kernels.inputs import KernelInputs, PartialAttention, one_head
 
 __all__ = ["BLOCKS", "fa4_attention", "why_unavailable"]
 
@@ -62,9 +62,9 @@ def _forward_arguments(inputs: KernelInputs, kv_full: torch.Tensor) -> dict[str,
     q, scale = inputs.positively_scaled()
     index, count = (t.reshape(1, 1, *t.shape).contiguous() for t in (inputs.kv_index, kv_full))
     return {
-        "q": _one_head(q),
-        "k": _one_head(inputs.k),
-        "v": _one_head(inputs.v),
+        "q": one_head(q),
+        "k": one_head(inputs.k),
+        "v": one_head(inputs.v),
         "softmax_scale": scale,
         "block_sparse_tensors": BlockSparseTensorsTorch(
             mask_block_cnt=torch.zeros_like(count),  # blocks of which it would ask what is masked: none
@@ -75,8 +75,3 @@ def _forward_arguments(inputs: KernelInputs, kv_full: torch.Tensor) -> dict[str,
         ),
         "return_lse": True,
     }
-
-
-def _one_head(t: torch.Tensor) -> torch.Tensor:
-    """[n, B, D] → [1, n·B, 1, D]"""
-    return t.reshape(1, -1, 1, t.shape[-1]).contiguous()

@@ -33,13 +33,23 @@ if os.environ.get(LEAVE_OUT):
 import lightx2v_platform.set_ai_device  # noqa: E402, F401  loads plug-ins, as LightX2V's commands do
 
 in_float32()
+from lightx2v.models.networks.wan.distill_model import WanDistillModel  # noqa: E402
 from lightx2v.models.networks.wan.model import WanModel  # noqa: E402
+from lightx2v.models.runners.wan.wan_distill_runner import MultiDistillModelStruct  # noqa: E402
 from lightx2v.models.runners.wan.wan_runner import MultiModelStruct  # noqa: E402
 from lightx2v.models.schedulers.wan.scheduler import WanScheduler  # noqa: E402
+from lightx2v.models.schedulers.wan.step_distill.scheduler import (  # noqa: E402
+    Wan22StepDistillScheduler,
+    WanStepDistillScheduler,
+)
 from lightx2v.utils.set_config import set_parallel_config  # noqa: E402
 from lightx2v_platform.registry_factory import PLATFORM_DEVICE_REGISTER  # noqa: E402
 
 HEAD = 24
+BOUNDARY = 0.875
+"""Of its timestep from Wan2.2's first expert to its second."""
+DISTILLED = {"infer_steps": 4, "denoising_step_list": [1000, 750, 500, 250], "boundary_step_index": 2}
+"""Settings of LightX2V's own configurations for models of four steps."""
 CACHES: dict[str, dict[str, Any]] = {
     "Tea": {"teacache_thresh": 1e9, "coefficients": [[1.0, 0.0]] * 2, "use_ret_steps": False},
     "Mag": {"magcache_ratios": [[1.0] * STEPS] * 2, "magcache_K": STEPS, "magcache_thresh": 1.0}
@@ -58,6 +68,10 @@ def settings(case: Case, ranks: int, mask: str | None) -> dict[str, Any]:
     config |= {"cfg_parallel": False, "seq_parallel": False, "parallel": False, "cpu_offload": False}
     config |= dict.fromkeys(("self_attn_1_type", "cross_attn_1_type", "cross_attn_2_type"), "torch_sdpa")
     config |= {"rms_norm_type": "torch", "rope_type": "torch_complex_rope", "modulate_type": "torch"}
+    if case.pair:
+        config["boundary"] = BOUNDARY
+    if case.model == "distilled":
+        config |= DISTILLED | {"model_cls": f"{config['model_cls']}_distill"}
     if case.cache is not None:
         config |= {"feature_caching": case.cache} | CACHES[case.cache]
     if ranks > 1:
@@ -67,30 +81,40 @@ def settings(case: Case, ranks: int, mask: str | None) -> dict[str, Any]:
         config["parallel"] = {"seq_p_size": ranks // guidance, "seq_p_attn_type": stock if mask is None else "dbsp"}
         config["parallel"]["cfg_p_size"] = guidance
         if mask is not None:
-            config["parallel"]["dbsp"] = {"mask": mask_of(mask), "strategy": case.strategy}
+            config["parallel"]["dbsp"] = settings_of(mask) | {"strategy": case.strategy}
         set_parallel_config(config)
     elif mask is not None:
         config |= {"self_attn_1_type": "dbsp", "dbsp": mask}
     return config
 
 
-def mask_of(mask: str) -> dict[str, Any]:
-    source, _, options = mask.partition(":")
-    return {"source": source} | {
-        name: yaml.safe_load(value) for name, value in (one.split("=") for one in options.split(","))
-    }
+def settings_of(mask: str) -> dict[str, Any]:
+    """db-SP's settings, of a mask or from a file."""
+    return yaml.safe_load(Path(mask).read_text(encoding="utf-8")) if mask.endswith(".yaml") else {"mask": mask}
 
 
 def tiny(case: Case, config: dict[str, Any], folder: Path) -> Any:
     models = []
+    distilled = case.model == "distilled"
     for seed in (0, 1) if case.pair else (0,):
         file = folder / f"{os.environ['RANK']}-{seed}.safetensors"
         save_file(weights(case.heads, HEAD, LAYERS, seed), file)
-        model = WanModel(str(file), config | {"dit_original_ckpt": str(file)}, torch.device("cpu"))
+        cls = WanDistillModel if distilled else WanModel
+        model = cls(str(file), config | {"dit_original_ckpt": str(file)}, torch.device("cpu"))
         for part in (model.pre_weight, model.transformer_weights):
             part.to_cuda()  # from what LightX2V takes for offloaded weights to its device
         models.append(model)
-    return MultiModelStruct(models, config) if case.pair else models[0]
+    if not case.pair:
+        return models[0]
+    if distilled:
+        return MultiDistillModelStruct(models, config, config["boundary_step_index"])
+    return MultiModelStruct(models, config, BOUNDARY)
+
+
+def scheduler_of(case: Case, config: dict[str, Any]) -> WanScheduler:
+    if case.model != "distilled":
+        return WanScheduler(config)
+    return Wan22StepDistillScheduler(config) if case.pair else WanStepDistillScheduler(config)
 
 
 def denoise(case: Case, config: dict[str, Any], mask: str | None = None) -> tuple[list[torch.Tensor], int]:
@@ -102,7 +126,7 @@ def denoise(case: Case, config: dict[str, Any], mask: str | None = None) -> tupl
     skipped: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         model = tiny(case, config, Path(folder))
-        scheduler = WanScheduler(config)
+        scheduler = scheduler_of(case, config)
         model.set_scheduler(scheduler)
         if case.cache is not None:
             count_skipped(model.transformer_infer, skipped)
@@ -112,7 +136,7 @@ def denoise(case: Case, config: dict[str, Any], mask: str | None = None) -> tupl
             latents, text = inputs_of(thw, number, 0, 0)
             inputs = {"context": text, "context_null": inputs_of(thw, number, 0, 1)[1]}
             scheduler.prepare(seed=number, latent_shape=list(latents.shape[1:]))
-            for step in range(STEPS):
+            for step in range(scheduler.infer_steps):
                 scheduler.step_pre(step_index=step)
                 model.infer({"text_encoder_output": inputs, "image_encoder_output": None})
                 outputs.append(scheduler.noise_pred.clone())
@@ -132,11 +156,11 @@ def count_skipped(infer: Any, skipped: list[int]) -> None:
 
 
 def mask_attention(models: list[Any], mask: str, thw: tuple[int, int, int]) -> None:
-    for model in models:
+    for name, model in zip(("transformer", "transformer_2"), models, strict=False):
         for layer, block in enumerate(model.transformer_weights.blocks):
 
-            def attend(q: Any, k: Any, v: Any, layer: int = layer, **_: Any) -> torch.Tensor:
-                out = attend_under(mask, layer, LAYERS, thw, q[None], k[None], v[None])
+            def attend(q: Any, k: Any, v: Any, layer: int = layer, name: str = name, **_: Any) -> torch.Tensor:
+                out = attend_under(mask, layer, LAYERS, thw, q[None], k[None], v[None], transformer=name)
                 return out.flatten(2)[0]
 
             block.compute_phases[0].self_attn_1.apply = attend

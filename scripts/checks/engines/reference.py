@@ -25,9 +25,14 @@ def attend_under(
     k: torch.Tensor,
     v: torch.Tensor,
     text: int = 0,
+    transformer: str = "transformer",
 ) -> torch.Tensor:
-    """Attention of [B, tokens, H, D] in one process, text first: no plan, route or kernel of db-SP."""
-    source = DbspConfig.load(mask).mask
+    """Attention of [B, tokens, H, D] in one process, text first: no plan, route or kernel of db-SP.
+
+    Args:
+        mask: What `DbspConfig.load` reads, which may have another mask for "transformer_2".
+    """
+    source = DbspConfig.load(mask).for_transformer(transformer).mask
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     request = MaskRequest(layer, q.shape[1], thw, text, layers=layers)
     predicted = source.changes == "per_call"

@@ -41,7 +41,7 @@ class Case:
     Attributes:
         heads: Of each layer.
         sizes: Of the video one after another, in tokens.
-        mask: None is the engine's own dense attention.
+        mask: One, or a YAML file of db-SP's settings. None is the engine's own dense attention.
         pair: Whether Wan2.2's two transformers take turns.
         passes: Of guidance in each step.
         wrong: Another mask than the reference's, which must be seen.

@@ -1,4 +1,4 @@
-"""SGLang Diffusion's own Wan, tiny and random, on CPU ranks, against one process of it: a line of JSON a case.
+"""SGLang Diffusion's own models, tiny and random, on CPU ranks, against one process of it: a line of JSON a case.
 
 python -m scripts.checks.engines.sglang_cases ULYSSES RING CASES FILE        writes to FILE what one process computes
 torchrun --nproc_per_node N -m scripts.checks.engines.sglang_cases …         compares with it
@@ -8,7 +8,6 @@ Replaced: what `sglang_stubs` lists; the server's arguments, by those that a tra
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from types import SimpleNamespace
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 
 from dbsp_engines.sglang import attach
-from scripts.checks.engines.reference import attend_under, fill, inputs_of
-from scripts.checks.engines.runs import LAYERS, STEPS, Case, cases_of, report
+from scripts.checks.engines.reference import fill
+from scripts.checks.engines.runs import STEPS, Case, cases_of, report
 from scripts.checks.engines.sglang_stubs import put_in_place
 
 torch.set_num_threads(1)
@@ -44,7 +43,6 @@ set_global_server_args(
 load_plugins()  # as each worker does
 apply_plugin_hooks()
 
-from sglang.multimodal_gen.configs.models.dits import WanVideoConfig  # noqa: E402
 from sglang.multimodal_gen.runtime.distributed.parallel_state import (  # noqa: E402
     get_classifier_free_guidance_rank,
     get_sp_parallel_rank,
@@ -52,42 +50,41 @@ from sglang.multimodal_gen.runtime.distributed.parallel_state import (  # noqa: 
     maybe_init_distributed_environment_and_model_parallel,
 )
 from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context  # noqa: E402
-from sglang.multimodal_gen.runtime.models.dits.wanvideo import WanTransformer3DModel  # noqa: E402
 from sglang.multimodal_gen.runtime.utils.precision import set_mixed_precision_policy  # noqa: E402
 from sglang.multimodal_gen.runtime.utils.torch_compile import (  # noqa: E402
     CompiledModuleRegistry,
     resolve_torch_compile_kwargs,
 )
 
+from scripts.checks.engines.sglang_models import MODELS  # noqa: E402
 
-def tiny(heads: int, seed: int) -> WanTransformer3DModel:
-    config = WanVideoConfig()
-    sizes = {"num_attention_heads": heads, "attention_head_dim": 24, "hidden_size": heads * 24, "num_layers": LAYERS}
-    sizes |= {"in_channels": 4, "out_channels": 4, "num_channels_latents": 4}
-    config.update_model_arch(sizes | {"text_dim": 16, "freq_dim": 32, "ffn_dim": 48})
-    model = WanTransformer3DModel(config, {}).eval()
+NAMES = ("transformer", "transformer_2")
+
+
+def tiny(case: Case, seed: int) -> torch.nn.Module:
+    model = MODELS[case.model].make(case.heads).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = fill(name, parameter.shape, generator)
     if os.environ.get("DBSP_CONFIG"):
-        attach(model)  # as where a worker has built its pipeline
+        attach(model, NAMES[seed])  # as where a worker has built its pipeline
     return model
 
 
 def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int], torch.Tensor]:
     """Of this rank's passes, by (size, step, CFG pass); under a mask, if given, by torch's own attention."""
-    models = [tiny(case.heads, seed) for seed in ((0, 1) if case.pair else (0,))]
+    models = [tiny(case, seed) for seed in ((0, 1) if case.pair else (0,))]
     if case.compiled and not ALONE:
         for model in models:
             how, _ = resolve_torch_compile_kwargs("SGLANG_TORCH_COMPILE_MODE", default="default", module=model)
             CompiledModuleRegistry().compile_once(model, compile_kwargs=how)
-    outputs = {}
+    kind, outputs = MODELS[case.model], {}
     for number, thw in enumerate(case.sizes):
         if mask is not None:
-            mask_attention(models, mask, thw)
+            for name, model in zip(NAMES, models, strict=False):
+                kind.mask(model, mask, thw, name)
         for step in range(STEPS):
             for branch in branches_of(case):
-                latents, text = inputs_of(thw, number, step, branch)
                 request = SimpleNamespace(
                     enable_sequence_shard=not case.frames,
                     did_sp_shard_latents=case.frames,
@@ -95,12 +92,12 @@ def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int]
                     enable_spectrum=False,
                     extra={},
                     is_cfg_negative=bool(branch),
+                    raw_latent_shape=(1, kind.channels, thw[0], 2 * thw[1], 2 * thw[2]),
                 )
                 model = models[-1 if step > 0 else 0]
                 with torch.no_grad(), set_forward_context(step, None, request):
-                    timestep = torch.tensor([900.0 - 300 * step])
-                    mine = own_frames(latents) if case.frames else latents
-                    outputs[number, step, branch] = model(mine, encoder_hidden_states=text, timestep=timestep)
+                    own = own_frames if case.frames else lambda latents: latents
+                    outputs[number, step, branch] = kind.outputs(model, thw, number, step, branch, own)
     return outputs
 
 
@@ -111,12 +108,6 @@ def branches_of(case: Case) -> tuple[int, ...]:
 
 def own_frames(video: torch.Tensor) -> torch.Tensor:
     return video.chunk(get_sp_world_size(), dim=2)[get_sp_parallel_rank()]
-
-
-def mask_attention(models: list[WanTransformer3DModel], mask: str, thw: tuple[int, int, int]) -> None:
-    for model in models:
-        for layer, block in enumerate(model.blocks):
-            block.attn1.forward = functools.partial(attend_under, mask, layer, LAYERS, thw)
 
 
 def error_of(case: Case, expected: dict[Any, torch.Tensor], dense: dict[Any, torch.Tensor]) -> dict[str, float]:

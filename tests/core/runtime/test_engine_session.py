@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core import SequenceGroup
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
@@ -168,3 +169,12 @@ def test_ranks_skip_where_all_would():
         return [session.all_agree(answer) for answer in (True, rank == 0, False)]
 
     assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
+
+
+def test_second_transformer_has_settings_of_its_own():
+    settings = {"mask": KNOWN, "transformer_2": {"mask": PREDICTED}}
+    sessions = [
+        EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings, transformer=name)
+        for name in ("transformer", "transformer_2")
+    ]
+    assert [one.session.config.mask for one in sessions] == [DbspConfig.load(mask).mask for mask in (KNOWN, PREDICTED)]
