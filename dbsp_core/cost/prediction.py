@@ -169,7 +169,8 @@ def predict(
     Raises:
         UserError: When plan, shape and nodes don't fit, or network constants are needed but not known.
     """
-    strategy, known, wire = plan.strategy, hardware.constants, plan.wire
+    strategy, wire = plan.strategy, plan.wire
+    known = hardware.at_blocks(plan.grid.block_q, plan.grid.block_k)
     nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     strategy.require_world(len(nodes))
