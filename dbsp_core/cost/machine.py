@@ -104,7 +104,6 @@ class KernelConstants:
     flops_per_s: float | None = None
     score_s: float | None = None
     launch_s: float | None = None
-    call_s: float | None = None
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -97,7 +97,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 class TestKernels:
-    KERNELS: ClassVar = {"sparge": {"flops_per_s": 5e14, "call_s": 1e-3, "source": "fitted"}}
+    KERNELS: ClassVar = {"sparge": {"flops_per_s": 5e14, "score_s": 1e-12, "source": "fitted"}}
 
     def written(self, tmp_path, **changes) -> Path:
         values = yaml.safe_load((SHIPPED / "h200.yaml").read_text()) | {"kernels": self.KERNELS} | changes
@@ -108,9 +108,9 @@ class TestKernels:
     def test_a_kernel_s_constants_take_the_machine_s_place(self, tmp_path):
         hardware = load_hardware(self.written(tmp_path))
         sparge = hardware.with_kernel("sparge")
-        assert (sparge.constants.flops_per_s, sparge.constants.call_s) == (5e14, 1e-3)
+        assert (sparge.constants.flops_per_s, sparge.constants.score_s) == (5e14, 1e-12)
         assert sparge.constants.launch_s == hardware.constants.launch_s
-        assert (sparge.sources["flops_per_s"], sparge.sources["launch_s"]) == ("fitted", "derived")
+        assert (sparge.sources["flops_per_s"], sparge.sources["launch_s"]) == ("fitted", "assumed")
         assert hardware.with_kernel("triton") == hardware
         save_hardware(tmp_path / "again.yaml", hardware)
         assert load_hardware(tmp_path / "again.yaml") == hardware
