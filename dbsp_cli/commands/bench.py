@@ -29,7 +29,15 @@ from dbsp_cli.output import (
 )
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import default_config
-from dbsp_core.cost.machine import SHIPPED, Hardware, device_class, load_hardware, measured_file, save_hardware
+from dbsp_core.cost.machine import (
+    SHIPPED,
+    Hardware,
+    KernelConstants,
+    device_class,
+    load_hardware,
+    measured_file,
+    save_hardware,
+)
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model, unknown_model
 from dbsp_core.utils.errors import in_number
@@ -163,7 +171,8 @@ def _measured(model: str, work: Workload, shapes: Sequence[tuple[int, int]], nam
             same = value == getattr(others.constants, key)
             labels[key] = others.sources[key] if same else "assumed" if value == 0 else "measured"
     dtype = str(work.dtype).removeprefix("torch.")
-    hardware = Hardware(name, device, dtype, known, labels, exact_kernels=exact_kernels(kernels))
+    rates, exact = kernel_rates(kernels, work), exact_kernels(kernels)
+    hardware = Hardware(name, device, dtype, known, labels, kernels=rates, exact_kernels=exact)
     record = {
         "versions": {
             "dbsp-attention": installed_version("dbsp-attention") or "not installed",
@@ -201,6 +210,7 @@ class KernelResult:
     Attributes:
         problem: Reason why it did not run, or None.
         speed: Over the first kernel that was exact with these blocks.
+        flops_per_s: Rate of the products of active blocks, launch included.
     """
 
     kernel: str
@@ -210,11 +220,13 @@ class KernelResult:
     exact: bool = False
     seconds: float = float("nan")
     speed: float = 0.0
+    flops_per_s: float = float("nan")
 
 
 def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResult]:
     """Runs every kernel for this device on a rank's heads: errors against float64, then times. Collective."""
-    rows = Rows.of(work, work.mask(work.own_heads, SPARSE, blocks=blocks))
+    mask = work.mask(work.own_heads, SPARSE, blocks=blocks)
+    rows, flops = Rows.of(work, mask), 4.0 * int(mask.bits.sum()) * blocks[0] * blocks[1] * work.head_dim
     needs = KernelRequirements(blocks, work.head_dim, tokens=work.tokens)
     named = [name for name, one in KERNELS.items() if name != "reference" and work.device.type in one.devices]
     found = {}
@@ -227,7 +239,10 @@ def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResul
     runs = {name: lambda name=name: rows.attend(name) for name, one in found.items() if one.problem is None}
     seconds = work.medians(runs)
     first = next((seconds[name] for name in seconds if found[name].exact), float("nan"))
-    timed = {name: replace(found[name], seconds=took, speed=first / took) for name, took in seconds.items()}
+    timed = {
+        name: replace(found[name], seconds=took, speed=first / took, flops_per_s=flops / took)
+        for name, took in seconds.items()
+    }
     return list((found | timed).values())
 
 
@@ -250,6 +265,15 @@ def exact_kernels(results: Sequence[KernelResult]) -> tuple[str, ...]:
             speeds.setdefault(one.kernel, []).append(one.speed if one.exact else float("nan"))
     exact = {name: float(np.mean(found)) for name, found in speeds.items() if np.isfinite(found).all()}
     return tuple(sorted(exact, key=lambda name: -exact[name]))
+
+
+def kernel_rates(results: Sequence[KernelResult], work: Workload) -> dict[str, KernelConstants]:
+    """Returns the rates of the exact kernels by blocks, but for those that the machine's constants are fitted to."""
+    rates: dict[str, dict[str, float]] = {}
+    for one in results:
+        if one.exact and (one.kernel, one.blocks) != (work.kernel, work.blocks):
+            rates.setdefault(one.kernel, {})[f"{one.blocks[0]}x{one.blocks[1]}"] = one.flops_per_s
+    return {name: KernelConstants("measured", flops_by_blocks=found) for name, found in rates.items()}
 
 
 def _tables(found: Bench) -> list[TextTable]:

@@ -97,16 +97,24 @@ class KernelConstants:
 
     Attributes:
         source: Origin of these values, as in `Hardware.sources`.
+        flops_by_blocks: See `Hardware`.
     """
 
     source: str
     flops_per_s: float | None = None
     score_s: float | None = None
     launch_s: float | None = None
-    call_s: float | None = None
+    flops_by_blocks: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_label(self.source, "a kernel's constants")
+        for blocks, rate in self.flops_by_blocks.items():
+            if not re.fullmatch(r"\d+x\d+", blocks) or not rate > 0:
+                raise SettingError(
+                    f"flops_by_blocks has {blocks}: {rate}; write QUERIESxKEYS of a block and a positive rate, "
+                    "for example 64x64: 2.0e+14",
+                    ("flops_by_blocks",),
+                )
 
 
 def _require_label(label: object, of: str) -> None:
@@ -133,6 +141,7 @@ class Hardware:
             block-sparse kernels' in `dtype`.
         exact_kernels: Kernels that were exact on this device, the fastest first, which `kernel: auto` takes in this
             order. Empty: not measured.
+        flops_by_blocks: The kernel's rate on blocks of QUERIESxKEYS tokens, where it is not `flops_per_s`.
     """
 
     name: str
@@ -143,6 +152,7 @@ class Hardware:
     gpus_per_node: int | None = None
     kernels: Mapping[str, KernelConstants] = field(default_factory=dict, metadata={"read": _read_kernels})
     exact_kernels: tuple[str, ...] = ()
+    flops_by_blocks: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         fits = self.gpus_per_node is None or self.gpus_per_node >= 1
@@ -168,16 +178,26 @@ class Hardware:
     @property
     def fingerprint(self) -> int:
         """63 bits that differ between constants, to compare ranks by."""
-        return fingerprint_of(self.constants)
+        return fingerprint_of((self.constants, sorted(self.flops_by_blocks.items())))
 
     def with_kernel(self, name: str) -> Hardware:
-        """Returns this machine with a kernel's constants, or as it is if none are known of the kernel."""
+        """Returns this machine with a kernel's constants, or as it is if none are known; "auto": the fastest's."""
+        if name == "auto" and self.exact_kernels:
+            name = self.exact_kernels[0]
         if name not in self.kernels:
             return self
-        given = {key: value for key, value in vars(self.kernels[name]).items() if value is not None}
-        del given["source"]
-        labels = dict.fromkeys(given, self.kernels[name].source)
-        return replace(self, constants=replace(self.constants, **given), sources={**self.sources, **labels})
+        kernel = self.kernels[name]
+        given = {
+            key: value for key, value in vars(kernel).items() if key in vars(self.constants) and value is not None
+        }
+        sources = {**self.sources, **dict.fromkeys(given, kernel.source)}
+        constants = replace(self.constants, **given)
+        return replace(self, constants=constants, sources=sources, flops_by_blocks=kernel.flops_by_blocks)
+
+    def at_blocks(self, block_q: int, block_k: int) -> Constants:
+        """Returns the constants with the kernel's rate on blocks of so many queries and keys."""
+        rate = self.flops_by_blocks.get(f"{block_q}x{block_k}")
+        return self.constants if rate is None else replace(self.constants, flops_per_s=rate)
 
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:

@@ -169,7 +169,8 @@ def predict(
     Raises:
         UserError: When plan, shape and nodes don't fit, or network constants are needed but not known.
     """
-    strategy, known, comm_dtype = plan.strategy, hardware.constants, plan.comm_dtype
+    strategy, comm_dtype = plan.strategy, plan.comm_dtype
+    known = hardware.at_blocks(plan.grid.block_q, plan.grid.block_k)
     nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     strategy.require_world(len(nodes))

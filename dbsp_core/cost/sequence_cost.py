@@ -65,7 +65,7 @@ FLOP_COUNTS = Hardware(
 
 def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block_k: int = 64) -> SequenceCost:
     """Returns seconds per token and per active block by the machine's constants."""
-    known = hardware.constants
+    known = hardware.at_blocks(block_q, block_k)
     token_s = layer.token_flops / known.linear_flops_per_s + layer.heads * known.row_s / block_q
     return SequenceCost(token_s, block_s(block_q, block_k, layer.head_dim, known))
 

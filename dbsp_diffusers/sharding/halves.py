@@ -11,7 +11,6 @@ import torch
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup, node_fingerprints, number_nodes
 from dbsp_core.config import ConfigLike, DbspConfig
-from dbsp_core.cost.guidance import GuidedStep
 from dbsp_core.cost.machine import hardware_for
 from dbsp_core.cost.prediction import AUTO, AttentionShape
 from dbsp_core.layout.strategy import Strategy
@@ -25,6 +24,7 @@ from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.resolve import identify, resolve_config
+from dbsp_diffusers.sharding.guided_step import GuidedStep
 
 __all__ = ["Guidance", "Halves"]
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.cost.guidance import GuidedStep
 from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, traffic_of
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from dbsp_core.planning.plan import Plan
+from dbsp_diffusers.sharding.guided_step import GuidedStep
 from scripts.reproduce.lockstep import nodes_of
 from scripts.reproduce.modelled import machine, model_masks, modelled_arguments
 from scripts.results.result import write_csv

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.reports.style import INK
+from scripts.reproduce.authors.fit import in_scripts
+from scripts.reproduce.authors.measured import DBSP
 from scripts.reproduce.authors.runs import as_run
 from scripts.reproduce.modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments
 from scripts.reproduce.simulate import simulate
@@ -37,7 +39,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     for name in ("a800", "h800"):
         for (preset, gpus), (low, high) in PAPER_END_TO_END.items():
             masks = model_masks(preset, options)
-            hardware = load_hardware(name).with_kernel("sparge")
+            hardware = in_scripts(load_hardware(name).with_kernel("sparge"), DBSP, preset)
             rows = simulate(as_run(preset), masks, hardware, [gpus], ["contiguous", "dbsp"])
             ours = [row for row in rows if row.planner == "dbsp"]
             whole, mean = [row.speedup for row in ours], "theirs: least and largest mean, machines together"
@@ -105,7 +107,7 @@ CLUSTERS = Result("clusters", "The paper's clusters", Row, draw)
 
 
 def main() -> None:
-    parser = modelled_arguments(__doc__, layers=1)
+    parser = modelled_arguments(__doc__, layers=0)
     parser.set_defaults(coarsen=4)
     options = parser.parse_args()
     CLUSTERS.publish(list(measure(options)), options.out)

@@ -212,7 +212,8 @@ def predict_ring(
 
     Arguments and errors are those of `dbsp_core.cost.prediction.predict`.
     """
-    strategy, grid, known = plan.strategy, plan.grid, hardware.constants
+    strategy, grid = plan.strategy, plan.grid
+    known = hardware.at_blocks(grid.block_q, grid.block_k)
     nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
     require_network(hardware, nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from matplotlib.image import imread
 
 from dbsp_cli.commands import bench
-from dbsp_cli.commands.bench import KernelResult, exact_kernels
+from dbsp_cli.commands.bench import KernelResult, exact_kernels, kernel_rates
 from dbsp_cli.measure import _exchange_constants, fit, imbalanced_mask
 from dbsp_core import BlockGrid
 from dbsp_core.cost.machine import device_class, kernel_order, load_hardware, measured_file, save_hardware
@@ -75,6 +76,22 @@ def test_kernels_are_ordered_by_speed_and_those_that_were_wrong_once_are_left_ou
     assert exact_kernels(found[:2]) == ("triton",)
 
 
+def test_rates_of_exact_kernels_are_kept_by_blocks_but_for_those_of_the_constants():
+    work = SimpleNamespace(kernel="triton", blocks=(128, 64))
+    found = [
+        KernelResult("triton", (128, 64), exact=True, flops_per_s=1e14),
+        KernelResult("triton", (128, 128), exact=True, flops_per_s=2e14),
+        KernelResult("fa4", (128, 128), exact=True, flops_per_s=3e14),
+        KernelResult("sparge", (128, 64), exact=False, flops_per_s=9e14),
+    ]
+    rates = kernel_rates(found, work)
+    assert {name: one.flops_by_blocks for name, one in rates.items()} == {
+        "triton": {"128x128": 2e14},
+        "fa4": {"128x128": 3e14},
+    }
+    assert {one.source for one in rates.values()} == {"measured"}
+
+
 class TestKernelAuto:
     @pytest.fixture(autouse=True)
     def cache(self, tmp_path, monkeypatch):
@@ -118,6 +135,7 @@ def test_one_process_measures_writes_where_runs_look_and_draws(dbsp, tmp_path, m
     (cpu,) = report["kernels"]
     assert (cpu["kernel"], cpu["exact"], cpu["problem"]) == ("cpu", True, None)
     assert cpu["error"] < 1e-5
+    assert cpu["flops_per_s"] > 1e6
     hardware = load_hardware(measured_file("cpu"))
     assert hardware.exact_kernels == ("cpu",)
     assert hardware.sources["flops_per_s"] == "measured"

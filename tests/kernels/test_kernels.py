@@ -333,7 +333,7 @@ class TestCapabilities:
             (KernelRequirements(width=512), r"not 512; use cpu or reference"),
             (
                 KernelRequirements(tokens=100),
-                r"heads of 128 tokens and more, not of 100; use cpu or triton or reference or fa4 or flashinfer or triton-int8",
+                r"heads of 128 tokens and more, not of 100; use cpu or triton or reference or fa4 or flashinfer",
             ),
         ],
     )

@@ -12,13 +12,15 @@ from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
-from scripts.reproduce.authors.measured import BURST, DBSP, DENSITIES, PASSES, SPARGE, STRATEGIES, Bar
+from scripts.reproduce.authors.measured import BURST, DBSP, DENSITIES, PARO, PASSES, SPARGE, Bar
 from scripts.reproduce.common import TABLE_1
 from scripts.reproduce.lockstep import RingPrediction, plan_ring, predict_ring
 
 BALANCED_RHO = 1.015
 """Of db-SP's plans: the slides' 1.025 for heads and below 1.01 for rings."""
 BLOCK = 256
+_RATES = {"flops_per_s": 1.0, "score_s": 0.0, "call_s": 0.0, "linear_flops_per_s": 1.0, "serial_s": 0.0}
+"""Constants that an attention without active blocks does not depend on, as those of all machines."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,21 @@ class Unknowns:
     """What the bars need beside a machine's constants.
 
     Attributes:
-        sparge_density: Share of dense blocks under SpargeAttn (cdf 0.9, similarity 0.1), by model: not published.
+        sparge_density: Share of active blocks under SpargeAttn (cdf 0.9, similarity 0.1), by model: not published.
         tile_cost: Time of BurstEngine's blocks, whose tiles are small, over that of others. The paper says 1.25.
-        reordered_cost: Time of PAROAttention's blocks under db-SP over theirs in contiguous plans, beyond what ρ_s
-            explains. No reason is known: see docs/latency-model.md.
+        token_head_s: What an attention takes beside blocks and exchanges for each token and head, on any number of
+            GPUs, by `method_of`: predicting masks (SpargeAttn), permuting tokens (PAROAttention; db-SP's scripts leave
+            it out), and the rest of what is not said.
     """
 
     sparge_density: dict[str, float]
     tile_cost: float
-    reordered_cost: float
+    token_head_s: dict[str, float]
+
+    def call_s(self, method: str, model: str) -> float:
+        """What an attention takes beside blocks and exchanges."""
+        spec = MODEL_SPECS[model]
+        return self.token_head_s[method] * spec.tokens * spec.heads
 
 
 def as_run(name: str) -> ModelSpec:
@@ -45,20 +53,24 @@ def as_run(name: str) -> ModelSpec:
     return run
 
 
+def _beside(model: str, strategy: Strategy, known: Constants) -> RingPrediction:
+    return _without_blocks(model, strategy, replace(known, **_RATES))
+
+
 @functools.cache
-def _without_blocks(model: str, strategy: Strategy, constants: Constants) -> RingPrediction:
+def _without_blocks(model: str, strategy: Strategy, known: Constants) -> RingPrediction:
     spec = MODEL_SPECS[model]
     grid = BlockGrid.uniform(spec.tokens, BLOCK)
     empty = BlockMask(np.zeros((spec.heads, grid.nq, grid.nk), dtype=bool), grid)
-    machine = Hardware("", "", "", constants, dict.fromkeys((*vars(constants), "gpus_per_node"), "assumed"))
+    machine = Hardware("", "", "", known, dict.fromkeys((*vars(known), "gpus_per_node"), "assumed"))
     shape = AttentionShape(1, spec.heads, spec.head_dim)
     return predict_ring(plan_ring(empty, strategy), shape, machine)
 
 
-def dense_s(model: str, known: Constants) -> float:
-    """One attention's blocks on one of 8 GPUs, all of them."""
+def dense_s(model: str, known: Constants, gpus: int = 8) -> float:
+    """One attention's blocks on one of the GPUs, all of them."""
     spec = MODEL_SPECS[model]
-    scores = float(spec.tokens) ** 2 * spec.heads / 8
+    scores = float(spec.tokens) ** 2 * spec.heads / gpus
     return scores * (4 * spec.head_dim / known.flops_per_s + known.score_s)
 
 
@@ -67,34 +79,43 @@ def attention_s(model: str, strategy: Strategy, known: Constants, blocks: float)
 
     Hand-overs hide: beside their blocks each takes less than half as long.
     """
-    beside = _without_blocks(model, strategy, known)
-    return (
-        beside.exchange_s + beside.pack_s + beside.launch_s + beside.times.compute_s + blocks * dense_s(model, known)
-    )
+    beside = _beside(model, strategy, known)
+    compute_s = beside.times.compute_s + blocks * dense_s(model, known, strategy.world)
+    return beside.exchange_s + beside.pack_s + known.call_s + compute_s
 
 
-def rho_of(model: str, strategy: Strategy, method: str = "") -> float:
-    """Table 1's, of contiguous plans; taken for both densities, of which it says neither."""
+def rho_of(model: str, method: str) -> float:
+    """Table 1's ρ_s of contiguous plans, mean over strategies; taken for both densities and for 4 GPUs.
+
+    The bars of a panel's strategies differ far less than Table 1's ρ_s do.
+    """
     preset = f"{model}-sparge" if method == SPARGE else model
-    return next(row.rho for row in TABLE_1 if (row.preset, row.strategy) == (preset, str(strategy)))
+    return float(np.mean([row.rho for row in TABLE_1 if row.preset == preset]))
+
+
+def method_of(bar: Bar) -> str:
+    """The key of `Unknowns.token_head_s` for a bar."""
+    return SPARGE if bar.method == SPARGE else DBSP if bar.way == DBSP else PARO
 
 
 def bar_attention_s(bar: Bar, known: Constants, unknowns: Unknowns) -> float:
-    """All attentions of a bar's video."""
-    spec, sparge = as_run(bar.model), bar.method == SPARGE
-    density = unknowns.sparge_density[bar.model] if sparge else DENSITIES[bar.model, bar.method]
+    """All attentions of a bar's video. Their scripts run db-SP as Ulysses."""
+    spec = as_run(bar.model)
+    known = replace(known, call_s=unknowns.call_s(method_of(bar), bar.model))
+    blocks = unknowns.sparge_density[bar.model] if bar.method == SPARGE else DENSITIES[bar.model, bar.method]
     if bar.way == DBSP:
-        ways = STRATEGIES[:1] if sparge else STRATEGIES
-        blocks = density * BALANCED_RHO * (1 if sparge else unknowns.reordered_cost)
-        one = min(attention_s(bar.model, strategy, known, blocks) for strategy in ways)
+        strategy, blocks = Strategy(bar.gpus, 1), blocks * BALANCED_RHO
     elif bar.way == BURST:
-        one = attention_s(bar.model, Strategy(1, 8), known, density * unknowns.tile_cost)
+        strategy, blocks = Strategy(1, bar.gpus), blocks * unknowns.tile_cost
     else:
-        strategy = Strategy.parse(bar.way)
-        one = attention_s(bar.model, strategy, known, density * rho_of(bar.model, strategy, bar.method))
-    return passes(spec) * spec.layers * one
+        strategy, blocks = Strategy.parse(bar.way), blocks * rho_of(bar.model, bar.method)
+    return passes(spec) * spec.layers * attention_s(bar.model, strategy, known, blocks)
 
 
-def other_s(model: str, known: Constants) -> float:
+def other_s(model: str, known: Constants, gpus: int = 8) -> float:
     spec = as_run(model)
-    return passes(spec) * linear_flops(spec) / known.linear_flops_per_s / 8 + known.serial_s
+    return passes(spec) * linear_flops(spec) / known.linear_flops_per_s / gpus + known.serial_s
+
+
+def end_to_end_s(bar: Bar, known: Constants, unknowns: Unknowns) -> float:
+    return other_s(bar.model, known, bar.gpus) + bar_attention_s(bar, known, unknowns)

@@ -9,7 +9,10 @@ from typing import ClassVar
 import pytest
 import yaml
 
+from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.cost.machine import RECORDED, SHIPPED, Constants, load_hardware, save_hardware
+from dbsp_core.cost.prediction import AttentionShape, predict
+from dbsp_core.cost.sequence_cost import LayerSize, sequence_cost
 
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
@@ -94,7 +97,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 class TestKernels:
-    KERNELS: ClassVar = {"sparge": {"flops_per_s": 5e14, "call_s": 1e-3, "source": "fitted"}}
+    KERNELS: ClassVar = {"sparge": {"flops_per_s": 5e14, "score_s": 1e-12, "source": "fitted"}}
 
     def written(self, tmp_path, **changes) -> Path:
         values = yaml.safe_load((SHIPPED / "h200.yaml").read_text()) | {"kernels": self.KERNELS} | changes
@@ -105,12 +108,32 @@ class TestKernels:
     def test_a_kernel_s_constants_take_the_machine_s_place(self, tmp_path):
         hardware = load_hardware(self.written(tmp_path))
         sparge = hardware.with_kernel("sparge")
-        assert (sparge.constants.flops_per_s, sparge.constants.call_s) == (5e14, 1e-3)
+        assert (sparge.constants.flops_per_s, sparge.constants.score_s) == (5e14, 1e-12)
         assert sparge.constants.launch_s == hardware.constants.launch_s
-        assert (sparge.sources["flops_per_s"], sparge.sources["launch_s"]) == ("fitted", "derived")
+        assert (sparge.sources["flops_per_s"], sparge.sources["launch_s"]) == ("fitted", "assumed")
         assert hardware.with_kernel("triton") == hardware
         save_hardware(tmp_path / "again.yaml", hardware)
         assert load_hardware(tmp_path / "again.yaml") == hardware
+
+    def test_a_kernel_s_rate_is_that_of_its_blocks(self, tmp_path):
+        kernels = {"fa4": {"flops_by_blocks": {"128x128": 5e14, "64x64": 2e14}, "source": "measured"}}
+        hardware = load_hardware(self.written(tmp_path, kernels=kernels, exact_kernels=["fa4", "triton"]))
+        fa4 = hardware.with_kernel("fa4")
+        assert hardware.with_kernel("auto") == fa4, "the fastest"
+        assert hardware.with_kernel("triton") == hardware
+        assert [fa4.at_blocks(size, size).flops_per_s for size in (128, 64)] == [5e14, 2e14]
+        assert fa4.at_blocks(128, 64) == hardware.constants == hardware.at_blocks(128, 128)
+        assert fa4.fingerprint != hardware.fingerprint
+        save_hardware(tmp_path / "again.yaml", hardware)
+        assert load_hardware(tmp_path / "again.yaml") == hardware
+        grid = BlockGrid.uniform(1024, 64)
+        plan = make_plan(BlockMask.dense(2, grid), "U1R1")
+        slow, fast = (predict(plan, AttentionShape(1, 2, 64), one).attention_s for one in (fa4, hardware))
+        assert slow > fast
+        assert (
+            sequence_cost(LayerSize(2, 64, 1e6), fa4, 64, 64).block_s
+            > sequence_cost(LayerSize(2, 64, 1e6), hardware, 64, 64).block_s
+        )
 
     @pytest.mark.parametrize(
         ("kernels", "message"),
@@ -118,6 +141,14 @@ class TestKernels:
             ({"sparge": {"flops_per_s": 5e14}}, "lacks source"),
             ({"sparge": {"flops_per_s": 5e14, "source": "guessed"}}, "source 'guessed' of a kernel's constants"),
             ({"sparge": {"pack_bytes_per_s": 1.0, "source": "fitted"}}, "unknown key .pack_bytes_per_s. in .sparge."),
+            (
+                {"sparge": {"flops_by_blocks": {"64": 1e14}, "source": "fitted"}},
+                "64: .* write QUERIESxKEYS of a block",
+            ),
+            (
+                {"sparge": {"flops_by_blocks": {"64x64": -1.0}, "source": "fitted"}},
+                "64x64: -1.0; write .* positive rate",
+            ),
             ({"sparge": 5}, "must be a mapping"),
             ([1], "must be a mapping of kernels"),
         ],
