@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from dbsp_core.models.settings import GenerateSettings, side_complaint
-from dbsp_core.models.signature import PIPELINES, ModelSignature
-from dbsp_core.models.table import model_title, published_model
-from dbsp_core.utils.errors import SettingError, UserError, require_value
+from dbsp_core.config import DbspConfig
+from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings, side_complaint
+from dbsp_core.models.signature import PIPELINES, ModelSignature, token_grid
+from dbsp_core.models.table import TINY_MODELS, model_title, published_model
+from dbsp_core.sources import MaskRequest
+from dbsp_core.sources.static import StoredMasks
+from dbsp_core.sources.union import parts_of
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, require_value
 from dbsp_core.utils.files import require_file
 from dbsp_kernels.errors import install_command
 
-__all__ = ["require_images", "require_installed", "require_source_video", "require_video"]
+__all__ = ["require_images", "require_installed", "require_mask_size", "require_source_video", "require_video"]
 
 _NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
 
@@ -61,3 +65,18 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
         raise SettingError(f"{model_title(signature)} {complaint}", ("image",))
     if video.last_image is not None and video.image is None:
         raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
+
+
+def require_mask_size(config: DbspConfig, signature: ModelSignature, video: GenerateSettings) -> None:
+    """Raises UserError for a mask file that is for another model or size of video. Models of unknown sizes pass."""
+    spec = published_model(signature)
+    if spec is None and signature not in TINY_MODELS.values():
+        return
+    heads, frames = signature.sizes[1], signature.sizes[3]
+    pixels = 2 * TOKEN_PIXELS if signature.variant == "ti2v" else TOKEN_PIXELS
+    thw = token_grid(video.num_frames or 1, video.height or 0, video.width or 0, frames, pixels)
+    request = MaskRequest(0, heads, thw, PIPELINES[signature.pipeline].text_tokens)
+    for part in parts_of(config.mask):
+        if isinstance(part, StoredMasks):
+            with blame_setting("mask"):
+                part.grid(request)

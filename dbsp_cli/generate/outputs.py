@@ -14,7 +14,7 @@ from typing import Any
 from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.files import expand_path, require_file, user_path
 
-__all__ = ["Output", "in_utf8", "outputs_of", "prompts_of"]
+__all__ = ["Output", "in_utf8", "outputs_of", "prompts_of", "replaced_complaint"]
 
 _MOST_VIDEOS = 100_000
 _LONGEST_SLUG = 48
@@ -107,3 +107,13 @@ def _blame_option(option: str) -> Iterator[None]:
 def _slug(prompt: str) -> str:
     """Returns a prompt's first words as part of a file's name."""
     return "-".join(re.findall(r"\w+", prompt))[:_LONGEST_SLUG].rstrip("-") or "video"
+
+
+def replaced_complaint(outputs: Sequence[Output]) -> str | None:
+    """Returns the warning about files that the videos replace, or None."""
+    there = [output.path for output in outputs if output.path.exists()]
+    if not there:
+        return None
+    more = f" and {len(there) - 1} more" if there[1:] else ""
+    are = "exist and are" if more else "exists and is"
+    return f"--out {there[0]}{more} {are} replaced when the video is complete; give another --out, or --resume to skip"

@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 
-from dbsp_cli.generate.checks import require_images, require_installed, require_source_video, require_video
+from dbsp_cli.generate.checks import (
+    require_images,
+    require_installed,
+    require_mask_size,
+    require_source_video,
+    require_video,
+)
 from dbsp_cli.generate.images import fitted
-from dbsp_cli.generate.outputs import Output, in_utf8, outputs_of, prompts_of
+from dbsp_cli.generate.outputs import Output, in_utf8, outputs_of, prompts_of, replaced_complaint
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import Place
 from dbsp_cli.output import require_apart, require_file_place
@@ -157,13 +163,14 @@ def resolve(request: GenerationRequest, place: Place) -> Generation:
     model, identity = _model(request, config, settings)
     spec = find_model_spec(model) or published_model(identity)
     with settings.located(), blame_setting("generate"):
-        video = config.generate.filled(None if spec is None else spec.video)
+        video = config.generate.filled(spec.video if spec else _tiny_video(model))
     # 2. What the model takes, and this machine can do.
     require_images(identity, video)
     with settings.located():
         with blame_setting("generate"):
             require_video(identity, video)
         require_possible(config)
+        require_mask_size(config, identity, video)
     request.features.require_possible()
     require_source_video(request.video, identity)
     if video.prompt is None:
@@ -180,6 +187,7 @@ def resolve(request: GenerationRequest, place: Place) -> Generation:
     warnings = (
         config.dense_schedule.complaint(video.steps),
         None if spec is None or torch.accelerator.is_available() else f"there is no GPU, and {spec.name} {_SLOW}",
+        replaced_complaint(_left(outputs, request.resume)) if place.rank == 0 else None,
         *dict.fromkeys(unknown_words(vocabulary, output.prompt) for output in _left(outputs, request.resume)),
     )
     generation = Generation(
@@ -248,6 +256,12 @@ def _shipped_for(model: str | None) -> Path | None:
     """Returns the shipped configuration of a tiny model's name, which has its video's size; None for other models."""
     named = (path for path in shipped_configs().glob(f"{TINY}*.yaml") if path.stem == model)
     return next(named, None)
+
+
+def _tiny_video(model: str) -> GenerateSettings | None:
+    """Returns the video of a tiny model's shipped configuration, all of it set, or None for other models."""
+    shipped = _shipped_for(model)
+    return None if shipped is None else DbspConfig.load(shipped).generate.filled(None)
 
 
 def _report(request: GenerationRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
