@@ -101,8 +101,14 @@ def linear_flops(spec: ModelSpec) -> float:
     return 2.0 * spec.layers * spec.tokens * projections
 
 
-def modelled_table(spec: ModelSpec, gpus: int, hardware: Hardware, videos: Sequence[ModelledVideo]) -> TextTable:
-    """Returns the table that a newcomer reads; its last line names the fastest way."""
+def modelled_table(
+    spec: ModelSpec, gpus: int, hardware: Hardware, videos: Sequence[ModelledVideo], by_default: bool = False
+) -> TextTable:
+    """Returns the table that a newcomer reads; its last lines name the fastest way and whose constants were used.
+
+    Args:
+        by_default: Whether nobody has chosen the hardware, and nothing was measured here.
+    """
     rows = [
         (
             *(one.attention, one.strategy, one.planner, f"{one.rho:.3f}"),
@@ -118,7 +124,7 @@ def modelled_table(spec: ModelSpec, gpus: int, hardware: Hardware, videos: Seque
         ("attention", "strategy", "planner", "ρ_s", "attention s", "video s", "over dense"),
         rows,
         f"fastest, modelled: {best.attention} {best.strategy}, {best.planner}: {best.seconds:.0f} s, dense Ulysses "
-        f"{videos[0].seconds:.0f} s\nnot measured: synthetic masks, constants of {hardware.name}; dbsp bench measures "
-        "your GPUs",
+        f"{videos[0].seconds:.0f} s\nnot measured: synthetic masks, constants of {hardware.name}"
+        f"{', the default (--machine: others)' if by_default else ''}; dbsp bench measures your GPUs",
         left=("attention", "strategy", "planner"),
     )

@@ -17,6 +17,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import StepClock
+from dbsp_core.models.table import model_title
 from dbsp_core.reports.observer import observe_run, observed_session
 from dbsp_core.runtime.consistency_checks import check_settings
 from dbsp_core.runtime.session import AttentionSession
@@ -203,7 +204,9 @@ def _attached(
 def _log(made: _Attaching, framework: Framework) -> None:
     """Logs the settings in effect, and gates that were found."""
     for (transformer, session), like in zip(made.sessions, made.like, strict=True):
-        log_config(session.config, identify(transformer, made.pipe), framework.ranks, session.strategy, like)
+        identity = identify(transformer, made.pipe)
+        title = model_title(identity, type(transformer).__name__ if made.pipe is None else None)
+        log_config(session.config, title, identity.sizes[2], framework.ranks, session.strategy, like)
         carried = carried_by(transformer)
         if carried and framework.ranks.rank == 0:
             log.info("the %s carries %s", type(transformer).__name__, ", ".join(carried))

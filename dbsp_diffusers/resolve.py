@@ -14,7 +14,6 @@ from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
-from dbsp_core.models.table import model_title
 from dbsp_core.planning.comm_dtype import MODEL
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
 from dbsp_core.utils.errors import UserError, in_number
@@ -69,17 +68,18 @@ def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
 
 
 def log_config(
-    config: DbspConfig, identity: ModelSignature, group: SequenceGroup, strategy: Strategy | None, like: torch.Tensor
+    config: DbspConfig, title: str, head_dim: int, group: SequenceGroup, strategy: Strategy | None, like: torch.Tensor
 ) -> None:
     """Logs the settings in effect, in two lines, on rank 0, once for the same settings.
 
     Args:
+        title: The model in words.
         like: A tensor of the model's device and dtype, for which the kernel is chosen.
     """
     if group.rank != 0:
         return
     try:
-        needs = KernelRequirements(width=identity.sizes[2])
+        needs = KernelRequirements(width=head_dim)
         wanted = kernel_order(config.kernel, config.machine, like.device)
         kernel = choose_kernel(wanted, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together
@@ -87,7 +87,7 @@ def log_config(
     layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
     if config.comm_dtype is not MODEL:
         layout += f", precision {config.precision}"
-    _log_once(f"{model_title(identity)} on {in_number(group.size, 'rank')}, strategy {strategy or 'auto'}, {layout}")
+    _log_once(f"{title} on {in_number(group.size, 'rank')}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {shown_config(config.origin)}"
     _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))
 

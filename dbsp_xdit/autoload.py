@@ -1,4 +1,4 @@
-"""Recognises, when torch is imported, a process of the `xdit` command that was given `--sp-backend`."""
+"""Recognises, when torch is imported, a process of the `xdit` command that was given db-SP's flags, or `--help`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AfterImport = Callable[[Mapping[str, Callable[[ModuleType], object]]], Callable[
 
 
 def autoload(after_import: AfterImport) -> None:
-    """Adds db-SP to this xfuser run if its command line has the flag. Never raises: torch must stay importable."""
+    """Adds db-SP to this xfuser run if its command line asks for it. Never raises: torch must stay importable."""
     if not requested(sys.orig_argv, len(getattr(sys, "argv", ()))):
         return
     try:
@@ -26,7 +26,7 @@ def autoload(after_import: AfterImport) -> None:
 
 
 def requested(command: Sequence[str], words: int) -> bool:
-    """Returns True for `xdit …` or `python -m xfuser.runner …` with the flag `--sp-backend`, dashes or underscores.
+    """Returns True for `xdit …` or `python -m xfuser.runner …` with a flag of db-SP's, or `--help`, which shows them.
 
     Args:
         command: The whole command line.
@@ -34,4 +34,5 @@ def requested(command: Sequence[str], words: int) -> bool:
     """
     program, *arguments = command[len(command) - words :] or [""]
     is_xfuser = program.endswith(("xfuser.runner", "xfuser.cli")) or os.path.basename(program) in ("xdit", "xdit.exe")
-    return is_xfuser and any(word.partition("=")[0].replace("_", "-") == "--sp-backend" for word in arguments)
+    flags = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    return is_xfuser and any(flag.startswith("--sp-") or flag in ("--help", "-h") for flag in flags)

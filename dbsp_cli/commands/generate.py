@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 import yaml
 
+from dbsp_cli.generate.outputs import Output
 from dbsp_cli.generate.pipeline import OFFLOADS, QUANTIZATIONS, Features
 from dbsp_cli.generate.ranks import RankInfo, processes_here, run_ranks
-from dbsp_cli.generate.request import Generation, GenerationRequest, Output, resolve
+from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.output import PATH, options_for
 from dbsp_core.reports.page import in_a_line
 from dbsp_core.reports.run_report import RunReport

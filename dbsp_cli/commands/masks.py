@@ -68,11 +68,12 @@ def convert(
     """
     require_file_path(target, "OUT")
     require_apart({"OUT": target}, inputs={"IN": source})
+    done = "replaced" if target.exists() else "wrote"
     if os.path.isdir(source):
         layout = convert_recording(source, target, read_options(settings or (), RecordingOptions))
     else:
         layout = convert_masks(source, target, read_options(settings or (), ConvertOptions))
-    print(f"wrote {target}: {_in_words(layout)}", file=sys.stderr)
+    print(f"{done} {target}: {_in_words(layout)}", file=sys.stderr)
 
 
 @masks_app.command()

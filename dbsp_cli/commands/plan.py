@@ -85,7 +85,7 @@ def _show_model(model: str, gpus: int, machine: str | None, as_json: bool) -> No
         rows = [asdict(one) for one in videos]
         print_json(model=spec.name, gpus=gpus, machine=hardware.name, label="modelled", videos=rows)
         return
-    print_tables([modelled_table(spec, gpus, hardware, videos)])
+    print_tables([modelled_table(spec, gpus, hardware, videos, by_default=measured is None)])
 
 
 class _FilePlan(NamedTuple):

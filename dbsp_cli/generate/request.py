@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
-import string
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dbsp_cli.generate.checks import (
+    require_images,
+    require_installed,
+    require_mask_size,
+    require_source_video,
+    require_video,
+)
 from dbsp_cli.generate.images import fitted
+from dbsp_cli.generate.outputs import Output, in_utf8, outputs_of, prompts_of, replaced_message
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.output import require_apart, require_file_path
@@ -22,7 +27,7 @@ from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.models.settings import GenerateSettings, side_message
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.models.table import (
     MODEL_SPECS,
@@ -34,8 +39,8 @@ from dbsp_core.models.table import (
     signature_of_model,
     tiny_architecture,
 )
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, require_value
-from dbsp_core.utils.files import expand_path, require_file, require_folder_path, user_path
+from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
+from dbsp_core.utils.files import expand_path, require_folder_path
 from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import (
     Settings,
@@ -46,14 +51,11 @@ from dbsp_core.utils.yaml_file import (
     shown_config,
 )
 from dbsp_kernels import KernelRequirements, choose_kernel
-from dbsp_kernels.errors import install_command, page
+from dbsp_kernels.errors import page
 from dbsp_kernels.kernel import supports
 
-__all__ = ["Generation", "GenerationRequest", "Output", "require_video", "resolve"]
+__all__ = ["Generation", "GenerationRequest", "resolve"]
 
-_NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
-_MOST_VIDEOS = 100_000
-_LONGEST_SLUG = 48
 _SLOW = "can take days on CPUs; --config tiny-wan-trained is for trying out"
 
 
@@ -87,15 +89,6 @@ class GenerationRequest:
     out: str = "video.mp4"
     resume: bool = False
     report: Path | None = None
-
-
-@dataclass(frozen=True)
-class Output:
-    """One video to make."""
-
-    prompt: str
-    seed: int
-    path: Path
 
 
 @dataclass(frozen=True)
@@ -158,34 +151,35 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     Raises:
         UserError: The user must change something.
     """
-    _require_installed()
+    require_installed()
     from dbsp_diffusers.preflight import require_possible  # here: it takes seconds to import
 
     if request.model is not None:
         request = replace(request, model=expand_path(request.model))
     # 1. The settings: a file's, the options' over them, the model's usual ones for what neither says.
-    prompts = _prompts(request.prompt)
+    prompts = prompts_of(request.prompt)
     settings = _settings(request, prompts)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
     spec = find_model_spec(model) or published_model(identity)
     with settings.located(), blame_setting("generate"):
-        video = config.generate.filled(None if spec is None else spec.video)
+        video = config.generate.filled(spec.video if spec else _tiny_video(model))
     # 2. What the model takes, and this machine can do.
-    _require_images(identity, video)
+    require_images(identity, video)
     with settings.located():
         with blame_setting("generate"):
             require_video(identity, video)
         require_possible(config)
+        require_mask_size(config, identity, video)
     request.features.require_possible()
-    _require_source_video(request, identity)
+    require_source_video(request.video, identity)
     if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
     strategy = config.strategy or _default_strategy(rank_info, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(rank_info.world)
     # 3. What is written, and where: rank 0 does it.
-    outputs = _outputs(request, prompts or (video.prompt,), video)
+    outputs = outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos)
     for output in outputs if rank_info.rank == 0 else ():
         require_file_path(output.path, "--out")
     tiny, named = tiny_architecture(model), find_model_spec(model)
@@ -193,6 +187,7 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     warnings = (
         config.dense_schedule.message(video.steps),
         None if spec is None or torch.accelerator.is_available() else f"there is no GPU, and {spec.name} {_SLOW}",
+        replaced_message(_left(outputs, request.resume)) if rank_info.rank == 0 else None,
         *dict.fromkeys(unknown_words(vocabulary, output.prompt) for output in _left(outputs, request.resume)),
     )
     generation = Generation(
@@ -226,31 +221,6 @@ def _frames(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _require_installed() -> None:
-    """Raises UserError where a package is missing that makes videos."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"{', '.join(missing)} is not installed; {install_command('diffusers')}")
-
-
-def _prompts(given: str | None) -> tuple[str, ...]:
-    """Returns the prompts of an option: a text, or the lines of "@FILE" that are not blank."""
-    if given is None:
-        return ()
-    if not given.startswith("@"):
-        return (_in_utf8(given, "--prompt"),)
-    with _blame_option("--prompt"):
-        file = user_path(given[1:])
-    require_file(file, "--prompt: file", "give a text, or @FILE with one prompt a line")
-    try:
-        lines = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
-    except UnicodeError as error:
-        raise UserError(f"--prompt: {file} is not text in UTF-8") from error
-    if not lines:
-        raise UserError(f"--prompt: {file} has no prompts; write one a line")
-    return lines
-
-
 def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
     if request.config is None and request.model is None:
         names = ", ".join(MODEL_SPECS)
@@ -265,7 +235,7 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
             read_settings(path, "configuration file") if path.is_file() else Settings({}, {}, default.origin or "")
         )
     for change in request.changes:
-        key, equals, text = _in_utf8(change, "--set").partition("=")
+        key, equals, text = in_utf8(change, "--set").partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"--set {change} is not of the form KEY=VALUE, for example --set mask.cdf=0.9")
         keys, value = key.split("."), parse_value(text, f"--set {key}")
@@ -288,61 +258,10 @@ def _shipped_for(model: str | None) -> Path | None:
     return next(named, None)
 
 
-def _in_utf8(text: str, option: str) -> str:
-    """Returns an option's text, read as UTF-8 where the locale's encoding could not read it."""
-    try:
-        return os.fsencode(text).decode() if any("\udc80" <= one <= "\udcff" for one in text) else text
-    except UnicodeError:
-        raise UserError(f"{option} {in_short(text)} is not text in UTF-8; set a locale that can read it") from None
-
-
-def _outputs(request: GenerationRequest, prompts: Sequence[str], video: GenerateSettings) -> tuple[Output, ...]:
-    """Returns the videos of every prompt and seed, each with a file of its own."""
-    count = len(prompts) * request.videos
-    if not 0 < request.videos <= _MOST_VIDEOS or count > _MOST_VIDEOS:
-        raise UserError(f"--videos {request.videos} must be at least 1, and all videos at most {_MOST_VIDEOS:,}")
-    found: dict[Path, Output] = {}
-    for prompt in prompts:
-        for number in range(request.videos):
-            seed = (video.seed or 0) + number
-            path = Path(_named(request.out, index=len(found), seed=seed, prompt=_slug(prompt))).absolute()
-            if path.suffix != ".mp4":
-                raise UserError(f"--out {request.out} must end in .mp4")
-            if path in found:
-                raise UserError(
-                    f"--out {request.out} names one file for several of {count} videos; put {{index}} in the name, "
-                    "for example video-{index:03}.mp4"
-                )
-            found[path] = Output(prompt, seed, path)
-    return tuple(found.values())
-
-
-def _named(pattern: str, **fields: Any) -> str:
-    """Returns a pattern's path with the fields filled in. Raises UserError for a pattern with others."""
-    try:
-        unknown = {name for _, name, _, _ in string.Formatter().parse(pattern)} - {None, *fields}
-        path = pattern.format(**fields) if not unknown else None
-    except (ValueError, KeyError, IndexError, AttributeError):
-        path = None
-    if path is None:
-        names = "}, {".join(fields)
-        raise UserError(f"--out {pattern}: use the fields {{{names}}}, or double the braces of a name")
-    with _blame_option("--out"):
-        return expand_path(path)
-
-
-@contextmanager
-def _blame_option(option: str) -> Iterator[None]:
-    """Names an option in a UserError inside."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{option}: {error}") from error
-
-
-def _slug(prompt: str) -> str:
-    """Returns a prompt's first words as part of a file's name."""
-    return "-".join(re.findall(r"\w+", prompt))[:_LONGEST_SLUG].rstrip("-") or "video"
+def _tiny_video(model: str) -> GenerateSettings | None:
+    """Returns the video of a tiny model's shipped configuration, all of it set, or None for other models."""
+    shipped = _shipped_for(model)
+    return None if shipped is None else DbspConfig.load(shipped).generate.filled(None)
 
 
 def _report(request: GenerationRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
@@ -406,43 +325,6 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
             f"--model, with --config {spec.name}-sparge"
         )
     return model, identity
-
-
-def _require_images(identity: ModelSignature, video: GenerateSettings) -> None:
-    """Raises UserError for an image that the model needs; no setting is blamed for one that is missing."""
-    given = sum(image is not None for image in (video.image, video.last_image))
-    if given < identity.images[0]:
-        again = " twice: the first frame, then the last" if identity.images[0] == 2 else ""
-        raise UserError(f"{model_title(identity)} {identity.images_message(given)}; give one with --image FILE{again}")
-
-
-def _require_source_video(request: GenerationRequest, identity: ModelSignature) -> None:
-    """Raises UserError for a video to start from that cannot be read, or that the model does not take."""
-    if request.video is None:
-        return
-    require_file(request.video, "--video", "give a video file, such as an mp4")
-    if PIPELINES[identity.pipeline].from_video is None or identity.variant:
-        able = [pipeline.title for pipeline in PIPELINES.values() if pipeline.from_video]
-        raise UserError(
-            f"--video: {model_title(identity)} does not start from a video; {' and '.join(able)} models do"
-        )
-
-
-def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
-    """Raises SettingError for what the pipeline would change or reject: frames, a size, or images."""
-    spec = published_model(signature)
-    if signature.pipeline in PIPELINES and video.num_frames is not None:
-        message = PIPELINES[signature.pipeline].frames_message(video.num_frames)
-        require_value(video, "num_frames", message is None, str(message), "generate.")
-    for side in ("height", "width"):
-        value = getattr(video, side)
-        message = None if value is None or spec is None else side_message(value, spec.token_pixels)
-        require_value(video, side, message is None, str(message), "generate.")
-    message = signature.images_message(sum(image is not None for image in (video.image, video.last_image)))
-    if message is not None:
-        raise SettingError(f"{model_title(signature)} {message}", ("image",))
-    if video.last_image is not None and video.image is None:
-        raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
 
 
 def _default_strategy(rank_info: RankInfo, config: DbspConfig) -> Strategy:

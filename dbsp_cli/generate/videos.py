@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbsp_cli.generate.outputs import Output
 from dbsp_cli.generate.pipeline import arguments_of, load_pipeline, speed_up
 from dbsp_cli.generate.ranks import ending_in_order
-from dbsp_cli.generate.request import Generation, Output
+from dbsp_cli.generate.request import Generation
 from dbsp_cli.generate.resources import memory_message
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.cost.prediction import AUTO

@@ -168,7 +168,8 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         if self.tokens is None and self.thw is None:
             raise UserError(
-                "the file does not say how many tokens there are; give thw=T,H,W (with text_tokens=N) or tokens=N"
+                "the file does not say how many tokens there are; give thw=T,H,W in tokens (with text_tokens=N), "
+                "or tokens=N"
             )
         if self.groups is not None and (self.steps is not None or self.dense_steps):
             raise UserError("groups says which steps groups have; leave out steps and dense_steps")

@@ -95,8 +95,9 @@ class GenerateSettings:
         flow_shift stays None if the model's scheduler has its own. Raises SettingError for an unknown size.
         """
         usual = usual or GenerateSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
+        usual = replace(usual, seed=42 if usual.seed is None else usual.seed)
         missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
-        values: dict[str, Any] = {name: 42 if name == "seed" else getattr(usual, name) for name in missing}
+        values: dict[str, Any] = {name: getattr(usual, name) for name in missing}
         full = replace(self, **values)
         for name in ("height", "width", "num_frames"):
             if getattr(full, name) is None:

@@ -272,8 +272,8 @@ def published_model(signature: ModelSignature) -> ModelSpec | None:
     return next((spec for spec in MODEL_SPECS.values() if spec.signature == signature), None)
 
 
-def model_title(signature: ModelSignature) -> str:
-    """Returns a model in words: its name where it is known, else its pipeline and sizes."""
+def model_title(signature: ModelSignature, class_name: str | None = None) -> str:
+    """Returns a model in words: its name if it is known, else its class (default: the pipeline's) and sizes."""
     spec = published_model(signature)
     if spec is not None:
         return spec.name
@@ -281,9 +281,10 @@ def model_title(signature: ModelSignature) -> str:
     if tiny is not None:
         return f"{TINY}{tiny}"
     layers, heads, head_dim, _ = signature.sizes
+    named = f"a {class_name or signature.pipeline}"
     if not heads:  # a class whose configuration has other names for them
-        return f"a {signature.pipeline}"
-    return f"a {signature.pipeline} with {layers} layers and {heads} heads of {head_dim}"
+        return named
+    return f"{named} with {layers} layers and {heads} heads of {head_dim}"
 
 
 def unknown_model(name: str) -> UserError:

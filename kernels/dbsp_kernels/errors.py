@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, distribution
+
 __all__ = ["REPOSITORY", "UserError", "install_command", "page"]
 
 
@@ -28,5 +30,12 @@ def page(name: str) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs what an extra needs. It names no package index: db-SP is on none."""
-    return f"pip install '.[{extra}]' in db-SP's repository"
+    """Returns the command that installs what an extra needs: of the installed package, else of the checkout.
+
+    db-SP is on no package index: pip reads the extras of the installed package from its own metadata.
+    """
+    try:
+        distribution("dbsp-attention")
+    except PackageNotFoundError:
+        return f"pip install '.[{extra}]' in db-SP's repository"
+    return f"pip install 'dbsp-attention[{extra}]'"

@@ -1,4 +1,4 @@
-"""Trains a small Wan2.1 on drawn videos, in at most an hour on two CPU cores. See docs/trained-model.md.
+"""Trains a small Wan2.1 on drawn videos, in at most an hour on two CPU cores. See scripts/training/README.md.
 
 Stopped at any time, it goes on from its last checkpoint when it is started again with the same options.
 """

@@ -50,23 +50,10 @@ shown and tested on learned attention without a download. It is no general video
   {spent}).
 - **Limits**: see "What its videos look like" in {page("trained-model")}.
 
-Loss, mean of twenty equal parts of the run (`loss.csv` has every step):
-
-| part | autoencoder, L1 | transformer, velocity MSE |
-|---|---|---|
-{_curve(self.autoencoder_losses, self.transformer_losses)}
+`loss.csv` has the loss of every step.
 
 Generate with {FRAMES} frames of {WIDTH}×{HEIGHT}, flow shift 3, guidance about 3, an empty negative prompt.
 """
-
-
-def _curve(first: list[float], second: list[float]) -> str:
-    return "\n".join(f"| {part + 1} | {_part(first, part):.4f} | {_part(second, part):.4f} |" for part in range(20))
-
-
-def _part(losses: list[float], part: int) -> float:
-    here = losses[part * len(losses) // 20 : max((part + 1) * len(losses) // 20, part * len(losses) // 20 + 1)]
-    return sum(here) / max(len(here), 1)
 
 
 def save_pipeline(

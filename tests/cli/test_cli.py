@@ -151,7 +151,8 @@ class TestPlanOfModel:
         code, out, err = dbsp(*ask)
         assert (code, err) == (0, "")
         assert "wan2.1-t2v-1.3b on 4 GPUs (h100), modelled" in out
-        assert "not measured: synthetic masks" in out
+        assert "not measured: synthetic masks, constants of h100; dbsp bench measures your GPUs" in out
+        assert "constants of h100, the default (--machine: others); dbsp bench" in dbsp(*ask[:-2])[1]
 
 
 HUGE = "99999999999999999999"

@@ -195,6 +195,8 @@ class TestConvert:
         assert "step groups 1-4,5-9, 1 layers, 3 heads, 24×24 blocks, token orders hwt, thw, wth" in err
         file = MaskFile(out)
         assert (file.packed, file.layer(0, 1).grid.orders) == (False, ("thw", "hwt", "wth"))
+        assert err.startswith(f"wrote {out}: ")
+        assert dbsp("masks", "convert", tmp_path / "plan.pth", out, *options)[2].startswith(f"replaced {out}: ")
         assert torch.equal(file.layer(0, 1).bits, bits[1, 0])
 
     def test_a_recording(self, dbsp, recording, tmp_path):

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 from dataclasses import replace
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, PackageNotFoundError
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import FRAMEWORKS, Importable
 from dbsp_core.utils import expected_host
 from dbsp_kernels import KERNELS
+from dbsp_kernels.errors import install_command
 from tests.support.programs import children_forked
 from tests.support.repository import ROOT
 
@@ -45,7 +46,7 @@ def test_the_table_says_the_same_with_its_brackets(dbsp, monkeypatch):
     code, out, _ = dbsp("doctor")
     assert (code, out.splitlines()[0]) == (0, "a verdict")
     assert "missing   nothing" in out
-    assert "lacks dbsp_no_such_module; pip install '.[xdit]' in db-SP's repository\n" in out
+    assert f"lacks dbsp_no_such_module; {install_command('xdit')}\n" in out
 
 
 def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatch):
@@ -55,7 +56,21 @@ def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatc
     check = Importable("broken", ("broken_package",), "xdit").check()
     assert check.state == "missing"
     assert check.detail == "cannot be imported: ModuleNotFoundError: No module named 'dbsp_no_such_module'"
-    assert check.fix == "pip install '.[xdit]' in db-SP's repository"
+    assert check.fix == install_command("xdit")
+
+
+@pytest.mark.parametrize(
+    ("installed", "command"),
+    [(True, "pip install 'dbsp-attention[xdit]'"), (False, "pip install '.[xdit]' in db-SP's repository")],
+)
+def test_an_extra_is_installed_for_the_package_that_is_there(monkeypatch, installed, command):
+    def found(name: str) -> object:
+        if not installed:
+            raise PackageNotFoundError(name)
+        return object()
+
+    monkeypatch.setattr("dbsp_kernels.errors.distribution", found)
+    assert install_command("xdit") == command
 
 
 @pytest.mark.parametrize(

@@ -26,5 +26,11 @@ def test_kernel_in_the_log_is_chosen_for_the_models_dtype_and_head_size(monkeypa
             ("wan2.1-t2v-14b", torch.bfloat16),
         ):
             signature = MODEL_SPECS[model].signature
-            resolve.log_config(DbspConfig(), signature, SequenceGroup(0, 1), None, torch.empty(0, dtype=dtype))
+            like, head_dim = torch.empty(0, dtype=dtype), signature.sizes[2]
+            resolve.log_config(DbspConfig(), model, head_dim, SequenceGroup(0, 1), None, like)
+    assert [line.partition(" on 1 rank")[0] for line in said if "kernel" in line] == [
+        "cogvideox-5b",
+        "cogvideox-5b",
+        "wan2.1-t2v-14b",
+    ]
     assert [line.rpartition("kernel ")[2] for line in said if "kernel" in line] == ["narrow", "cpu", "cpu"]

@@ -95,6 +95,13 @@ def test_the_attention_alone_equals_torch_s_own(tmp_path):
         assert 0 < difference < 1e-5
 
 
+def test_a_kernel_of_one_s_own_equals_torch_s(tmp_path):
+    said = start(tmp_path, "my_kernel.py")
+    for rank in ("0", "1"):
+        (difference,) = re.findall(rf"rank {rank}: largest difference (\S+)\n", said[rank])
+        assert 0 < float(difference) < 1e-5
+
+
 def test_the_method_prints_what_both_plans_give(tmp_path):
     said = start(tmp_path, "method.py", "--ulysses", "2", "--tokens", "203")
     lines = re.findall(r"(.+): ρ_s (\S+), K/V received (\S+) MB, difference (\S+)\n", said["0"])
@@ -224,18 +231,22 @@ def test_the_mask_is_what_its_words_say(monkeypatch):
     assert mask.bits.shape[0] == 4
 
 
-@pytest.mark.long
-def test_the_mask_makes_a_video(folder):
-    video = folder / "video.mp4"
-    size = ("height=64", "width=96", "num_frames=9", "steps=1")
-    line = ["generate", "--config", EXAMPLES / "my_masks.yaml", "--prompt", "a red ball", "--out", video]
-    line += [word for one in size for word in ("--set", f"generate.{one}")]
-    done = run(
-        [sys.executable, "-m", "dbsp_cli", *line, "--nproc", "2"],
-        env=os.environ | {"PYTHONPATH": python_path(EXAMPLES), "OMP_NUM_THREADS": "1"},
-    )
+def printed_commands() -> list[str]:
+    """Commands of `dbsp` in the table of examples/README.md."""
+    return re.findall(r"`((?:\w+=\S+ )*dbsp [^`]+)`(?= \|)", (EXAMPLES / "README.md").read_text())
+
+
+@pytest.mark.parametrize("more", ["--dry-run", pytest.param("", marks=pytest.mark.long)])
+def test_commands_of_the_table_run_as_printed(tmp_path, more):
+    here = shutil.copytree(EXAMPLES, tmp_path / "examples")
+    dbsp = f"{shlex.quote(sys.executable)} -m dbsp_cli"
+    (line,) = printed_commands()
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = f"PYTHONPATH=.:{python_path()} "
+    command = line.replace("PYTHONPATH=. ", path).replace("dbsp ", f"{dbsp} ", 1)
+    done = run(["bash", "-c", f"{command} {more}"], cwd=here, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
-    assert videos(folder) == ["video.mp4"]
+    assert videos(here) == ([] if more else ["video.mp4"])
 
 
 def words_of(script: str) -> list[str]:

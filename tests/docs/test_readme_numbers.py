@@ -42,7 +42,7 @@ def test_seconds_per_video():
 
 
 def test_what_planners_leave():
-    even, snake, ours = said(r"even split has ([\d.]+) \| ([\d.]+) \| – \| ([\d.]+) \|")
+    even, snake, ours = said(r"equal split has ([\d.]+) \| ([\d.]+) \| – \| ([\d.]+) \|")
     assert even == round(rho("U8R1", "contiguous"), 3)
     assert snake == round(rho("U8R1", "snake"), 3)
     assert ours == round(rho("U8R1", "dbsp", "striped"), 3)

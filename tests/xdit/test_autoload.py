@@ -25,9 +25,12 @@ FLAG = ["--model", "m", "--sp-backend", "dbsp"]
         (["python", "-u", "-m", "xfuser.runner", *FLAG], 5),
         (["python", "-uWignore", "-mxfuser.runner", *FLAG], 5),
         (["python", "-m", "xfuser.cli", "--sp_backend=dbsp"], 2),
+        (["python", "/venv/bin/xdit", "--model", "m", "--sp-config", "sparge"], 5),
+        (["python", "/venv/bin/xdit", "--sp_mask=sparge"], 2),
+        (["python", "/venv/bin/xdit", "--help"], 2),
     ],
 )
-def test_xfuser_runs_with_the_flag_are_recognised(command, words):
+def test_xfuser_runs_with_a_flag_of_ours_or_help_are_recognised(command, words):
     assert requested(command, words)
 
 
@@ -56,7 +59,7 @@ def test_importing_torch_without_the_flag_imports_and_prints_nothing(tmp_path):
         "names = ('dbsp_core', 'dbsp_diffusers', 'dbsp_kernels', 'dbsp_xdit.runner')\n"
         "print([name for name in sys.modules if name.startswith(names)])\n"
     )
-    run = [sys.executable, str(tmp_path / "xdit"), "--model", "m", "--sp-config", "sparge"]
+    run = [sys.executable, str(tmp_path / "xdit"), "--model", "m", "--prompt", "--help me"]
     done = subprocess.run(run, env=child_environment(tmp_path), capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 

@@ -37,7 +37,7 @@ def part_named(name: str) -> Part:
 
 def main() -> int:
     """Returns the exit code, 1 where a case failed."""
-    parser = argparse.ArgumentParser(prog="scripts/campaign", description="Tries to break db-SP: see docs/campaign.md")
+    parser = argparse.ArgumentParser(prog="scripts/campaign", description="Tries to break db-SP: see tests/README.md")
     parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together")
     parser.add_argument("--seed", type=_seed, help="of all cases, or new; default: that of the state file, else 0")
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")

@@ -15,6 +15,10 @@ from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.tiny_models import TRAINED_WAN, make_tiny, unknown_words
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_writer import save_mask
+from dbsp_core.models.table import TINY_MODELS
 from dbsp_core.sources import SpargeSource
 from dbsp_core.sources.spec import mask_values
 from dbsp_core.utils.errors import UserError
@@ -104,6 +108,24 @@ class TestSettings:
         )
         assert named.config == configured.config
 
+    def test_a_tiny_model_in_a_file_of_ones_own_has_its_video(self, tmp_path):
+        (tmp_path / "mine.yaml").write_text("model: tiny-wan-trained\nmask: dense\n")
+        made = decided(tmp_path, config=str(tmp_path / "mine.yaml"), changes=()).config.generate
+        shipped = decided(tmp_path, config="tiny-wan-trained", changes=()).config.generate
+        sizes = (made.height, made.width, made.num_frames, made.steps, made.seed, made.guidance_scale)
+        assert sizes == (144, 240, 33, 12, shipped.seed, 3.0)
+
+    @pytest.mark.parametrize(("model", "thw", "text"), [("wan", (3, 4, 6), 0), ("cogvideox", (2, 4, 6), 226)])
+    def test_a_mask_file_of_another_size_is_noticed_before_weights_are_loaded(self, tmp_path, model, thw, text):
+        heads = TINY_MODELS[model].sizes[1]
+        for name, frames in (("right", thw[0]), ("wrong", thw[0] + 1)):
+            grid = BlockGrid(text + frames * thw[1] * thw[2], text, 16, 16, (frames, *thw[1:]))
+            save_mask(tmp_path / f"{name}.safetensors", BlockMask.dense(heads, grid))
+        asked = {"config": None, "model": f"tiny-{model}"}
+        assert decided(tmp_path, **asked, changes=[*SIZE, f"mask={tmp_path}/right.safetensors"])
+        with pytest.raises(UserError, match=r"--set mask: mask file .*wrong.safetensors is for .* tokens"):
+            decided(tmp_path, **asked, changes=[*SIZE, f"mask={tmp_path}/wrong.safetensors"])
+
 
 class TestVideos:
     def test_each_prompt_has_its_seeds_and_each_video_a_file(self, tmp_path):
@@ -146,6 +168,17 @@ class TestVideos:
         made = decided(tmp_path, resume=True, **asked)
         assert [output.path.stem for output in made.left] == ["0", "2"]
         assert (len(made.outputs), made.report_of(made.left[1])) == (3, tmp_path / "r" / "2")
+
+    def test_files_that_are_replaced_are_named(self, tmp_path):
+        assert decided(tmp_path, out=str(tmp_path / "new.mp4")).warnings == ()
+        for name in ("0.mp4", "1.mp4"):
+            (tmp_path / name).write_text("somebody's")
+        (said,) = decided(tmp_path, out=str(tmp_path / "1.mp4")).warnings
+        assert re.match(r"--out .*/1.mp4 exists and is replaced when the video is complete; give another --out", said)
+        several = {"videos": 3, "out": str(tmp_path / "{index}.mp4")}
+        (said,) = decided(tmp_path, **several).warnings
+        assert re.match(r"--out .*/0.mp4 and 1 more exist and are replaced", said)
+        assert decided(tmp_path, resume=True, **several).warnings == ()
 
     def test_one_video_has_the_report_to_itself(self, tmp_path):
         made = decided(tmp_path, report=tmp_path / "r")

@@ -58,7 +58,7 @@ def test_a_token_that_attends_into_another_sequence_would_be_found(threads):
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_page_runs_as_printed(pool, world):
     page = (ROOT / "docs" / "packed-sequences.md").read_text()
-    code = page.partition("```python\n")[2].partition("```")[0]
+    code = "import torch\n" + page.partition("```python\nimport torch\n")[2].partition("```")[0]
     for found in pool(world).run(run_page, code):
         assert found["error"] <= 1e-5
         assert found["gradient"]
