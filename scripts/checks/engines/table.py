@@ -1,6 +1,6 @@
 """What an engine does with and without db-SP: rows of docs/results/engines.csv, each run here or said not to be.
 
-python -m scripts.checks.engines.table ENGINE        in that engine's environment: scripts/engines table
+python -m scripts.checks.engines.table ENGINE [CASE …]      in that engine's environment: scripts/engines table
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ CASES = {
     "75 tokens, Ulysses, 2 ranks": (2, 1, Case(4, (UNEQUAL,), MASK)),
     "75 tokens, ring, 2 ranks": (1, 2, Case(4, (UNEQUAL,), MASK)),
 }
+OF_ENGINE = {
+    "sglang": {
+        "MiniMax-H3 with 3 heads, Ulysses, 2 ranks": (2, 1, Case(3, (UNEVEN,), MASK, model="h3")),
+        "MiniMax-H3 with 3 heads, ring, 2 ranks": (1, 2, Case(3, (UNEVEN,), MASK, model="h3")),
+    }
+}
+"""Cases that one engine has besides."""
 NOT_RUN = {
     ("vllm-omni", "block-sparse, Ulysses, 2 ranks"): "not run: its block-sparse kernels need a GPU",
     ("vllm-omni", "block-sparse, ring, 2 ranks"): "not run: the kernel of its ring needs a GPU, dense too",
@@ -34,10 +41,12 @@ NOT_RUN = {
 
 
 def main() -> None:
-    engine = sys.argv[1]
+    engine, *wanted = sys.argv[1:]
     module = engine.replace("-", "_")
     rows = []
-    for name, (ulysses, ring, case) in CASES.items():
+    cases = CASES | OF_ENGINE.get(engine, {})
+    for name in wanted or cases:
+        ulysses, ring, case = cases[name]
         stock = NOT_RUN.get((engine, name)) or in_words(run(module, ulysses, ring, replace(case, mask=None))[0])
         ours = in_words(run(module, ulysses, ring, case)[0])
         rows.append({"engine": engine, "version": version(engine), "case": name, "stock": stock, "with db-SP": ours})
