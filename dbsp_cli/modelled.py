@@ -11,16 +11,55 @@ from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, candidates, predict
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.plan import make_plan, usual_layout
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.errors import in_number
 
-__all__ = ["ModelledVideo", "linear_flops", "modelled_table", "modelled_videos", "passes"]
+__all__ = ["MODELLED_ONLY", "ModelledVideo", "linear_flops", "modelled_table", "modelled_videos", "passes"]
 
 _LAYERS = 2
 """Layers whose masks represent all."""
+
+
+_HUNYUAN = ModelSpec(
+    name="hunyuanvideo",
+    hub="hunyuanvideo-community/HunyuanVideo",
+    aliases=("tencent/HunyuanVideo",),
+    pipeline="HunyuanVideoPipeline",
+    layers=60,  # 20 with two streams, 40 with one; each token meets as many weights in either
+    heads=24,
+    head_dim=128,
+    patch_frames=1,
+    ffn=12288,
+    cross_text=0,
+    parameters=12_821_012_544,
+    video=GenerateSettings(None, "", 720, 1280, num_frames=129, steps=50, guidance_scale=1.0, flow_shift=7.0, fps=24),
+    other_tokens=256,
+)
+_MINIMAX_H3 = ModelSpec(
+    name="minimax-h3",
+    hub="MiniMaxAI/MiniMax-H3",
+    aliases=(),
+    pipeline="MiniMaxH3ModularPipeline",
+    layers=50,
+    heads=56,
+    head_dim=128,
+    patch_frames=1,
+    ffn=21504,
+    cross_text=0,
+    parameters=33_122_992_896,
+    video=GenerateSettings(None, "", 768, 1344, num_frames=124, steps=50, guidance_scale=1.0, fps=24),
+    paper_thw=(37, 24, 42),  # 17 frames become 5
+    hidden=5376,
+    other_tokens=512 + 416,  # text, and 40 latents a second of two channels of sound
+)
+MODELLED_ONLY = {spec.name: spec for spec in (_HUNYUAN, _MINIMAX_H3)}
+"""Models whose time is modelled, and whose pipelines `dbsp generate` does not run; `enable` takes them. Sizes and
+videos are the defaults of diffusers' classes (0.42), parameters are the transformer's alone; 256 text tokens are
+diffusers' for HunyuanVideo, 512 are assumed for H3, whose text has any length."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +134,8 @@ def linear_flops(spec: ModelSpec) -> float:
 
     The keys and values of cross-attention's text are left out: 512 tokens against tens of thousands.
     """
-    projections = 4 * spec.width**2 + 2 * spec.width * spec.ffn
+    hidden = spec.hidden or spec.width
+    projections = 4 * hidden * spec.width + 2 * hidden * spec.ffn
     if spec.cross_text:
         projections += 2 * spec.width**2 + 2 * spec.width * spec.cross_text
     return 2.0 * spec.layers * spec.tokens * projections

@@ -117,8 +117,9 @@ class DbspConfig:
             1.10; see docs/results/even.md for what each value costs and gives.
         kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact when `dbsp bench` measured
             this device, else `triton` on CUDA, `cpu` on the CPU.
-        machine: Hardware profile that predicts times: a shipped one (`a800`, `h100`, `h200`, `h800`: modelled) or a
-            file of `dbsp bench`. None: what `dbsp bench` measured on this machine, else rules without constants.
+        machine: Hardware profile that predicts times: a shipped one (`a800`, `b200`, `h100`, `h20`, `h200`, `h800`:
+            modelled) or a file of `dbsp bench`. None: what `dbsp bench` measured on this machine, else rules without
+            constants.
         bags: Groups of ranks that share several sequences of one call: a topology such as `g8n4`, `auto`, or a
             mapping; see docs/packed-sequences.md. None: all ranks share every sequence.
         vae: True if all ranks of a video decode it together, tile by tile; see docs/diffusers.md.

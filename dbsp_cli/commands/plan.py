@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
-from dbsp_cli.modelled import modelled_table, modelled_videos
+from dbsp_cli.modelled import MODELLED_ONLY, modelled_table, modelled_videos
 from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables, require_picture_path
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_core.cost.machine import hardware_for, load_hardware
@@ -20,7 +20,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.models.table import find_model_spec, unknown_model
+from dbsp_core.models.table import MODEL_SPECS, find_model_spec, unknown_model
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
@@ -75,9 +75,9 @@ def plan_command(
 
 def _show_model(model: str, gpus: int, machine: str | None, as_json: bool) -> None:
     """Prints modelled seconds of a model's usual video, by strategy."""
-    spec = find_model_spec(model)
+    spec = find_model_spec(model, MODEL_SPECS | MODELLED_ONLY)
     if spec is None:
-        raise unknown_model(model)
+        raise unknown_model(model, MODEL_SPECS | MODELLED_ONLY)
     measured = hardware_for(machine, "cuda", "auto") if machine or torch.cuda.is_available() else None
     hardware = measured or load_hardware("h100")
     videos = modelled_videos(spec, gpus, hardware)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,12 +39,14 @@ class ModelSpec:
         pipeline: Name of diffusers' class.
         layers: Number of self-attention layers, without VACE's few for the control video.
         patch_frames: Latent frames that make one token (patch_size_t).
-        ffn: Width of the MLP.
+        ffn: Width of the MLP; 1.5 times as wide where a gate makes three matrices of its two.
         cross_text: Text tokens that cross-attention looks at; 0: there is none.
         parameters: Number of all transformers' and the text encoder's together, as published.
         video: Its usual video, with all set but prompt and seed, and flow_shift where the scheduler comes with one.
-        paper_thw: The token grid that times are predicted for, where that is not the usual video's.
+        paper_thw: The token grid that times are predicted for, where that is not `token_grid`'s of the usual video.
         token_pixels: Height and width of a token.
+        hidden: Width of the stream between layers, where that is not heads times head_dim.
+        other_tokens: Tokens of text and sound in self-attention, of pipelines that are not in `PIPELINES`.
     """
 
     name: str
@@ -61,6 +64,8 @@ class ModelSpec:
     paper_thw: tuple[int, int, int] | None = None
     variant: Variant = ""
     token_pixels: int = TOKEN_PIXELS
+    hidden: int | None = None
+    other_tokens: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,7 +78,7 @@ class ModelSpec:
     @property
     def text_tokens(self) -> int:
         """Text tokens that are part of self-attention's sequence."""
-        return PIPELINES[self.pipeline].text_tokens
+        return PIPELINES[self.pipeline].text_tokens if self.pipeline in PIPELINES else self.other_tokens
 
     @property
     def thw(self) -> tuple[int, int, int]:
@@ -234,10 +239,10 @@ TINY_MODELS = {
 """Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
 
 
-def find_model_spec(name: str) -> ModelSpec | None:
+def find_model_spec(name: str, among: Mapping[str, ModelSpec] = MODEL_SPECS) -> ModelSpec | None:
     """Returns the model of that name, upper or lower case, or None."""
     wanted = name.casefold()
-    return next((s for s in MODEL_SPECS.values() if wanted in {known.casefold() for known in s.names}), None)
+    return next((s for s in among.values() if wanted in {known.casefold() for known in s.names}), None)
 
 
 def tiny_architecture(model: str) -> str | None:
@@ -287,6 +292,6 @@ def model_title(signature: ModelSignature, class_name: str | None = None) -> str
     return f"{named} with {layers} layers and {heads} heads of {head_dim}"
 
 
-def unknown_model(name: str) -> UserError:
+def unknown_model(name: str, among: Mapping[str, ModelSpec] = MODEL_SPECS) -> UserError:
     """Returns the error for a name that is no model's."""
-    return UserError(f"no model {name!r}{did_you_mean(name, MODEL_SPECS)}; use one of {', '.join(MODEL_SPECS)}")
+    return UserError(f"no model {name!r}{did_you_mean(name, among)}; use one of {', '.join(among)}")

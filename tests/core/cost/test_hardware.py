@@ -92,7 +92,7 @@ def test_the_line_of_the_constant_at_fault_is_named(tmp_path):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no hardware 'a900'; use a800, cpu-demo, h100, h200, h800"):
+    with pytest.raises(ValueError, match="no hardware 'a900'; use a800, b200, cpu-demo, h100, h20, h200, h800"):
         load_hardware("a900")
 
 

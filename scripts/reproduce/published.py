@@ -1,0 +1,132 @@
+"""Published times of dense sequence parallelism beside the latency model's: how many times as fast on how many GPUs.
+
+`data/published.csv` has every table of models that `dbsp plan` knows, on machines of configs/hardware, that we found:
+who published it, and each row as printed. Nothing is fitted to them, but the H20's one rate to the first row of its
+first table. Each way of xDiT's is modelled with dense attention, plain Ulysses and Ring, and guidance passes on two
+halves of the GPUs where `halves` is 2; CogVideoX1.5 at its real size, not the paper's.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes
+from dbsp_core import BlockGrid, BlockMask, Strategy
+from dbsp_core.cost.machine import load_hardware
+from dbsp_core.cost.prediction import AttentionShape
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec
+from scripts.reproduce.common import arguments
+from scripts.reproduce.lockstep import nodes_of, plan_ring, predict_ring
+from scripts.results.result import write_csv
+
+TABLES = Path(__file__).parent / "data" / "published.csv"
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a published table.
+
+    Attributes:
+        strategy: On the GPUs of one guidance pass, of which there are `halves` at the same time.
+        unit: "video", "steps" (all, without decoding) or "step".
+        error: Modelled over measured, less one.
+        linear, modelled_linear: Share of linear scaling: one GPU's time over this one and over the number of GPUs.
+        beyond_ns: What an attention takes beyond the model on these GPUs and not on one, for each token and head.
+    """
+
+    table: str
+    model: str
+    machine: str
+    video: str
+    gpus: int
+    strategy: str
+    halves: int
+    unit: str
+    measured_s: float
+    modelled_s: float
+    error: float
+    linear: float
+    modelled_linear: float
+    beyond_ns: float
+    label: str = "published by others; modelled"
+
+
+def measure() -> Iterator[Row]:
+    with TABLES.open(newline="", encoding="utf-8") as file:
+        records = list(csv.DictReader(file))
+    for _, table in itertools.groupby(records, lambda one: (one["table"], one["machine"], one["video"])):
+        alone: tuple[float, float] | None = None
+        for one in table:
+            gpus, halves, measured = int(one["gpus"]), int(one["halves"]), float(one["measured_s"])
+            spec = _of_size(one["model"], one["video"])
+            modelled, attentions = _seconds(spec, one["machine"], one["strategy"], gpus, halves, one["unit"])
+            alone = alone or (measured, modelled)
+            scaled = measured - alone[0] / gpus, modelled - alone[1] / gpus
+            yield Row(
+                *(one[key] for key in ("table", "model", "machine", "video")),
+                gpus,
+                one["strategy"],
+                halves,
+                one["unit"],
+                measured,
+                modelled,
+                modelled / measured - 1,
+                alone[0] / measured / gpus,
+                alone[1] / modelled / gpus,
+                (scaled[0] - scaled[1]) / attentions / (spec.tokens * spec.heads) * 1e9,
+            )
+
+
+def _of_size(name: str, video: str) -> ModelSpec:
+    """A model with a video of FRAMESxHEIGHTxWIDTH."""
+    spec = (MODEL_SPECS | MODELLED_ONLY)[name]
+    frames, height, width = (int(part) for part in video.split("x"))
+    return replace(spec, video=replace(spec.video, num_frames=frames, height=height, width=width), paper_thw=None)
+
+
+def _seconds(spec: ModelSpec, machine: str, strategy: str, gpus: int, halves: int, unit: str) -> tuple[float, int]:
+    """Modelled seconds of what a row says, and how many attentions one GPU computes in it."""
+    hardware = load_hardware(machine)
+    plan = plan_ring(BlockMask.dense(spec.heads, BlockGrid.uniform(spec.tokens, BLOCK)), Strategy.parse(strategy))
+    shape = AttentionShape(1, spec.heads, spec.head_dim)
+    found = predict_ring(plan, shape, hardware, nodes_of(hardware, plan.strategy.world))
+    attention_s = found.total_s - (found.pack_s if plan.strategy.world == 1 else 0)  # one GPU packs nothing
+    one_pass_s = spec.layers * attention_s + linear_flops(spec) * halves / gpus / hardware.constants.linear_flops_per_s
+    count = passes(spec) // halves
+    if unit == "step":
+        count //= spec.video.steps or 1
+    return count * one_pass_s + (hardware.constants.serial_s if unit == "video" else 0), count * spec.layers
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """One GPU's errors, and how far short of the modelled scaling each table falls, in words."""
+    lines = []
+    for (table, machine, video), found in itertools.groupby(rows, lambda row: (row.table, row.machine, row.video)):
+        one, *more = found
+        short = [row.linear / row.modelled_linear for row in more]
+        beyond = np.median([row.beyond_ns for row in more])
+        lines.append(
+            f"{table}, {machine}, {video}: one GPU {one.error:+.0%}; published over modelled scaling "
+            f"{min(short):.2f} to {max(short):.2f}; median {beyond:.1f} ns beyond the model per token and head"
+        )
+    return lines
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", 0).parse_args()
+    rows = list(measure())
+    write_csv("published", rows, options.out)
+    for line in summary(rows):
+        Console(width=150).print(line)
+
+
+if __name__ == "__main__":
+    main()
