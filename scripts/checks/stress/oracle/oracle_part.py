@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from scripts.checks.campaign.frame import Outcome
-from scripts.checks.campaign.oracle.attention_case import CASES_PER_WORLD, Draw, draw_case
-from scripts.checks.campaign.oracle.oracle_worker import Answer, run_cases
-from scripts.checks.campaign.oracle.shrinking import variants
+from scripts.checks.stress.frame import Outcome
+from scripts.checks.stress.oracle.attention_case import CASES_PER_WORLD, Draw, draw_case
+from scripts.checks.stress.oracle.oracle_worker import Answer, run_cases
+from scripts.checks.stress.oracle.shrinking import variants
 from tests.support.workers import WorkerError, WorkerPool
 
 BOUNDS = {
@@ -26,7 +26,7 @@ MOST_TRIES = 80
 """Of smaller variants of a failing case."""
 PRELOADED = (
     "tests.support.interpreter",
-    "scripts.checks.campaign.oracle.oracle_worker",
+    "scripts.checks.stress.oracle.oracle_worker",
     "torch.fx.experimental.symbolic_shapes",
 )
 

@@ -10,14 +10,14 @@ import secrets
 import sys
 from pathlib import Path
 
-from scripts.checks.campaign.frame import Part, State, run_part
+from scripts.checks.stress.frame import Part, State, run_part
 from tests.support import interpreter  # noqa: F401  before anything else imports triton
 
 PARTS = {
-    "oracle": "scripts.checks.campaign.oracle.oracle_part:Oracle",
-    "faults": "scripts.checks.campaign.faults.faults_part:Faults",
-    "fuzz": "scripts.checks.campaign.fuzz.fuzz_part:Fuzz",
-    "soak": "scripts.checks.campaign.soak.soak_part:Soak",
+    "oracle": "scripts.checks.stress.oracle.oracle_part:Oracle",
+    "faults": "scripts.checks.stress.faults.faults_part:Faults",
+    "fuzz": "scripts.checks.stress.fuzz.fuzz_part:Fuzz",
+    "soak": "scripts.checks.stress.soak.soak_part:Soak",
 }
 """Each is imported when it runs: that takes seconds."""
 SHARES = {"oracle": 0.5, "faults": 0.25, "fuzz": 0.15, "soak": 0.1}

@@ -7,21 +7,21 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.checks.campaign.faults.fault_grid import Case, case_of
-from scripts.checks.campaign.faults.judging import LATE, message_about
-from scripts.checks.campaign.faults.nursery import Nursery
-from scripts.checks.campaign.frame import Outcome
+from scripts.checks.stress.faults.fault_grid import Case, case_of
+from scripts.checks.stress.faults.fork_server import ForkServer
+from scripts.checks.stress.faults.judging import LATE, message_about
+from scripts.checks.stress.frame import Outcome
 
 TOGETHER = 3
 """Cases under way at once: most of their time they wait."""
-PRELOAD = "scripts.checks.campaign.faults.library:preload"
+PRELOAD = "scripts.checks.stress.faults.library:preload"
 
 
 class Faults:
     name = "faults"
 
     def __init__(self) -> None:
-        self._nursery: Nursery | None = None
+        self._nursery: ForkServer | None = None
         self._folder = Path()
 
     def run(self, seed: int, first: int) -> Iterator[Outcome]:
@@ -48,7 +48,7 @@ class Faults:
     def _some(self, seed: int, numbers: list[int]) -> list[Outcome]:
         if self._nursery is None:
             self._folder = Path(tempfile.mkdtemp(prefix="dbsp-faults."))
-            self._nursery = Nursery(PRELOAD)
+            self._nursery = ForkServer(PRELOAD)
         cases = {number: case_of(seed, number) for number in numbers}
         folders = {number: Path(tempfile.mkdtemp(dir=self._folder)) / "case" for number in numbers}
         for number, case in cases.items():

@@ -19,7 +19,7 @@ from dbsp_core.sources.frame_patterns import (
     spatial_bits,
     temporal_bits,
 )
-from scripts.checks.upstream.yardsticks.finding import Finding, compared, stub
+from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
 
 __all__ = ["findings"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from scripts.checks.campaign.oracle.attention_case import Draw, Sequence
+from scripts.checks.stress.oracle.attention_case import Draw, Sequence
 
 
 def variants(case: Draw) -> Iterator[Draw]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.checks.campaign.faults.phases import SPARGE, WINDOW
+from scripts.checks.stress.faults.phases import SPARGE, WINDOW
 
 INPUTS = "batch, head size, dtype or device type of q, k and v, or whether they need gradients, differ on rank(s) [{}]"
 SETTINGS = "the settings differ on rank(s) [{}]"

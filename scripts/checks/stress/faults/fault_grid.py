@@ -6,14 +6,14 @@ import functools
 import random
 from dataclasses import dataclass
 
-from scripts.checks.campaign.faults.acts import Injection
-from scripts.checks.campaign.faults.divergences import DIVERGENCES
-from scripts.checks.campaign.faults.generating import GENERATIONS, SPARE_S
-from scripts.checks.campaign.faults.judging import ENDS, Expected
-from scripts.checks.campaign.faults.library import TIMEOUT_S, Ranks, be_a_rank
-from scripts.checks.campaign.faults.nursery import Task
-from scripts.checks.campaign.faults.phases import MAKES_A_GROUP, PHASES, WRITERS
-from scripts.checks.campaign.faults.programs import Values
+from scripts.checks.stress.faults.divergences import DIVERGENCES
+from scripts.checks.stress.faults.fault_injection import Injection
+from scripts.checks.stress.faults.fork_server import Task
+from scripts.checks.stress.faults.generating import GENERATIONS, SPARE_S
+from scripts.checks.stress.faults.judging import ENDS, Expected
+from scripts.checks.stress.faults.library import TIMEOUT_S, Ranks, be_a_rank
+from scripts.checks.stress.faults.phases import MAKES_A_GROUP, PHASES, WRITERS
+from scripts.checks.stress.faults.programs import Values
 
 EVERYWHERE = ("kill", "stop", "raise", "out of memory", "slow")
 SOMEWHERE = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from scripts.checks.campaign.faults.nursery import Ended
-from scripts.checks.campaign.faults.programs import DONE
+from scripts.checks.stress.faults.fork_server import Ended
+from scripts.checks.stress.faults.programs import DONE
 
 TOLERANCE = 1e-5
 CLEAR = (

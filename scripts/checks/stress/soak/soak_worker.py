@@ -13,9 +13,9 @@ import torch
 
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_diffusers.patching import PatchSet
-from scripts.checks.campaign.soak.census import census, freeze
-from scripts.checks.campaign.soak.hosts import attach_pipe, attach_transformer, transformer_of
-from scripts.checks.campaign.soak.soak_draw import STANDS, Block, Cycle, Stand
+from scripts.checks.stress.soak.census import census, freeze
+from scripts.checks.stress.soak.hosts import attach_pipe, attach_transformer, transformer_of
+from scripts.checks.stress.soak.soak_draw import STANDS, Block, Cycle, Stand
 from tests.diffusers.cache_cases import CACHES
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.oracle import largest_difference

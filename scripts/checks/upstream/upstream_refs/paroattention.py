@@ -23,7 +23,7 @@ from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, even_grou
 from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS
 from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
-from scripts.checks.upstream.yardsticks.finding import Finding, compared, stub
+from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
 
 __all__ = ["findings"]
 

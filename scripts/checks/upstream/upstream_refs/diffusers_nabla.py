@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core.masks.grid import video_order
 from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, SpargeSource
-from scripts.checks.upstream.yardsticks.finding import Finding, compared
+from scripts.checks.upstream.upstream_refs.finding import Finding, compared
 
 __all__ = ["findings"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from scripts.checks.campaign.soak.census import IN_USE, RESIDENT
+from scripts.checks.stress.soak.census import IN_USE, RESIDENT
 
 __all__ = ["counts_that_grow", "slope"]
 

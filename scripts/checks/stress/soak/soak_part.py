@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scripts.checks.campaign.frame import Outcome
-from scripts.checks.campaign.soak.census import IN_USE, RESIDENT
-from scripts.checks.campaign.soak.soak_draw import STEPS, Block, Cycle, draw_block, draw_cycle
-from scripts.checks.campaign.soak.soak_worker import run_block, run_cycle
-from scripts.checks.campaign.soak.track import Track
+from scripts.checks.stress.frame import Outcome
+from scripts.checks.stress.soak.census import IN_USE, RESIDENT
+from scripts.checks.stress.soak.soak_draw import STEPS, Block, Cycle, draw_block, draw_cycle
+from scripts.checks.stress.soak.soak_worker import run_block, run_cycle
+from scripts.checks.stress.soak.track import Track
 
 __all__ = ["Soak"]
 

@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from scripts.checks.campaign.faults.acts import Injection
-from scripts.checks.campaign.faults.programs import PROGRAMS, Values
+from scripts.checks.stress.faults.fault_injection import Injection
+from scripts.checks.stress.faults.programs import PROGRAMS, Values
 
 TIMEOUT_S = 4.0
 """Of the process group."""

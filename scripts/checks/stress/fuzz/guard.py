@@ -16,7 +16,7 @@ from typing import Any
 from dbsp_cli.cli import main
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR
-from scripts.checks.campaign.fuzz.inputs import Trial
+from scripts.checks.stress.fuzz.inputs import Trial
 
 MOST_CPU_S = 5
 MOST_BYTES = 2 << 30

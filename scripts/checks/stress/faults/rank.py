@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scripts.checks.campaign.faults.acts import Injection
+from scripts.checks.stress.faults.fault_injection import Injection
 
 FAULT = "DBSP_FAULT"
 """Environment variable: a folder for signs, and the fields of an `Injection`."""

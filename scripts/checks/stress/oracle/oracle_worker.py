@@ -21,8 +21,8 @@ from dbsp_core import (
     make_plan,
 )
 from dbsp_core.sources import LocalQK
-from scripts.checks.campaign.oracle.attention_case import Draw
-from scripts.checks.campaign.oracle.drawn_masks import mask_of, sources_of
+from scripts.checks.stress.oracle.attention_case import Draw
+from scripts.checks.stress.oracle.drawn_masks import mask_of, sources_of
 from tests.support.attention_cases import random_owners
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, rounded_to_int8

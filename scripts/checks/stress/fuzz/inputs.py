@@ -19,7 +19,7 @@ from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.files import parse_size
-from scripts.checks.campaign.fuzz.mutations import (
+from scripts.checks.stress.fuzz.mutations import (
     WORDS,
     mutated_bytes,
     mutated_json,
@@ -28,7 +28,7 @@ from scripts.checks.campaign.fuzz.mutations import (
     mutated_tree,
     mutated_words,
 )
-from scripts.checks.campaign.fuzz.originals import Originals
+from scripts.checks.stress.fuzz.originals import Originals
 from scripts.reproduce.knapformer.drawing import parse_streams
 
 SIZES = "thw=3,4,8 block_q=16 block_k=16"

@@ -1,6 +1,6 @@
 """Processes of a case: forked from one that has imported everything, watched to their end, and cleaned up after.
 
-`python -m scripts.checks.campaign.faults.nursery FD`: gets tasks from a connection, and forks a keeper for each. A
+`python -m scripts.checks.stress.faults.fork_server FD`: gets tasks from a connection, and forks a keeper for each. A
 keeper forks the case's processes, watches them, and leaves what it saw in the case's folder.
 """
 
@@ -72,13 +72,13 @@ class Ended:
     trouble: str | None = None
 
 
-class Nursery:
+class ForkServer:
     """The process that all others are forked from. close: ends it and all of them"""
 
     def __init__(self, preload: str) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.checks.campaign.faults.nursery", str(theirs.fileno()), preload],
+            [sys.executable, "-m", "scripts.checks.stress.faults.fork_server", str(theirs.fileno()), preload],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
@@ -236,10 +236,10 @@ if __name__ == "__main__":
     import pkgutil
 
     # Not from this module, which is another one when it is imported by its name.
-    from scripts.checks.campaign.faults import nursery
+    from scripts.checks.stress.faults import fork_server
     from tests.support.programs.ending import run_to_its_end
 
-    todo = nursery.serve(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))
+    todo = fork_server.serve(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))
     if todo is not None:
         task, *place = todo
         run_to_its_end(lambda: task.main(task.argument, *place))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from scripts.checks.campaign.frame import Outcome
+from scripts.checks.stress.frame import Outcome
 
 PATIENCE_S = 120.0
 """Ends what even the alarm cannot."""
@@ -70,9 +70,9 @@ class Fuzz:
 
 def _serve(pipe: Connection) -> None:
     """One process that tries inputs, in a folder of its own, until its pipe closes or it is killed."""
-    from scripts.checks.campaign.fuzz.guard import Guard
-    from scripts.checks.campaign.fuzz.inputs import draw_trial
-    from scripts.checks.campaign.fuzz.originals import make_originals
+    from scripts.checks.stress.fuzz.guard import Guard
+    from scripts.checks.stress.fuzz.inputs import draw_trial
+    from scripts.checks.stress.fuzz.originals import make_originals
     from tests.support import interpreter  # noqa: F401  before anything else imports triton
 
     with tempfile.TemporaryDirectory() as place:

@@ -28,7 +28,7 @@ from dbsp_core.sources import (
     packed_mask,
 )
 from dbsp_core.sources.base import BlockSizes
-from scripts.checks.campaign.oracle.attention_case import Draw
+from scripts.checks.stress.oracle.attention_case import Draw
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from scripts.checks.campaign.frame import Outcome
-from scripts.checks.campaign.soak.census import IN_USE, RESIDENT
-from scripts.checks.campaign.soak.growth import counts_that_grow, slope
-from scripts.checks.campaign.soak.soak_draw import Block, Cycle
-from scripts.checks.campaign.soak.soak_worker import Told
+from scripts.checks.stress.frame import Outcome
+from scripts.checks.stress.soak.census import IN_USE, RESIDENT
+from scripts.checks.stress.soak.growth import counts_that_grow, slope
+from scripts.checks.stress.soak.soak_draw import Block, Cycle
+from scripts.checks.stress.soak.soak_worker import Told
 from tests.support.workers import WorkerError, WorkerPool
 
 __all__ = ["BOUND", "Track"]
@@ -17,7 +17,7 @@ __all__ = ["BOUND", "Track"]
 WORLD = 2
 BOUND = 1e-5
 PATIENCE_S = 120.0
-PRELOADED = ("tests.support.interpreter", "scripts.checks.campaign.soak.soak_worker")
+PRELOADED = ("tests.support.interpreter", "scripts.checks.stress.soak.soak_worker")
 
 
 @dataclass

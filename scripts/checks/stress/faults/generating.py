@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.checks.campaign.faults import rank as faulty_rank
-from scripts.checks.campaign.faults.acts import CHECKPOINT, FILLER, RESULTS, Injection
-from scripts.checks.campaign.faults.nursery import Ended, Task
+from scripts.checks.stress.faults import rank as faulty_rank
+from scripts.checks.stress.faults.fault_injection import CHECKPOINT, FILLER, RESULTS, Injection
+from scripts.checks.stress.faults.fork_server import Ended, Task
 
 TIMEOUT_S = 25.0
 """In which the last rank has ended after the first: torchrun looks at them every tenth of a second."""

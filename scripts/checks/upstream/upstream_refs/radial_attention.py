@@ -11,7 +11,7 @@ import torch
 
 from dbsp_core import BlockGrid
 from dbsp_core.sources.frame_patterns import radial_bits
-from scripts.checks.upstream.yardsticks.finding import Finding, compared, stub
+from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
 
 __all__ = ["findings"]
 

@@ -20,7 +20,7 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.report_hook import report_or_say_why_not
-from scripts.checks.campaign.faults.phases import WINDOW
+from scripts.checks.stress.faults.phases import WINDOW
 from tests.support.oracle import dense_attention, largest_difference
 from tests.support.single_process import attach_single_process, masked_attention
 
