@@ -237,7 +237,7 @@ def test_json_round_trip(tmp_path):
     [
         (lambda v: "{", "Expecting"),
         (lambda v: "[1, 2]", "not of format"),
-        (lambda v: json.dumps(v | {"format": "db-SP report 3"}), "not of format 'db-SP report 2'"),
+        (lambda v: json.dumps(v | {"format": "db-SP report 4"}), "not of format 'db-SP report 3'"),
         (lambda v: json.dumps({k: o for k, o in v.items() if k != "calls"}), "calls"),
         (lambda v: json.dumps(v | {"more": 1}), "more"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [1.0]}}), "columns have different lengths"),
