@@ -113,7 +113,7 @@ class Drift:
 
 
 def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
-    """float64[layers, H]: the density by head of each layer's first mask.
+    """Returns float64[layers, H]: the density by head of each layer's first mask.
 
     Where batch items have masks of their own, H counts the heads of all of them.
     """

@@ -104,7 +104,7 @@ def sparse_errors(
 
 
 def _allowed(mask: BlockMask, head: int, queries: np.ndarray) -> torch.Tensor:
-    """bool[queries, tokens] by canonical position."""
+    """Returns bool[queries, tokens] by canonical position."""
     grid = mask.grid
     position = np.argsort(grid.token_permutation(grid.order_of(head)))
     rows = torch.from_numpy(grid.q_axis.block_of[position[queries]])

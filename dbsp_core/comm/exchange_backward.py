@@ -27,7 +27,7 @@ def gradient_to_owners(route: Route, dout: torch.Tensor, group: SequenceGroup) -
 
 @dataclass(eq=False)
 class LocalGradients:
-    """Gradients of one attention's q, k and v on their way home, [B, H, n_local, D] each.
+    """Gradients of one attention's q, k and v, sent back to their source ranks, [B, H, n_local, D] each.
 
     A chunk's gradients are sent when its kernel is done, and are added when those of the next chunk have been sent: in
     the order of chunks, so that sums are bitwise identical every time.

@@ -26,7 +26,7 @@ NO_GRADIENTS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CoarseBranch:
-    """Attention over pooled tokens, which is multiplied by a gate and added to the output at home.
+    """Attention over pooled tokens, which is multiplied by a gate and added to the local output.
 
     (Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention, arXiv 2505.13389, 2025, Eq. 3.)
 
@@ -47,7 +47,7 @@ class CoarseBranch:
         return "CoarseBranch()"
 
     def add_to(self, out: torch.Tensor) -> None:
-        """Adds it to [B, H, n_local, D], or [1, B · H, n_local, D], at home."""
+        """Adds it to the local output, [B, H, n_local, D] or [1, B · H, n_local, D]."""
         if not self.coarse.shape[1]:  # a rank of padding alone
             return
         gate, coarse = (one.reshape(*out.shape[:2], *one.shape[-2:]) for one in (self.gate, self.coarse))

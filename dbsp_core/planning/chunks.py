@@ -36,7 +36,7 @@ class Chunks:
     Attributes:
         keys: Setting `keys`.
         sent: bool[P, H, nk], the (head, KV block) pairs that each rank is sent.
-        home: int64[nk] or int64[H, nk], the ring rank that holds most of each KV block outside attention.
+        k_ring_rank: int64[nk] or int64[H, nk], the ring rank that holds most of each KV block outside attention.
         ring: y.
     """
 
@@ -85,7 +85,7 @@ class Chunks:
         return chunk
 
     def readers(self, chunk: int, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """int64[heads, blocks, P]: the ranks that KV blocks are sent to in a chunk, and -1 in place of others.
+        """Returns int64[heads, blocks, P]: the ranks that KV blocks are sent to in a chunk, and -1 in place of others.
 
         Args:
             heads: Some with one token order.

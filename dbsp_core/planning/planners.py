@@ -69,7 +69,7 @@ def work_by_rank(owner: np.ndarray, row_work: np.ndarray, world: int) -> np.ndar
 
 
 def imbalance_ratio(work: np.ndarray) -> float:
-    """ρ_s: the slowest rank's work over the mean, from int64[P]. No work at all is balanced: 1.0."""
+    """Returns ρ_s: the slowest rank's work over the mean, from int64[P]. No work at all is balanced: 1.0."""
     total = int(work.sum())
     return int(work.max()) * len(work) / total if total else 1.0
 
@@ -166,7 +166,7 @@ class Problem:
 
     Attributes:
         row_work: int64[H, nq], active blocks per (head, query block).
-        home: int64[nq], ring rank that holds most of each query block outside attention; int64[H, nq] where heads have
+        q_ring_rank: int64[nq], ring rank that holds most of each query block; int64[H, nq] where heads have
             token orders of their own.
         price: Active blocks that take as long as receiving the keys of one head: `head_price`, or 0 if ranks are sent
             only the keys that their rows need, of which a split head adds few.
@@ -258,7 +258,7 @@ def plan_rows(
 
     Args:
         work: int64[H, nq], active blocks of each row.
-        home: int64[nq] or int64[H, nq], the ring rank that holds most of each query block.
+        q_ring_rank: int64[nq] or int64[H, nq], the ring rank that holds most of each query block.
         ulysses: x, the number of Ulysses ranks, among which heads are distributed.
         ring: y, the number of ring ranks, among which the rows of a head are.
         price: Active blocks that take as long as receiving the keys and values of one head; see also `MOST_PRICE`.

@@ -112,7 +112,7 @@ class BytesByStage:
         token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(comm_dtype)
         means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if comm_dtype.centred else 0
         dispatched, fetched, combined = executor.route.tokens_sent(executor.group.rank)
-        tensor = plan.heads * q.shape[2] * token_bytes  # one of q, k, v or the output, at home
+        tensor = plan.heads * q.shape[2] * token_bytes  # one of local q, k, v or output
         return cls(
             dispatch=dispatched * sent_bytes + means,
             chunks=fetched * sent_bytes,

@@ -19,7 +19,7 @@ from dbsp_core.utils.files import require_file, user_path, write_atomically
 
 __all__ = ["FORMAT", "CallColumns", "Environment", "RankTotals", "RunReport", "Totals"]
 
-FORMAT = "db-SP report 2"
+FORMAT = "db-SP report 3"
 
 
 @dataclass(frozen=True)

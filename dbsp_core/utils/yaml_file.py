@@ -93,8 +93,8 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     try:
         content = _parsed(_decoded(path.read_bytes()), locations)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        location = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        at = error.problem_mark or error.context_mark
+        location = f"{path}:{at.line + 1}" if at is not None else str(path)
         raise UserError(f"{location}: this is not YAML: {error.problem}") from error
     except UserError:
         raise

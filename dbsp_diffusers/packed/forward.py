@@ -46,7 +46,7 @@ def packing_of(transformer: nn.Module) -> Packing | None:
 def packed_forward(
     model: Any, samples: Sequence[PackedSample], *, timestep: float | None = None
 ) -> list[torch.Tensor]:
-    """One call of a transformer for images and videos of different sizes: as if each were run by itself.
+    """Runs one call of a transformer for images and videos of different sizes: as if each were run by itself.
 
     No sample attends to another, and each has a prompt and a timestep of its own. With db-SP enabled on the
     transformer (`enable`) their tokens are shared by all ranks, as even as one sequence's; every rank is given all

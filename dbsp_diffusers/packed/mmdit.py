@@ -80,7 +80,7 @@ def joint_pass(
     *,
     text_rotates: bool,
 ) -> tuple[torch.Tensor, JointPass]:
-    """(this rank's tokens [1, n, C], what blocks are given).
+    """Returns (this rank's tokens [1, n, C], what blocks are given).
 
     Args:
         video: [1, v, C], of this rank.
@@ -109,7 +109,7 @@ def joint_pass(
 
 
 def stacked_conditions(call: PackedCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(timesteps [R], pooled text [R, p], guidance [R] or None) of the R sequences that are present."""
+    """Returns (timesteps [R], pooled text [R, p], guidance [R] or None) of the R sequences that are present."""
     given = [call.given[sequence] for sequence in call.here.present]
     pooled = torch.stack([one.pooled for one in given if one.pooled is not None])
     guidance = [one.guidance for one in given if one.guidance is not None]

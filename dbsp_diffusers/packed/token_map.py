@@ -223,7 +223,7 @@ def _exchanged_conditions(
 
 
 def _parts(lengths: Size, spec: SampleSpec, text_type: torch.dtype) -> list[tuple[int, torch.dtype]]:
-    """(numbers, dtype) of a condition's text, image, pooled text, timesteps and guidance, in the order of bytes."""
+    """Packs (numbers, dtype) of a condition's text, image, pooled text, timesteps and guidance, in byte order."""
     text, image, times = lengths
     return [
         (text * spec.text, text_type),

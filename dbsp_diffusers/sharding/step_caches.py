@@ -122,7 +122,7 @@ class StepCaches:
             )
 
     def _cache_dit(self) -> Any:
-        """cache-dit's manager of what it has cached of this transformer, if any."""
+        """Returns cache-dit's manager of what it has cached of this transformer, if any."""
         own = vars(self._transformer)
         return own.get("_context_manager") if own.get("_is_cached", False) else None
 

@@ -41,7 +41,7 @@ def row_words(width: int) -> int:
 def quantise_segments(
     source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, less: torch.Tensor | None = None
 ) -> None:
-    """`copy_segments` from tokens to rows of int8: number / scale, to the nearest, halves to even.
+    """Copies segments from tokens to rows of int8: number / scale, to the nearest, halves to even.
 
     A token's scale is its largest magnitude / 127. One with a number that is not finite gets scale NaN.
 

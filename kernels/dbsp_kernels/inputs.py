@@ -144,7 +144,7 @@ def merge_states(
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
-    """`merge_states` that writes the result over `out` and `lse`: on CUDA in one pass over memory.
+    """Merges as `merge_states`, writing the result over `out` and `lse`: on CUDA in one pass over memory.
 
     Args:
         out: [..., D], a view whose items (along the first dimension) are contiguous, such as some rows of each.

@@ -1,4 +1,4 @@
-"""What the campaign's processes run in its tests: what must be found wrong with them."""
+"""What the stress tests's processes run in its tests: what must be found wrong with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.checks.campaign.faults.acts import fire
+from scripts.checks.stress.faults.fault_injection import fire
 
 
 def misbehave(how: str, number: int, folder: Path) -> None:

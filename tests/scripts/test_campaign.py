@@ -11,21 +11,21 @@ import time
 
 import pytest
 
-from scripts.checks.campaign import features_part
-from scripts.checks.campaign.faults import generating, nursery
-from scripts.checks.campaign.faults.acts import fire
-from scripts.checks.campaign.faults.judging import Expected, message_about
-from scripts.checks.campaign.faults.nursery import Nursery, Task
-from scripts.checks.campaign.faults.phases import PHASES
-from scripts.checks.campaign.frame import Outcome, Progress, State, run_part
-from scripts.checks.campaign.oracle.attention_case import draw_case
-from scripts.checks.campaign.oracle.oracle_part import BOUNDS
-from scripts.checks.campaign.oracle.oracle_worker import run_cases
-from scripts.checks.campaign.oracle.shrinking import variants
-from scripts.checks.campaign.soak.growth import counts_that_grow
-from scripts.checks.campaign.soak.soak_draw import Block
-from scripts.checks.campaign.soak.soak_worker import run_block
-from scripts.checks.campaign.soak.track import Track
+from scripts.checks.stress import features_part
+from scripts.checks.stress.faults import fork_server, generating
+from scripts.checks.stress.faults.fault_injection import fire
+from scripts.checks.stress.faults.fork_server import ForkServer, Task
+from scripts.checks.stress.faults.judging import Expected, message_about
+from scripts.checks.stress.faults.phases import PHASES
+from scripts.checks.stress.frame import Outcome, Progress, State, run_part
+from scripts.checks.stress.oracle.attention_case import draw_case
+from scripts.checks.stress.oracle.oracle_part import BOUNDS
+from scripts.checks.stress.oracle.oracle_worker import run_cases
+from scripts.checks.stress.oracle.shrinking import variants
+from scripts.checks.stress.soak.growth import counts_that_grow
+from scripts.checks.stress.soak.soak_draw import Block
+from scripts.checks.stress.soak.soak_worker import run_block
+from scripts.checks.stress.soak.track import Track
 from tests.scripts.fault_controls import HOW, misbehave
 from tests.simulated.feature_cases import Order, Together, together
 from tests.support.programs import run, run_module
@@ -35,7 +35,7 @@ from tests.support.repository import child_environment
 def test_a_few_seconds_of_a_part_on_a_new_seed_which_is_said(tmp_path):
     state = tmp_path / "state.json"
     words = ("--part", "fuzz", "--minutes", "0.05", "--seed", "new", "--state", state, "--json")
-    done = run_module("scripts.checks.campaign", *words)
+    done = run_module("scripts.checks.stress", *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["failures"] == []
@@ -134,7 +134,7 @@ def test_what_an_input_may_not_do_is_found(tmp_path):
     (tmp_path / "inside").mkdir()
     script = (
         "from tests.support import interpreter\nimport os, pathlib\n"
-        "from scripts.checks.campaign.fuzz import guard\nfrom scripts.checks.campaign.fuzz.inputs import Trial\n"
+        "from scripts.checks.stress.fuzz import guard\nfrom scripts.checks.stress.fuzz.inputs import Trial\n"
         "guard.MOST_CPU_S = 0.5\n"
         "def fail(text): raise OSError(text)\n"
         f"folder = pathlib.Path({str(tmp_path / 'inside')!r})\nos.chdir(folder)\nwatch = guard.Guard(folder)\n"
@@ -175,7 +175,7 @@ FOUND = {
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
 def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
-    kept = Nursery("gc:collect")
+    kept = ForkServer("gc:collect")
     try:
         for how in HOW:
             task = Task(misbehave, how, 2, 3.0, after_s=4.0)
@@ -210,7 +210,7 @@ def test_a_fault_that_is_the_last_act_of_all_processes_is_seen(tmp_path, monkeyp
     for name in ("err0", "out0"):
         (tmp_path / name).touch()
     monkeypatch.setattr(os, "waitpid", let_it_end_first)
-    ended = nursery._watch(Task(misbehave, "nothing", 1, 3.0), tmp_path, [process], time.monotonic())
+    ended = fork_server._watch(Task(misbehave, "nothing", 1, 3.0), tmp_path, [process], time.monotonic())
     assert (ended.fired, ended.codes) == (True, [1])
 
 

@@ -19,7 +19,7 @@ from scripts.training.trained_model.side_by_side import SHOWN, save_side_by_side
 from tests.support.programs import children_forked
 
 REPORT_KEYS = {
-    *("format", "model", "host", "world_size", "strategy", "planner", "max_abs_diff", "seconds"),
+    *("format", "model", "framework", "world_size", "strategy", "planner", "max_abs_diff", "seconds"),
     *("environment", "calls", "ranks", "totals"),
 }
 COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
@@ -32,7 +32,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
 
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report) == REPORT_KEYS
-    assert (report["host"], report["world_size"], report["strategy"]) == ("xdit", ranks, strategy)
+    assert (report["framework"], report["world_size"], report["strategy"]) == ("xdit", ranks, strategy)
     assert report["max_abs_diff"] <= 1e-5, "in float64"
     calls = report["calls"]
     assert calls["layer"] == [0, 1, 2, 3] * 4, "CFG passes, steps"

@@ -7,7 +7,7 @@ import pytest
 from tests.support.programs import run_module
 from tests.support.repository import ROOT
 
-PARTS = {f"scripts.checks.{name}" for name in ("campaign.faults.nursery", "campaign.faults.rank")}
+PARTS = {f"scripts.checks.{name}" for name in ("stress.faults.fork_server", "stress.faults.rank")}
 PARTS.add("scripts.checks.gpu.machine")
 PARTS.add("scripts.checks.versions.probe")
 PARTS |= {f"scripts.checks.engines.{name}" for name in ("sglang_command", "vllm_omni_command")}

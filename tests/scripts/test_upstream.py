@@ -11,7 +11,7 @@ from scripts.checks.upstream.outcomes import Comparison, compare_outputs, outcom
 from scripts.checks.upstream.run_suites import run_suite
 from scripts.checks.upstream.suites import Suite
 from scripts.checks.upstream.switch import Outputs, install, known_classes
-from scripts.checks.upstream.yardsticks.finding import compared
+from scripts.checks.upstream.upstream_refs.finding import compared
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 
 
@@ -93,7 +93,7 @@ def test_a_project_imports_its_own_tests_by_package(tmp_path):
     assert list(outcomes.values()) == [("passed", "")], (tmp_path / "own.stock.log").read_text()
 
 
-def test_a_yardstick_counts_both_ways(tmp_path):
+def test_an_upstream_reference_counts_both_ways(tmp_path):
     found = compared("project", tmp_path, "masks", [[1, 1], [0, 0]], [[1, 0], [1, 1]])
     assert (found.compared, found.theirs_only, found.ours_only, found.equal) == (4, 1, 2, False)
     assert (found.density_theirs, found.density_ours) == (0.5, 0.75)

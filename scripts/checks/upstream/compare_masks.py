@@ -1,4 +1,4 @@
-"""Masks of other projects' own code against ours: run as a yardstick from checkouts of theirs, nothing of it kept.
+"""Masks of other projects' own code against ours: run for comparison, from checkouts of theirs, nothing of it kept.
 
     python -m scripts.checks.upstream.compare_masks --radial FOLDER --svg FOLDER --paro FOLDER
         --nabla [--out FILE.csv]
@@ -21,7 +21,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from scripts.checks.upstream.yardsticks.finding import Finding
+from scripts.checks.upstream.upstream_refs.finding import Finding
 
 YARDSTICKS = {
     "radial": "radial_attention",
@@ -59,7 +59,7 @@ def _printable(one: Finding) -> dict[str, object]:
 
 
 def _findings(module: str, folder: Path) -> list[Finding]:
-    findings: Callable[[Path], object] = import_module(f"scripts.checks.upstream.yardsticks.{module}").findings
+    findings: Callable[[Path], object] = import_module(f"scripts.checks.upstream.upstream_refs.{module}").findings
     return list(findings(folder.resolve()))  # type: ignore[call-overload]
 
 

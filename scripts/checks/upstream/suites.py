@@ -9,7 +9,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.checks.upstream.yardsticks.finding import commit_of
+from scripts.checks.upstream.upstream_refs.finding import commit_of
 
 __all__ = ["SUITES", "Suite", "sources_of"]
 

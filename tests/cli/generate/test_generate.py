@@ -66,7 +66,7 @@ def command(config: str, out: Path, *arguments: object) -> list[str]:
 def check_video(folder: Path, latents: torch.Tensor, ranks: int) -> None:
     assert (folder / "ball.mp4").stat().st_size > 1000
     report = RunReport.read(folder / "report" / "report.json")
-    assert (report.world_size, report.host, report.model[:5]) == (ranks, "diffusers", "tiny-")
+    assert (report.world_size, report.framework, report.model[:5]) == (ranks, "diffusers", "tiny-")
     assert (folder / "report" / "report.html").is_file()
     made = load_file(folder / "report" / "latents.safetensors")["latents"]
     assert made.shape == latents.shape

@@ -111,7 +111,7 @@ def test_a_pipeline_reports_each_call_that_succeeds(pool, tmp_path):
     assert seen["after one call"] == ["balance.png", "latents.safetensors", "report.html", "report.json"]
     for call, steps in (("first", 3), ("second", 2)):
         report = seen[call]
-        assert (report["model"], report["host"], report["world_size"]) == ("tiny-wan", "para", 3)
+        assert (report["model"], report["framework"], report["world_size"]) == ("tiny-wan", "para", 3)
         assert len(report["calls"]["layer"]) == 4 * 2 * steps
         assert sorted(set(report["calls"]["step"])) == list(range(steps))
         assert sorted(set(report["calls"]["branch"])) == [0, 1]
@@ -176,7 +176,7 @@ def small_report(**changes):
     work = {"0": [100, 100], "1": [60, 50]}
     values = {
         "model": "a/model",
-        "host": "para",
+        "framework": "para",
         "world_size": 2,
         "strategy": "auto: 4 U2R1, 2 U1R2",
         "planner": "dbsp",
@@ -237,7 +237,7 @@ def test_json_round_trip(tmp_path):
     [
         (lambda v: "{", "Expecting"),
         (lambda v: "[1, 2]", "not of format"),
-        (lambda v: json.dumps(v | {"format": "db-SP report 3"}), "not of format 'db-SP report 2'"),
+        (lambda v: json.dumps(v | {"format": "db-SP report 4"}), "not of format 'db-SP report 3'"),
         (lambda v: json.dumps({k: o for k, o in v.items() if k != "calls"}), "calls"),
         (lambda v: json.dumps(v | {"more": 1}), "more"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [1.0]}}), "columns have different lengths"),

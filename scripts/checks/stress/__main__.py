@@ -1,0 +1,73 @@
+"""See scripts/campaign."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pkgutil
+import secrets
+import sys
+from pathlib import Path
+
+from scripts.checks.stress.frame import Part, State, run_part
+from tests.support import interpreter  # noqa: F401  before anything else imports triton
+
+PARTS = {
+    "oracle": "scripts.checks.stress.oracle.oracle_part:Oracle",
+    "faults": "scripts.checks.stress.faults.faults_part:Faults",
+    "features": "scripts.checks.stress.features_part:Features",
+    "fuzz": "scripts.checks.stress.fuzz.fuzz_part:Fuzz",
+    "soak": "scripts.checks.stress.soak.soak_part:Soak",
+}
+"""Each is imported when it runs: that takes seconds."""
+SHARES = {"oracle": 0.4, "faults": 0.2, "features": 0.2, "fuzz": 0.1, "soak": 0.1}
+"""Of the time, where all parts run."""
+REPO = Path(__file__).resolve().parents[3]
+
+
+def _seed(text: str) -> int:
+    return secrets.randbelow(10**9) if text == "new" else int(text)
+
+
+def part_named(name: str) -> Part:
+    part: Part = pkgutil.resolve_name(PARTS[name])()
+    return part
+
+
+def main() -> int:
+    """Returns the exit code, 1 where a case failed."""
+    parser = argparse.ArgumentParser(prog="scripts/campaign", description="Tries to break db-SP: see tests/README.md")
+    parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together")
+    parser.add_argument("--seed", type=_seed, help="of all cases, or new; default: that of the state file, else 0")
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--state", type=Path, default=REPO / "out" / "campaign.json", help="says how far it has come")
+    parser.add_argument("--case", metavar="PART:SEED:NUMBER", help="repeat one case, and say what it is")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    options = parser.parse_args()
+    if options.case:
+        name, seed, number = options.case.split(":")
+        part = part_named(name)
+        outcome = part.repeat(int(seed), int(number))
+        print(f"{outcome.failure or 'passed'} {dict(outcome.measure)}\n{part.explain(int(seed), int(number))}")
+        return int(outcome.failure is not None)
+    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # xfuser logs to standard output
+    state = State.read(options.state, options.seed)
+    called = f"scripts/campaign --seed {state.seed} --part {options.part} --minutes {options.minutes:g}"
+    print(called, file=sys.stderr, flush=True)
+    for name, share in SHARES.items() if options.part == "all" else [(options.part, 1.0)]:
+        run_part(part_named(name), state, options.state, options.minutes * 60 * share)
+    found = state.summary()
+    if options.json:
+        print(json.dumps(found), file=told)
+    else:
+        for name, one in found["parts"].items():
+            print(f"{name}: {one['cases']} cases, {one['failures']} failures, worst {one['worst']}", file=told)
+        print("\n".join([*found["failures"], called]), file=told)
+    told.close()
+    return int(bool(found["failures"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

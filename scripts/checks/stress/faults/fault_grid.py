@@ -1,0 +1,115 @@
+"""All that can go wrong, and which of it a case is."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+
+from dbsp_core import Strategy
+from scripts.checks.stress.faults.divergences import DIVERGENCES
+from scripts.checks.stress.faults.fault_injection import Injection
+from scripts.checks.stress.faults.fork_server import Task
+from scripts.checks.stress.faults.generating import GENERATIONS, SPARE_S
+from scripts.checks.stress.faults.judging import ENDS, Expected
+from scripts.checks.stress.faults.library import TIMEOUT_S, Ranks, be_a_rank
+from scripts.checks.stress.faults.phases import MAKES_A_GROUP, PHASES, WRITERS
+from scripts.checks.stress.faults.programs import Values
+
+EVERYWHERE = ("kill", "stop", "raise", "out of memory", "slow")
+SOMEWHERE = {
+    "interrupt": (
+        "mask exchange: bits",
+        "planning",
+        "dispatch",
+        "kernel: 2nd chunk",
+        "combine",
+        "backward: kernel",
+    ),
+    "terminate": ("mask exchange: bits", "kernel: 2nd chunk", "combine", "report: gathering"),
+    "out of host memory": ("planning", "planning: a new plan", "report: gathering", "attaching: session"),
+    "hang": ("planning", "counts of the last call"),
+    "disk full": WRITERS,
+    "read-only": WRITERS,
+}
+"""Phases that further acts happen in."""
+WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
+FROM_GRID = 0.5
+"""Share of cases."""
+CONNECTS_S = 5 * TIMEOUT_S
+"""After which gloo gives up making a group with ranks that have gone: a rank that was stopped comes to that."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """title: in words;  task: what runs;  expected: how it ends"""
+
+    title: str
+    task: Task
+    expected: Expected
+
+
+@functools.cache
+def grid() -> tuple[Case, ...]:
+    """Returns every act in every phase, every divergence with and without debug, and all of `dbsp generate`."""
+    cases = [fault(name, act, world=3) for act in EVERYWHERE for name in PHASES]
+    cases += [fault(name, act, world=2) for act, names in SOMEWHERE.items() for name in names]
+    cases += [divergence(name, debug) for name in DIVERGENCES for debug in (True, False)]
+    cases += [Case(name, one.task, Expected("elsewhere")) for name, one in GENERATIONS.items()]
+    return tuple(cases)
+
+
+def case_of(seed: int, number: int) -> Case:
+    """Returns one of the grid, or a random moment of a random phase on 2 to 8 ranks."""
+    draw = random.Random(f"{seed}:{number}")
+    if draw.random() < FROM_GRID:
+        return draw.choice(grid())
+    name, act, world = draw.choice(list(PHASES)), draw.choice(EVERYWHERE), draw.choice(WORLDS)
+    return fault(name, act, world, draw.randrange(world), draw.randint(1, 3 * PHASES[name].nth), draw)
+
+
+def fault(
+    name: str, act: str, world: int, odd: int = 1, nth: int | None = None, draw: random.Random | None = None
+) -> Case:
+    """One act in one phase. nth: in which of its calls; None: as the phase says"""
+    phase = PHASES[name]
+    odd = 0 if name in WRITERS else odd
+    strategies = [str(one) for one in Strategy.all_for(world)]
+    ring = phase.program == "attention" or draw is None
+    strategy = f"U1R{world}" if ring or draw is None else draw.choice(strategies)
+    values = Values(strategy, phase.settings)
+    injection = Injection(act, odd, phase.target, nth or phase.nth)
+    task = _task(Ranks(phase.program, world, values, injection, odd), odd if act == "stop" else None)
+    how = "failure"
+    if act == "slow":
+        how = "success"
+    elif phase.harmless and (name != "recording" or act not in ("kill", "stop", "terminate", "interrupt")):
+        how = "harmless"
+    title = f"{act} in {name}, call {injection.nth}, on rank {odd} of {world}, {strategy}"
+    odd_limit = CONNECTS_S + SPARE_S if act == "stop" and name in MAKES_A_GROUP else 0.0
+    silent = name in WRITERS and act in ("stop", *ENDS)
+    return Case(title, task, Expected(how, odd, act, silent=silent, odd_limit_s=odd_limit))
+
+
+def divergence(name: str, debug: bool) -> Case:
+    """Something that differs on one rank of three."""
+    one, odd, world = DIVERGENCES[name], 1, 3
+    values = Values(
+        f"U1R{world}", {**one.settings, "debug": debug}, mask_file="whole" if name.startswith("mask file") else ""
+    )
+    given = dict(one.odd)
+    if "settings" in given:
+        changed = {key: not debug if value == "other" else value for key, value in given["settings"].items()}
+        given["settings"] = {"debug": debug, **changed}
+    if given.get("strategy") == "other":
+        given["strategy"] = f"U{world}R1"
+    ranks = Ranks(one.program, world, values, odd_rank=odd, odd=given, version=one.version)
+    how = "quiet" if one.quiet and not debug else "failure"
+    words = "" if one.later and not debug else one.message.format(odd)
+    if name == "attention: mask":
+        words = one.message.format("mask" if debug else "plan").format(odd)
+    return Case(f"{name} differs on rank {odd} of {world}, debug {debug}", _task(ranks), Expected(how, odd, "", words))
+
+
+def _task(ranks: Ranks, stopped: int | None = None) -> Task:
+    return Task(be_a_rank, ranks, ranks.world, TIMEOUT_S + SPARE_S, stopped, after_s=CONNECTS_S)

@@ -1,0 +1,143 @@
+"""Features of other libraries in random orders around `enable`: the samples of one process, and no trace left."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dbsp_core import Strategy
+from scripts.checks.stress.frame import Outcome
+from tests.gpu_node.node import GpuNode, NodeError
+from tests.simulated.feature_cases import COMPILED, FEATURES, Order, Together, alone, feature_named, together
+from tests.support.workers import WorkerError, WorkerPool
+
+TOLERANCE = 1e-5
+WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
+MOST_FEATURES = 3
+MOST_TRIES = 12
+"""Of smaller variants of a failing case: each takes seconds."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One order of features on so many ranks: of gloo where a feature compiles, else of the simulated node."""
+
+    world: int
+    order: Order
+
+    @property
+    def compiles(self) -> bool:
+        return any(name in COMPILED for name in self.order.features)
+
+
+def draw_case(seed: int, number: int) -> Draw:
+    """Returns the same case for equal arguments, on every machine."""
+    rng = random.Random(f"{seed}:{number}")
+    while True:
+        case = _draw(rng)
+        if _sensible(case):
+            return case
+
+
+def _draw(rng: random.Random) -> Draw:
+    names = rng.sample(sorted(FEATURES), rng.randint(1, MOST_FEATURES))
+    if rng.random() < 0.25:
+        names.insert(rng.randint(0, len(names)), rng.choice(sorted(COMPILED)))
+    world = rng.choice(WORLDS)
+    blocks = {"block_q": rng.choice([8, 16, 24]), "block_k": rng.choice([8, 16, 24])}
+    mask = {"source": "synthetic", "density": rng.choice([0.2, 0.4, 0.7]), **blocks}
+    config = {"mask": mask, "strategy": str(rng.choice(Strategy.all_for(world)))}
+    return Draw(world, Order(tuple(names), rng.randint(0, len(names)), config))
+
+
+def _sensible(case: Draw) -> bool:
+    """Returns whether the features are of different kinds, and of what devices there are."""
+    parts = [feature_named(name) for name in case.order.features]
+    offloads, caches = sum(one.offloads for one in parts), sum(one.steps > 2 for one in parts)
+    loras = sum("LoRA" in name for name in case.order.features)
+    return offloads <= (0 if case.compiles else 1) and caches <= 1 and loras <= 1
+
+
+def smaller(case: Draw) -> Iterator[Draw]:
+    """Yields cases with one feature less, fewer ranks, or Ulysses alone."""
+    order = case.order
+    for place in range(len(order.features)) if len(order.features) > 1 else ():
+        fewer = order.features[:place] + order.features[place + 1 :]
+        yield replace(case, order=replace(order, features=fewer, before=order.before - (place < order.before)))
+    for world in (2, case.world):
+        simple = replace(case, world=world, order=replace(order, config={**order.config, "strategy": f"U{world}R1"}))
+        if simple != case:
+            yield simple
+
+
+class Features:
+    name = "features"
+
+    def __init__(self) -> None:
+        self._node: GpuNode | None = None
+        self._pool: WorkerPool | None = None
+
+    def run(self, seed: int, first: int) -> Iterator[Outcome]:
+        try:
+            for number in itertools.count(first):
+                yield self._outcome(number, draw_case(seed, number))
+        finally:
+            self._close()
+
+    def repeat(self, seed: int, number: int) -> Outcome:
+        try:
+            return self._outcome(number, draw_case(seed, number))
+        finally:
+            self._close()
+
+    def explain(self, seed: int, number: int) -> str:
+        """Returns the smallest case that still fails, or the case itself if it passes."""
+        case, tries = draw_case(seed, number), 0
+        try:
+            left = smaller(case)
+            while (one := next(left, None)) is not None and tries < MOST_TRIES:
+                tries += 1
+                if self._outcome(0, one).failure:
+                    case, left = one, smaller(one)
+            return repr(case)
+        finally:
+            self._close()
+
+    def _outcome(self, number: int, case: Draw) -> Outcome:
+        """Judges a case; features that do not go together without db-SP prove nothing."""
+        try:
+            self._ask(case, alone)
+        except (NodeError, WorkerError):
+            self._close()  # what a failed call leaves on the node must not reach the next
+            return Outcome(number, None, {"impossible without db-SP": 1.0})
+        try:
+            found: list[Together] = self._ask(case, together)
+        except (NodeError, WorkerError, EOFError, OSError) as error:
+            self._close()
+            return Outcome(number, " ".join(f"{type(error).__name__}: {error}".split())[:400])
+        difference = max(one.difference for one in found)
+        wrong = [f"samples differ by {difference:.3g}"] if not difference <= TOLERANCE else []
+        wrong += ["ranks skip other blocks than one process"] if any(o.computed != o.expected for o in found) else []
+        wrong += [f"left: {one.left[0]}" for one in found if one.left][:1]
+        wrong += ["other bits after disable"] if not all(one.identical_bits for one in found) else []
+        return Outcome(number, "; ".join(wrong) or None, {"difference": difference})
+
+    def _ask(self, case: Draw, function: Callable[..., Any]) -> list[Any]:
+        """Calls a function on all ranks, and returns its results by rank."""
+        if not case.compiles:
+            self._node = self._node or GpuNode()
+            return self._node.run(case.world, function, case.order)
+        if self._pool is None or self._pool.world != case.world:
+            if self._pool is not None:
+                self._pool.close()
+            self._pool = WorkerPool(case.world)
+        return self._pool.run(function, case.order, False)
+
+    def _close(self) -> None:
+        for kept in (self._node, self._pool):
+            if kept is not None:
+                kept.close()
+        self._node = self._pool = None

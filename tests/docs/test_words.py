@@ -1,0 +1,131 @@
+"""Words that have a plainer one stay out of the packages, and docstrings begin with a verb or a noun."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.repository import ROOT
+from tests.support.texts import nodes_of
+
+FOLDERS = ("kernels", "dbsp_core", "dbsp_diffusers", "dbsp_xdit", "dbsp_para", "dbsp_cli")
+NOT_YET = ("dbsp_core/cost/", "kernels/dbsp_kernels/backends/", "kernels/dbsp_kernels/triton/forward.py")
+"""Files whose text has not been looked through."""
+FILES = [
+    path
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if not str(path.relative_to(ROOT)).startswith(NOT_YET)
+]
+INSTEAD = {
+    r"travel\w*": "be sent",
+    r"(kept|added|needed) keys|keys by need": "cached, delta or selective KV exchange",
+    r"further chunks|keys in chunks": "later chunks, chunked KV all-to-all",
+    r"periods?": "KV step",
+    r"hand-?overs?|hand(ed|s) (on|over)": "ring send, KV rotation",
+    r"homes?": "local shard, source rank",
+    r"re-?hom(e|es|ed|ing)": "redistribute",
+    r"wires?": "communication dtype",
+    r"shar(e|es|ed|ing) out": "shard, distribute",
+    r"uneven(ly|ness)?|evenly|evenness": "imbalanced, balanced, unequal",
+    r"dense blocks?": "active block",
+    r"guidance (pass|passes|branch|branches)": "CFG pass",
+    r"complain\w*": "error message",
+    r"refus(e|es|ed|al|als|ing)": "reject, raise, not supported",
+    r"marks?": "fingerprint",
+    r"serv(e|es|ed)": "support, cover",
+    r"besides?": "in addition to, alongside, while",
+    r"told|tell|tells|telling": "given, inferred from, distinguish",
+    r"stand|stands|stood|standing|stand-ins?": "be, replace, stub",
+    r"yardsticks?": "upstream implementation",
+    r"campaigns?|nursery": "stress tests, fork server",
+    r"same bits|to the bit|bit by bit": "bitwise identical",
+    r"alike": "identical, consistently",
+    r"whatever": "for any, independent of",
+    r"in turns?": "interleaved, round-robin, alternately",
+    r"places?|placed": "position, slot, offset, location, path",
+    r"hosts?": "framework, if it is one; the CPU's side is a host",
+}
+"""What to write instead of a word, by its pattern."""
+ALLOWED = {
+    r"homes?": r"HF_HOME|CUDA_HOME|Path\.home|home folder",
+    r"marks?": r"byte order mark|_mark\b|mark_non_differentiable",
+    r"places?|placed": r"in.place|(take|takes|took|taking) (its )?place|place_pipeline_components",
+    r"hosts?": r"gethostname|[Hh]ost.?name|localhost|getaddrinfo|(on|in|to|from|and|make|the) host\b|host's|host sync|"
+    r"HostEvent|ExpectedHost|expected.host|_host_?",
+}
+"""Senses in which a word may be used: a line with one of these may have it."""
+_KINDS = {tokenize.NAME, tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+_WORDS = {pattern: re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I) for pattern in INSTEAD}
+_ANY = re.compile("|".join(INSTEAD), re.I)
+_QUESTIONS = {"what", "which", "how", "where", "who", "why", "when", "whether"}
+_NO_VERBS = {"this", "as", "is", "its", "was", "always", "places", "columns", "less", "us"}
+
+
+def words_in(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yields line number, pattern and line of each word in a source text's comments, strings and names."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _KINDS or not _ANY.search(token.string):
+            continue
+        for number, line in enumerate(token.string.split("\n"), token.start[0]):
+            words = re.sub(r"_|(?<=[a-z])(?=[A-Z])", " ", line)
+            whole = token.line if token.type == tokenize.NAME else line
+            for pattern, word in _WORDS.items():
+                allowed = ALLOWED.get(pattern)
+                if word.search(words) and not (allowed and re.search(allowed, whole)):
+                    yield number, INSTEAD[pattern], line.strip()
+
+
+def openings_of(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yields line number and first line of docstrings that begin neither with a verb (functions) nor a noun."""
+    for node in nodes:
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        text, decorators = ast.get_docstring(node) or "", " ".join(map(ast.unparse, node.decorator_list))
+        first = re.split(r"[\s.,:;`]", text.strip("`") + " ")[0]
+        names_a_thing = isinstance(node, ast.ClassDef) or "property" in decorators
+        fits = first.lower() not in _QUESTIONS and first.lower() not in {"of", "to", "are"}
+        if not names_a_thing:
+            fits = first.endswith("s") and first[:1].isupper() and first.lower() not in _NO_VERBS
+        if text and not fits:
+            yield node.lineno, text.splitlines()[0]
+
+
+def found(by_file: dict[Path, list[object]]) -> dict[str, list[object]]:
+    """Returns what is found, by the path of a file, of files in which something is."""
+    return {str(path.relative_to(ROOT)): lines for path, lines in by_file.items() if lines}
+
+
+def _is_help(path: Path) -> bool:
+    """Whether a file's docstrings are read as help of `dbsp`, which is in the imperative."""
+    return path.parent.name == "commands" or path == ROOT / "dbsp_cli" / "cli.py"
+
+
+def test_words_that_have_a_plainer_one_are_not_used():
+    assert found({path: list(words_in(path.read_text(encoding="utf-8"))) for path in FILES}) == {}
+
+
+def test_a_word_is_found_in_names_comments_and_strings():
+    text = 'kv_home = 1  # refused here\nnote = f"{kv_home} travels"\npath.home()\nmark = "in place"\n'
+    assert [(number, word) for number, word, _ in words_in(text)] == [
+        (1, "local shard, source rank"),
+        (1, "reject, raise, not supported"),
+        (2, "be sent"),
+        (2, "local shard, source rank"),
+        (3, "local shard, source rank"),
+        (4, "fingerprint"),
+    ]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    assert found({path: list(openings_of(nodes_of(path))) for path in FILES if not _is_help(path)}) == {}
+
+
+def test_a_docstring_that_begins_otherwise_is_found():
+    text = 'class A:\n    """What it is."""\n\n    def one(self):\n        """The first."""\n'
+    text += 'def two():\n    """Adds."""\n'
+    assert [line for line, _ in openings_of(list(ast.walk(ast.parse(text))))] == [1, 4]
