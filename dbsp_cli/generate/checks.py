@@ -49,7 +49,7 @@ def require_source_video(given: Path | None, identity: ModelSignature) -> None:
 
 
 def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
-    """Raises SettingError for what the pipeline would change or refuse: frames, a size, or images."""
+    """Raises SettingError for what the pipeline would change or reject: frames, a size, or images."""
     spec = published_model(signature)
     if signature.pipeline in PIPELINES and video.num_frames is not None:
         message = PIPELINES[signature.pipeline].frames_message(video.num_frames)

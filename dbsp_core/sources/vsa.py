@@ -77,7 +77,7 @@ class VsaSource(BlockSizes):
             chance = torch.softmax(pooled_scores(some[:, :known], grid.nq, tokens.scale, ANY_SIMILARITY), dim=-1)
             if values is not None:
                 coarse.append(torch.bmm(chance, some[:, known:, :-1].double()).float())
-            chance[..., :text] = 1.0  # dense blocks are the first: the others compete with one another
+            chance[..., :text] = 1.0  # active blocks of text are the first: the others compete with one another
             return select_blocks(chance, dense.expand(len(some), -1), None, count)
 
         found = predict_bits(rows, choose, tokens, grid)

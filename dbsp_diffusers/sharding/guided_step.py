@@ -1,4 +1,4 @@
-"""Predicted time of a denoising step's two guidance passes: all ranks for both, or half of the ranks for each."""
+"""Predicted time of a denoising step's two CFG passes: all ranks for both, or half of the ranks for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GuidedStep"]
 
 @dataclass(frozen=True)
 class GuidedStep:
-    """The self-attentions of two guidance passes of one size.
+    """The self-attentions of two CFG passes of one size.
 
     Attributes:
         mask: The mask of all attentions.

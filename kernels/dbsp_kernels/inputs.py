@@ -105,7 +105,7 @@ class KernelInputs:
 
 
 def one_head(t: torch.Tensor) -> torch.Tensor:
-    """[n, B, D] → [1, n·B, 1, D]: all rows or blocks as one head, as kernels of others take them."""
+    """Returns [n, B, D] as [1, n·B, 1, D]: all rows or blocks as one head, as kernels of others take them."""
     return t.reshape(1, -1, 1, t.shape[-1]).contiguous()
 
 

@@ -115,7 +115,7 @@ def test_the_method_fails_if_outputs_differ_from_dense_attention(tmp_path, monke
     text, scale = (EXAMPLES / "method.py").read_text(), "rows.shape[-1] ** -0.5"
     assert text.count(scale) == 1
     wrong = tmp_path / "wrong"
-    wrong.mkdir()
+    shutil.copytree(EXAMPLES, wrong)
     (wrong / "method.py").write_text(text.replace(scale, "rows.shape[-1] ** -0.4"))
     monkeypatch.setattr(sys.modules[__name__], "EXAMPLES", wrong)
     with pytest.raises(AssertionError, match=r"plain USP: largest difference from dense attention is .*, above 1e-5"):

@@ -41,7 +41,7 @@ def quantise_blocks_kernel(  # type: ignore[no-untyped-def]
     from_ptr, length_ptr, to_ptr, scale_ptr, from_block, from_token,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """One program, one block, read twice: for its scale, and for its numbers."""
+    """Rounds one block per program, which it reads twice: for its scale, and for its numbers."""
     block = tl.program_id(0).to(tl.int64)
     length = tl.load(length_ptr + block)
     width = tl.arange(0, TILE_D)

@@ -26,8 +26,8 @@ CASES = {
 }
 OF_ENGINE = {
     "sglang": {
-        "MiniMax-H3 with 3 heads, Ulysses, 2 ranks": (2, 1, Case(3, (UNEVEN,), MASK, model="h3")),
-        "MiniMax-H3 with 3 heads, ring, 2 ranks": (1, 2, Case(3, (UNEVEN,), MASK, model="h3")),
+        "MiniMax-H3 with 3 heads, Ulysses, 2 ranks": (2, 1, Case(3, (UNEQUAL,), MASK, model="h3")),
+        "MiniMax-H3 with 3 heads, ring, 2 ranks": (1, 2, Case(3, (UNEQUAL,), MASK, model="h3")),
     }
 }
 """Cases that one engine has besides."""
