@@ -216,7 +216,7 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
 
 @functools.cache
 def _read(path: Path, _changed_ns: int) -> Hardware:
-    """Each session reads the same file, which takes tens of milliseconds."""
+    """Reads a file once for all sessions, as it takes tens of milliseconds."""
     settings = read_settings(path, "hardware file")
     values = {key: value for key, value in settings.values.items() if key not in RECORDED}
     try:

@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """What one attention sends, in tokens of one head. To turn into bytes: times batch, head_dim and element size.
+    """Tokens of one head that one attention sends. To turn into bytes: times batch, head_dim and element size.
 
     Attributes:
         queries: float64[P, P], queries from source rank (row) to owner (column); outputs go the same way back.
@@ -271,22 +271,23 @@ def attention_s(compute: np.ndarray, fetches: Sequence[float], overlap: float) -
 
 
 def _packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
-    """Bytes of the rank that gathers and places most: q, k, v and output in its shard, and the same packed at owners.
+    """Returns the bytes of the rank that packs and unpacks most.
 
-    Needed keys are gathered once for each of their readers. int8 is placed as it was received, and then read; and keys
-    that are sent less their mean are read once more before.
+    They are q, k, v and output in its shard, and the same packed at owners. Selected keys are gathered once for each of
+    their readers. int8 is unpacked as it was received, and then read; and keys that are sent less their mean are read
+    once more before.
     """
     comm_dtype, token = plan.comm_dtype, shape.token_bytes
-    placed = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k
-    packed = placed + traffic.rows * plan.grid.block_q
+    unpacked = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k
+    packed = unpacked + traffic.rows * plan.grid.block_q
     first, *further = (2 * keys.sum(axis=1) for keys in traffic.keys)
     in_shard = 2 * shape.heads * layout.shard + first
     if further:  # a rank that sends one ring rank after another the same keys packs them once
-        alike = (plan.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
-        in_shard = in_shard + np.where(alike, further[0], np.sum(further, axis=0))
+        identical = (plan.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
+        in_shard = in_shard + np.where(identical, further[0], np.sum(further, axis=0))
     total = (in_shard + packed) * token
     if comm_dtype is not MODEL:
-        total = total + placed * shape.sent_bytes(comm_dtype)
+        total = total + unpacked * shape.sent_bytes(comm_dtype)
     if comm_dtype.centred:
         total = total + shape.heads * layout.shard * token
     return float(np.max(total))

@@ -1,6 +1,6 @@
 """What several sequences cost on a machine, and the bags in which they take the least time.
 
-Arithmetic on counts and on constants from a file: every rank that has both gets the same bits.
+Arithmetic on counts and on constants from a file: every rank that has both computes identical numbers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ WorkOfSizes = dict[MaskRequest, tuple[BlockGrid, np.ndarray]]
 
 @dataclass(frozen=True, eq=False)
 class SequenceWork:
-    """What each sequence's attention computes. No bits: numbers of a mask's rows are all that is kept.
+    """Work of each sequence's attention. No bits: numbers of a mask's rows are all that is kept.
 
     Attributes:
         grids: The grid of each sequence.
@@ -151,14 +151,14 @@ def fastest_bags(
         UserError: If no topology can hold the sequences.
     """
     plans: list[SequencePlan] = []
-    refused: UserError | None = None
+    rejected: UserError | None = None
     for topology in BagTopology.candidates(world, node_size):
         try:
             plans.append(plan(topology))
         except UserError as error:
-            refused = error
-    if refused is not None and not plans:
-        raise refused
+            rejected = error
+    if rejected is not None and not plans:
+        raise rejected
     seconds = [slowest_bag_s(one, work, layer, hardware, node_size) for one in plans]
     most = min(seconds) * (1 + slack)
     return next(plan for plan, one in zip(plans, seconds, strict=True) if one <= most)

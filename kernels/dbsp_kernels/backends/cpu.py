@@ -31,14 +31,14 @@ LONG = 192
 
 
 def why_unavailable() -> str | None:
-    """Why this kernel cannot work here, or None. The operator is private to torch, so its absence is not an error."""
+    """Returns why this kernel cannot work here, or None. torch's operator is private, so its absence is not an error."""
     if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return None
     return "this torch has no flash attention for CPU; torch 2.6 to 2.13 have it"
 
 
 def cpu_attention(inputs: KernelInputs) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention`."""
+    """Computes `dbsp_kernels.block_attention`."""
     q, k, v = (t.detach().contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator needs a D of stride 1
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
@@ -81,7 +81,7 @@ def _batches(inputs: KernelInputs) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> PartialAttention:
-    """(out [R, Bq, D], lse [R, Bq]) of q [R, Bq, D] over k and v [R, m, D], with bias [R, 1, 1, m] or None."""
+    """Returns (out [R, Bq, D], lse [R, Bq]) of q [R, Bq, D] over k and v [R, m, D], with bias [R, 1, 1, m] or None."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[:, None], k[:, None], v[:, None], 0.0, False, attn_mask=bias, scale=scale
     )
@@ -89,14 +89,14 @@ def _flash(
 
 
 def _tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """[R, 1, 1, n·block]: −inf on the tokens beyond each block's length, given int[R, n]."""
+    """Returns [R, 1, 1, n·block]: −inf on the tokens beyond each block's length, given int[R, n]."""
     beyond = torch.arange(block, device=lengths.device) >= lengths[..., None]
     bias = torch.zeros(beyond.shape, dtype=dtype, device=beyond.device)
     return bias.masked_fill_(beyond, -torch.inf).flatten(1)[:, None, None]
 
 
 def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
-    """The contract of `dbsp_kernels.block_attention_backward`, in float32 at least.
+    """Computes `dbsp_kernels.block_attention_backward`, in float32 at least.
 
     torch's operator accepts any log-sum-exp: with the whole attention's it returns this call's part of the gradients.
     """
@@ -119,7 +119,7 @@ def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
 
 
 def reference_attention(inputs: KernelInputs) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention`, one row at a time, in fp32 (fp64 for fp64 input)."""
+    """Computes `dbsp_kernels.block_attention`, one row at a time, in fp32 (fp64 for fp64 input)."""
     q, k, v, kv_len = inputs.q, inputs.k, inputs.v, inputs.kv_len
     out = torch.zeros_like(q)
     wide = lse_dtype(q.dtype)
@@ -137,7 +137,7 @@ def reference_attention(inputs: KernelInputs) -> PartialAttention:
 
 
 def reference_attention_backward(inputs: BackwardInputs) -> Gradients:
-    """The contract of `dbsp_kernels.block_attention_backward`, by autograd of a forward that is computed once more.
+    """Computes `dbsp_kernels.block_attention_backward`, by autograd of a forward that is computed once more.
 
     The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so that of this call's (outᵢ, lseᵢ) the gradients are
     wᵢ·dout and wᵢ·Σ dout·(outᵢ − out).

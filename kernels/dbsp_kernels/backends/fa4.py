@@ -26,7 +26,7 @@ On Blackwell (100) it takes two rows' tiles at a time and rejects rows of 128 qu
 
 
 def why_unavailable() -> str | None:
-    """Why this kernel cannot work here, or None."""
+    """Returns why this kernel cannot work here, or None."""
     try:
         importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def why_unavailable() -> str | None:
 
 
 def fa4_attention(inputs: KernelInputs) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention`, without merging.
+    """Computes `dbsp_kernels.block_attention`, without merging.
 
     It runs the full blocks, and our kernel the few short ones. Where rows do not say how many full blocks they begin
     with, or there is nothing to attend to, ours runs all.
@@ -56,7 +56,7 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
 
 
 def _forward_arguments(inputs: KernelInputs, kv_full: torch.Tensor) -> dict[str, Any]:
-    """What `flash_attn_func` is called with: one item of one head, and the full blocks that rows begin with."""
+    """Returns the arguments of `flash_attn_func`: one item of one head, and the full blocks that rows begin with."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     q, scale = inputs.positively_scaled()

@@ -29,7 +29,7 @@ QUACK = "pip install --no-deps quack-kernels==0.6.4"
 
 
 def why_unavailable() -> str | None:
-    """Why this kernel cannot work here, or None."""
+    """Returns why this kernel cannot work here, or None."""
     spec = importlib.util.find_spec("flashinfer")
     if spec is None or spec.origin is None:
         return f"flashinfer-python is not installed; {install_command('flashinfer')}"
@@ -42,7 +42,7 @@ def why_unavailable() -> str | None:
 
 
 def flashinfer_attention(inputs: KernelInputs) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention`, without merging."""
+    """Computes `dbsp_kernels.block_attention`, without merging."""
     q, count = inputs.q, inputs.kv_count
     if 0 in (len(q), len(inputs.k), inputs.kv_index.shape[1]):
         return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))

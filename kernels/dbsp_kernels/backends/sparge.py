@@ -22,7 +22,7 @@ _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_wi
 
 
 def why_unavailable() -> str | None:
-    """Why this kernel cannot work here, or None. A build may lack its compiled part, or this GPU's kernels in it."""
+    """Returns why this kernel cannot work here, or None: a build may lack its compiled part, or this GPU's kernels."""
     if importlib.util.find_spec("spas_sage_attn") is None:
         return f"spas_sage_attn is not installed and not on PyPI; build it with {INSTALL} ({page('kernels')})"
     try:
@@ -35,7 +35,7 @@ def why_unavailable() -> str | None:
 
 
 def sparge_attention(inputs: KernelInputs) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention` for whole heads; lse is NaN, for there is none."""
+    """Computes `dbsp_kernels.block_attention` for whole heads; lse is NaN, for there is none."""
     from spas_sage_attn import block_sparse_sage2_attn_cuda
 
     q, k, tokens, kv_count = inputs.q, inputs.k, inputs.head_tokens, inputs.kv_count
@@ -75,10 +75,10 @@ def _default_stream(device: torch.device) -> Iterator[None]:
 
 
 def _head_mask(kv_index: torch.Tensor, kv_count: torch.Tensor, heads: int, packed: int) -> torch.Tensor:
-    """int8[1, heads, nq, nk] from the packed rows' lists."""
+    """Returns int8[1, heads, nq, nk] from the packed rows' lists."""
     rows, width = kv_index.shape
     own = packed // heads  # blocks of a head
     column = torch.arange(width, device=kv_index.device) < kv_count[:, None]
-    block = torch.where(column, kv_index % own, own).long()  # entries beyond the count mark a column that is dropped
+    block = torch.where(column, kv_index % own, own).long()  # entries beyond the count go to a dropped column
     mask = torch.zeros(rows, own + 1, dtype=torch.int8, device=kv_index.device)
     return mask.scatter_(1, block, 1)[:, :own].reshape(1, heads, -1, own).contiguous()

@@ -27,8 +27,8 @@ def _keys_tile(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr,
 ):  # fmt: skip
-    """[TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`, columns FIRST and following; zero
-    beyond WIDTH, and, where MASKED, at tokens that are not real."""
+    """Loads [TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`, columns FIRST and following;
+    zero beyond WIDTH, and, where MASKED, at tokens that are not real."""
     if USE_TMA:  # zero beyond the block, too: its end is the end of the descriptor's second dimension
         tile = tl.reshape(source.load([block.to(tl.int32), start, FIRST]), [TILE_K, TILE_D])
         if MASKED:
@@ -50,7 +50,7 @@ def _keys_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _online_softmax(scores, top, total, scale_log2):  # type: ignore[no-untyped-def]
-    """One step of it, in base 2, of scores times their row's scale_log2.
+    """Computes one step of the online softmax, in base 2, of scores times their row's scale_log2.
 
     Returns weights, the factor of what was summed before, and the new top and total.
     """
@@ -76,7 +76,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, HALVES: tl.constexpr,
     USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
+    """Computes the online softmax over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
 
     RAGGED blocks are no multiple of TILE_K: the last step of each masks keys by constants, also of full ones.
 
@@ -97,7 +97,7 @@ def _attend(  # type: ignore[no-untyped-def]
         real = inside
         if MASKED:
             real = start + tl.arange(0, TILE_K) < tl.load(length_ptr + block)
-        # Scores of keys that are not real are masked, whatever they are; but a NaN in a value survives a weight of 0.
+        # Scores of keys that are not real are masked, NaN or not; but a NaN in a value survives a weight of 0.
         k = _keys_tile(
             k_source, block, start, k_block, k_token, inside, 0,
             BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32 and scale_ptr is None,
@@ -129,7 +129,7 @@ def _attend_late(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same over the first `full` entries, full blocks: weights meet their values one step late.
+    """Computes the online softmax over the first `full` entries, full blocks: weights meet their values one step late.
 
     So the tensor cores compute a step's scores and the step before's output in one go, and that output is not waited
     for while exponentials run (the second of FlashAttention-3's devices, arXiv 2407.08608, section 3.2). Weights are
@@ -191,7 +191,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     USE_TMA: tl.constexpr, FULL_FIRST: tl.constexpr, SHORT_ONLY: tl.constexpr, RUNNING: tl.constexpr,
     INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """One program, up to TILE_Q queries of one row; see `triton_attention` for the arguments.
+    """Computes up to TILE_Q queries of one row in one program; see `triton_attention` for the arguments.
 
     Args:
         q, out, running: [rows, BLOCK_Q, WIDTH].
@@ -244,9 +244,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
     lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
     share, other_share = 1.0 / tl.where(empty, 1.0, total), tl.zeros([TILE_Q], tl.float32)
-    places = row * BLOCK_Q + queries
+    slots = row * BLOCK_Q + queries
     if RUNNING:
-        other_lse = tl.load(running_lse_ptr + places, mask=queries < BLOCK_Q, other=0.0) * 1.4426950408889634
+        other_lse = tl.load(running_lse_ptr + slots, mask=queries < BLOCK_Q, other=0.0) * 1.4426950408889634
         both = tl.maximum(lse, other_lse)
         both = tl.where(both == float("-inf"), 0.0, both)
         weight, other_weight = tl.exp2(lse - both), tl.exp2(other_lse - both)
@@ -254,21 +254,21 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         lse = both + tl.log2(sum_of_weights)
         sum_of_weights = tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
         share, other_share = share * (weight / sum_of_weights), other_weight / sum_of_weights
-    _store_merged(out_ptr, running_ptr, acc, share, other_share, places, queries, 0, BLOCK_Q, WIDTH, RUNNING)
+    _store_merged(out_ptr, running_ptr, acc, share, other_share, slots, queries, 0, BLOCK_Q, WIDTH, RUNNING)
     if HALVES:
         HALF: tl.constexpr = TILE_D // 2
-        _store_merged(out_ptr, running_ptr, second, share, other_share, places, queries, HALF, BLOCK_Q, WIDTH, RUNNING)
-    tl.store(lse_ptr + places, lse * 0.6931471805599453, mask=queries < BLOCK_Q)
+        _store_merged(out_ptr, running_ptr, second, share, other_share, slots, queries, HALF, BLOCK_Q, WIDTH, RUNNING)
+    tl.store(lse_ptr + slots, lse * 0.6931471805599453, mask=queries < BLOCK_Q)
 
 
 @triton.jit
 def _store_merged(  # type: ignore[no-untyped-def]
-    out_ptr, running_ptr, acc, share, other_share, places, queries, FIRST: tl.constexpr,
+    out_ptr, running_ptr, acc, share, other_share, slots, queries, FIRST: tl.constexpr,
     BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
     """Writes share · acc, if RUNNING with other_share of what was there, to columns FIRST and following of `out`."""
     width = FIRST + tl.arange(0, acc.shape[1])
-    at = places[:, None] * WIDTH + width[None, :]
+    at = slots[:, None] * WIDTH + width[None, :]
     inside = (queries[:, None] < BLOCK_Q) & (width[None, :] < WIDTH)
     acc = acc * share[:, None]
     if RUNNING:
@@ -283,7 +283,7 @@ def triton_attention(
     short_only: bool = False,
     key_scale: torch.Tensor | None = None,
 ) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device.
+    """Computes `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device.
 
     Args:
         short_only: Only the entries from kv_full on, which must be given; the others have been computed elsewhere.
@@ -334,7 +334,7 @@ def triton_attention(
 def triton_int8_attention(
     inputs: KernelInputs, tiles: Tiles | None = None, use_tma: bool | None = None
 ) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention` with q·kᵀ of int8: one scale per query, one per block of keys.
+    """Computes `dbsp_kernels.block_attention` with q·kᵀ of int8: one scale per query, one per block of keys.
 
     Weights, values and the softmax are as `triton_attention` computes them. (After SageAttention, arXiv 2410.02367.)
     """

@@ -70,7 +70,7 @@ def _tiles_of_warps(block_q: int, block_k: int, width: int, capability: int) -> 
 
 
 def int8_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """Returns the tiles for queries and keys of int8: smaller, as scores take registers both as integers and as fp32."""
+    """Returns the tiles for queries and keys of int8: smaller, as scores take registers as integers and as fp32."""
     if capability // 10 == 8:
         block_q = min(block_q, 64)
     return tiles_for(block_q, min(block_k, 64), width, dtype, capability)
