@@ -273,9 +273,9 @@ def attention_s(compute: np.ndarray, fetches: Sequence[float], overlap: float) -
 def _packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
     """Returns the bytes of the rank that packs and unpacks most.
 
-    They are q, k, v and output in its shard, and the same packed at owners. Selected keys are gathered once for each of
-    their readers. int8 is unpacked as it was received, and then read; and keys that are sent less their mean are read
-    once more before.
+    They are q, k, v and output in its shard, and the same packed at owners. Selected keys are gathered once for each
+    of their readers. int8 is unpacked as it was received, and then read; and keys that are sent less their mean are
+    read once more before.
     """
     comm_dtype, token = plan.comm_dtype, shape.token_bytes
     unpacked = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k

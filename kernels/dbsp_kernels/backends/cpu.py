@@ -31,7 +31,7 @@ LONG = 192
 
 
 def why_unavailable() -> str | None:
-    """Returns why this kernel cannot work here, or None. torch's operator is private, so its absence is not an error."""
+    """Returns why this kernel cannot work here, or None. Its operator is private to torch: absence is no error."""
     if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return None
     return "this torch has no flash attention for CPU; torch 2.6 to 2.13 have it"
