@@ -14,6 +14,7 @@ from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.planning.planners import PLANNERS
+from dbsp_kernels.errors import install_command
 from tests.support.generators import random_bits
 
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
@@ -266,5 +267,5 @@ class TestTiny:
 
         monkeypatch.setitem(MAKERS, "wan", needs_diffusers)
         err = mistake("tiny", "wan", tmp_path / "wan")
-        assert "diffusers is needed to make checkpoints; pip install '.[diffusers]'" in err
+        assert f"diffusers is needed to make checkpoints; {install_command('diffusers')}" in err
         assert list(tmp_path.iterdir()) == []

@@ -40,7 +40,7 @@ def test_a_line_says_it_all_and_a_fix_stands_by_whatever_is_not_ok(dbsp):
 
 
 def test_the_table_says_the_same_with_its_brackets(dbsp, monkeypatch):
-    monkeypatch.setattr(doctor, "HOSTS", ())
+    monkeypatch.setattr(doctor, "FRAMEWORKS", ())
     monkeypatch.setattr(doctor, "_PACKAGES", (MISSING,))
     monkeypatch.setattr(doctor, "verdict", lambda checks: "a verdict")
     code, out, _ = dbsp("doctor")

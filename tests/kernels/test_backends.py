@@ -12,6 +12,7 @@ import torch
 
 from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, choose_kernel
 from dbsp_kernels.backends import fa4, flashinfer, sparge
+from dbsp_kernels.errors import install_command
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.interpreter import interpreted
 
@@ -210,7 +211,7 @@ class TestFlashInfer:
         (tmp_path / "flashinfer").mkdir()
         (tmp_path / "flashinfer/__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
-        assert "no block-sparse attention with counts; pip install '.[flashinfer]'" in flashinfer.why_unavailable()
+        assert f"no block-sparse attention with counts; {install_command('flashinfer')}" in flashinfer.why_unavailable()
         (tmp_path / "flashinfer/cute_dsl/sparse").mkdir(parents=True)
         (tmp_path / "flashinfer/cute_dsl/sparse/bsa_attn_sm120.py").touch()
         assert flashinfer.why_unavailable() is None
