@@ -211,7 +211,9 @@ class TestFlashInfer:
         (tmp_path / "flashinfer").mkdir()
         (tmp_path / "flashinfer/__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
-        assert f"no block-sparse attention with counts; {install_command('flashinfer')}" in flashinfer.why_unavailable()
+        assert (
+            f"no block-sparse attention with counts; {install_command('flashinfer')}" in flashinfer.why_unavailable()
+        )
         (tmp_path / "flashinfer/cute_dsl/sparse").mkdir(parents=True)
         (tmp_path / "flashinfer/cute_dsl/sparse/bsa_attn_sm120.py").touch()
         assert flashinfer.why_unavailable() is None
