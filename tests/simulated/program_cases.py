@@ -114,7 +114,7 @@ def generated(rank: int, world: int, folder: str, config_file: str, video: str) 
     """
     import diffusers.utils
 
-    from dbsp_cli.generate.ranks import Place
+    from dbsp_cli.generate.ranks import RankInfo
     from dbsp_cli.generate.request import GenerationRequest, resolve
     from dbsp_cli.generate.videos import make_videos
 
@@ -125,7 +125,7 @@ def generated(rank: int, world: int, folder: str, config_file: str, video: str) 
         frames.append(made)
         return write(made, *args, **options)
 
-    generation = resolve(GenerationRequest(config=config_file, out=video), Place(rank, world, rank, world))
+    generation = resolve(GenerationRequest(config=config_file, out=video), RankInfo(rank, world, rank, world))
     with mock.patch.object(diffusers.utils, "export_to_video", written):
         make_videos(generation)
     assert not dist.is_initialized()
