@@ -179,12 +179,20 @@ class DbspBackend(AttentionBackend):
         return []  # any
 
 
-def attach(transformer: torch.nn.Module, config: OmniDiffusionConfig, clock: StepClock) -> None:
+def attach(
+    transformer: torch.nn.Module, config: OmniDiffusionConfig, clock: StepClock, name: str = "transformer"
+) -> None:
     """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
 
     Their exchange of vLLM-Omni's own is switched off: a layer hands over its rank's shard as it is. Attention outside
     the model's repeated blocks, such as that of refiners, and what it calls outside the sharded sequence get
     vLLM-Omni's default backend.
+
+    Args:
+        transformer: As vLLM-Omni has sharded it.
+        config: Its degrees and its step cache.
+        clock: The counter of steps of all transformers of the pipeline.
+        name: Of the transformer in its pipeline, by which it may have settings of its own.
     """
     names = getattr(transformer, "_layerwise_offload_blocks_attrs", None) or [""]
     in_blocks = {one for name in names for one in transformer.get_submodule(name).modules()}
@@ -208,7 +216,7 @@ def attach(transformer: torch.nn.Module, config: OmniDiffusionConfig, clock: Ste
         )
     group = SequenceGroup.of(get_sp_group().device_group) if world > 1 else SequenceGroup(0, 1)
     strategy = Strategy(parallel.ulysses_degree or 1, parallel.ring_degree or 1)
-    session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock)
+    session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock, transformer=name)
     attached = DbspTransformer(transformer, session)
     for index, layer in enumerate(layers):
         layer.attention.transformer, layer.attention.layer = attached, index

@@ -106,10 +106,10 @@ def _attach_all(stock: Callable[..., None], model: Any, od_config: Any) -> None:
 
     stock(model, od_config)
     names = getattr(model, "_dit_modules", None) or _TRANSFORMERS
-    transformers = [one for one in (getattr(model, name, None) for name in names) if one is not None]
+    transformers = {name: one for name in names if (one := getattr(model, name, None)) is not None}
     clock = StepClock(shared=len(transformers) > 1)
-    for transformer in transformers:
-        attach(transformer, od_config, clock)
+    for name, transformer in transformers.items():
+        attach(transformer, od_config, clock, name)
 
 
 def _shard(stock: Callable[..., Any], hook: Any, tensor: Any, part: Any, *args: Any, **options: Any) -> Any:

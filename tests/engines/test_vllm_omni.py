@@ -28,7 +28,7 @@ from dbsp_core.masks.steps import StepClock
 from dbsp_core.utils.errors import UserError
 from dbsp_engines.vllm_omni_plugin import EXPECTED, register, unregister
 from scripts.checks.engines.commands import differences
-from scripts.checks.engines.reference import stand_in_for_torchvision
+from scripts.checks.engines.reference import stub_for_torchvision
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
@@ -38,6 +38,7 @@ from tests.engines.cases import (
     assert_another_mask_is_seen,
     assert_equal_to_one_process,
     assert_exact,
+    own_masks,
 )
 
 ENGINE = "vllm_omni"
@@ -103,7 +104,7 @@ def test_fasth3_with_its_coarse_branch(ulysses, ring, strategy):
 
 @pytest.fixture
 def registered():
-    stand_in_for_torchvision()
+    stub_for_torchvision()
     register()
     yield
     unregister()
@@ -173,12 +174,19 @@ def test_the_commands_printed_for_fasth3(registered, monkeypatch, tmp_path, stra
     vars(layer).update(heads_of, role="self", causal=False, skip_sequence_parallel=False)
     given: list[Any] = []
     monkeypatch.setattr(dbsp_engines.vllm_omni, "get_sp_group", lambda: SimpleNamespace(device_group=None))
-    monkeypatch.setattr(dbsp_engines.vllm_omni, "EngineSession", lambda *those, clock: given.extend(those))
+    monkeypatch.setattr(
+        dbsp_engines.vllm_omni, "EngineSession", lambda *those, clock, transformer: given.extend(those)
+    )
     dbsp_engines.vllm_omni.attach(torch.nn.ModuleList([layer]), config, StepClock())
     _, of_engine, heads, layers = given
     found = DbspConfig.load(settings).strategy_or(of_engine)
     assert (str(found), found.world, heads, layers) == (strategy, config.parallel_config.sequence_parallel_size, 56, 1)
     assert found.world == 16
+
+
+def test_wan22s_transformers_with_masks_of_their_own(tmp_path):
+    case = Case(3, (UNEQUAL, EVEN), own_masks(tmp_path), pair=True)
+    assert_exact([case], run(ENGINE, 1, 2, case))
 
 
 def test_on_one_rank_too():

@@ -98,7 +98,7 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
                     with set_forward_context(vllm_config, alone), as_one_process():
                         expected = dense = None if case.cache else numbers_of(one(**inputs))
                         if case.mask is not None:
-                            undo = model.mask_attention(one, case, thw)
+                            undo = model.mask_attention(one, case, thw, "transformer_2" if second else "transformer")
                             expected = numbers_of(one(**inputs))
                             calls += undo()
                     ours = pipeline.transformer_2 if second else pipeline.transformer

@@ -46,7 +46,7 @@ class Model:
     says_step: bool = False
     attend: Callable[..., torch.Tensor] | None = None
 
-    def mask_attention(self, model: nn.Module, case: Case, thw: Grid) -> Callable[[], int]:
+    def mask_attention(self, model: nn.Module, case: Case, thw: Grid, name: str = "transformer") -> Callable[[], int]:
         """Replaces self-attention by torch's own under the case's mask; returns what takes that back, and counts."""
         places, text = self.tokens(thw)
         impls = [one.attention for one in self.attentions(model)]
@@ -59,7 +59,8 @@ class Model:
                     return self.attend(case.mask, q, k, v, metadata)
                 real = (one[:, places] for one in (q, k, v))
                 out = torch.zeros_like(q)
-                out[:, places] = attend_under(case.mask or "", layer, LAYERS, thw, *real, text=text)
+                mask = case.mask or ""
+                out[:, places] = attend_under(mask, layer, LAYERS, thw, *real, text=text, transformer=name)
                 return out
 
             impl.forward = attend
