@@ -76,7 +76,7 @@ FAULTS = (
     Fault(
         "layouts keep text apart from video",
         "dbsp_core/masks/grid.py",
-        "return [self.text_tokens, self.tokens - self.text_tokens]",
+        "return [*self._runs, self.tokens - self.text_tokens]",
         "return [0, self.tokens]",
         "tests/core/masks/test_grid.py",
     ),
