@@ -37,10 +37,10 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
     def rejected(*_: Any, **__: Any) -> Any:
         raise AssertionError("a collective before the error")
 
-    def compared(_: Any, problem: Exception | None, *__: Any, told: Sequence[int] = ()) -> list[Sequence[int]]:
+    def compared(_: Any, problem: Exception | None, *__: Any, numbers: Sequence[int] = ()) -> list[Sequence[int]]:
         if problem is not None:
             raise problem
-        return [told]
+        return [numbers]
 
     pipe = PIPES[kind]()
     with (
