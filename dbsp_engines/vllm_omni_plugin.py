@@ -45,7 +45,8 @@ EXPECTED = ExpectedHost(
     ),
 )
 _TRANSFORMERS = ("transformer", "transformer_2", "dit", "unet")
-_undo: list[Callable[[], None]] = []
+_undo: dict[tuple[Any, str], Callable[[], None]] = {}
+"""By owner and name of what is wrapped."""
 
 
 def register() -> None:
@@ -74,10 +75,13 @@ def register() -> None:
 def unregister() -> None:
     """Takes the wrappers off; the backend's name stays, as a member of an enumeration cannot be removed."""
     while _undo:
-        _undo.pop()()
+        _undo.popitem()[1]()
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Wraps a function, once: a process may make several pipelines."""
+    if (owner, name) in _undo:
+        return
     stock = getattr(owner, name)
 
     @functools.wraps(stock)
@@ -85,7 +89,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(stock, *args, **options)
 
     setattr(owner, name, wrapped)
-    _undo.append(lambda: setattr(owner, name, stock))
+    _undo[owner, name] = lambda: setattr(owner, name, stock)
 
 
 def _before_pipeline(stock: Callable[..., None], od_config: Any, model_class: type) -> None:

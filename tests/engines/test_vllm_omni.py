@@ -136,7 +136,8 @@ def check_contracts(config: SimpleNamespace) -> None:
 
 def test_fasth3_admits_dbsp_in_a_ring_with_its_own_mask_alone(registered, monkeypatch):
     monkeypatch.setenv("DBSP_CONFIG", VSA)
-    check_contracts(config_of("DBSP", usp=8, ring=2))
+    for _ in range(2):  # pipelines of one process
+        check_contracts(config_of("DBSP", usp=8, ring=2))
     with pytest.raises(ValueError, match="FASTVIDEO_VSA"):
         check_contracts(config_of("TORCH_SDPA"))
     with pytest.raises(ValueError, match="pure Ulysses sequence parallelism"):
