@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dbsp_core import Strategy
-from scripts.checks.stress.frame import Outcome
+from scripts.checks.stress.frame import WORLDS, Outcome
 from tests.gpu_node.node import GpuNode, NodeError
 from tests.simulated.feature_cases import COMPILED, FEATURES, Order, Together, alone, feature_named, together
 from tests.support.workers import WorkerError, WorkerPool
 
 TOLERANCE = 1e-5
-WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
 MOST_FEATURES = 3
 MOST_TRIES = 12
 """Of smaller variants of a failing case: each takes seconds."""
@@ -67,7 +66,7 @@ def smaller(case: Draw) -> Iterator[Draw]:
     for place in range(len(order.features)) if len(order.features) > 1 else ():
         fewer = order.features[:place] + order.features[place + 1 :]
         yield replace(case, order=replace(order, features=fewer, before=order.before - (place < order.before)))
-    for world in (2, case.world):
+    for world in sorted({2, case.world}):
         simple = replace(case, world=world, order=replace(order, config={**order.config, "strategy": f"U{world}R1"}))
         if simple != case:
             yield simple

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from dbsp_core.utils.files import write_atomically
 
 SAVE_EVERY_S = 5.0
+WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
+"""Numbers of ranks to draw from, where more than a few take long."""
 
 
 @dataclass(frozen=True)

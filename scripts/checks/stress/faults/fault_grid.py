@@ -15,6 +15,7 @@ from scripts.checks.stress.faults.judging import ENDS, Expected
 from scripts.checks.stress.faults.library import TIMEOUT_S, Ranks, be_a_rank
 from scripts.checks.stress.faults.phases import MAKES_A_GROUP, PHASES, WRITERS
 from scripts.checks.stress.faults.programs import Values
+from scripts.checks.stress.frame import WORLDS
 
 EVERYWHERE = ("kill", "stop", "raise", "out of memory", "slow")
 SOMEWHERE = {
@@ -33,7 +34,6 @@ SOMEWHERE = {
     "read-only": WRITERS,
 }
 """Phases that further acts happen in."""
-WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
 FROM_GRID = 0.5
 """Share of cases."""
 CONNECTS_S = 5 * TIMEOUT_S

@@ -21,7 +21,7 @@ class Faults:
     name = "faults"
 
     def __init__(self) -> None:
-        self._nursery: ForkServer | None = None
+        self._server: ForkServer | None = None
         self._folder = Path()
 
     def run(self, seed: int, first: int) -> Iterator[Outcome]:
@@ -46,25 +46,25 @@ class Faults:
         return case_of(seed, number).title
 
     def _some(self, seed: int, numbers: list[int]) -> list[Outcome]:
-        if self._nursery is None:
+        if self._server is None:
             self._folder = Path(tempfile.mkdtemp(prefix="dbsp-faults."))
-            self._nursery = ForkServer(PRELOAD)
+            self._server = ForkServer(PRELOAD)
         cases = {number: case_of(seed, number) for number in numbers}
         folders = {number: Path(tempfile.mkdtemp(dir=self._folder)) / "case" for number in numbers}
         for number, case in cases.items():
-            self._nursery.start(case.task, folders[number])
+            self._server.start(case.task, folders[number])
         return [self._outcome(number, cases[number], folders[number]) for number in numbers]
 
     def _outcome(self, number: int, case: Case, folder: Path) -> Outcome:
-        assert self._nursery is not None
-        ended = self._nursery.wait(folder)
+        assert self._server is not None
+        ended = self._server.wait(folder)
         failure = message_about(ended, case.expected, case.task.limit_s)
         shutil.rmtree(folder.parent, ignore_errors=True)
         seconds = max(ended.seconds, default=0.0) if ended.fired else 0.0
         return Outcome(number, failure, {"seconds until all had ended": seconds})
 
     def _close(self) -> None:
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._server is not None:
+            self._server.close()
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._nursery = None
+            self._server = None
