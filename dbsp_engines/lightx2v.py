@@ -79,7 +79,7 @@ class DbspAttention:
         attention_kwargs: dict[str, Any] | None = None,
         **options: Any,  # text that all ranks hold, and how Ulysses would send
     ) -> tuple[torch.Tensor, None]:
-        """Attention of q, k, v [this rank's tokens, H, D], padding of the last rank included.
+        """Computes attention of q, k, v [this rank's tokens, H, D], padding of the last rank included.
 
         Returns:
             [this rank's tokens, H · D], and None: no model with tokens that all ranks hold is served.
@@ -95,7 +95,7 @@ class DbspAttention:
 
     @not_compiled
     def apply(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **context: Any) -> torch.Tensor:
-        """On one GPU: as `apply_new`, of all tokens."""
+        """Computes on one GPU what `apply_new` does, of all tokens."""
         if "seq_p_group" in context:
             raise UserError(
                 "this model calls LightX2V's older interface of sequence parallelism, which dbsp does not serve; use "
@@ -146,7 +146,7 @@ class DbspAttention:
 
 
 def _transformer_of(scheduler: Any) -> str:
-    """Which of Wan2.2's two transformers a step runs, by LightX2V's own rules; other models have one."""
+    """Returns which of Wan2.2's two transformers a step runs, by LightX2V's own rules; other models have one."""
     config, step, second = scheduler.config, scheduler.step_index, False
     if "boundary_step_index" in config:  # distilled
         second = step >= config["boundary_step_index"]

@@ -35,7 +35,7 @@ _INSTEAD = "unset DBSP_CONFIG to run this model without db-SP"
 
 
 class DbspImpl:
-    """What SGLang's attention layer calls as its kernel: one layer of a session, once `attach` has given it one."""
+    """Kernel that SGLang's attention layer calls: one layer of a session, once `attach` has given it one."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -44,18 +44,18 @@ class DbspImpl:
 
     @not_compiled
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any = None) -> torch.Tensor:
-        """Attention of [B, this rank's tokens, H, D], padding of the last rank included, which is no key."""
+        """Computes attention of [B, this rank's tokens, H, D] with the last rank's padding, which is no key."""
         if self.session is None:
             raise UserError(f"SGLang has not loaded this transformer as part of a pipeline; {_INSTEAD}")
         return self.session.attend(self.layer, query, key, value, self.scale)
 
     def forward_varlen(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Attention of a packed sequence [this rank's tokens, H, D], whose length the session knows."""
+        """Computes attention of a packed sequence [this rank's tokens, H, D], whose length the session knows."""
         return self.forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)).squeeze(0)
 
 
 def _make_block(original: Callable[..., None], block: Any, *args: Any, prefix: str = "", **options: Any) -> None:
-    """Around WanTransformerBlock.__init__: gives its self-attention db-SP's kernel, if it is only a softmax."""
+    """Wraps WanTransformerBlock.__init__: gives its self-attention db-SP's kernel, if it is only a softmax."""
     within = _within_block.set(True)
     try:
         original(block, *args, prefix=prefix, **options)
@@ -73,21 +73,21 @@ def _make_block(original: Callable[..., None], block: Any, *args: Any, prefix: s
 def _make_attention(
     original: Callable[..., None], attention: Any, *args: Any, is_cross_attention: bool = False, **options: Any
 ) -> None:
-    """Around USPAttention.__init__: a Wan block's self-attention exchanges nothing, so a ring needs no LSE."""
+    """Wraps USPAttention.__init__: a Wan block's self-attention exchanges nothing, so a ring needs no LSE."""
     if _within_block.get() and not is_cross_attention:
         options["skip_sequence_parallel"] = True
     original(attention, *args, is_cross_attention=is_cross_attention, **options)
 
 
 def _attend_packed(original: Callable[..., torch.Tensor], attention: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """Around MiniMax-H3's function that exchanges and attends: attention with db-SP's kernel exchanges nothing."""
+    """Wraps MiniMax-H3's function that exchanges and attends: attention with db-SP's kernel exchanges nothing."""
     if isinstance(attention._attention_impl, DbspImpl):
         options |= {"ulysses_active": False, "ring_active": False}
     return original(attention, *args, **options)
 
 
 def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Around build_pipeline, which each worker calls once: a session for each of its transformers. Collective.
+    """Wraps build_pipeline, which each worker calls once: a session for each of its transformers. Collective.
 
     Raises:
         UserError: On all ranks, for a transformer that is not served, which SGLang would run dense.
@@ -144,7 +144,7 @@ def attach(transformer: Any, name: str = "transformer") -> None:
 
 
 def _kernels_of_wan(transformer: Any) -> list[DbspImpl]:
-    """Those that its blocks were made with."""
+    """Returns those that its blocks were made with."""
     kernels: list[DbspImpl] = []
     for block in transformer.blocks:
         kernel = getattr(block.attn1, "attn_impl", None)
@@ -179,19 +179,19 @@ def _kernels_of_h3(transformer: Any) -> list[DbspImpl]:
 def _begin_wan(
     original: Callable[..., Any], model: Any, hidden_states: torch.Tensor, *args: Any, **options: Any
 ) -> Any:
-    """Around WanTransformer3DModel.forward."""
+    """Wraps WanTransformer3DModel.forward."""
     _begin(model, hidden_states.device, functools.partial(_video_of_wan, model, hidden_states))
     return original(model, hidden_states, *args, **options)
 
 
 def _begin_h3(original: Callable[..., Any], model: Any, **inputs: Any) -> Any:
-    """Around MiniMaxH3DiTModel.forward."""
+    """Wraps MiniMaxH3DiTModel.forward."""
     _begin(model, inputs["x"].device, functools.partial(_layout_of_h3, model, inputs))
     return original(model, **inputs)
 
 
 def _skip_together(original: Callable[..., bool], model: Any, **options: Any) -> bool:
-    """Around TeaCache's decision, by a rank's own timesteps: all ranks skip a pass, or none. Collective."""
+    """Wraps TeaCache's decision, by a rank's own timesteps: all ranks skip a pass, or none. Collective."""
     skip = original(model, **options)
     return bool(getattr(model, _SESSION).all_agree(skip)) if model.enable_teacache else skip
 
@@ -220,7 +220,7 @@ def _video_of_wan(model: Any, latents: torch.Tensor, request: Any, ranks: int) -
 
 
 def _layout_of_h3(model: Any, inputs: dict[str, Any], request: Any, ranks: int) -> EngineLayout:
-    """One packed sequence: text, images, audio and videos to go by, audio to make, then the video to make."""
+    """Returns the layout of one packed sequence: text and what to go by, audio to make, then the video to make."""
     shape = getattr(request, "raw_latent_shape", None)
     if shape is None:
         raise UserError("SGLang does not say the size of this MiniMax-H3 video, as in ComfyUI; unset DBSP_CONFIG")

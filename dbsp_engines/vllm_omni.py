@@ -64,7 +64,7 @@ class DbspTransformer:
         return self._session.all_agree(can_cache(*args, **options))
 
     def attend(self, layer: int, qkv: QKV, metadata: AttentionMetadata, scale: float) -> torch.Tensor:
-        """Attention of q, k and v [B, this rank's tokens, H, D]; see `DbspImpl.forward`."""
+        """Computes attention of q, k and v [B, this rank's tokens, H, D]; see `DbspImpl.forward`."""
         if not self._begun:
             self._begin(metadata, qkv[0])
         text: QKV | None = None
@@ -91,7 +91,7 @@ class DbspTransformer:
 
 
 def _published(metadata: AttentionMetadata, shard: int) -> EngineLayout | None:
-    """What a model says of its sequence: [prefix | video | padding]; of several, only the target is video here."""
+    """Returns what a model says of its sequence: [prefix | video | padding]; of several, only the target is video."""
     layout = metadata.video_layout or VideoTokenLayout()
     targets = [span for span in layout.video_spans if span.role == "target"]
     first = targets[-1].start if targets else layout.prefix_len or 0
@@ -103,7 +103,7 @@ def _published(metadata: AttentionMetadata, shard: int) -> EngineLayout | None:
 
 
 def _layout_of(tokens: TokenSequence, text_last: bool, shard: int, world: int) -> EngineLayout:
-    """The sequence of a pass's arguments: text is whole on every rank, or packed with the image.
+    """Returns the sequence of a pass's arguments: text is whole on every rank, or packed with the image.
 
     Raises UserError for a packed sequence with padding inside, or of another length than its ranks hold.
     """
@@ -136,7 +136,7 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
         value: torch.Tensor,
         attn_metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
-        """Attention of [B, this rank's tokens, H, D], padding of the last rank included, which no token attends to.
+        """Computes attention of [B, this rank's tokens, H, D] with the last rank's padding, which no token attends to.
 
         Text that all ranks have (joint_query and so on) is attended over with them, and is in the output where
         joint_strategy says. Masks are not read: by contract they hide padding alone.
@@ -148,7 +148,7 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
 
 
 class DbspBackend(AttentionBackend):
-    """What vLLM-Omni asks of a backend."""
+    """Backend as vLLM-Omni asks for it."""
 
     @classmethod
     def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:

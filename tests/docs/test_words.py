@@ -13,6 +13,8 @@ from tests.support.repository import ROOT
 from tests.support.texts import nodes_of
 
 FOLDERS = ("kernels", "dbsp_core", "dbsp_diffusers", "dbsp_xdit", "dbsp_para", "dbsp_cli")
+ENGINES = sorted((ROOT / "dbsp_engines").rglob("*.py"))
+"""Of which the openings of docstrings are looked at: their words are the engines'."""
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 INSTEAD = {
     r"travel\w*": "be sent",
@@ -115,7 +117,7 @@ def test_a_word_is_found_in_names_comments_and_strings():
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun():
-    assert found({path: list(openings_of(nodes_of(path))) for path in FILES if not _is_help(path)}) == {}
+    assert found({path: list(openings_of(nodes_of(path))) for path in FILES + ENGINES if not _is_help(path)}) == {}
 
 
 def test_a_docstring_that_begins_otherwise_is_found():
