@@ -137,7 +137,7 @@ class Rows(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, work: Workload, mask: BlockMask) -> Rows:
+    def from_mask(cls, work: Workload, mask: BlockMask) -> Rows:
         grid = mask.grid
         layout = table_layout(make_plan(mask, "U1R1", _PLAIN), 0).to(work.device)
         table = build_tables(layout, mask)[0].expanded()
@@ -232,7 +232,7 @@ def _measure_compute(
     heads, few = work.own_heads, max(work.blocks[0], work.tokens // 4)
     masks = {str(density): work.mask(heads, density) for density in DENSITIES}
     masks["few"] = work.mask(heads, SPARSE, few)
-    rows = {name: Rows.of(work, mask) for name, mask in masks.items()}
+    rows = {name: Rows.from_mask(work, mask) for name, mask in masks.items()}
     q, k, v = (work.random(1, heads, work.tokens, work.head_dim) for _ in range(3))
     width = work.heads * work.head_dim
     left, right = work.random(-(-work.tokens // work.group.size), width), work.random(width, width)

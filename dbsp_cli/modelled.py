@@ -134,10 +134,10 @@ def linear_flops(spec: ModelSpec) -> float:
 
     The keys and values of cross-attention's text are left out: 512 tokens against tens of thousands.
     """
-    hidden = spec.hidden or spec.width
-    projections = 4 * hidden * spec.width + 2 * hidden * spec.ffn
+    hidden = spec.hidden or spec.attention_dim
+    projections = 4 * hidden * spec.attention_dim + 2 * hidden * spec.ffn
     if spec.cross_text:
-        projections += 2 * spec.width**2 + 2 * spec.width * spec.cross_text
+        projections += 2 * spec.attention_dim**2 + 2 * spec.attention_dim * spec.cross_text
     return 2.0 * spec.layers * spec.tokens * projections
 
 

@@ -108,7 +108,7 @@ def _reject_removed(given: Mapping[str, Any]) -> None:
 
 def _ranks_of(group: Group) -> tuple[SequenceGroup, Strategy]:
     """Returns a group as the ranks that share a sequence, by Ulysses unless the configuration says otherwise."""
-    sequence = SequenceGroup.of(group)
+    sequence = SequenceGroup.from_group(group)
     return sequence, Strategy(sequence.size, 1)
 
 
@@ -130,7 +130,7 @@ def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
     part = mesh[tuple(present)]
     group = (part._flatten() if len(present) > 1 else part).get_group()
     degrees = {name: mesh[name].size() for name in present}
-    return SequenceGroup.of(group), Strategy(degrees.get("ulysses", 1), degrees.get("ring", 1))
+    return SequenceGroup.from_group(group), Strategy(degrees.get("ulysses", 1), degrees.get("ring", 1))
 
 
 def disable(model: Any) -> None:

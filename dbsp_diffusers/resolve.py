@@ -79,7 +79,7 @@ def log_config(
     if group.rank != 0:
         return
     try:
-        needs = KernelRequirements(width=head_dim)
+        needs = KernelRequirements(head_dim=head_dim)
         wanted = kernel_order(config.kernel, config.machine, like.device)
         kernel = choose_kernel(wanted, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together

@@ -91,7 +91,7 @@ class DbspAttention:
                 f"seq_p_quant_scheme {quant_scheme} is for LightX2V's own exchange; leave it out, and set exchange: "
                 "{precision: int8} in db-SP's configuration"
             )
-        return self._attend(q, k, v, SequenceGroup.of(seq_p_group), attention_kwargs or {}), None
+        return self._attend(q, k, v, SequenceGroup.from_group(seq_p_group), attention_kwargs or {}), None
 
     @not_compiled
     def apply(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **context: Any) -> torch.Tensor:

@@ -136,7 +136,7 @@ def attach(transformer: Any, name: str = "transformer") -> None:
         raise UserError("CUDA graphs repeat a pass without its step; leave out --enable-breakable-cuda-graph")
     strategy = Strategy(get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     ranks = get_sp_group()
-    group = SequenceGroup.of(ranks.device_group) if ranks.world_size > 1 else SequenceGroup(0, 1)
+    group = SequenceGroup.from_group(ranks.device_group) if ranks.world_size > 1 else SequenceGroup(0, 1)
     session = EngineSession(group, strategy, transformer.num_attention_heads, len(kernels), transformer=name)
     for layer, kernel in enumerate(kernels):
         kernel.session, kernel.layer = session, layer

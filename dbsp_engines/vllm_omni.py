@@ -214,7 +214,7 @@ def attach(
             f"db-SP does not know whether cache_backend {config.cache_backend} skips the same layers on all ranks; "
             f"set it to one of {', '.join(_AGREEING_CACHES)}, or name another attention backend"
         )
-    group = SequenceGroup.of(get_sp_group().device_group) if world > 1 else SequenceGroup(0, 1)
+    group = SequenceGroup.from_group(get_sp_group().device_group) if world > 1 else SequenceGroup(0, 1)
     strategy = Strategy(parallel.ulysses_degree or 1, parallel.ring_degree or 1)
     session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock, transformer=name)
     attached = DbspTransformer(transformer, session)

@@ -85,7 +85,7 @@ def _groups() -> list[SequenceGroup]:
         if degree > 1:
             raise UserError(f"{kind}={degree} does not go with db-SP; leave it at 1")
     groups = xfuser.get_sp_group(), xfuser.get_cfg_group(), xfuser.get_world_group()
-    return [SequenceGroup.of(group.device_group) for group in groups]
+    return [SequenceGroup.from_group(group.device_group) for group in groups]
 
 
 def _in_diffusers_classes(pipe: Any, patches: PatchSet, guidance: int) -> Any:

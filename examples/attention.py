@@ -14,7 +14,7 @@ bits = (torch.rand(3, 16, 16) < 0.3) | torch.eye(16, dtype=torch.bool)  # [heads
 mask = BlockMask(bits, BlockGrid.uniform(tokens=1000, block=64))
 layout = SequenceLayout.contiguous(tokens=1000, world=world)
 plan = make_plan(mask, f"U1R{world}", layout=layout)
-attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of())  # once; then for many calls
+attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.from_group())  # once; then for many calls
 out = attend(*(x.chunk(world, dim=2)[rank] for x in (q, k, v)))  # of this rank's tokens
 
 each = bits.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :1000, :1000]

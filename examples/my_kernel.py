@@ -35,7 +35,7 @@ if __name__ == "__main__":
     mask = BlockMask(bits, BlockGrid.uniform(tokens=1000, block=64))
     layout = SequenceLayout.contiguous(tokens=1000, world=world)
     plan = make_plan(mask, f"U1R{world}", layout=layout)  # a ring: two chunks of keys are merged by their log-sum-exp
-    prepared = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), kernel="mine")
+    prepared = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.from_group(), kernel="mine")
     out = prepared(*(x.chunk(world, dim=2)[rank] for x in (q, k, v)))
 
     each = bits.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :1000, :1000]

@@ -51,7 +51,7 @@ def pools() -> Iterator[WorkerPools]:
 @pytest.fixture
 def pool(pools: WorkerPools, request: pytest.FixtureRequest) -> Callable[[int], WorkerPool]:
     """pool(world) gives the worker processes of that world size, which live as long as one folder's tests run."""
-    return pools.of(folder_of(request.node))
+    return pools.for_folder(folder_of(request.node))
 
 
 @pytest.fixture

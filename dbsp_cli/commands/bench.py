@@ -74,7 +74,7 @@ def bench_command(
     identity = signature_of_model(model)
     if identity is None:
         raise unknown_model(model)
-    rank_info = RankInfo.of(os.environ)
+    rank_info = RankInfo.from_environment(os.environ)
     if rank_info is not None:
         rank_info.export()
     device = use_local_device()
@@ -82,7 +82,7 @@ def bench_command(
     require_file_path(out, "--out")
     require_picture_path(picture, {"--out": out})
     with nullcontext() if rank_info is None else process_group(device):
-        work, shapes = _workload(model, identity, device, SequenceGroup.of())
+        work, shapes = _workload(model, identity, device, SequenceGroup.from_group())
         found = _measured(model, work, shapes, out.stem)
     if rank_info is None or rank_info.local == 0:  # nodes may have folders of their own
         save_hardware(out, found.hardware, found.record)
@@ -226,7 +226,7 @@ class KernelResult:
 def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResult]:
     """Runs every kernel for this device on a rank's heads: errors against float64, then times. Collective."""
     mask = work.mask(work.own_heads, SPARSE, blocks=blocks)
-    rows, flops = Rows.of(work, mask), 4.0 * int(mask.bits.sum()) * blocks[0] * blocks[1] * work.head_dim
+    rows, flops = Rows.from_mask(work, mask), 4.0 * int(mask.bits.sum()) * blocks[0] * blocks[1] * work.head_dim
     needs = KernelRequirements(blocks, work.head_dim, tokens=work.tokens)
     named = [name for name, one in KERNELS.items() if name != "reference" and work.device.type in one.devices]
     found = {}

@@ -57,7 +57,7 @@ def generate_command(
     lists = {name: tuple(given[name] or ()) for name in ("images", "lora", "changes")}
     features = Features(**options_for(Features, given | lists))
     request = GenerationRequest(**options_for(GenerationRequest, given | lists | {"features": features}))
-    joined = RankInfo.of(os.environ)
+    joined = RankInfo.from_environment(os.environ)
     count = 1 if joined else processes_here(nproc)
     rank_info = joined or RankInfo(world=count, local_world=count)
     generation = resolve(request, rank_info)

@@ -116,7 +116,7 @@ def fit(
     require_apart({"OUT": out}, inputs={str(recording): recording for recording in recordings})
     found = fit_recording(recordings, out, rank)
     rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in found.kept.items()]
-    title = f"{found.heads} heads of size {found.width} at rank {found.rank}: share of E[(q·k)²] kept"
+    title = f"{found.heads} heads of size {found.head_dim} at rank {found.rank}: share of E[(q·k)²] kept"
     print_tables([TextTable(title, ("layer", "kept, mean over heads"), rows)])
     print(f"wrote {out}", file=sys.stderr)
 

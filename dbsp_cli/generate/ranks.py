@@ -57,7 +57,7 @@ class RankInfo:
     port: int = 0
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> RankInfo | None:
+    def from_environment(cls, environment: Mapping[str, str]) -> RankInfo | None:
         """Returns what the environment says, or None if it names no other rank.
 
         Raises:

@@ -24,7 +24,7 @@ class FitSummary:
     """Origin of a fit, and `kept`: by layer, the share of E[(q·k)²] that it keeps, mean over heads."""
 
     heads: int
-    width: int
+    head_dim: int
     rank: int
     kept: dict[int, float]
 
@@ -69,9 +69,9 @@ def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummar
     """
     sums, weights, layers = _sum_of(recordings)
     numbers = sorted({int(name.partition(".")[2]) for name in sums})
-    heads, width = next(iter(sums.values())).shape[:2]
-    if not 1 <= rank <= width:
-        raise UserError(f"--rank {rank} must lie between 1 and {width}, the size of the recorded heads")
+    heads, head_dim = next(iter(sums.values())).shape[:2]
+    if not 1 <= rank <= head_dim:
+        raise UserError(f"--rank {rank} must lie between 1 and {head_dim}, the size of the recorded heads")
     tensors: dict[str, torch.Tensor] = {}
     kept: dict[int, float] = {}
     for layer in numbers:
@@ -80,7 +80,7 @@ def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummar
         tensors |= {f"query.{layer}": query.contiguous(), f"key.{layer}": key.contiguous()}
         kept[layer] = float(share.mean())
     write_atomically(out, save(tensors, {"layers": layers} if layers else None))
-    return FitSummary(heads, width, rank, kept)
+    return FitSummary(heads, head_dim, rank, kept)
 
 
 def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int], str]:

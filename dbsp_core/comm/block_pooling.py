@@ -40,7 +40,7 @@ def pool_heads(
     Returns:
         float32[Hs, B, n, D + 1], the mean and similarity of every block of the first, then of the second, and so on.
     """
-    device, (batch, _, _, width) = tensors[0].device, tensors[0].shape
+    device, (batch, _, _, head_dim) = tensors[0].device, tensors[0].shape
     sides = [blocks.positions(side, group.rank, device) for side in range(len(tensors))]
     # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
     sums = [sum_tokens(t, slot, first) for t, (slot, first, _) in zip(tensors, sides, strict=True)]
@@ -56,11 +56,11 @@ def pool_heads(
     copies, lengths = shares[group.rank] * batch, blocks.lengths
     order_of_rows, parts, into, split, of_split = blocks.arrivals(copies, device)
     rows = arrived.index_select(0, order_of_rows).view(torch.float32)
-    rows = rows.view(shares[group.rank], batch, len(lengths), width + 1)
+    rows = rows.view(shares[group.rank], batch, len(lengths), head_dim + 1)
     if len(split):
-        straddling = arrived.index_select(0, parts).view(-1, ROWS_OF_SUMS * (width + 1)).view(torch.int64)
-        added = straddling.new_zeros(copies * len(split), 2 * width + 2).index_add_(0, into, straddling)
-        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * width + 2), of_split))
+        straddling = arrived.index_select(0, parts).view(-1, ROWS_OF_SUMS * (head_dim + 1)).view(torch.int64)
+        added = straddling.new_zeros(copies * len(split), 2 * head_dim + 2).index_add_(0, into, straddling)
+        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * head_dim + 2), of_split))
     return rows
 
 
@@ -82,7 +82,7 @@ class ShardedBlocks:
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, layout: SequenceLayout, grid: BlockGrid, kinds: str = "qk") -> ShardedBlocks:
+    def from_layout(cls, layout: SequenceLayout, grid: BlockGrid, kinds: str = "qk") -> ShardedBlocks:
         """Returns the blocks of queries, keys and values, as `kinds` has their letters: "qk" or "qkv"."""
         axes = tuple(grid.q_axis if kind == "q" else grid.k_axis for kind in kinds)
         permutation = grid.token_permutation(grid.common_order or CANONICAL)
@@ -161,8 +161,8 @@ def exchange_heads(
     `shares` and `blocks` are the ranks' numbers of heads and of blocks. Takes [H, B, this rank's blocks, W] to [n, W],
     by source rank [Hs, B, that rank's blocks].
     """
-    _, batch, own, width = rows.shape
+    _, batch, own, head_dim = rows.shape
     if not any(blocks):
-        return rows.view(-1, width)
+        return rows.view(-1, head_dim)
     received = [shares[group.rank] * batch * count for count in blocks]
-    return group.all_to_all(rows.view(-1, width), received, [share * batch * own for share in shares])
+    return group.all_to_all(rows.view(-1, head_dim), received, [share * batch * own for share in shares])

@@ -43,16 +43,16 @@ def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: Sequence
     and magnitudes beyond 2^15, count as `sum_tokens` has them.
     """
     own = _own_tokens(layout, group.rank, tokens.device)
-    width = tokens.shape[-1]
-    sums = sum_tokens(tokens, *own)[..., :width].sum(dim=2)  # [H, B, D]
+    head_dim = tokens.shape[-1]
+    sums = sum_tokens(tokens, *own)[..., :head_dim].sum(dim=2)  # [H, B, D]
     gathered = group.all_gather_along(sums[None].contiguous()).sum(dim=0)
     mean = gathered.to(torch.float64) * (MEAN_UNIT / layout.tokens)
     return mean.to(torch.float32).transpose(0, 1).contiguous()
 
 
-def mean_bytes(batch: int, heads: int, width: int, ranks: int) -> int:
+def mean_bytes(batch: int, heads: int, head_dim: int, ranks: int) -> int:
     """Bytes that a rank sends to others for one mean."""
-    return 8 * batch * heads * width * (ranks - 1)
+    return 8 * batch * heads * head_dim * (ranks - 1)
 
 
 @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
@@ -237,12 +237,12 @@ class Route:
     def _arrived(self, transfer: PendingTransfer, exchange: Exchange, blocks: int) -> torch.Tensor:
         """Waits for a chunk, and returns it as [2, B, Ck, Bk, W], zero beyond short blocks."""
         came = transfer.wait()
-        _, batch, width = came.shape
+        _, batch, head_dim = came.shape
         if exchange.in_order and batch == 1:
-            return came.view(2, batch, blocks, self.block_k, width)
-        packed = came.new_empty(2, batch, blocks * self.block_k, width)
+            return came.view(2, batch, blocks, self.block_k, head_dim)
+        packed = came.new_empty(2, batch, blocks * self.block_k, head_dim)
         exchange.deliver(came, packed.transpose(0, 1))
-        return packed.view(2, batch, blocks, self.block_k, width)
+        return packed.view(2, batch, blocks, self.block_k, head_dim)
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """Returns the packed output [B, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""
@@ -285,7 +285,7 @@ def _reversed(segments: CopySegments, table: np.ndarray) -> CopySegments:
     """Returns the copies in rows of a segments' table, in the opposite direction and without filling in zeros."""
     columns = np.zeros_like(table)
     columns[:, :5] = table[:, _REVERSED]
-    return CopySegments.of(columns, segments.table.device)
+    return CopySegments.from_columns(columns, segments.table.device)
 
 
 def _readers(segments: CopySegments) -> tuple[CopySegments, ...]:

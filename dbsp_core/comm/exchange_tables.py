@@ -23,7 +23,7 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
     """Builds the route of one rank, which holds `n_local` tokens (padding included) outside attention."""
     world, grid, comm_dtype = plan.strategy.world, plan.grid, plan.comm_dtype
     queries, keys = _axes(plan, layout)
-    own_rows, (own_blocks, *later) = plan.rows_of(rank), plan.chunks.of(rank)
+    own_rows, (own_blocks, *later) = plan.rows_of(rank), plan.chunks.blocks_for(rank)
     # 1. Slots of this rank's pieces: local ones by the rank that needs them, packed ones by their source rank.
     local_q = queries.local(rank, lambda heads, blocks: plan.owner[np.ix_(heads, blocks)][..., None])
     local_kvs = [keys.local(rank, functools.partial(plan.chunks.readers, chunk)) for chunk in range(1 + len(later))]
@@ -89,7 +89,7 @@ def _in_order(unpack: np.ndarray) -> bool:
 
 
 def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:
-    return tuple(CopySegments.of(table, device) for table in tables)
+    return tuple(CopySegments.from_columns(table, device) for table in tables)
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,7 @@ class FailureBoard:
     _broken: PostedFailure | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, number: int) -> FailureBoard:
+    def for_group(cls, group: dist.ProcessGroup, number: int) -> FailureBoard:
         """Returns the board of a group, which is made at the first call.
 
         `number` is the same on all ranks, and of no other board.

@@ -105,7 +105,7 @@ class SequenceGroup:
     _held_by_torch: weakref.ref[dist.ProcessGroup] | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | SequenceGroup | None = None) -> SequenceGroup:
+    def from_group(cls, group: dist.ProcessGroup | SequenceGroup | None = None) -> SequenceGroup:
         """Returns the given group, or the default one; a single process if torch.distributed is not initialised.
 
         Raises:
@@ -249,7 +249,7 @@ class SequenceGroup:
         group = self.group
         if group is None or self.size == 1:
             return None
-        return FailureBoard.of(group, number)
+        return FailureBoard.for_group(group, number)
 
     def _board(self, sent: torch.Tensor) -> FailureBoard | None:
         """Returns the failures that end a wait for these values; None on a device, whose waits are not the host's."""

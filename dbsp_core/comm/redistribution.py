@@ -49,7 +49,7 @@ class _Way:
     slots: tuple[int, int]
 
     @classmethod
-    def of(cls, source: SequenceLayout, target: SequenceLayout, rank: int, slots: tuple[int, int]) -> _Way:
+    def from_layouts(cls, source: SequenceLayout, target: SequenceLayout, rank: int, slots: tuple[int, int]) -> _Way:
         # Between two ranks tokens are sent in the order of their slots at the target, which both ends know.
         leaving, coming = np.flatnonzero(source.rank == rank), np.flatnonzero(target.rank == rank)
         leaving = leaving[np.lexsort((target.local[leaving], target.rank[leaving]))]
@@ -111,7 +111,7 @@ class Redistribution:
         return f"<Redistribution on rank {self.group.rank} of {self.group.size}: {self.source} → {self.target}>"
 
     @classmethod
-    def of(
+    def between(
         cls,
         source: SequenceLayout,
         target: SequenceLayout,
@@ -134,7 +134,7 @@ class Redistribution:
         Raises:
             UserError: For layouts of other tokens or ranks, or slots that don't hold the rank's tokens.
         """
-        group = group or SequenceGroup.of()
+        group = group or SequenceGroup.from_group()
         for layout, of_what in ((target, (source.tokens, source.world)), (source, (source.tokens, group.size))):
             if (layout.tokens, layout.world) != of_what:
                 raise UserError(
@@ -142,7 +142,7 @@ class Redistribution:
                     f"{of_what[1]}; make source and target from the same sequences and the ranks of the group"
                 )
         slots = _slots(source, group.rank, source_slots), _slots(target, group.rank, target_slots)
-        return cls(source, target, group, debug, _Way.of(source, target, group.rank, slots))
+        return cls(source, target, group, debug, _Way.from_layouts(source, target, group.rank, slots))
 
     @overload
     def there(self, tensor: torch.Tensor, /, *, dim: int = 0) -> torch.Tensor: ...

@@ -117,7 +117,7 @@ class AttentionShape:
                 raise UserError(f"attention shape: {name}={value} must be at least 1")
 
     @classmethod
-    def of(cls, q: torch.Tensor, heads: int) -> AttentionShape:
+    def from_q(cls, q: torch.Tensor, heads: int) -> AttentionShape:
         """Returns the shape with this rank's q [B, H, n_local, D] where the plan has `heads` heads, H or B·H."""
         batch, own, _, head_dim = q.shape
         return cls(batch if heads == own else 1, heads, head_dim, q.element_size())

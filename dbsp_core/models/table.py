@@ -93,7 +93,7 @@ class ModelSpec:
         return self.text_tokens + math.prod(self.thw)
 
     @property
-    def width(self) -> int:
+    def attention_dim(self) -> int:
         return self.heads * self.head_dim
 
 

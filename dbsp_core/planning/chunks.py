@@ -65,7 +65,7 @@ class Chunks:
     def __repr__(self) -> str:
         return f"<Chunks of {self.sent.shape[1]} heads of {self.sent.shape[2]} blocks, keys: {self.keys}>"
 
-    def of(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def blocks_for(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns (head, KV block) of what `rank` is sent in each chunk, int64[Ck] each, as packed."""
         flat = np.flatnonzero(self.sent[rank])
         head, block = np.divmod(flat, self.sent.shape[2])

@@ -33,7 +33,7 @@ __all__ = ["is_writer", "make_report", "write_report_files"]
 
 def is_writer(group: SequenceGroup) -> bool:
     """Returns True if this rank writes the files: the first of all groups that share prompts or CFG passes."""
-    return group.rank == 0 and SequenceGroup.of().rank == 0
+    return group.rank == 0 and SequenceGroup.from_group().rank == 0
 
 
 def make_report(session: AttentionSession, model: str, framework: str) -> RunReport:

@@ -41,7 +41,7 @@ class RecordSettings:
     """Most bytes on disk."""
 
     @classmethod
-    def of(cls, folder: str | None) -> RecordSettings:
+    def from_environment(cls, folder: str | None) -> RecordSettings:
         """Settings for a folder, from the environment; None: nothing is recorded."""
         if folder is None:
             return cls()
@@ -122,11 +122,11 @@ class MaskRecorder(SessionObserver):
     """Content of mask files that may have to be written."""
 
     @classmethod
-    def of(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
-        """Creates the recorder of a configuration whose `record` is `folder`; see `RecordSettings.of`."""
+    def from_environment(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
+        """Creates the recorder that writes to `folder`, or none; see `RecordSettings.from_environment`."""
         single = not (dist.is_available() and dist.is_initialized())
         try:
-            settings = RecordSettings.of(folder)
+            settings = RecordSettings.from_environment(folder)
         except UserError as error:
             log.warning("not recording masks: %s", error)
             settings = RecordSettings()

@@ -51,7 +51,7 @@ def observed_session(
     Args:
         check: False if the caller calls `check_settings` and `observe_run` later; it is not collective then.
     """
-    recorder = MaskRecorder.of(config.record, group, layers)
+    recorder = MaskRecorder.from_environment(config.record, group, layers)
     observers: list[SessionObserver] = [recorder] if recorder.counts_steps else []
     parts = config, group, strategy, heads, layers, steps, clock or StepClock(), observers
     session = AttentionSession(*parts, check=check)
@@ -104,11 +104,11 @@ class BytesByStage:
     usp: int
 
     @classmethod
-    def of(cls, executor: PreparedAttention, q: torch.Tensor) -> BytesByStage:
+    def from_attention(cls, executor: PreparedAttention, q: torch.Tensor) -> BytesByStage:
         """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
-        shape, comm_dtype = AttentionShape.of(q, plan.heads), plan.comm_dtype
+        shape, comm_dtype = AttentionShape.from_q(q, plan.heads), plan.comm_dtype
         token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(comm_dtype)
         means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if comm_dtype.centred else 0
         dispatched, fetched, combined = executor.route.tokens_sent(executor.group.rank)
@@ -234,7 +234,7 @@ class RunObserver(SessionObserver):
             strategy=str(use.plan.strategy),
             replanned=use.new,
             plan_ms=use.plan.plan_ms if use.new else 0.0,
-            sent=BytesByStage.of(executor, q),
+            sent=BytesByStage.from_attention(executor, q),
             started=self._started,
             ended=_timestamp(q.device),
             use=use,

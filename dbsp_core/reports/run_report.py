@@ -152,7 +152,7 @@ class Totals:
     strategies: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, calls: CallColumns, seconds: float) -> Totals:
+    def from_calls(cls, calls: CallColumns, seconds: float) -> Totals:
         """Returns the totals of a run that took `seconds`."""
         time, rho, before = (np.array(column) for column in (calls.seconds, calls.rho, calls.rho_before))
         kinds = [sum(column) for column in (calls.bytes_to_owners, calls.bytes_chunks, calls.bytes_to_sources)]
@@ -205,7 +205,7 @@ class RunReport:
     @cached_property
     def totals(self) -> Totals:
         """The totals of all attentions."""
-        return Totals.of(self.calls, self.seconds)
+        return Totals.from_calls(self.calls, self.seconds)
 
     @classmethod
     def read(cls, path: Path) -> RunReport:

@@ -95,7 +95,7 @@ class DualBalancedAttention:
             UserError: On all ranks, if plan, mask, layout and group don't fit each other, plans differ, or the
                 kernel doesn't support the plan.
         """
-        group = SequenceGroup.of(group)
+        group = SequenceGroup.from_group(group)
         plan.strategy.require_world(group.size)
         device = torch.device(device)
         problem = None
@@ -116,7 +116,7 @@ class DualBalancedAttention:
             PLANS_DIFFER: plan.fingerprint,
         }
         check_consistent(group, problem, fingerprints)
-        prepared = PreparedAttention.of(
+        prepared = PreparedAttention.from_plan(
             plan, mask, layout, group, kernel, device=device, n_local=n_local, fingerprint=debug
         )
         return cls(prepared, debug)
@@ -212,7 +212,7 @@ def dual_balanced_attention(
     Raises:
         UserError: On all ranks, before anything is exchanged, if arguments don't fit each other.
     """
-    group = SequenceGroup.of(group)
+    group = SequenceGroup.from_group(group)
 
     def made() -> tuple[Plan, SequenceLayout]:
         require_mask(mask)

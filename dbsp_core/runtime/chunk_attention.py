@@ -130,12 +130,12 @@ def _at_owners(
         prepared.plan.comm_dtype,
         prepared.plan.grid.block_q,
     )
-    batch, _, _, width = q.shape
+    batch, _, _, head_dim = q.shape
     keys = LocalKeys(k, v, mean_of_tokens(k, prepared.layout, group) if comm_dtype.centred else None)
     # 1. Queries go to the owners of rows, and with them the keys and values of the rank's own ring row.
     packed_q, chunk = route.dispatch(q, keys, group)
     first = [chunk]
-    rows = comm_dtype.read(packed_q, q).view(-1, block_q, width)
+    rows = comm_dtype.read(packed_q, q).view(-1, block_q, head_dim)
     del packed_q, chunk  # or they would be held while all other chunks pass
     kept = None if keep is None else first[0]
     # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
@@ -153,7 +153,7 @@ def _at_owners(
     out, out_lse = running[0].to(q.dtype), running[1]
     if keep is not None and kept is not None:
         keep(rows, kept, out, out_lse)
-    return out.view(batch, -1, width)
+    return out.view(batch, -1, head_dim)
 
 
 def _attend(

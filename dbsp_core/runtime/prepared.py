@@ -50,7 +50,7 @@ class PreparedAttention:
     kernels: dict[InputKind, Kernel] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         plan: Plan,
         mask: BlockMask,
@@ -104,7 +104,7 @@ class PreparedAttention:
             grid, tokens = self.plan.grid, self.table_layout.head_tokens
             needs = KernelRequirements(
                 (grid.block_q, grid.block_k),
-                width=head_dim,
+                head_dim=head_dim,
                 lse=backward or self.plan.strategy.ring > 1,
                 backward=backward,
                 ragged_rows=tokens is None,

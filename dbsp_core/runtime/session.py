@@ -259,7 +259,9 @@ class AttentionSession:
         of_debug = (of_size, (self._mask_provider.moment, cfg_branch)) if self.config.debug else None
         parts = self.config, self.group, self.strategy, self._mask_provider, self.observers, key
         try:
-            size = self._sizes.get(key) or SizeContext.of(*parts, device, streams, self.nodes, self._statistics)
+            size = self._sizes.get(key) or SizeContext.from_config(
+                *parts, device, streams, self.nodes, self._statistics
+            )
             begun.take(size, of_debug)
         except Exception as error:  # any error: this rank must not stop alone
             if not self._raises_alone:

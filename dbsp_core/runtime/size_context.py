@@ -74,7 +74,7 @@ class SizeContext:
     """The key of each attention's prepared attention, the one used last at the end."""
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: DbspConfig,
         group: SequenceGroup,
@@ -156,7 +156,7 @@ class SizeContext:
         mask = self.masks.mask(layer)
         for observer in self.observers:
             observer.mask_made(key, layer, mask, True)
-        keys, shape = self.config.keys, AttentionShape.of(q, mask.heads)
+        keys, shape = self.config.keys, AttentionShape.from_q(q, mask.heads)
 
         def make(_: np.ndarray, current: Plan | None) -> Plan:
             return self._new_plan(partial(make_plan, mask, keys=keys), shape, current)
@@ -202,7 +202,7 @@ class SizeContext:
         mask = self.masks.mask(layer, tokens)
         for observer in self.observers:
             observer.mask_made(key, layer, mask, False)
-        grid, shape = mask.grid, AttentionShape.of(tokens.q, mask.heads)
+        grid, shape = mask.grid, AttentionShape.from_q(tokens.q, mask.heads)
 
         def make(rows: np.ndarray, current: Plan | None) -> Plan:
             new = partial(self._new_plan, partial(plan_from_counts, rows, grid), shape, current)
@@ -243,7 +243,7 @@ class SizeContext:
         if before is not None and before.device == device and plan.same_routes(before.plan):
             return before.for_mask(plan, mask, fingerprint=fingerprint)
         where = self.layout, self.group, self.kernel
-        return PreparedAttention.of(plan, mask, *where, device=device, fingerprint=fingerprint)
+        return PreparedAttention.from_plan(plan, mask, *where, device=device, fingerprint=fingerprint)
 
     def _keep(self, layer: int, key: Hashable, plan_key: Hashable, prepared: PreparedAttention) -> None:
         """Remembers what an attention uses, and drops what no attention uses any more."""

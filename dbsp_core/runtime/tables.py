@@ -186,7 +186,7 @@ class TableLayout:
 def table_layout(plan: Plan, rank: int) -> TableLayout:
     """Makes the layout of one rank's tables, on the host."""
     grid, axis, sequences = plan.grid, plan.grid.k_axis, len(plan.grid.sequences)
-    packed = plan.chunks.of(rank)
+    packed = plan.chunks.blocks_for(rank)
     # 1. The rank's spans, and the span of each of its rows.
     here = np.flatnonzero(columns_of_heads(plan.owner, plan.strategy.ulysses)[:, rank % plan.strategy.ulysses])
     local_head = np.zeros(plan.heads, dtype=np.int64)

@@ -39,7 +39,7 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None
     """
     shares = heads_by_rank(tokens.q.shape[1], tokens.group.size)
     tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
-    blocks = ShardedBlocks.of(tokens.layout, grid, "qkv"[: len(tensors)])
+    blocks = ShardedBlocks.from_layout(tokens.layout, grid, "qkv"[: len(tensors)])
     return pool_heads(tensors, blocks, shares, tokens.group)
 
 
@@ -100,7 +100,9 @@ class LocalBlocks(NamedTuple):
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, layout: SequenceLayout, grid: BlockGrid, rank: int, n_local: int, device: torch.device) -> LocalBlocks:
+    def from_layout(
+        cls, layout: SequenceLayout, grid: BlockGrid, rank: int, n_local: int, device: torch.device
+    ) -> LocalBlocks:
         block_of = np.empty(grid.tokens, dtype=np.int64)
         block_of[grid.token_permutation(grid.common_order or CANONICAL)] = grid.q_axis.block_of
         of_ranks = tuple(np.unique(block_of[layout.tokens_at(one)[0]]) for one in range(layout.world))
@@ -115,11 +117,11 @@ def send_to_sources(mine: torch.Tensor, heads: int, blocks: LocalBlocks, group: 
 
     Takes [Hs, B, nq, D], of the heads that this rank predicts, to [B · heads, n, D], of the n blocks at this rank.
     """
-    own, batch, _, width = mine.shape
+    own, batch, _, head_dim = mine.shape
     counts = [len(one) for one in blocks.of_ranks]
     parts = mine.index_select(2, to_device(np.concatenate(blocks.of_ranks), mine.device)).split(counts, dim=2)
     shares = heads_by_rank(heads, group.size)
     received = [share * batch * counts[group.rank] for share in shares]
-    sent = torch.cat([part.reshape(-1, width) for part in parts])
+    sent = torch.cat([part.reshape(-1, head_dim) for part in parts])
     arrived = group.all_to_all(sent, received, [own * batch * count for count in counts])
-    return arrived.view(heads, batch, counts[group.rank], width).transpose(0, 1).flatten(0, 1)
+    return arrived.view(heads, batch, counts[group.rank], head_dim).transpose(0, 1).flatten(0, 1)

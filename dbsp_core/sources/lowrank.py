@@ -161,13 +161,13 @@ class LowRankSource(LikeliestBlocks):
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
         """Raises UserError for a file of another model; on all ranks together at a group's first call. Collective."""
-        fitted, width = self._fitted, tokens.q.shape[-1]
+        fitted, head_dim = self._fitted, tokens.q.shape[-1]
 
         def check() -> LowRankProjections:
-            if fitted.shape[1] != width or layer not in fitted.sides:
+            if fitted.shape[1] != head_dim or layer not in fitted.sides:
                 raise UserError(
                     f"fitted file {self.path} has heads of size {fitted.shape[1]} and layers {sorted(fitted.sides)}, "
-                    f"layer {layer} of the model has size {width}; {FIT}, from a recording of this model"
+                    f"layer {layer} of the model has size {head_dim}; {FIT}, from a recording of this model"
                 )
             return fitted
 
@@ -190,7 +190,7 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
 
     Takes [B, H, n_local, W] to [Hs, B, tokens, W].
     """
-    group, (batch, heads, _, width) = tokens.group, projected.shape
+    group, (batch, heads, _, head_dim) = tokens.group, projected.shape
     ids, positions = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
     own = projected.index_select(2, to_device(positions[group.rank], projected.device)).transpose(0, 1).contiguous()
     shares = heads_by_rank(heads, group.size)
@@ -198,7 +198,7 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
     arrived = exchange_heads(own, shares, counts, group)
     mine = shares[group.rank]
     parts = arrived.split([mine * batch * count for count in counts])
-    whole = torch.cat([p.view(mine, batch, count, width) for p, count in zip(parts, counts, strict=True)], dim=2)
+    whole = torch.cat([p.view(mine, batch, count, head_dim) for p, count in zip(parts, counts, strict=True)], dim=2)
     arrival = np.empty(grid.tokens, dtype=np.int64)
     arrival[np.concatenate(ids)] = np.arange(grid.tokens)
     return whole.index_select(2, to_device(arrival[grid.token_permutation(grid.orders[0])], projected.device))

@@ -83,7 +83,7 @@ class VsaSource(BlockSizes):
         found = predict_bits(rows, choose, tokens, grid)
         if values is None or tokens.gate is None:
             return BlockMask(found, grid)
-        blocks = LocalBlocks.of(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
+        blocks = LocalBlocks.from_layout(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
         local = send_to_sources(
             torch.cat(coarse).unflatten(0, (-1, len(tokens.q))), request.heads, blocks, tokens.group
         )

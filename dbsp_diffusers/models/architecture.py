@@ -70,7 +70,7 @@ class ShardPlan:
     gathered_inputs: Mapping[str, Mapping[str, ShardSpec]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
 
-    def of(self, transformer: nn.Module) -> ShardPlan:
+    def for_transformer(self, transformer: nn.Module) -> ShardPlan:
         """Returns these cuts, for every transformer of the class."""
         return self
 
@@ -89,7 +89,7 @@ class DerivedShardPlan:
     stream: Stream = "video"
     more: ShardPlan = field(default_factory=ShardPlan)
 
-    def of(self, transformer: nn.Module) -> ShardPlan:
+    def for_transformer(self, transformer: nn.Module) -> ShardPlan:
         """Reads the cuts of a transformer. Raises UserError if this version of diffusers has no plan of it."""
         plan: Mapping[str, Any] | None = getattr(transformer, "_cp_plan", None)
         if not plan:

@@ -119,7 +119,7 @@ class Packing:
         spec, videos = self.spec(transformer.config), batch.videos
         grids, texts = [one.thw for one in videos], [one.text for one in videos]
         tokens = [one.grid_tokens for one in videos]
-        here = TokenMap.of(sharing, [one.tokens for one in videos], architecture_of(transformer).text)
+        here = TokenMap.from_sharing(sharing, [one.tokens for one in videos], architecture_of(transformer).text)
         # 1. This rank's samples as tokens, and the exchange to the layout.
         exchange = sample_exchange(batch, sharing, here, spec)
         x = exchange.take(self._embedded(transformer, batch, spec))

@@ -41,7 +41,7 @@ class TokenMap:
     video: slice
 
     @classmethod
-    def of(cls, sharing: Sharing, tokens: Sequence[int], streams: Streams = None) -> TokenMap:
+    def from_sharing(cls, sharing: Sharing, tokens: Sequence[int], streams: Streams = None) -> TokenMap:
         """Makes this rank's placement.
 
         Args:
@@ -148,7 +148,9 @@ def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap, spec: 
     source = SequenceLayout.whole_sequences(grids, batch.loaders, group.size)
     own = [sequence for sequence, loader in enumerate(batch.loaders) if loader == group.rank]
     held = sum(grids[sequence] for sequence in own)
-    redistribution = Redistribution.of(source, layout, group, source_slots=held, target_slots=slots, debug=batch.debug)
+    redistribution = Redistribution.between(
+        source, layout, group, source_slots=held, target_slots=slots, debug=batch.debug
+    )
     given = _exchanged_conditions(batch, own, group, here.owners, spec)
     return SampleExchange(own, given, partial(redistribution.there, dim=1), partial(redistribution.back, dim=1))
 

@@ -80,7 +80,7 @@ class _Later(torch.Tensor):
     made: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, made: Callable[[], torch.Tensor]) -> _Later:
+    def from_function(cls, made: Callable[[], torch.Tensor]) -> _Later:
         later: _Later = torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"))
         later.made = made
         return later
@@ -88,7 +88,7 @@ class _Later(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and type(args[0]) is cls:  # QwenImage's pipelines slice the first output
-            return cls.of(lambda: args[0].made()[args[1]])
+            return cls.from_function(lambda: args[0].made()[args[1]])
         args, kwargs = tree_map_only(cls, lambda one: one.made(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -175,7 +175,7 @@ class GuidedCalls:
                 return (second,)
             if kind == "calls" and call.context in _PAIR:
                 self._first = call
-                return (_Later.of(lambda: self._alone(call)),)
+                return (_Later.from_function(lambda: self._alone(call)),)
         # 3. Everything else.
         self._warn()
         return call.forward()

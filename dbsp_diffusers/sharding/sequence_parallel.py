@@ -114,7 +114,7 @@ class _SequenceSharding:
         self.together = ForwardRanks(session.group, lambda: self._pass.video, self._reached)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
-        self._shard_plan = self._architecture.shard_plan.of(transformer)
+        self._shard_plan = self._architecture.shard_plan.for_transformer(transformer)
         self._session = session
         self._attention: AttentionSession | Sharing = session
         self._bags = BagSessions(session)

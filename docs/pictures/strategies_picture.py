@@ -43,7 +43,7 @@ def keys_of(plan: Plan, chunk: int) -> np.ndarray:
     """int64[H, nk]: the rank that computes with each head's key blocks in a chunk; -1: none."""
     found = np.full((plan.heads, plan.grid.nk), -1)
     for rank in range(plan.strategy.world):
-        found[plan.chunks.of(rank)[chunk]] = rank
+        found[plan.chunks.blocks_for(rank)[chunk]] = rank
     return found
 
 

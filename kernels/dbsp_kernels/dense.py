@@ -41,10 +41,10 @@ def fused_kernel(q: torch.Tensor) -> str | None:
 
     Ranks may differ in it: results differ by rounding only.
     """
-    width = q.shape[-1]
-    if not q.is_cuda or q.dtype not in HALVES or width % 8 or width > 256:
+    head_dim = q.shape[-1]
+    if not q.is_cuda or q.dtype not in HALVES or head_dim % 8 or head_dim > 256:
         return None
-    found = _operator(q.device, q.dtype, width)
+    found = _operator(q.device, q.dtype, head_dim)
     return found and found[0]
 
 
@@ -74,9 +74,9 @@ def attend_dense_part(
 
 
 @functools.cache
-def _operator(device: torch.device, dtype: torch.dtype, width: int) -> tuple[str, Operator] | None:
+def _operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, Operator] | None:
     """Returns the name and operator that torch chooses, once it has run on a block of zeros, or None."""
-    q = torch.zeros(1, 1, 64, width, device=device, dtype=dtype)
+    q = torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype)
     try:
         chosen = _FUSED.get(torch._fused_sdp_choice(q, q, q, None, 0.0, False, scale=1.0))
         if chosen is not None:
@@ -88,7 +88,7 @@ def _operator(device: torch.device, dtype: torch.dtype, width: int) -> tuple[str
         raise
     except RuntimeError as error:  # an operator that this build of torch or this GPU lacks
         reason = " ".join(str(error).split())[:200]
-    _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", dtype, width, reason)
+    _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", dtype, head_dim, reason)
     return None
 
 

@@ -33,9 +33,9 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
     return tensor.to(device, non_blocking=True)
 
 
-def row_words(width: int) -> int:
+def row_words(head_dim: int) -> int:
     """Words of a token of so many numbers, its scale included."""
-    return -(-width // 4) + 1
+    return -(-head_dim // 4) + 1
 
 
 def quantise_segments(
@@ -65,20 +65,20 @@ def quantise_segments(
 
 def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
     """Quantizes float32[..., D] to int32[..., row_words(D)], by torch's own operations."""
-    width, largest = tokens.shape[-1], tokens.abs().amax(dim=-1)  # NaN where one is
+    head_dim, largest = tokens.shape[-1], tokens.abs().amax(dim=-1)  # NaN where one is
     scale = largest / LARGEST
     scale = torch.where(largest.isfinite(), scale, torch.nan).masked_fill_(largest < TINY, 0.0)
     divisor = torch.where(scale > 0, scale, torch.inf)
-    rows = tokens.new_zeros(*tokens.shape[:-1], row_words(width), dtype=torch.int32)
-    rows.view(torch.int8)[..., :width] = (tokens / divisor[..., None]).round_().nan_to_num_(0.0)
+    rows = tokens.new_zeros(*tokens.shape[:-1], row_words(head_dim), dtype=torch.int32)
+    rows.view(torch.int8)[..., :head_dim] = (tokens / divisor[..., None]).round_().nan_to_num_(0.0)
     rows.view(torch.float32)[..., -1] = scale
     return rows
 
 
-def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+def restore_rows(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Tokens [..., D] of a floating-point dtype from contiguous rows int32[..., row_words(D)]: number · scale."""
-    tokens = rows.new_empty(*rows.shape[:-1], width, dtype=dtype)
-    return torch.mul(rows.view(torch.int8)[..., :width], rows.view(torch.float32)[..., -1:], out=tokens)
+    tokens = rows.new_empty(*rows.shape[:-1], head_dim, dtype=dtype)
+    return torch.mul(rows.view(torch.int8)[..., :head_dim], rows.view(torch.float32)[..., -1:], out=tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class CopySegments:
     mean: float
 
     @classmethod
-    def of(cls, columns: np.ndarray, device: torch.device) -> CopySegments:
+    def from_columns(cls, columns: np.ndarray, device: torch.device) -> CopySegments:
         """Makes the table of columns int[n, 6] on the host; leaves out segments in which nothing is to be written."""
         size = columns[:, 4] + columns[:, 5]
         kept = np.ascontiguousarray(columns if (size > 0).all() else columns[size > 0], dtype=np.int32)

@@ -35,7 +35,7 @@ class KernelRequirements:
 
     Attributes:
         blocks: (block_q, block_k); None: not known yet.
-        width: D; None: not known yet.
+        head_dim: D; None: not known yet.
         lse: True if the log-sum-exp is used, by which the results of chunks are merged.
         ragged_rows: True if rows are not simply all rows of whole heads: heads are split, or in a ring.
         tokens: Tokens of a head; None: not known yet.
@@ -43,7 +43,7 @@ class KernelRequirements:
     """
 
     blocks: tuple[int, int] | None = None
-    width: int | None = None
+    head_dim: int | None = None
     lse: bool = False
     ragged_rows: bool = False
     tokens: int | None = None
@@ -60,7 +60,7 @@ class Kernel:
         backward: The gradients, or None; see `dbsp_kernels.block_attention_backward`.
         dtypes: Dtypes of q, k and v.
         blocks: Supported (block_q, block_k) by architecture of a GPU, 90 for Hopper; None: any, on any.
-        widths: Values of D.
+        head_dims: Values of D.
         least_tokens: Fewest tokens of a head.
         returns_lse: True if it returns a log-sum-exp, and not NaN.
         ragged_rows: True if it supports other rows than those of whole heads.
@@ -77,7 +77,7 @@ class Kernel:
     backward: Callable[[BackwardInputs], Gradients] | None = None
     dtypes: frozenset[torch.dtype] = FLOATS
     blocks: Mapping[int, frozenset[tuple[int, int]]] | None = None
-    widths: Container[int] = range(1, 1 << 20)
+    head_dims: Container[int] = range(1, 1 << 20)
     least_tokens: int = 1
     returns_lse: bool = True
     ragged_rows: bool = True
@@ -119,17 +119,17 @@ class Kernel:
             )
         if needs.backward and self.backward is None:
             return "it has no backward, and gradients are asked for"
-        if needs.width is not None and needs.width not in self.widths:
-            return f"it supports head dims {_listed(self.widths)}, not {needs.width}"
+        if needs.head_dim is not None and needs.head_dim not in self.head_dims:
+            return f"it supports head dims {_listed(self.head_dims)}, not {needs.head_dim}"
         if needs.tokens is not None and needs.tokens < self.least_tokens:
             return f"it supports heads of {self.least_tokens} tokens and more, not of {needs.tokens}"
         return None
 
 
-def _listed(widths: Container[int]) -> str:
-    if isinstance(widths, range):
-        return f"from {widths.start} to {widths.stop - 1}"
-    return " or ".join(map(str, sorted(widths)))  # type: ignore[call-overload]
+def _listed(head_dims: Container[int]) -> str:
+    if isinstance(head_dims, range):
+        return f"from {head_dims.start} to {head_dims.stop - 1}"
+    return " or ".join(map(str, sorted(head_dims)))  # type: ignore[call-overload]
 
 
 def _triton(inputs: KernelInputs) -> PartialAttention:
@@ -166,7 +166,7 @@ _IN_ORDER = (
         backward=_triton_backward,
         devices=_CUDA,
         dtypes=FLOATS - {torch.float64},
-        widths=range(1, 257),
+        head_dims=range(1, 257),
         merges=True,
         why_unavailable=why_unavailable,
         interpreted=True,
@@ -185,7 +185,7 @@ _IN_ORDER = (
         devices=_CUDA,
         dtypes=HALVES,
         blocks=fa4.BLOCKS,
-        widths=frozenset({64, 96, 128}),
+        head_dims=frozenset({64, 96, 128}),
         why_unavailable=fa4.why_unavailable,
     ),
     Kernel(
@@ -194,7 +194,7 @@ _IN_ORDER = (
         devices=_CUDA,
         dtypes=HALVES,
         blocks=flashinfer.BLOCKS,
-        widths=frozenset({128}),
+        head_dims=frozenset({128}),
         why_unavailable=flashinfer.why_unavailable,
     ),
     Kernel(
@@ -203,7 +203,7 @@ _IN_ORDER = (
         devices=_CUDA,
         dtypes=HALVES,
         blocks=sparge.BLOCKS,
-        widths=frozenset({64, 128}),
+        head_dims=frozenset({64, 128}),
         least_tokens=128,  # which SpargeAttn asserts
         returns_lse=False,
         ragged_rows=False,
@@ -215,7 +215,7 @@ _IN_ORDER = (
         run=_triton_int8,
         devices=_CUDA,
         dtypes=FLOATS - {torch.float64},
-        widths=range(1, 257),
+        head_dims=range(1, 257),
         approximates=True,
         merges=True,
         why_unavailable=why_unavailable,

@@ -33,8 +33,8 @@ def sum_tokens(tokens: torch.Tensor, position: torch.Tensor, first: torch.Tensor
         from dbsp_kernels.triton.prediction import sum_tokens_triton  # here: triton need not be installed
 
         return sum_tokens_triton(tokens, position, first)
-    (batch, heads, _, width), blocks = tokens.shape, len(first) - 1
-    sums = tokens.new_zeros(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
+    (batch, heads, _, head_dim), blocks = tokens.shape, len(first) - 1
+    sums = tokens.new_zeros(heads, batch, blocks, 2 * head_dim + 2, dtype=torch.int64)
     block = torch.repeat_interleave(torch.arange(blocks, device=first.device), first.diff())
     together = list(zip(position.split(TOKENS_AT_A_TIME), block.split(TOKENS_AT_A_TIME), strict=True))
     # Units are powers of 2, so that counting in them is exact in float32.

@@ -118,7 +118,7 @@ def measure_attentions(
 ) -> list[list[float]]:
     """Returns seconds of whole attentions of (case, strategy, planner), interleaved: drift hits all identically."""
     turns = Turns(Path(turns_file))
-    group = SequenceGroup.of() if device == "cuda" else TurnTakingGroup.of_all(turns)
+    group = SequenceGroup.from_group() if device == "cuda" else TurnTakingGroup.of_all(turns)
     timed = gpu_seconds if device == "cuda" else turns.core_seconds
     calls = [_attention(*way, group, device, kernel) for way in ways]
     for call in calls:

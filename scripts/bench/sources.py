@@ -32,7 +32,7 @@ WAN_HEADS, WAN_WIDTH, WAN_BYTES = 40, 128, 2  # bfloat16
 def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int) -> int:
     """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and bits of other heads."""
     most, others = -(-heads // layout.world), layout.world - 1
-    pooled = sum(ShardedBlocks.of(layout, grid).rows) * 4 * (width + 1)
+    pooled = sum(ShardedBlocks.from_layout(layout, grid).rows) * 4 * (width + 1)
     bits = most * grid.nq * -(-grid.nk // 8)
     return most * pooled * others // layout.world + others * bits
 
@@ -72,17 +72,17 @@ def measure(rank: int, args: argparse.Namespace, cdf: float, strategy: Strategy)
     request = MaskRequest(0, args.heads, thw)
     grid = source.grid(request)
     layout = SequenceLayout.striped(grid, strategy)
-    q, k, v = smooth_tokens(thw, args.heads, args.width, layout, rank)
-    tokens = LocalQK(q, k, layout, SequenceGroup.of(), args.width**-0.5)
+    q, k, v = smooth_tokens(thw, args.heads, args.head_dim, layout, rank)
+    tokens = LocalQK(q, k, layout, SequenceGroup.from_group(), args.head_dim**-0.5)
     mask = source.mask(request, tokens)
     plan = make_plan(mask, strategy, layout=layout)
-    attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of())
+    attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.from_group())
     predicting, attending = [], []
     for _ in range(args.repeat):
         predicting.append(slowest(lambda: source.mask(request, tokens)))
         attending.append(slowest(lambda: attend(q, k, v)))
-    received = traffic(layout, grid, args.heads, args.width)
-    exchange = 4 * grid.tokens * args.heads * args.width * q.element_size() * (args.ranks - 1) // args.ranks**2
+    received = traffic(layout, grid, args.heads, args.head_dim)
+    exchange = 4 * grid.tokens * args.heads * args.head_dim * q.element_size() * (args.ranks - 1) // args.ranks**2
     return {
         "strategy": str(strategy),
         "cdf": cdf,
@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--width", type=int, default=64, help="head dimension D")
+    parser.add_argument("--head-dim", type=int, default=64, help="head dimension D")
     parser.add_argument("--thw", type=int, nargs=3, default=[13, 24, 24], help="frames, rows and columns of tokens")
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--cdf", type=float, nargs="+", default=[0.6, 0.9])

@@ -88,7 +88,7 @@ class TurnTakingGroup(SequenceGroup):
     @classmethod
     def of_all(cls, turns: Turns) -> TurnTakingGroup:
         """All ranks of this program."""
-        ranks = SequenceGroup.of()
+        ranks = SequenceGroup.from_group()
         return cls(ranks.rank, ranks.size, ranks._held_by_torch, turns=turns)
 
     def start_all_to_all(

@@ -89,7 +89,7 @@ def decode_alternately(rank: int, world: int, case: str, turns: int) -> tuple[li
     """(serial wall, serial core, parallel wall, parallel core) of each turn, and whether the bits are equal."""
     torch.set_num_threads(1)
     vae, latents = small(case)
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     control, found, equal = group.control(), [], True
     for turn in range(turns + 1):  # the first warms up
         control.barrier()

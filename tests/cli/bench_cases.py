@@ -13,7 +13,7 @@ from dbsp_core.cost.machine import load_hardware
 
 def measure_tiny(rank: int, world: int) -> dict[str, Any]:
     """Returns main numbers of a measurement on gloo ranks."""
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     device = torch.device("cpu")
     work = Workload(4, 16, 256, (32, 16), "cpu", torch.float32, device, group, (1 << 12, 1 << 16), 2)
     found = measure(work, load_hardware("cpu-demo").constants, lambda what: None)

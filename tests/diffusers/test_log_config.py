@@ -18,7 +18,7 @@ def test_kernel_in_the_log_is_chosen_for_the_models_dtype_and_head_size(monkeypa
     said = []
     monkeypatch.setattr(resolve, "_log_once", said.append)
     monkeypatch.delenv("DBSP_KERNEL", raising=False)
-    narrow = replace(KERNELS["cpu"], name="narrow", dtypes=frozenset({torch.bfloat16}), widths=range(1, 65))
+    narrow = replace(KERNELS["cpu"], name="narrow", dtypes=frozenset({torch.bfloat16}), head_dims=range(1, 65))
     with mock.patch.dict(KERNELS, {"narrow": narrow, **KERNELS}, clear=True):  # restores their order, which counts
         for model, dtype in (
             ("cogvideox-5b", torch.bfloat16),

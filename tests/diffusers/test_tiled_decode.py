@@ -109,7 +109,7 @@ def _small(kind):
 
 
 def _shared(vae, patches):
-    share_decoding(SimpleNamespace(vae=vae), GenerationChecks(SequenceGroup.of()), patches)
+    share_decoding(SimpleNamespace(vae=vae), GenerationChecks(SequenceGroup.from_group()), patches)
 
 
 @torch.no_grad()

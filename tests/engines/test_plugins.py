@@ -52,7 +52,7 @@ def of_lightx2v(rank: int, world: int) -> float:
                 context = {"block_idx": layer, "scheduler": now, "grid_sizes": THW}
                 out, _ = attention.apply_new(*padded, attention_kwargs=context, tensor_fusion=False)
                 expected = attend_under(MASK, layer, LAYERS, THW, *(one[None] for one in tokens))[0].flatten(1)
-                gathered = torch.cat(SequenceGroup.of().all_gather(out))[: len(expected)]
+                gathered = torch.cat(SequenceGroup.from_group().all_gather(out))[: len(expected)]
                 worst = max(worst, float((gathered - expected).abs().max()))
     return worst
 

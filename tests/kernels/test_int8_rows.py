@@ -106,7 +106,7 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, by_triton):
         values = tokens[:, head, token : token + length].float()
         values = values if less is None else values - less[:, head, None]
         expected[:, 0, to : to + length] = rows_of_tokens(values) if length else 0
-    segments = CopySegments.of(columns, torch.device("cpu"))
+    segments = CopySegments.from_columns(columns, torch.device("cpu"))
     if by_triton:
         with interpreted():
             triton_quantise_segments(tokens, buffer, segments.table, segments.mean, less)

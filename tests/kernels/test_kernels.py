@@ -305,7 +305,7 @@ class TestRegistry:
 
 
 class TestCapabilities:
-    PLAIN = KernelRequirements(blocks=(64, 64), width=128)
+    PLAIN = KernelRequirements(blocks=(64, 64), head_dim=128)
 
     def test_sparge_is_never_chosen_by_itself(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -327,10 +327,10 @@ class TestCapabilities:
                 r"only whole heads.*use cpu or triton or reference or fa4 or flashinfer or triton-int8$",
             ),
             (
-                KernelRequirements(width=32),
+                KernelRequirements(head_dim=32),
                 r"head dims 64 or 128, not 32; use cpu or triton or reference or triton-int8$",
             ),
-            (KernelRequirements(width=512), r"not 512; use cpu or reference"),
+            (KernelRequirements(head_dim=512), r"not 512; use cpu or reference"),
             (
                 KernelRequirements(tokens=100),
                 r"heads of 128 tokens and more, not of 100; use cpu or triton or reference or fa4 or flashinfer",

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from scripts.checks.machine_code.variants import ATTENTION, SHIPPED
 
 FIELDS = {
-    "kernel", "arch", "block_q", "block_k", "width", "dtype", "case", "triton", "tile_distance", "products",
+    "kernel", "arch", "block_q", "block_k", "head_dim", "dtype", "case", "triton", "tile_distance", "products",
     "products_of_int8", "waits", "in_flight", "serialised", "registers", "spills", "shared_bytes",
     "programs_per_multiprocessor", "stack",
     "local_accesses", "local_in_loops", "remark",
@@ -44,7 +44,7 @@ USUAL, LONG = ("64x64", "120x120"), ("64x128", "128x64", "128x128")
 @functools.cache
 def on_hopper(blocks: tuple[str, ...]) -> list[dict]:
     """Variants of blocks, compiled by one process."""
-    return variants("--arch", "sm90", "--dtype", "bf16", "--width", "128", "--jobs", "1", "--blocks", *blocks)
+    return variants("--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", "--jobs", "1", "--blocks", *blocks)
 
 
 @pytest.mark.parametrize("blocks", [*USUAL, *(pytest.param(blocks, marks=pytest.mark.long) for blocks in LONG)])
@@ -78,11 +78,11 @@ SHARED = {"sm80": 99 << 10, "sm90": 227 << 10, "sm120": 99 << 10}
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_shipped_shape_fits_the_smallest_gpus_and_lives_in_registers(arch):
     found = variants("--arch", arch, "--dtype", "bf16", "--kernel", *ATTENTION)
-    assert {(v["block_q"], v["block_k"], v["width"]) for v in found} == set(SHIPPED)
+    assert {(v["block_q"], v["block_k"], v["head_dim"]) for v in found} == set(SHIPPED)
     for v in found:
         assert v["shared_bytes"] <= SHARED[arch], v
         assert v["local_in_loops"] == 0, v
-        if min(v["block_q"], v["block_k"], v["width"]) >= 64:  # tiny blocks need no tiles ahead
+        if min(v["block_q"], v["block_k"], v["head_dim"]) >= 64:  # tiny blocks need no tiles ahead
             assert v["tile_distance"] >= 1, v
             assert not v["serialised"], v
 
@@ -91,7 +91,7 @@ def test_every_shipped_shape_fits_the_smallest_gpus_and_lives_in_registers(arch)
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_shipped_shape_compiles_in_float32(arch):
     found = variants("--arch", arch, "--dtype", "fp32", "--kernel", "triton")
-    assert {(v["block_q"], v["block_k"], v["width"]) for v in found} == set(SHIPPED)
+    assert {(v["block_q"], v["block_k"], v["head_dim"]) for v in found} == set(SHIPPED)
     assert all(v["shared_bytes"] <= SHARED[arch] for v in found)
 
 
@@ -145,7 +145,19 @@ def test_what_cannot_be_compiled_is_a_row_of_its_own(tmp_path):
     file = tmp_path / "ptxas"
     file.write_text(PTXAS.format(knobs.nvidia.ptxas.path))
     file.chmod(0o755)
-    options = ("--arch", "sm80", "--kernel", "sum-tokens", "--width", "64", "--dtype", "bf16", "fp32", "--jobs", "1")
+    options = (
+        "--arch",
+        "sm80",
+        "--kernel",
+        "sum-tokens",
+        "--head-dim",
+        "64",
+        "--dtype",
+        "bf16",
+        "fp32",
+        "--jobs",
+        "1",
+    )
     compiled, rejected = sorted(
         variants(*options, status=1, TRITON_PTXAS_PATH=str(file)), key=lambda v: v["dtype"], reverse=True
     )
@@ -166,7 +178,7 @@ def test_a_compiler_that_ends_its_process_costs_only_its_variant(tmp_path):
         f'#!/bin/sh\nfor of in "$@"; do case $of in *.ptx) {killing}\nexec "{knobs.nvidia.ptxas.path}" "$@"\n'
     )
     file.chmod(0o755)
-    options = ("--arch", "sm80", "--kernel", "sum-tokens", "--width", "64", "--jobs", "1")
+    options = ("--arch", "sm80", "--kernel", "sum-tokens", "--head-dim", "64", "--jobs", "1")
     found = {v["dtype"]: v for v in variants(*options, status=1, TRITON_PTXAS_PATH=str(file))}
     assert [dtype for dtype, v in found.items() if "failed" in v] == ["bf16"]
     assert found.keys() == {"bf16", "fp16", "fp32"}

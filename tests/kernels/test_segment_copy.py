@@ -74,7 +74,7 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
 @examples(100)
 def test_runs_are_copied_and_nothing_else_is_touched(case, by_triton):
     source, destination, table = case
-    expected, segments = one_by_one(source, destination, table), CopySegments.of(table, torch.device("cpu"))
+    expected, segments = one_by_one(source, destination, table), CopySegments.from_columns(table, torch.device("cpu"))
     if by_triton:
         copied_by_triton([source], destination, [segments])
     else:
@@ -111,7 +111,7 @@ def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
         if len({(to, at) for _, _, to, at, _, _ in table.tolist()}) < len(table):
             table = table[:1]
         expected = one_by_one(source, expected, table)
-        segments.append(CopySegments.of(table, torch.device("cpu")))
+        segments.append(CopySegments.from_columns(table, torch.device("cpu")))
     if on_a_gpu:
         copied_by_triton(sources, destination, segments)
     else:
@@ -135,7 +135,11 @@ def test_offsets_within_a_segment_pass_32_bits(tmp_path, axis):
     source, destination = far_apart(tmp_path / "source", axis), far_apart(tmp_path / "destination", axis)
     source[:] = torch.arange(9).view(3, 3) + 10
     destination[:] = 99
-    copied_by_triton([source], destination, [CopySegments.of(np.array([[0, 0, 0, 0, 3, 0]]), torch.device("cpu"))])
+    copied_by_triton(
+        [source], destination, [CopySegments.from_columns(np.array([[0, 0, 0, 0, 3, 0]]), torch.device("cpu"))]
+    )
     assert torch.equal(destination, source)
-    copied_by_triton([source], destination, [CopySegments.of(np.array([[0, 0, 0, 0, 0, 3]]), torch.device("cpu"))])
+    copied_by_triton(
+        [source], destination, [CopySegments.from_columns(np.array([[0, 0, 0, 0, 0, 3]]), torch.device("cpu"))]
+    )
     assert not destination.any()

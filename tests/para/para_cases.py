@@ -167,7 +167,7 @@ class _Offloaded:
 def unseeded_noise(rank: int, world: int) -> list[float]:
     """Noise of a call without a generator, under model offload."""
     pipe, attachment = _Offloaded(), PatchSet()
-    Generations(pipe, SequenceGroup.of()).attach(attachment, lambda: None, shares_state=True)
+    Generations(pipe, SequenceGroup.from_group()).attach(attachment, lambda: None, shares_state=True)
     torch.manual_seed(rank)  # ranks would draw different noise
     noise = pipe()
     attachment.detach()

@@ -16,7 +16,7 @@ def host_waits_of_comparisons(rank: int, world: int) -> tuple[list[bool], list[s
     """A vote, a text of each rank, and the host waits of all that ranks compare."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     session = EngineSession(group, Strategy(world, 1), 8, 1, {"mask": {"source": "dense"}})
     q = torch.ones(1, 8, 4, 16).to(device)
     group.control().barrier()
@@ -37,7 +37,7 @@ def inputs_on_the_host(rank: int, world: int, on_the_host: int) -> str:
     q = torch.ones(1, 8, 4, 16)
     q = q if rank == on_the_host else q.to(torch.device("cuda", rank))
     try:
-        check_attention(SequenceGroup.of(), q, q, q, None, None, prepared=None, debug=False)
+        check_attention(SequenceGroup.from_group(), q, q, q, None, None, prepared=None, debug=False)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -52,7 +52,7 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
         local.append(shard.to(device).requires_grad_(case.gradients))
     if case.sabotage == "another head":
         local[1] = local[1].roll(1, dims=1)
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     out = dual_balanced_attention(
         *local,
         mask,

@@ -145,4 +145,4 @@ def gradients_on_gpus(rank: int, world: int, model: str, mask: str) -> tuple[flo
 
 def summed_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
     """Returns the sum over ranks, which `sum_gradients` takes by torch.distributed: rank threads have none."""
-    return torch.stack(SequenceGroup.of().all_gather(gradient)).sum(0)
+    return torch.stack(SequenceGroup.from_group().all_gather(gradient)).sum(0)

@@ -115,19 +115,19 @@ def _too_much_shared_memory(device: torch.device) -> None:
 
 
 def _host_tensor_to_nccl(device: torch.device) -> None:
-    SequenceGroup.of().all_gather(torch.ones(3))
+    SequenceGroup.from_group().all_gather(torch.ones(3))
 
 
 def _device_tensor_to_gloo(device: torch.device) -> None:
-    SequenceGroup.of().control().all_gather(torch.ones(3, device=device))
+    SequenceGroup.from_group().control().all_gather(torch.ones(3, device=device))
 
 
 def _barrier_on_nccl(device: torch.device) -> None:
-    SequenceGroup.of().barrier()
+    SequenceGroup.from_group().barrier()
 
 
 def _changed_in_flight(device: torch.device) -> None:
-    group, sent = SequenceGroup.of(), torch.ones(4, device=device)
+    group, sent = SequenceGroup.from_group(), torch.ones(4, device=device)
     pending = group.start_all_to_all(sent, [2, 2], [2, 2])
     sent.zero_()
     pending.wait()
@@ -143,7 +143,7 @@ def _right(device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_event(event)
     double_kernel[(1,)](doubled, doubled, 16, SIZE=16)
     assert doubled.cpu().tolist() == [4.0] * 16
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     found = group.all_to_all(torch.full((2,), float(device.index), device=device), [1, 1], [1, 1])
     assert found.cpu().tolist() == [0.0, 1.0]
     assert torch.equal(values.index_select(0, torch.zeros(1, dtype=torch.int64, device=device)).cpu(), torch.ones(1))

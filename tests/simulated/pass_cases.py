@@ -43,7 +43,7 @@ def passes(rank: int, world: int) -> tuple[list[float], list[list[str]]]:
     off = {
         name: (one * (1 + 1e-3 * rank)).to(device) if torch.is_tensor(one) else one for name, one in _given().items()
     }
-    control, found, waits = SequenceGroup.of().control(), [], []
+    control, found, waits = SequenceGroup.from_group().control(), [], []
     with torch.no_grad():
         for timestep in TIMESTEPS:
             given = off | {"timestep": torch.full((1,), timestep, device=device)}

@@ -109,7 +109,7 @@ class SteadySteps:
 
     def __init__(self, generation: Generation) -> None:
         self.waits: Counter[str] = Counter()
-        self._generation, self._group = generation, SequenceGroup.of().auxiliary("steps of tests")
+        self._generation, self._group = generation, SequenceGroup.from_group().auxiliary("steps of tests")
 
     def __call__(self, pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
         self._group.barrier()

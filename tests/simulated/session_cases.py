@@ -76,7 +76,7 @@ def steady_step(
     """Returns what the forward pass after `warm` others costs, with inputs that are on the device already."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     config = DbspConfig.load(settings)
     session = observed_session(config, group, Strategy.parse(strategy), heads, layers, lambda: 50)
     generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ def waits_of_a_pass(rank: int, world: int, settings: dict[str, Any], strategy: s
     """Returns the host waits of one pass, and its backward, in the middle of the second generation, by place."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     config = DbspConfig.load(settings)
     session = observed_session(config, group, Strategy.parse(strategy), HEADS, 1, lambda: STEPS)
     draws = torch.Generator().manual_seed(0)

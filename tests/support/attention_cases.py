@@ -99,7 +99,7 @@ class Inputs:
     places: torch.Tensor
 
     @classmethod
-    def of(cls, case: Case, rank: int) -> Inputs:
+    def from_case(cls, case: Case, rank: int) -> Inputs:
         mask, full = whole(case.attention)
         layout = _layout(case.attention, case.strategy, case.layout, case.streams)
         mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
@@ -139,13 +139,13 @@ def as_sent(case: Case, full: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def run_case(rank: int, world: int, case: Case) -> float:
     """Largest absolute error on this rank's tokens."""
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     return _error(case, given, reference(case.attention)[:, :, given.mine])
 
 
 def run_case_apart(rank: int, world: int, case: Case) -> float:
     """The same, for ranks that are processes: each has a reference of its own tokens alone."""
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     q, k, v = as_sent(case, given.full)
     return _error(case, given, dense_attention(q[:, :, given.mine], k, v, given.mask, queries=given.mine))
 
@@ -180,7 +180,7 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         plan = without_a_block(plan, mask)
         mask = BlockMask(mask.bits & _sent(plan), mask.grid)
     executor = DualBalancedAttention.prepare(
-        plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
+        plan, mask, layout, SequenceGroup.from_group(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
     if case.sabotage == "wrong order of chunks":
         first, *others = executor.prepared.tables
@@ -210,7 +210,7 @@ def without_a_block(plan: Plan, mask: BlockMask) -> Plan:
     """The same, but a rank is not sent the block of its last chunk that most of its rows attend to."""
     chunks = plan.chunks
     readers = mask.counts.columns_by_rank(plan.owner, plan.strategy.world)
-    last = [(rank, *place) for rank in range(len(readers)) for place in zip(*chunks.of(rank)[-1], strict=True)]
+    last = [(rank, *place) for rank in range(len(readers)) for place in zip(*chunks.blocks_for(rank)[-1], strict=True)]
     sent = chunks.sent.copy()
     sent[max(last, key=lambda place: readers[place])] = False
     return replace(plan, chunks=replace(chunks, sent=sent))

@@ -182,7 +182,7 @@ def _profiled_steady_step(
 ) -> int:
     """Calls a profiler in the third step of one layer, and returns how many frames there are around that step."""
     config = DbspConfig.load(settings)
-    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
+    session = observed_session(config, SequenceGroup.from_group(), Strategy.parse(strategy), heads=4, layers=1)
     for step in range(3):
         layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
         q, k, v = torch.randn(3, 1, 4, layout.shard, 16)
@@ -205,7 +205,7 @@ def _in_a_steady_step(
 ) -> dict[str, int]:
     """What is seen of it. The kernel is left out: the CPU's own reads its tables, a GPU's does not."""
     config = DbspConfig.load(settings)
-    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=heads, layers=1)
+    session = observed_session(config, SequenceGroup.from_group(), Strategy.parse(strategy), heads=heads, layers=1)
 
     with mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", _no_kernel):
         for step in range(3):

@@ -34,8 +34,8 @@ class ThreadRanks:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls function(rank, world, *args) on every rank. Returns its results by rank. Raises WorkerError.
 
-        In it, `SequenceGroup.of()` is the rank's group. A rank that raises releases those that wait for it, with a
-        CommunicationError. Raises also where ranks have not made the same number of calls.
+        In it, `SequenceGroup.from_group()` is the rank's group. A rank that raises releases those that wait for it,
+        with a CommunicationError. Raises also where ranks have not made the same number of calls.
         """
         meeting = Meeting(self.world, self.patience_s)
         answers: list[Any] = [(False, "Hang", f"no answer from rank {rank}", "") for rank in range(self.world)]
@@ -52,7 +52,7 @@ class ThreadRanks:
                 meeting.leave(rank, f"rank {rank} has failed", failed=True)
 
         ranks = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(self.world)]
-        with mock.patch.object(SequenceGroup, "of", classmethod(_of)):
+        with mock.patch.object(SequenceGroup, "from_group", classmethod(_from_group)):
             for thread in ranks:
                 thread.start()
             for thread in ranks:
@@ -66,7 +66,7 @@ class ThreadRanks:
 
 
 _HERE = threading.local()
-_of_processes = SequenceGroup.of.__func__  # type: ignore[attr-defined]
+_of_processes = SequenceGroup.from_group.__func__  # type: ignore[attr-defined]
 
 
 def once(make: Callable[[], Result]) -> Result:
@@ -76,7 +76,7 @@ def once(make: Callable[[], Result]) -> Result:
     return made
 
 
-def _of(
+def _from_group(
     cls: type[SequenceGroup], group: dist.ProcessGroup | SequenceGroup | Member | None = None
 ) -> SequenceGroup | ThreadGroup:
     if isinstance(group, Member):

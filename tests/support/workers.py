@@ -105,7 +105,7 @@ class WorkerPools:
         self._folder = ""
         self._pools: dict[int, WorkerPool] = {}
 
-    def of(self, folder: str) -> Callable[[int], WorkerPool]:
+    def for_folder(self, folder: str) -> Callable[[int], WorkerPool]:
         """Returns a function of the world size that gives a pool, started at first use and kept while it is fit."""
         unfit = [world for world, pool in self._pools.items() if folder != self._folder or pool.unfit]
         for world in unfit:

@@ -41,7 +41,7 @@ class BlockPositions:
     tokens: int
 
     @classmethod
-    def of(cls, axis: BlockAxis, text_tokens: int, thw: tuple[int, int, int]) -> BlockPositions:
+    def from_axis(cls, axis: BlockAxis, text_tokens: int, thw: tuple[int, int, int]) -> BlockPositions:
         frames, height, width = thw
         middle = axis.starts + (axis.lengths - 1) / 2 - text_tokens
         return cls(np.maximum(middle, 0), axis.starts < text_tokens, height * width, frames * height * width)

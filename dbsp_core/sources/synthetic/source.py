@@ -148,7 +148,7 @@ class _Layer:
         """Returns bool[H, nq, nk]."""
         heads, layer = self.request.heads, self.request.layer
         axes, text_tokens = (self.grid.q_axis, self.grid.k_axis), self.grid.text_tokens
-        q, k = (BlockPositions.of(axis, text_tokens, self.request.thw) for axis in axes)
+        q, k = (BlockPositions.from_axis(axis, text_tokens, self.request.thw) for axis in axes)
         # 1. Scores of rows, columns and patterns.
         rows = quantize_logits(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
         columns = quantize_logits(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))

@@ -36,8 +36,9 @@ ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each 
 def copy_kernel(  # type: ignore[no-untyped-def]
     from_ptr, second_from_ptr, third_from_ptr, to_ptr, table_ptr, second_table_ptr, third_table_ptr,
     segments, second_segments, third_segments,
-    from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride, to_width,
-    SEVERAL: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+    from_batch, from_head_stride, from_token_stride, from_dim_stride,
+    to_batch, to_head_stride, to_token_stride, to_dim_stride,
+    SEVERAL: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
     """Copies ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one source, of one batch element."""
@@ -58,17 +59,17 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     size = length + zeros
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
     to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
-    width = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
+    dims = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
     for first in range(0, tl.max(size, 0), TOKENS):
         token = first + (row % TOKENS).to(tl.int64)
-        copied = (token < length)[:, None] & (width[None, :] < WIDTH)
-        written = (token < size)[:, None] & (width[None, :] < WIDTH)
+        copied = (token < length)[:, None] & (dims[None, :] < HEAD_DIM)
+        written = (token < size)[:, None] & (dims[None, :] < HEAD_DIM)
         values = tl.load(
-            from_row[:, None] + token[:, None] * from_token_stride + width[None, :] * from_width,
+            from_row[:, None] + token[:, None] * from_token_stride + dims[None, :] * from_dim_stride,
             mask=copied,
             other=0.0,
         )
-        offsets = to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width
+        offsets = to_row[:, None] + token[:, None] * to_token_stride + dims[None, :] * to_dim_stride
         if ADD:
             values += tl.load(offsets, mask=copied, other=0.0)
         tl.store(offsets, values, mask=written)
@@ -107,15 +108,16 @@ def triton_copy_segments(
         return
     counts = [len(table) for _, table in given]
     (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
-    width = first.shape[-1]
-    rows = max(1, ELEMENTS // padded(width))
+    head_dim = first.shape[-1]
+    rows = max(1, ELEMENTS // padded(head_dim))
     tokens = _tokens_per_segment(mean, rows)
     programs = sum(-(-count // (rows // tokens)) for count in counts)
     launch(
         copy_kernel, (programs, destination.shape[0]),
         first, second, third, destination, *copied, *[*counts, 0, 0][:3],
         *first.stride(), *destination.stride(),
-        SEVERAL=len(given) > 1, WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
+        SEVERAL=len(given) > 1, HEAD_DIM=head_dim, TOKENS=tokens, ROWS=rows, TILE_D=padded(head_dim), ADD=add,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -126,9 +128,9 @@ TINY = tl.constexpr(rounding.TINY)
 @triton.jit(do_not_specialize=("table_ptr", "segments", "to_batch", "to_head_stride", "to_token_stride"))
 def quantise_kernel(  # type: ignore[no-untyped-def]
     from_ptr, bytes_ptr, scales_ptr, less_ptr, table_ptr, segments,
-    from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride,
+    from_batch, from_head_stride, from_token_stride, from_dim_stride, to_batch, to_head_stride, to_token_stride,
     less_batch, less_head,
-    WIDTH: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     LESS: tl.constexpr,
 ):  # fmt: skip
     """Quantizes ROWS tokens at a time, as `copy_kernel` copies them; strides of the destination are in words."""
@@ -138,26 +140,26 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
     from_head, from_token, to_head, to_token, length, _ = _entry(table_ptr, segment, segments)
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
     to_row = batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
-    width = tl.arange(0, TILE_D).to(tl.int64)
+    dims = tl.arange(0, TILE_D).to(tl.int64)
     for first in range(0, tl.max(length, 0), TOKENS):
         token = first + (row % TOKENS).to(tl.int64)
         here = token < length
-        copied = here[:, None] & (width[None, :] < WIDTH)
+        copied = here[:, None] & (dims[None, :] < HEAD_DIM)
         values = tl.load(
-            from_row[:, None] + token[:, None] * from_token_stride + width[None, :] * from_width,
+            from_row[:, None] + token[:, None] * from_token_stride + dims[None, :] * from_dim_stride,
             mask=copied,
             other=0.0,
         ).to(tl.float32)
         if LESS:
-            less = less_ptr + batch * less_batch + from_head[:, None] * less_head + width[None, :]
+            less = less_ptr + batch * less_batch + from_head[:, None] * less_head + dims[None, :]
             values -= tl.load(less, mask=copied, other=0.0)
         largest = largest_magnitudes(values)
         numbers, scale = quantise(values, largest, TINY)
         word = to_row + token * to_token_stride
         tl.store(
-            bytes_ptr + word[:, None] * 4 + width[None, :],
+            bytes_ptr + word[:, None] * 4 + dims[None, :],
             numbers,
-            mask=here[:, None] & (width[None, :] < 4 * WORDS - 4),
+            mask=here[:, None] & (dims[None, :] < 4 * WORDS - 4),
         )
         tl.store(scales_ptr + word + (WORDS - 1), tl.where(largest < TINY, 0.0, scale), mask=here)
 
@@ -166,16 +168,16 @@ def triton_quantise_segments(
     source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, less: torch.Tensor | None
 ) -> None:
     """Implements the contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
-    count, width, words = len(table), source.shape[-1], destination.shape[-1]
+    count, head_dim, words = len(table), source.shape[-1], destination.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
-    rows = max(1, INT8_ELEMENTS // padded(width))
+    rows = max(1, INT8_ELEMENTS // padded(head_dim))
     tokens = _tokens_per_segment(mean, rows)
     less_strides = (0, 0) if less is None else less.stride()[:2]
     launch(
         quantise_kernel, (-(-count // (rows // tokens)), source.shape[0]),
         source, destination.view(torch.int8), destination.view(torch.float32), less, table, count,
         *source.stride(), *destination.stride()[:3], *less_strides,
-        WIDTH=width, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, width)),
+        HEAD_DIM=head_dim, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, head_dim)),
         LESS=less is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

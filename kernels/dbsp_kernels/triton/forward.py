@@ -24,23 +24,23 @@ LEAST_INT8_WIDTH = 32  # what tensor cores sum up at once of int8
 @triton.jit
 def _keys_tile(  # type: ignore[no-untyped-def]
     source, block, start, block_stride, token_stride, real, FIRST: tl.constexpr,
-    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr,
 ):  # fmt: skip
     """Loads [TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`, columns FIRST and following;
-    zero beyond WIDTH, and, where MASKED, at tokens that are not real."""
+    zero beyond HEAD_DIM, and, where MASKED, at tokens that are not real."""
     if USE_TMA:  # zero beyond the block, too: its end is the end of the descriptor's second dimension
         tile = tl.reshape(source.load([block.to(tl.int32), start, FIRST]), [TILE_K, TILE_D])
         if MASKED:
             tile = tl.where(real[:, None], tile, 0.0)
     else:
         keys = start + tl.arange(0, TILE_K)
-        width = FIRST + tl.arange(0, TILE_D)
-        at = source + block * block_stride + keys[:, None] * token_stride + width[None, :]
+        dims = FIRST + tl.arange(0, TILE_D)
+        at = source + block * block_stride + keys[:, None] * token_stride + dims[None, :]
         if MASKED:
-            tile = tl.load(at, mask=real[:, None] & (width[None, :] < WIDTH), other=0.0)
-        elif FIRST + TILE_D > WIDTH:
-            tile = tl.load(at, mask=width[None, :] < WIDTH, other=0.0)
+            tile = tl.load(at, mask=real[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+        elif FIRST + TILE_D > HEAD_DIM:
+            tile = tl.load(at, mask=dims[None, :] < HEAD_DIM, other=0.0)
         else:
             tile = tl.load(at)
     if INTERPRET_FP32:
@@ -73,7 +73,7 @@ def _scores(q, k, block, scale_ptr, scale_log2):  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     q, k_source, v_source, top, total, acc, second, indices, length_ptr, scale_ptr, first, last, scale_log2,
     k_block, k_token, v_block, v_token,
-    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, HALVES: tl.constexpr,
     USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes the online softmax over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
@@ -83,7 +83,7 @@ def _attend(  # type: ignore[no-untyped-def]
     One flat loop that reads each step's index in that step: so Triton's pipeliner sees index → tile → product and
     keeps all three in flight. An index carried over from the step before would tie each tile's copy to its own use.
 
-    With HALVES the output is two tiles of half its width, acc and second; else second is not used. The compiler lays
+    With HALVES the output is two tiles of half of D, acc and second; else second is not used. The compiler lays
     the warps of a product along rows only where its result is no wider than the scores: then each warp has its rows'
     weights in registers already, and none go through shared memory.
     """
@@ -100,11 +100,11 @@ def _attend(  # type: ignore[no-untyped-def]
         # Scores of keys that are not real are masked, NaN or not; but a NaN in a value survives a weight of 0.
         k = _keys_tile(
             k_source, block, start, k_block, k_token, inside, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32 and scale_ptr is None,
+            BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32 and scale_ptr is None,
         )  # fmt: skip
         v = _keys_tile(
             v_source, block, start, v_block, v_token, real, 0,
-            BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED or (RAGGED and not USE_TMA), INTERPRET_FP32,
+            BLOCK_K, HEAD_DIM, TILE_K, OUT_D, USE_TMA, MASKED or (RAGGED and not USE_TMA), INTERPRET_FP32,
         )  # fmt: skip
         scores, step_scale = _scores(q, k, block, scale_ptr, scale_log2)
         if MASKED or RAGGED:
@@ -116,7 +116,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if HALVES:
             other = _keys_tile(
                 v_source, block, start, v_block, v_token, real, OUT_D,
-                BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED or (RAGGED and not USE_TMA), INTERPRET_FP32,
+                BLOCK_K, HEAD_DIM, TILE_K, OUT_D, USE_TMA, MASKED or (RAGGED and not USE_TMA), INTERPRET_FP32,
             )  # fmt: skip
             second = tl.dot(weights, other, second * decay[:, None], input_precision="ieee")
     return top, total, acc, second
@@ -126,7 +126,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def _attend_late(  # type: ignore[no-untyped-def]
     q, k_source, v_source, top, total, acc, indices, scale_ptr, full, scale_log2,
     k_block, k_token, v_block, v_token,
-    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes the online softmax over the first `full` entries, full blocks: weights meet their values one step late.
@@ -148,11 +148,11 @@ def _attend_late(  # type: ignore[no-untyped-def]
         v_at = tl.load(indices + before // STEPS).to(tl.int64)
         k = _keys_tile(
             k_source, block, start, k_block, k_token, start + key < BLOCK_K, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32 and scale_ptr is None,
+            BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32 and scale_ptr is None,
         )  # fmt: skip
         v = _keys_tile(
             v_source, v_at, v_start, v_block, v_token, v_start + key < BLOCK_K, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
+            BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
         scores, step_scale = _scores(q, k, block, scale_ptr, scale_log2)
         if RAGGED:
@@ -164,7 +164,7 @@ def _attend_late(  # type: ignore[no-untyped-def]
         v_at, v_start = tl.load(indices + end // STEPS).to(tl.int64), end % STEPS * TILE_K
         v = _keys_tile(
             v_source, v_at, v_start, v_block, v_token, v_start + key < BLOCK_K, 0,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
+            BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return top, total, acc
@@ -186,7 +186,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_source, v_source, index_ptr, count_ptr, full_ptr, length_ptr, order_ptr,
     out_ptr, lse_ptr, running_ptr, running_lse_ptr, scale_ptr,
     q_row, q_token, k_block, k_token, v_block, v_token, index_width, scale_log2,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, FULL_FIRST: tl.constexpr, SHORT_ONLY: tl.constexpr, RUNNING: tl.constexpr,
     INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
@@ -194,8 +194,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     """Computes up to TILE_Q queries of one row in one program; see `triton_attention` for the arguments.
 
     Args:
-        q, out, running: [rows, BLOCK_Q, WIDTH].
-        k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors.
+        q, out, running: [rows, BLOCK_Q, HEAD_DIM].
+        k, v: [blocks, BLOCK_K, HEAD_DIM], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors.
         scale: [blocks], scales of int8 keys, with which queries are rounded to int8, too; None: k is of v's dtype.
         LOOP: See `Tiles.loop`.
         FULL_FIRST: The first full[row] entries are full blocks.
@@ -205,9 +205,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     """
     row = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     queries = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
-    width = tl.arange(0, TILE_D)
-    in_q = (queries[:, None] < BLOCK_Q) & (width[None, :] < WIDTH)
-    q = tl.load(q_ptr + row * q_row + queries[:, None] * q_token + width[None, :], mask=in_q, other=0.0)
+    dims = tl.arange(0, TILE_D)
+    in_q = (queries[:, None] < BLOCK_Q) & (dims[None, :] < HEAD_DIM)
+    q = tl.load(q_ptr + row * q_row + queries[:, None] * q_token + dims[None, :], mask=in_q, other=0.0)
     if INTERPRET_FP32:
         q = q.to(tl.float32)
     scale_log2 = tl.full([TILE_Q], scale_log2, tl.float32)
@@ -228,18 +228,18 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     if FULL_FIRST and LOOP != "late":
         top, total, acc, second = _attend(
             q, k_source, v_source, top, total, acc, second, indices, length_ptr, scale_ptr, 0, full, scale_log2,
-            k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, HALVES,
+            k_block, k_token, v_block, v_token, BLOCK_K, HEAD_DIM, TILE_K, TILE_D, HALVES,
             USE_TMA, False, INTERPRET_FP32, STAGES,
         )  # fmt: skip
     top, total, acc, second = _attend(
         q, k_source, v_source, top, total, acc, second, indices, length_ptr, scale_ptr, full, count, scale_log2,
-        k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, HALVES,
+        k_block, k_token, v_block, v_token, BLOCK_K, HEAD_DIM, TILE_K, TILE_D, HALVES,
         USE_TMA, True, INTERPRET_FP32, 1 if FULL_FIRST or SHORT_ONLY else STAGES,
     )  # fmt: skip
     if FULL_FIRST and LOOP == "late":  # last, or its values would be held while the other loop runs
         top, total, acc = _attend_late(
             q, k_source, v_source, top, total, acc, indices, scale_ptr, full, scale_log2,
-            k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, INTERPRET_FP32, STAGES,
+            k_block, k_token, v_block, v_token, BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, INTERPRET_FP32, STAGES,
         )  # fmt: skip
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
     lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
@@ -254,22 +254,24 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         lse = both + tl.log2(sum_of_weights)
         sum_of_weights = tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
         share, other_share = share * (weight / sum_of_weights), other_weight / sum_of_weights
-    _store_merged(out_ptr, running_ptr, acc, share, other_share, slots, queries, 0, BLOCK_Q, WIDTH, RUNNING)
+    _store_merged(out_ptr, running_ptr, acc, share, other_share, slots, queries, 0, BLOCK_Q, HEAD_DIM, RUNNING)
     if HALVES:
         HALF: tl.constexpr = TILE_D // 2
-        _store_merged(out_ptr, running_ptr, second, share, other_share, slots, queries, HALF, BLOCK_Q, WIDTH, RUNNING)
+        _store_merged(
+            out_ptr, running_ptr, second, share, other_share, slots, queries, HALF, BLOCK_Q, HEAD_DIM, RUNNING
+        )
     tl.store(lse_ptr + slots, lse * 0.6931471805599453, mask=queries < BLOCK_Q)
 
 
 @triton.jit
 def _store_merged(  # type: ignore[no-untyped-def]
     out_ptr, running_ptr, acc, share, other_share, slots, queries, FIRST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, RUNNING: tl.constexpr,
+    BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
     """Writes share · acc, if RUNNING with other_share of what was there, to columns FIRST and following of `out`."""
-    width = FIRST + tl.arange(0, acc.shape[1])
-    at = slots[:, None] * WIDTH + width[None, :]
-    inside = (queries[:, None] < BLOCK_Q) & (width[None, :] < WIDTH)
+    dims = FIRST + tl.arange(0, acc.shape[1])
+    at = slots[:, None] * HEAD_DIM + dims[None, :]
+    inside = (queries[:, None] < BLOCK_Q) & (dims[None, :] < HEAD_DIM)
     acc = acc * share[:, None]
     if RUNNING:
         acc += tl.load(running_ptr + at, mask=inside, other=0.0).to(tl.float32) * other_share[:, None]
@@ -292,7 +294,7 @@ def triton_attention(
     q, scale = inputs.positively_scaled()
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, inputs.k, inputs.v))
     partial, kv_count, kv_full = inputs.partial, inputs.kv_count, inputs.kv_full
-    rows, block_q, width = q.shape
+    rows, block_q, head_dim = q.shape
     block_k = k.shape[1]
     out, lse = _destination(q, partial, inputs.out_dtype)
     if rows == 0:
@@ -300,11 +302,11 @@ def triton_attention(
     interpreted = not q.is_cuda
     capability = HOPPER if interpreted else capability_of(q.device)
     choose_tiles = tiles_for if key_scale is None else int8_tiles_for
-    tiles = tiles or choose_tiles(block_q, block_k, width, q.dtype, capability)
+    tiles = tiles or choose_tiles(block_q, block_k, head_dim, q.dtype, capability)
     if use_tma is None:
         use_tma = capability >= HOPPER and q.itemsize == 2 and not interpreted
     use_tma = use_tma and _copyable(k) and _copyable(v)
-    tile_d, loop = padded(width), tiles.loop
+    tile_d, loop = padded(head_dim), tiles.loop
     if key_scale is not None:
         tile_d = max(tile_d, LEAST_INT8_WIDTH)
     v_columns = tile_d // 2 if loop == "halves" else tile_d
@@ -322,7 +324,7 @@ def triton_attention(
         out, lse, other, other_lse, key_scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         inputs.kv_index.shape[1], scale * LOG2_E,
-        BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
+        BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=head_dim, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
         USE_TMA=use_tma, FULL_FIRST=not short_only and kv_full is not None,
         SHORT_ONLY=short_only,
         RUNNING=partial is not None, INTERPRET_FP32=q.dtype == torch.bfloat16 and interpreted,

@@ -39,26 +39,26 @@ def quantise(values, largest, LEAST: tl.constexpr):  # type: ignore[no-untyped-d
 @triton.jit(do_not_specialize=("length_ptr",))
 def quantise_blocks_kernel(  # type: ignore[no-untyped-def]
     from_ptr, length_ptr, to_ptr, scale_ptr, from_block, from_token,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Rounds one block per program, which it reads twice: for its scale, and for its numbers."""
     block = tl.program_id(0).to(tl.int64)
     length = tl.load(length_ptr + block)
-    width = tl.arange(0, TILE_D)
+    dims = tl.arange(0, TILE_D)
     largest = tl.zeros([TILE], tl.float32)
     for start in range(0, BLOCK, TILE):
         token = start + tl.arange(0, TILE)
-        at = from_ptr + block * from_block + token[:, None] * from_token + width[None, :]
-        values = tl.load(at, mask=(token < length)[:, None] & (width[None, :] < WIDTH), other=0.0)
+        at = from_ptr + block * from_block + token[:, None] * from_token + dims[None, :]
+        values = tl.load(at, mask=(token < length)[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
         largest = tl.maximum(largest, largest_magnitudes(values.to(tl.float32)))
     largest = tl.zeros([TILE], tl.float32) + tl.max(largest, 0)
     for start in range(0, BLOCK, TILE):
         token = start + tl.arange(0, TILE)
-        inside = (token < BLOCK)[:, None] & (width[None, :] < WIDTH)
-        at = from_ptr + block * from_block + token[:, None] * from_token + width[None, :]
-        values = tl.load(at, mask=(token < length)[:, None] & (width[None, :] < WIDTH), other=0.0)
+        inside = (token < BLOCK)[:, None] & (dims[None, :] < HEAD_DIM)
+        at = from_ptr + block * from_block + token[:, None] * from_token + dims[None, :]
+        values = tl.load(at, mask=(token < length)[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
         numbers, scale = quantise(values.to(tl.float32), largest, LEAST)
-        tl.store(to_ptr + (block * BLOCK + token[:, None]) * WIDTH + width[None, :], numbers, mask=inside)
+        tl.store(to_ptr + (block * BLOCK + token[:, None]) * HEAD_DIM + dims[None, :], numbers, mask=inside)
     tl.store(scale_ptr + block, tl.max(scale, 0))
 
 
@@ -69,15 +69,15 @@ def quantise_blocks(k: torch.Tensor, kv_len: torch.Tensor) -> tuple[torch.Tensor
     is NaN.
     """
     k = k if k.stride(-1) == 1 else k.contiguous()
-    blocks, block, width = k.shape
+    blocks, block, head_dim = k.shape
     numbers = torch.empty(k.shape, dtype=torch.int8, device=k.device)
     scale = torch.empty(blocks, dtype=torch.float32, device=k.device)
     if blocks:
-        tile_d = padded(width)
+        tile_d = padded(head_dim)
         launch(
             quantise_blocks_kernel, (blocks,),
             k, kv_len, numbers, scale, k.stride(0), k.stride(1),
-            BLOCK=block, WIDTH=width, TILE=min(padded(block), max(1, ELEMENTS // tile_d)), TILE_D=tile_d,
+            BLOCK=block, HEAD_DIM=head_dim, TILE=min(padded(block), max(1, ELEMENTS // tile_d)), TILE_D=tile_d,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return numbers, scale

@@ -17,22 +17,22 @@ ELEMENTS = 4096  # of out, per program
 @triton.jit(do_not_specialize=("lse_ptr", "part_lse_ptr", "tokens", "lse_item"))
 def merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens, out_item, lse_item,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Merges TILE tokens of one item per program, by lse and part_lse float32, natural log.
 
-    out [items, tokens, WIDTH] and lse [items, tokens] are contiguous within an item, out_item and lse_item elements
-    apart; part [items, tokens, WIDTH] and part_lse [items, tokens] are contiguous.
+    out [items, tokens, HEAD_DIM] and lse [items, tokens] are contiguous within an item, out_item and lse_item elements
+    apart; part [items, tokens, HEAD_DIM] and part_lse [items, tokens] are contiguous.
     """
     item = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    width = tl.arange(0, TILE_D)
+    dims = tl.arange(0, TILE_D)
     there = token < tokens
-    inside = there[:, None] & (width[None, :] < WIDTH)
-    at = token[:, None] * WIDTH + width[None, :]
+    inside = there[:, None] & (dims[None, :] < HEAD_DIM)
+    at = token[:, None] * HEAD_DIM + dims[None, :]
     out_ptr += item * out_item
     lse_ptr += item * lse_item
-    part_ptr += item * tokens * WIDTH
+    part_ptr += item * tokens * HEAD_DIM
     part_lse_ptr += item * tokens
     lse = tl.load(lse_ptr + token, mask=there, other=0.0)
     part_lse = tl.load(part_lse_ptr + token, mask=there, other=0.0)
@@ -53,10 +53,10 @@ def triton_merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tens
     """Implements the contract of `dbsp_kernels.merge_into`; the parts are contiguous, out and lse within each item."""
     if lse.numel() == 0:
         return
-    width, items = out.shape[-1], 1 if out.is_contiguous() and lse.is_contiguous() else len(lse)
-    tokens, tile = lse.numel() // items, max(1, ELEMENTS // padded(width))
+    head_dim, items = out.shape[-1], 1 if out.is_contiguous() and lse.is_contiguous() else len(lse)
+    tokens, tile = lse.numel() // items, max(1, ELEMENTS // padded(head_dim))
     launch(
         merge_kernel, (-(-tokens // tile), items),
-        out, lse, out_part, lse_part, tokens, out.stride(0) if items > 1 else tokens * width, lse.stride(0),
-        WIDTH=width, TILE=tile, TILE_D=padded(width), num_warps=4,
+        out, lse, out_part, lse_part, tokens, out.stride(0) if items > 1 else tokens * head_dim, lse.stride(0),
+        HEAD_DIM=head_dim, TILE=tile, TILE_D=padded(head_dim), num_warps=4,
     )  # fmt: skip

@@ -39,23 +39,23 @@ def _halving_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.conste
 @triton.jit(do_not_specialize=("position_ptr", "first_ptr", "heads", "blocks"))
 def sum_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, position_ptr, first_ptr, sums_ptr,
-    batch_stride, head_stride, token_stride, width_stride, heads, blocks,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, LOG2: tl.constexpr,
+    batch_stride, head_stride, token_stride, dim_stride, heads, blocks,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, LOG2: tl.constexpr,
     PER_MEAN_UNIT: tl.constexpr, PER_DIRECTION_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Sums one block of one head of one batch item in each program."""
     block = tl.program_id(0)
     item = tl.program_id(1)
     base = tokens_ptr + (item // heads).to(tl.int64) * batch_stride + (item % heads).to(tl.int64) * head_stride
-    width = tl.arange(0, PADDED).to(tl.int64)
+    dims = tl.arange(0, PADDED).to(tl.int64)
     values = tl.zeros([PADDED], tl.int64)
     directions = tl.zeros([PADDED], tl.int64)
     end = tl.load(first_ptr + block + 1)
     for start in range(tl.load(first_ptr + block), end, TILE):
         entry = start + tl.arange(0, TILE)
         position = tl.load(position_ptr + entry, mask=entry < end, other=0)
-        at = base + position[:, None] * token_stride + width[None, :] * width_stride
-        x = tl.load(at, mask=(entry < end)[:, None] & (width < WIDTH)[None, :], other=0.0).to(tl.float32)
+        at = base + position[:, None] * token_stride + dims[None, :] * dim_stride
+        x = tl.load(at, mask=(entry < end)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
         x = tl.where(x == x, x, 0.0)
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
         length = tl.sqrt_rn(_halving_sum(x * x, TILE, PADDED, LOG2))[:, None]  # before sums: else sm120 spills
@@ -63,23 +63,23 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         x = tl.where(length > 0, tl.div_rn(x, tl.where(length > 0, length, 1.0)), 0.0)
         directions += tl.sum(tl.floor(x * PER_DIRECTION_UNIT).to(tl.int32), 0)
     row = (item % heads).to(tl.int64) * (tl.num_programs(1) // heads) + item // heads  # head after head
-    out = sums_ptr + (row * blocks + block) * (2 * WIDTH + 2)
-    tl.store(out + width, values, mask=width < WIDTH)
-    tl.store(out + WIDTH + width, directions, mask=width < WIDTH)
-    tl.store(out + 2 * WIDTH + tl.arange(0, 2), tl.zeros([2], tl.int64))
+    out = sums_ptr + (row * blocks + block) * (2 * HEAD_DIM + 2)
+    tl.store(out + dims, values, mask=dims < HEAD_DIM)
+    tl.store(out + HEAD_DIM + dims, directions, mask=dims < HEAD_DIM)
+    tl.store(out + 2 * HEAD_DIM + tl.arange(0, 2), tl.zeros([2], tl.int64))
 
 
 def sum_tokens_triton(tokens: torch.Tensor, position: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Implements the contract of `dbsp_kernels.prediction.sum_tokens`."""
-    batch, heads, _, width = tokens.shape
+    batch, heads, _, head_dim = tokens.shape
     blocks = len(first) - 1
-    sums = tokens.new_empty(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
+    sums = tokens.new_empty(heads, batch, blocks, 2 * head_dim + 2, dtype=torch.int64)
     if sums.numel():
-        padded = triton.next_power_of_2(width)
+        padded = triton.next_power_of_2(head_dim)
         launch(
             sum_kernel, (blocks, batch * heads),
             tokens, position, first, sums, *tokens.stride(), heads, blocks,
-            WIDTH=width, PADDED=padded, TILE=TOKENS_TILE, LOG2=padded.bit_length() - 1,
+            HEAD_DIM=head_dim, PADDED=padded, TILE=TOKENS_TILE, LOG2=padded.bit_length() - 1,
             PER_MEAN_UNIT=1 / rounding.MEAN_UNIT, PER_DIRECTION_UNIT=1 / rounding.DIRECTION_UNIT,
             enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
         )  # fmt: skip
@@ -89,32 +89,32 @@ def sum_tokens_triton(tokens: torch.Tensor, position: torch.Tensor, first: torch
 @triton.jit(do_not_specialize=("length_ptr", "copy_stride", "blocks"))
 def _pool_kernel(  # type: ignore[no-untyped-def]
     sums_ptr, length_ptr, pooled_ptr, copy_stride, block_stride, blocks,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
     """Pools one block of one head of one batch item in each program."""
     block = tl.program_id(0).to(tl.int64)
     copy = tl.program_id(1).to(tl.int64)
-    width = tl.arange(0, PADDED)
-    start = sums_ptr + copy * copy_stride + block * block_stride + width
+    dims = tl.arange(0, PADDED)
+    start = sums_ptr + copy * copy_stride + block * block_stride + dims
     length = tl.load(length_ptr + block).to(tl.float64)
-    mean = tl.load(start, mask=width < WIDTH, other=0).to(tl.float64) * MEAN_UNIT / length
-    direction = tl.load(start + WIDTH, mask=width < WIDTH, other=0).to(tl.float64) * DIRECTION_UNIT / length
+    mean = tl.load(start, mask=dims < HEAD_DIM, other=0).to(tl.float64) * MEAN_UNIT / length
+    direction = tl.load(start + HEAD_DIM, mask=dims < HEAD_DIM, other=0).to(tl.float64) * DIRECTION_UNIT / length
     square = _halving_sum(tl.reshape(direction * direction, [1, PADDED]), 1, PADDED, LOG2)
-    out = pooled_ptr + (copy * blocks + block) * (WIDTH + 1)
-    tl.store(out + width, mean.to(tl.float32), mask=width < WIDTH)
-    tl.store(out + WIDTH + tl.arange(0, 1), square.to(tl.float32))
+    out = pooled_ptr + (copy * blocks + block) * (HEAD_DIM + 1)
+    tl.store(out + dims, mean.to(tl.float32), mask=dims < HEAD_DIM)
+    tl.store(out + HEAD_DIM + tl.arange(0, 1), square.to(tl.float32))
 
 
 def pool_rows_triton(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Implements the contract of `dbsp_kernels.prediction.pool_rows`."""
-    heads, batch, blocks, width = *sums.shape[:3], sums.shape[3] // 2 - 1
-    pooled = sums.new_empty(heads, batch, blocks, width + 1, dtype=torch.float32)
+    heads, batch, blocks, head_dim = *sums.shape[:3], sums.shape[3] // 2 - 1
+    pooled = sums.new_empty(heads, batch, blocks, head_dim + 1, dtype=torch.float32)
     if pooled.numel():
-        padded = triton.next_power_of_2(width)
+        padded = triton.next_power_of_2(head_dim)
         launch(
             _pool_kernel, (blocks, heads * batch),
             sums, lengths, pooled, sums.stride(1), sums.stride(2), blocks,
-            WIDTH=width, PADDED=padded, LOG2=padded.bit_length() - 1,
+            HEAD_DIM=head_dim, PADDED=padded, LOG2=padded.bit_length() - 1,
             enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
         )  # fmt: skip
     return pooled
@@ -128,16 +128,16 @@ UNIT = 2.0**-60  # int64 holds the sum of a row's chances, which is 1
 
 @triton.jit
 def _in_units(  # type: ignore[no-untyped-def]
-    rows_ptr, first, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr
+    rows_ptr, first, count, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr
 ):
     """Rows from `first` on, of which there are `count`, as whole numbers of three limbs, and the unit of each.
 
     Returns:
         int8[TILE, PADDED], limbs of 8 bits, the lowest one first; float64[TILE].
     """
-    row, width = first + tl.arange(0, TILE), tl.arange(0, PADDED)
-    there = (row < count)[:, None] & (width < WIDTH)[None, :]
-    x = tl.load(rows_ptr + row[:, None] * (WIDTH + 1) + width[None, :], mask=there, other=0.0)
+    row, dims = first + tl.arange(0, TILE), tl.arange(0, PADDED)
+    there = (row < count)[:, None] & (dims < HEAD_DIM)[None, :]
+    x = tl.load(rows_ptr + row[:, None] * (HEAD_DIM + 1) + dims[None, :], mask=there, other=0.0)
     exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
     x = x * ((-exponent + SCALE_EXPONENT) << 23).to(tl.float32, bitcast=True)[:, None]
     whole = ((x + ROUND) - ROUND).to(tl.int32)
@@ -152,16 +152,16 @@ def _in_units(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=("nq", "nk"))
 def score_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile of one head in each program. Products of limbs are exact in int32, and their sum in int64."""
     q_first, k_first = tl.program_id(0) * TILE, tl.program_id(1) * TILE
     head = tl.program_id(2).to(tl.int64)
-    q_rows = rows_ptr + head * (nq + nk) * (WIDTH + 1)
-    k_rows = q_rows + nq * (WIDTH + 1)
+    q_rows = rows_ptr + head * (nq + nk) * (HEAD_DIM + 1)
+    k_rows = q_rows + nq * (HEAD_DIM + 1)
     # 1. Rows of queries and keys in whole numbers.
-    q0, q1, q2, q_unit = _in_units(q_rows, q_first, nq, WIDTH, PADDED, TILE)
-    k0, k1, k2, k_unit = _in_units(k_rows, k_first, nk, WIDTH, PADDED, TILE)
+    q0, q1, q2, q_unit = _in_units(q_rows, q_first, nq, HEAD_DIM, PADDED, TILE)
+    k0, k1, k2, k_unit = _in_units(k_rows, k_first, nk, HEAD_DIM, PADDED, TILE)
     # 2. All products of limbs, those of one weight together.
     k0, k1, k2 = tl.trans(k0), tl.trans(k1), tl.trans(k2)
     total = tl.dot(q2, k2, out_dtype=tl.int32).to(tl.int64)
@@ -173,7 +173,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
     # 3. Scores.
     scores = total.to(tl.float64) * (q_unit * scale)[:, None] * k_unit[None, :]
     q, k = q_first + tl.arange(0, TILE), k_first + tl.arange(0, TILE)
-    vague = tl.load(k_rows + k * (WIDTH + 1) + WIDTH, mask=k < nk, other=0.0).to(tl.float64) <= similarity
+    vague = tl.load(k_rows + k * (HEAD_DIM + 1) + HEAD_DIM, mask=k < nk, other=0.0).to(tl.float64) <= similarity
     scores = tl.where(vague[None, :], float("-inf"), scores)
     out = scores_ptr + (head * nq + q[:, None]) * nk + k[None, :]
     tl.store(out, scores, mask=(q < nq)[:, None] & (k < nk)[None, :])
@@ -181,7 +181,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
 
 def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
     """Implements the contract of `dbsp_kernels.prediction.pooled_scores`."""
-    heads, blocks, width = rows.shape
+    heads, blocks, entries = rows.shape
     rows, nk = rows.contiguous(), blocks - nq
     scores = rows.new_empty(heads, nq, nk, dtype=torch.float64)
     if scores.numel():
@@ -190,7 +190,7 @@ def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: 
         launch(
             score_kernel, grid,
             rows, scores, nq, nk, scale, rounded,
-            WIDTH=width - 1, PADDED=max(32, triton.next_power_of_2(width - 1)), TILE=SCORE_TILE,
+            HEAD_DIM=entries - 1, PADDED=max(32, triton.next_power_of_2(entries - 1)), TILE=SCORE_TILE,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return scores

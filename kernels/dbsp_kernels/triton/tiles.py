@@ -21,7 +21,7 @@ class Tiles:
         keys: Keys per step of its loop; a larger block takes several steps, the last of which may be cut off.
         warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight).
         loop: Schedule of full blocks in forward. "plain": products and softmax alternate; "late": weights meet their
-            values one step late; "halves": the output as two tiles of half its width.
+            values one step late; "halves": the output as two tiles of half of D.
     """
 
     queries: int
@@ -36,32 +36,32 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """Returns tiles for blocks of block_q × block_k and heads of `width`, on a GPU of this capability (Hopper: 90).
+def tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
+    """Returns tiles for blocks of block_q × block_k and heads of `head_dim`, on a GPU of this capability (Hopper: 90).
 
-    What bounds them is shared memory, (queries + 2 · stages · keys) · width elements: 227 KB per multiprocessor on
-    Hopper, 99 KB on the smallest GPUs since sm80, and registers for queries · (keys + width) fp32 values.
+    What bounds them is shared memory, (queries + 2 · stages · keys) · head_dim elements: 227 KB per multiprocessor on
+    Hopper, 99 KB on the smallest GPUs since sm80, and registers for queries · (keys + head_dim) fp32 values.
     """
-    block_q, block_k, width = padded(block_q), padded(block_k), padded(width)
+    block_q, block_k, head_dim = padded(block_q), padded(block_k), padded(head_dim)
     if dtype == torch.float32:
-        return Tiles(min(block_q, 64), min(block_k, 16), warps=4, stages=3 if width <= 128 else 1)
-    if width > 128:
-        return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=3 if width <= 256 else 1)
+        return Tiles(min(block_q, 64), min(block_k, 16), warps=4, stages=3 if head_dim <= 128 else 1)
+    if head_dim > 128:
+        return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=3 if head_dim <= 256 else 1)
     if capability // 10 in (8, 12):
-        return _tiles_of_warps(block_q, block_k, width, capability)
+        return _tiles_of_warps(block_q, block_k, head_dim, capability)
     if block_q < 128:
-        # Two programs fit a multiprocessor, 113 KB each at width 128: one's softmax hides behind the other's products.
+        # Two programs fit a multiprocessor, 113 KB each at D 128: one's softmax hides behind the other's products.
         return Tiles(block_q, min(block_k, 64), warps=4, stages=5, loop="late")
     return Tiles(128, min(block_k, 128), warps=8, stages=5, loop="late")
 
 
-def _tiles_of_warps(block_q: int, block_k: int, width: int, capability: int) -> Tiles:
+def _tiles_of_warps(block_q: int, block_k: int, head_dim: int, capability: int) -> Tiles:
     """Returns the tiles if each warp multiplies for itself (sm80 to 89, 120, 121); 99 KB of shared memory but on sm80.
 
     Four warps, two programs a multiprocessor. Few keys a step leave registers for a wide output; the more rows a warp
     has, the less it reads from shared memory.
     """
-    if width > 64:
+    if head_dim > 64:
         rows = 64 if capability >= 120 else 128
         return Tiles(min(block_q, rows), min(block_k, 32), warps=4, stages=3, loop="halves")
     if capability == 80 and block_q >= 128:
@@ -69,24 +69,24 @@ def _tiles_of_warps(block_q: int, block_k: int, width: int, capability: int) -> 
     return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=3)
 
 
-def int8_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capability: int) -> Tiles:
+def int8_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
     """Returns the tiles for queries and keys of int8: smaller, as scores take registers as integers and as fp32."""
     if capability // 10 == 8:
         block_q = min(block_q, 64)
-    return tiles_for(block_q, min(block_k, 64), width, dtype, capability)
+    return tiles_for(block_q, min(block_k, 64), head_dim, dtype, capability)
 
 
-def backward_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
-    """Returns the backward tiles for blocks of block_q × block_k and heads of `width`: of dQ, and of dK and dV.
+def backward_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+    """Returns the backward tiles for blocks of block_q × block_k and heads of `head_dim`: of dQ, and of dK and dV.
 
-    Registers bound them: dK and dV for 64 keys of width 128 take 234 of a thread's 255 with four warps. At width 64
+    Registers bound them: dK and dV for 64 keys of D 128 take 234 of a thread's 255 with four warps. At D 64
     four warps would have their products serialised (ptxas C7515), eight have not.
     """
-    if dtype == torch.float32 or padded(width) > 128:
+    if dtype == torch.float32 or padded(head_dim) > 128:
         rows, keys = Tiles(32, 16, warps=4, stages=3), Tiles(16, 32, warps=4, stages=3)
     else:
         rows = Tiles(64, 32, warps=4, stages=5)
-        keys = Tiles(32, 64, warps=4, stages=5) if padded(width) == 128 else Tiles(32, 128, warps=8, stages=5)
+        keys = Tiles(32, 64, warps=4, stages=5) if padded(head_dim) == 128 else Tiles(32, 128, warps=8, stages=5)
     most_q, most_k = padded(block_q), padded(block_k)
     rows, keys = (replace(one, queries=min(one.queries, most_q), keys=min(one.keys, most_k)) for one in (rows, keys))
     return rows, keys

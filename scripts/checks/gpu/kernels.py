@@ -172,9 +172,9 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         less = torch.randn(2, 5, head_dim)
         expected = torch.zeros(2, 1, places, row_words(head_dim), dtype=torch.int32)
         found = torch.full_like(expected, 7, device=setting.device)
-        quantise_segments(source, expected, CopySegments.of(table, CPU), less)
+        quantise_segments(source, expected, CopySegments.from_columns(table, CPU), less)
         restored = restore_rows(expected, head_dim, dtype)
-        there = CopySegments.of(table, torch.device(setting.device))
+        there = CopySegments.from_columns(table, torch.device(setting.device))
         given = (source.to(setting.device), found, there.table, there.mean, less.to(setting.device))
         triton_quantise_segments(*given)
         scales = [one.view(torch.float32)[..., -1].cpu().nan_to_num(-1.0) for one in (found, expected)]
@@ -195,8 +195,8 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
             source = torch.randn(2, 600, 5, head_dim).transpose(1, 2).to(dtype)
             expected = torch.ones(2, 1, places, head_dim, dtype=dtype)
             found = expected.to(setting.device)
-            copy_segments([source], expected, [CopySegments.of(table, CPU)], add=add)
-            there = CopySegments.of(table, torch.device(setting.device))
+            copy_segments([source], expected, [CopySegments.from_columns(table, CPU)], add=add)
+            there = CopySegments.from_columns(table, torch.device(setting.device))
             triton_copy_segments([source.to(setting.device)], found, [there.table], there.mean, add)
             name = f"numbers {'added' if add else 'copied'} otherwise, segments of {mean}"
             yield Row(name, float((found.cpu() != expected).sum()), "", 0.0)

@@ -66,7 +66,7 @@ def _rank(rank: int, world: int, port: int, setting: Setting, names: tuple[str, 
 
 def exchange(rank: int, world: int, setting: Setting, strategies: list[str]) -> Iterator[Row]:
     """Bytes a second that a rank sends in an all-to-all."""
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     for megabytes in (1,) if setting.dry else (1, 16, 128, 512):
         sent = torch.zeros(megabytes << 19, 1, device=setting.device, dtype=torch.bfloat16)
         even = [len(sent) // world + (r < len(sent) % world) for r in range(world)]
@@ -101,7 +101,7 @@ def video(rank: int, world: int, setting: Setting, strategies: list[str]) -> Ite
     for strategy in strategies:
         steps = {}
         for planner in PLANNERS:
-            attentions, total = denoise(setting, model, SequenceGroup.of(), strategy, planner)
+            attentions, total = denoise(setting, model, SequenceGroup.from_group(), strategy, planner)
             steps[planner] = _largest(setting, total) / setting.steps
             attention = _largest(setting, sum(attentions)) / setting.steps
             yield Row(f"{strategy}, {planner}: a step", steps[planner], "ms")

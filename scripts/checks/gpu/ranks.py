@@ -103,7 +103,7 @@ def on_rank(
     dout: torch.Tensor,
 ) -> tuple[SequenceLayout, list[torch.Tensor]]:
     """The layout, and this rank's output and gradients."""
-    session = session_of(sizes, SequenceGroup.of(), strategy, mask)
+    session = session_of(sizes, SequenceGroup.from_group(), strategy, mask)
     layout = session.begin(sizes.video, timestep=900.0, device=setting.device)
     mine = [local(one, layout, rank).requires_grad_(True) for one in qkv]
     out = session.attend(0, *mine)

@@ -61,7 +61,7 @@ def on_rank(rank: int, world: int, setting: Setting, strategy: str, kind: str) -
     seen: Counter[str] = Counter()
     step = 0
     clock = StepClock(lambda: Progress("a video", step))  # pipelines say the step, too
-    session = session_of(sizes, SequenceGroup.of(), strategy, mask, clock, **settings)
+    session = session_of(sizes, SequenceGroup.from_group(), strategy, mask, clock, **settings)
     with torch.no_grad():
         for step in range(STEADY + 1):
             timestep = torch.tensor(900.0 - step, device=setting.device)

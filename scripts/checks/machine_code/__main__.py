@@ -26,7 +26,7 @@ from scripts.checks.machine_code.records import failed, reported
 from scripts.checks.machine_code.variants import DTYPES, KERNELS, Variant, shipped
 
 COLUMNS = (
-    "kernel", "case", "block_q", "block_k", "width", "dtype", "tile_distance", "products", "products_of_int8",
+    "kernel", "case", "block_q", "block_k", "head_dim", "dtype", "tile_distance", "products", "products_of_int8",
     "waits", "in_flight", "tile_waits", "exponentials", "instructions", "serialised", "registers", "spills", "stack",
     "local_accesses", "local_in_loops", "shared_bytes", "programs_per_multiprocessor", "remark",
 )  # fmt: skip
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--arch", default="sm90", choices=[f"sm{arch}" for arch in MULTIPROCESSORS])
     parser.add_argument("--json", action="store_true", help="prints a record a line")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--width", nargs="+", type=int, help="head sizes; default: all")
+    parser.add_argument("--head-dim", nargs="+", type=int, help="head sizes; default: all")
     parser.add_argument("--blocks", nargs="+", help="block_q×block_k as 64x128; default: all, and kernels without")
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, help="default: all")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
@@ -50,7 +50,7 @@ def main() -> int:
         variant
         for variant in shipped(arch)
         if variant.dtype in (*args.dtype, "-")
-        and (args.width is None or variant.width in args.width)
+        and (args.head_dim is None or variant.head_dim in args.head_dim)
         and (args.blocks is None or f"{variant.block_q}x{variant.block_k}" in args.blocks)
         and (args.kernel is None or variant.kernel in args.kernel)
     ]

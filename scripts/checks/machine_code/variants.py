@@ -29,7 +29,7 @@ __all__ = ["ATTENTION", "DTYPES", "KERNELS", "SHIPPED", "Variant", "compiled", "
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHIPPED = (
-    *((block_q, block_k, width) for width in (128, 64) for block_q in (64, 128) for block_k in (64, 128)),
+    *((block_q, block_k, head_dim) for head_dim in (128, 64) for block_q in (64, 128) for block_k in (64, 128)),
     *((120, 120, 128), (102, 102, 64)),  # window tiles of Wan2.1 and CogVideoX1.5
     *((64, 64, 24), (32, 32, 24), (21, 21, 24), (16, 16, 24)),  # of tiny models
     *((64, 64, 16), (16, 16, 16), (15, 15, 16)),
@@ -48,7 +48,7 @@ class Variant:
     Attributes:
         arch: 90 for Hopper.
         block_q, block_k: 0 where the code is the same for all.
-        width: D; 0 where the kernel has none.
+        head_dim: D; 0 where the kernel has none.
         dtype: Of tokens.
         case: What else tells launches of the kernel apart.
     """
@@ -57,27 +57,27 @@ class Variant:
     arch: int
     block_q: int = 0
     block_k: int = 0
-    width: int = 128
+    head_dim: int = 128
     dtype: str = "bf16"
     case: str = ""
 
 
 def shipped(arch: int) -> Iterator[Variant]:
     """Everything that shipped configurations use, in all dtypes."""
-    for dtype, (block_q, block_k, width) in itertools.product(DTYPES, SHIPPED):
+    for dtype, (block_q, block_k, head_dim) in itertools.product(DTYPES, SHIPPED):
         for name in ATTENTION:
             for case in ("", "ring") if KERNELS[name] == "forward_kernel" else ("",):
-                yield Variant(name, arch, block_q, block_k, width, dtype, case)
-    for dtype, width in itertools.product(DTYPES, (128, 64)):
+                yield Variant(name, arch, block_q, block_k, head_dim, dtype, case)
+    for dtype, head_dim in itertools.product(DTYPES, (128, 64)):
         for name, cases in _OF_TOKENS.items():
             for case in cases:
-                yield Variant(name, arch, width=width, dtype=dtype, case=case)
+                yield Variant(name, arch, head_dim=head_dim, dtype=dtype, case=case)
     for name, cases in _OF_TABLES.items():
         for case in cases:
-            yield Variant(name, arch, width=0, dtype="-", case=case)
-    for width in (128, 64):
-        yield Variant("pool-rows", arch, width=width, dtype="-")
-        yield Variant("scores", arch, width=width, dtype="-")
+            yield Variant(name, arch, head_dim=0, dtype="-", case=case)
+    for head_dim in (128, 64):
+        yield Variant("pool-rows", arch, head_dim=head_dim, dtype="-")
+        yield Variant("scores", arch, head_dim=head_dim, dtype="-")
 
 
 def compiled(variant: Variant) -> Compiled:
@@ -97,15 +97,15 @@ def _inputs(of: Variant) -> KernelInputs:
     dtype = DTYPES[of.dtype]
     partial = None
     if of.case == "ring":
-        partial = _tensor(ROWS, of.block_q, of.width, dtype=torch.float32), _tensor(ROWS, of.block_q).float()
+        partial = _tensor(ROWS, of.block_q, of.head_dim, dtype=torch.float32), _tensor(ROWS, of.block_q).float()
     return KernelInputs(
-        _tensor(ROWS, of.block_q, of.width, dtype=dtype),
-        _tensor(BLOCKS, of.block_k, of.width, dtype=dtype),
-        _tensor(BLOCKS, of.block_k, of.width, dtype=dtype),
+        _tensor(ROWS, of.block_q, of.head_dim, dtype=dtype),
+        _tensor(BLOCKS, of.block_k, of.head_dim, dtype=dtype),
+        _tensor(BLOCKS, of.block_k, of.head_dim, dtype=dtype),
         _tensor(ROWS, BLOCKS),
         _tensor(ROWS),
         _tensor(BLOCKS),
-        of.width**-0.5,
+        of.head_dim**-0.5,
         kv_full=_tensor(ROWS),
         row_schedule=_tensor(ROWS),
         partial=partial,
@@ -120,22 +120,24 @@ def _backward(of: Variant) -> None:
 
 
 def _quantise_blocks(of: Variant) -> None:
-    quantise_blocks(_tensor(BLOCKS, int(of.case), of.width, dtype=DTYPES[of.dtype]), _tensor(BLOCKS))
+    quantise_blocks(_tensor(BLOCKS, int(of.case), of.head_dim, dtype=DTYPES[of.dtype]), _tensor(BLOCKS))
 
 
 def _sum_tokens(of: Variant) -> None:
-    tokens = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)  # as models have them
+    tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)  # as models have them
     place, first = _tensor(TOKENS, dtype=torch.int64), _tensor(BLOCKS + 1, dtype=torch.int64)
     sum_tokens_triton(tokens, place, first)
 
 
 def _pool_rows(of: Variant) -> None:
-    sums = _tensor(HEADS, 1, BLOCKS, 2 * of.width, dtype=torch.int64)
+    sums = _tensor(HEADS, 1, BLOCKS, 2 * of.head_dim, dtype=torch.int64)
     pool_rows_triton(sums, _tensor(BLOCKS, dtype=torch.int64))
 
 
 def _scores(of: Variant) -> None:
-    pooled_scores_triton(_tensor(HEADS, 2 * BLOCKS, of.width + 1, dtype=torch.float32), BLOCKS, of.width**-0.5, 0.5)
+    pooled_scores_triton(
+        _tensor(HEADS, 2 * BLOCKS, of.head_dim + 1, dtype=torch.float32), BLOCKS, of.head_dim**-0.5, 0.5
+    )
 
 
 def _select(of: Variant) -> None:
@@ -146,21 +148,21 @@ def _select(of: Variant) -> None:
 
 
 def _merge(of: Variant) -> None:
-    out, lse = _tensor(ROWS * 64, of.width, dtype=torch.float32), _tensor(ROWS * 64, dtype=torch.float32)
-    triton_merge_into(out, lse, _tensor(ROWS * 64, of.width, dtype=DTYPES[of.dtype]), lse.clone())
+    out, lse = _tensor(ROWS * 64, of.head_dim, dtype=torch.float32), _tensor(ROWS * 64, dtype=torch.float32)
+    triton_merge_into(out, lse, _tensor(ROWS * 64, of.head_dim, dtype=DTYPES[of.dtype]), lse.clone())
 
 
 def _copy(of: Variant) -> None:
-    hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
+    hosts = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
     mean, sources = 1.0 if of.case == "tokens" else 64.0, 3 if of.case == "q, k, v" else 1
     triton_copy_segments([hosts] * sources, hosts.contiguous(), [_tensor(5000, 6)] * sources, mean, of.case == "added")
 
 
 def _quantise(of: Variant) -> None:
     mean = {"tokens": 1.0, "blocks": 64.0, "less a mean": 64.0}[of.case]
-    hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
-    buffer = _tensor(TOKENS * HEADS, 1, row_words(of.width)).transpose(0, 1)[:, None]
-    less = _tensor(1, HEADS, of.width, dtype=torch.float32) if of.case == "less a mean" else None
+    hosts = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
+    buffer = _tensor(TOKENS * HEADS, 1, row_words(of.head_dim)).transpose(0, 1)[:, None]
+    less = _tensor(1, HEADS, of.head_dim, dtype=torch.float32) if of.case == "less a mean" else None
     triton_quantise_segments(hosts, buffer, _tensor(5000, 6), mean, less)
 
 

@@ -54,7 +54,7 @@ class TestJoining:
         ],
     )
     def test_each_launcher_is_understood(self, exported, environment, local_world, address, port):
-        place = RankInfo.of(environment)
+        place = RankInfo.from_environment(environment)
         assert place == RankInfo(3, 4, 1, local_world, address, port)
         assert exported(place) == {
             "RANK": "3",
@@ -70,7 +70,7 @@ class TestJoining:
         [("node0", "node0"), ("a,b[1-2]", "a"), ("n[3,5-7]", "n3"), ("n[01-16],m1", "n01"), ("r[1-2]n[1-4]", "r1n")],
     )
     def test_ranks_of_slurm_meet_on_the_first_node(self, nodes, first):
-        assert RankInfo.of(SLURM | {"SLURM_STEP_NODELIST": nodes}).address.startswith(first)
+        assert RankInfo.from_environment(SLURM | {"SLURM_STEP_NODELIST": nodes}).address.startswith(first)
 
     @pytest.mark.parametrize(
         "environment",
@@ -84,20 +84,20 @@ class TestJoining:
         ],
     )
     def test_a_process_that_is_alone_joins_nobody(self, environment):
-        assert RankInfo.of(environment) is None
+        assert RankInfo.from_environment(environment) is None
 
     def test_nowhere_to_meet_is_the_users_to_mend(self):
         with pytest.raises(UserError, match="set MASTER_ADDR to rank 0's"):
-            RankInfo.of(MPICH)
+            RankInfo.from_environment(MPICH)
 
     @pytest.mark.parametrize("port", ["http", "0", "65536", "9" * 5000], ids=lambda port: port[:9])
     def test_a_port_that_is_none_is_the_users_to_mend(self, port):
         with pytest.raises(UserError, match=f"^MASTER_PORT='{port}' is no port"):
-            RankInfo.of(TORCHRUN | MEETING | {"MASTER_PORT": port})
+            RankInfo.from_environment(TORCHRUN | MEETING | {"MASTER_PORT": port})
 
     def test_heads_are_divided_within_a_node_and_blocks_between_nodes(self, tmp_path):
         asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
-        assert str(resolve(asked, RankInfo.of(SLURM)).config.strategy) == "U2R2"
+        assert str(resolve(asked, RankInfo.from_environment(SLURM)).config.strategy) == "U2R2"
 
 
 class TestStarting:

@@ -25,7 +25,7 @@ def _splits(world: int, rank: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def all_to_alls(rank: int, world: int) -> list[torch.Tensor]:
-    group, found = SequenceGroup.of(), []
+    group, found = SequenceGroup.from_group(), []
     for seed, dtype in enumerate(DTYPES):
         received, sent = _splits(world, rank, seed)
         found.append(group.all_to_all(numbers(rank, sum(sent), 2, 3, dtype=dtype), received, sent))
@@ -37,7 +37,7 @@ def all_to_alls(rank: int, world: int) -> list[torch.Tensor]:
 
 def several_in_flight(rank: int, world: int) -> list[torch.Tensor]:
     """Waited for in another order than started, with a collective in between, and one twice."""
-    group, pending = SequenceGroup.of(), []
+    group, pending = SequenceGroup.from_group(), []
     for seed in range(4):
         received, sent = _splits(world, rank, seed)
         pending.append(group.start_all_to_all(numbers(rank + 9 * seed, sum(sent), 2), received, sent))
@@ -48,7 +48,7 @@ def several_in_flight(rank: int, world: int) -> list[torch.Tensor]:
 
 
 def gathers(rank: int, world: int) -> list[Any]:
-    group, found = SequenceGroup.of(), []
+    group, found = SequenceGroup.from_group(), []
     for dtype in DTYPES:
         mine = numbers(rank, 2, 3, dtype=dtype)
         found += [group.all_gather(mine.T), group.all_gather_along(mine)]
@@ -58,7 +58,7 @@ def gathers(rank: int, world: int) -> list[Any]:
 
 def auxiliary_groups(rank: int, world: int) -> list[Any]:
     """Calls in one do not count in another."""
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     pending = group.start_all_to_all(numbers(rank, world), [1] * world, [1] * world)
     control = group.control().gather_integers([rank])
     group.auxiliary("reports").barrier()
@@ -66,14 +66,14 @@ def auxiliary_groups(rank: int, world: int) -> list[Any]:
     again = group.control().all_gather_along(numbers(rank, 3))
     assert group.control().timeout == group.timeout
     assert (group.alone, group.rank, group.size) == (False, rank, world)
-    assert SequenceGroup.of(group) == SequenceGroup.of()
+    assert SequenceGroup.from_group(group) == SequenceGroup.from_group()
     return [control, other, again, pending.wait()]
 
 
 def gradients(rank: int, world: int) -> list[torch.Tensor]:
     """Of shards that are gathered along dim 1."""
     mine = numbers(rank, 2, 3).requires_grad_()
-    whole = gather_shards(mine, 1, SequenceGroup.of())
+    whole = gather_shards(mine, 1, SequenceGroup.from_group())
     (whole * torch.arange(whole.numel()).view(whole.shape)).sum().backward()
     assert mine.grad is not None
     return [whole.detach(), mine.grad]
@@ -81,7 +81,7 @@ def gradients(rank: int, world: int) -> list[torch.Tensor]:
 
 def a_sender_waits_alone(rank: int, world: int) -> list[torch.Tensor]:
     """What was sent may change once its sender has waited, whether or not the receiver has."""
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     sent = numbers(rank, world)
     pending = group.start_all_to_all(sent, [1] * world, [1] * world)
     if rank == 0:
@@ -93,18 +93,18 @@ def a_sender_waits_alone(rank: int, world: int) -> list[torch.Tensor]:
 
 def read_before_wait(rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
     sent = torch.ones(world, dtype=dtype)
-    return [SequenceGroup.of().start_all_to_all(sent, [1] * world, [1] * world).received]
+    return [SequenceGroup.from_group().start_all_to_all(sent, [1] * world, [1] * world).received]
 
 
 def changed_before_wait(rank: int, world: int) -> None:
     sent = torch.zeros(world)
-    pending = SequenceGroup.of().start_all_to_all(sent, [1] * world, [1] * world)
+    pending = SequenceGroup.from_group().start_all_to_all(sent, [1] * world, [1] * world)
     sent[rank] = 1.0
     pending.wait()
 
 
 def one_raises(rank: int, world: int, odd: int, control: bool) -> None:
-    group = SequenceGroup.of().control() if control else SequenceGroup.of()
+    group = SequenceGroup.from_group().control() if control else SequenceGroup.from_group()
     if rank == odd:
         raise LookupError("what this rank says")
     group.all_gather(torch.zeros(1))
@@ -112,21 +112,21 @@ def one_raises(rank: int, world: int, odd: int, control: bool) -> None:
 
 def one_raises_after_the_others_were_answered(rank: int, world: int, odd: int) -> int:
     """The others need nothing more of it."""
-    SequenceGroup.of().all_gather(torch.zeros(1))
+    SequenceGroup.from_group().all_gather(torch.zeros(1))
     if rank == odd:
         raise LookupError("what this rank says")
     return rank
 
 
 def one_never_comes(rank: int, world: int, odd: int, control: bool) -> None:
-    group = SequenceGroup.of().control() if control else SequenceGroup.of()
+    group = SequenceGroup.from_group().control() if control else SequenceGroup.from_group()
     if rank != odd:
         group.all_gather(torch.zeros(1))
 
 
 def other_order(rank: int, world: int, odd: int) -> None:
     """Two calls one after another, the other way round on one rank."""
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     calls = [
         lambda: group.start_all_to_all(torch.zeros(world), [1] * world, [1] * world),
         lambda: group.start_all_to_all(torch.zeros(world, 2), [1] * world, [1] * world),
@@ -136,7 +136,7 @@ def other_order(rank: int, world: int, odd: int) -> None:
 
 
 def other_kind(rank: int, world: int, odd: int, what: str) -> None:
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     if what == "shape":
         group.all_gather(torch.zeros(2 if rank == odd else 1))
     if what == "dtype":
@@ -150,8 +150,8 @@ def other_kind(rank: int, world: int, odd: int, what: str) -> None:
 
 def one_starts_more(rank: int, world: int, odd: int) -> None:
     if rank == odd:
-        SequenceGroup.of().start_all_to_all(torch.zeros(world), [1] * world, [1] * world)
+        SequenceGroup.from_group().start_all_to_all(torch.zeros(world), [1] * world, [1] * world)
 
 
 def group_after_its_ranks(rank: int, world: int) -> SequenceGroup:
-    return SequenceGroup.of()
+    return SequenceGroup.from_group()

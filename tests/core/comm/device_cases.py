@@ -58,7 +58,7 @@ def model_device(
 ) -> tuple[int, str, list[str]]:
     """(current GPU after `use_model_device`, its error, its warnings)"""
     said: list[str] = []
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     group.control()  # made before the group claims another backend
     variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     with (
@@ -84,7 +84,7 @@ def splits_of_the_default_group(rank: int, world: int) -> tuple[bool, str, list[
     default.bound_device_id = torch.device("cuda", rank)
     try:
         with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=None) as split:
-            group = SequenceGroup.of(own)
+            group = SequenceGroup.from_group(own)
             part = group.part(rank // 2 * 2, 2)
             ranks = [other for (other,) in part.gather_integers([rank])]
             group.control()
@@ -127,7 +127,7 @@ def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
             barrier=meet,
         ),
     ):
-        ranks = SequenceGroup.of(group)
+        ranks = SequenceGroup.from_group(group)
         for _ in range(2):
             ranks.part(rank // 2 * 2, 2)
             ranks.auxiliary("reports")

@@ -86,11 +86,11 @@ def planned(case: Case, given: Inputs) -> Plan:
 
 def error_with(rank: int, world: int, case: Case, fault: str) -> float:
     """The error with one of `FAULTS`, against the same rounded in one process."""
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     plan = planned(case, given)
     plan = replace(plan, comm_dtype=FAULTS[fault](rank))
     n_local = given.local[0].shape[2]
-    attend = DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.of(), n_local=n_local)
+    attend = DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.from_group(), n_local=n_local)
     q, k, v = as_sent(case, given.full)
     expected = dense_attention(q[:, :, given.mine], k, v, given.mask, given.mine)
     return largest_difference(attend(*given.local)[:, :, given.places], expected)
@@ -98,13 +98,15 @@ def error_with(rank: int, world: int, case: Case, fault: str) -> float:
 
 def rows_at_owners(rank: int, world: int, case: Case, fault: str | None = None) -> list[tuple[Any, torch.Tensor]]:
     """((tensor, head, block), int32[B, tokens, W]) of every piece that this rank computed with."""
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     plan = planned(case, given)
     kept = Kept()
     if fault is not None:
         kept.write = FAULTS[fault](rank).write  # type: ignore[method-assign]
     plan, n_local = replace(plan, comm_dtype=kept), given.local[0].shape[2]
-    DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.of(), n_local=n_local)(*given.local)
+    DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.from_group(), n_local=n_local)(
+        *given.local
+    )
     rows, *slots = kept.seen
     return [*_rows(plan, rank, rows), *_slots(plan, rank, slots)]
 
@@ -118,7 +120,7 @@ def _rows(plan: Plan, rank: int, rows: torch.Tensor) -> list[tuple[Any, torch.Te
 
 def _slots(plan: Plan, rank: int, slots: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
     lengths, found = plan.grid.k_axis.lengths, []
-    for slot, (heads, blocks) in zip(slots, plan.chunks.of(rank), strict=True):
+    for slot, (heads, blocks) in zip(slots, plan.chunks.blocks_for(rank), strict=True):
         for place, (head, block) in enumerate(zip(heads.tolist(), blocks.tolist(), strict=True)):
             both = slot[:, :, place, : lengths[block]]
             found += [(("k", head, block), both[0]), (("v", head, block), both[1])]
@@ -126,14 +128,14 @@ def _slots(plan: Plan, rank: int, slots: list[torch.Tensor]) -> list[tuple[Any, 
 
 
 def means(rank: int, world: int, case: Case) -> torch.Tensor:
-    given = Inputs.of(case, rank)
-    return mean_of_tokens(given.local[1], given.layout, SequenceGroup.of())
+    given = Inputs.from_case(case, rank)
+    return mean_of_tokens(given.local[1], given.layout, SequenceGroup.from_group())
 
 
 def rejected_gradients(rank: int, world: int, whose: int | None) -> str:
     """What is said where inputs of all ranks need gradients, or of one; nothing of q, k and v may be sent."""
     case = Case(str(Strategy(world, 1)), precision="int8")
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     for tensor in given.local:
         tensor.requires_grad_(whose in (None, rank))
     sent = mock.Mock(side_effect=AssertionError("q, k or v was sent"))
@@ -150,7 +152,7 @@ def rejected_gradients(rank: int, world: int, whose: int | None) -> str:
 def without_gradients(rank: int, world: int) -> float:
     """The error of tensors that require gradients, where none are recorded."""
     case = Case("U1R2", precision="int8")
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     q, k, v = (tensor.requires_grad_() for tensor in given.local)
     with torch.no_grad():
         out = dual_balanced_attention(q, k, v, given.mask, "U1R2", layout=given.layout, precision="int8")

@@ -51,14 +51,18 @@ def loss_before_backward() -> torch.Tensor:
 
 def executor() -> DualBalancedAttention:
     layout = SequenceLayout.contiguous(TOKENS, dist.get_world_size())
-    attend = DualBalancedAttention.prepare(make_plan(MASK, "U1R2", layout=layout), MASK, layout, SequenceGroup.of())
+    attend = DualBalancedAttention.prepare(
+        make_plan(MASK, "U1R2", layout=layout), MASK, layout, SequenceGroup.from_group()
+    )
     attend(*[qkv()] * 3)
     return attend
 
 
 def session(source: dict[str, Any], group: SequenceGroup | None = None) -> AttentionSession:
     """After two steps. Predicted masks are planned for in a thread."""
-    made = AttentionSession(DbspConfig.load({"mask": source}), group or SequenceGroup.of(), Strategy(1, 2), HEADS, 1)
+    made = AttentionSession(
+        DbspConfig.load({"mask": source}), group or SequenceGroup.from_group(), Strategy(1, 2), HEADS, 1
+    )
     for step in range(2):
         shard = made.begin(Video((1, 8, 8)), timestep=900.0 - step).shard
         made.attend(0, *[torch.randn(1, HEADS, shard, WIDTH)] * 3)
@@ -67,18 +71,18 @@ def session(source: dict[str, Any], group: SequenceGroup | None = None) -> Atten
 
 def redistribution() -> tuple[Redistribution, torch.Tensor]:
     whole = SequenceLayout.whole_sequences([TOKENS // 2] * 2, [0, 1], 2)
-    way = Redistribution.of(whole, SequenceLayout.contiguous(TOKENS, 2))
+    way = Redistribution.between(whole, SequenceLayout.contiguous(TOKENS, 2))
     return way, way.there(torch.randn(TOKENS // 2, 3, requires_grad=True)).sum()
 
 
 def gathered() -> torch.Tensor:
-    return gather_shards(torch.ones(2, 2, requires_grad=True), 0, SequenceGroup.of())
+    return gather_shards(torch.ones(2, 2, requires_grad=True), 0, SequenceGroup.from_group())
 
 
 def caught() -> Exception:
     """An error with its traceback, and all that was in scope there."""
     try:
-        AttentionSession(DbspConfig.load({"mask": PREDICTED}), SequenceGroup.of(), Strategy(3, 1), HEADS, 1)
+        AttentionSession(DbspConfig.load({"mask": PREDICTED}), SequenceGroup.from_group(), Strategy(3, 1), HEADS, 1)
     except ValueError as error:
         return error
     raise AssertionError("three ranks were accepted for two")
@@ -88,12 +92,12 @@ def use_after_the_end(rank: int, world: int, what: str) -> None:
     group = dist.new_group(list(range(world)))
     if what == "executor":
         layout = SequenceLayout.contiguous(TOKENS, world)
-        plan, ranks = make_plan(MASK, "U1R2", layout=layout), SequenceGroup.of(group)
+        plan, ranks = make_plan(MASK, "U1R2", layout=layout), SequenceGroup.from_group(group)
         attend = DualBalancedAttention.prepare(plan, MASK, layout, ranks)
         attend(*[qkv()] * 3)
     else:
         q = qkv(gradients=True)
-        loss = dual_balanced_attention(q, q, q, MASK, "U1R2", group=SequenceGroup.of(group)).sum()
+        loss = dual_balanced_attention(q, q, q, MASK, "U1R2", group=SequenceGroup.from_group(group)).sum()
     dist.destroy_process_group(group)
     del group
     if what == "executor":
@@ -107,7 +111,7 @@ def jobs(rank: int, world: int, number: int) -> list[tuple[int, int]]:
     found = []
     for _ in range(number):
         group = dist.new_group(list(range(world)))
-        ranks = SequenceGroup.of(group)
+        ranks = SequenceGroup.from_group(group)
         ranks.auxiliary("reports")
         session(PREDICTED, ranks).flush()
         dist.destroy_process_group(group)
@@ -132,7 +136,7 @@ def unequal_numbers_of_groups(rank: int, world: int) -> list[list[int]]:
     own = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
     group = dist.new_group(list(range(world)), timeout=timedelta(seconds=60))
     passing = dist.new_group(list(range(world)))
-    ranks = SequenceGroup.of(group)
+    ranks = SequenceGroup.from_group(group)
     found = ranks.control().gather_integers([rank])
     dist.destroy_process_group(passing)
     found += ranks.auxiliary("another").gather_integers([rank])
@@ -146,7 +150,7 @@ def outside(rank: int, world: int) -> str:
     """What the last rank is given, which is in no group."""
     group = dist.new_group(list(range(world - 1)))
     try:
-        SequenceGroup.of(group)
+        SequenceGroup.from_group(group)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -158,7 +162,7 @@ def outside(rank: int, world: int) -> str:
 def timeouts_of_auxiliary_groups(rank: int, world: int, seconds: float) -> list[float | None]:
     """Of those next to a group that was given `seconds`, in seconds."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
-    own = SequenceGroup.of(group)
+    own = SequenceGroup.from_group(group)
     limits = [one.timeout for one in (own, own.control(), own.auxiliary("reports"), own.part(rank // 2 * 2, 2))]
     dist.destroy_process_group(group)
     return [None if limit is None else limit.total_seconds() for limit in limits]
@@ -167,7 +171,7 @@ def timeouts_of_auxiliary_groups(rank: int, world: int, seconds: float) -> list[
 def parts(rank: int, world: int, first: int, size: int) -> tuple[list[int], list[int], bool]:
     """Ranks of a part by what it gathers, those of its control group, and whether it has ended with its group."""
     group = dist.new_group(timeout=timedelta(seconds=77))
-    whole = SequenceGroup.of(group)
+    whole = SequenceGroup.from_group(group)
     part = whole.part(first, size) if first <= rank < first + size else whole.part(rank, 1)
     gathered = [rank for (rank,) in part.gather_integers([rank])]
     inner = part.control().gather_integers([rank])

@@ -18,7 +18,7 @@ def nodes(rank: int, world: int, told: Sequence[Mapping[str, str]], hosts: Seque
         mock.patch.dict("os.environ", told[rank]),
         mock.patch("socket.gethostname", return_value=hosts[rank]),
     ):
-        group = SequenceGroup.of()
+        group = SequenceGroup.from_group()
         return number_nodes(group, group.control().gather_integers(node_fingerprints()))
 
 

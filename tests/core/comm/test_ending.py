@@ -41,7 +41,7 @@ class TestGroups:
         used = """
 from dbsp_core.comm.groups import SequenceGroup
 
-world = SequenceGroup.of()
+world = SequenceGroup.from_group()
 world.control().all_gather(torch.zeros(1))
 assert world.control() == world.control() != world
 world.auxiliary("reports").barrier()

@@ -24,7 +24,7 @@ def attention(**options: object) -> torch.Tensor:
 
 
 def test_the_default_group_is_rejected_with_the_call_that_is_missing(launched):
-    for start in (SequenceGroup.of, attention):
+    for start in (SequenceGroup.from_group, attention):
         with pytest.raises(UserError, match=r"^torchrun started 8 processes, .* torch.distributed.init_process_group"):
             start()
 
@@ -42,4 +42,4 @@ def test_variables_that_name_no_ranks_mean_nothing(launched, monkeypatch, name, 
     monkeypatch.delenv(name)
     if value is not None:
         monkeypatch.setenv(name, value)
-    assert SequenceGroup.of() == ALONE
+    assert SequenceGroup.from_group() == ALONE

@@ -87,7 +87,7 @@ class TestFailures:
         for group in threads(2).run(cases.group_after_its_ranks):
             with pytest.raises(UserError, match="is destroyed"):
                 group.all_gather(torch.zeros(1))
-        assert SequenceGroup.of() == SequenceGroup(0, 1)
+        assert SequenceGroup.from_group() == SequenceGroup(0, 1)
 
 
 def raised(ranks: ThreadRanks, case: Any, *args: Any, message: str = "") -> list[str]:

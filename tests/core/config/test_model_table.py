@@ -13,8 +13,8 @@ from dbsp_core.models.table import MODEL_SPECS
 
 def test_the_zoo_has_the_paper_models_sizes():
     wan, cog = MODEL_SPECS["wan2.1-t2v-14b"], MODEL_SPECS["cogvideox1.5-5b"]
-    assert (wan.tokens, wan.width, passes(wan)) == (21 * 3600, 5120, 100)
-    assert (cog.tokens, cog.width) == (21 * 4080 + 226, 3072)
+    assert (wan.tokens, wan.attention_dim, passes(wan)) == (21 * 3600, 5120, 100)
+    assert (cog.tokens, cog.attention_dim) == (21 * 4080 + 226, 3072)
     keys = 2 * 40 * 5120**2  # of cross-attention, which are left out
     assert 12e9 < linear_flops(wan) / 2 / wan.tokens < 14.3e9 - keys + 1e9
     assert MODEL_SPECS["wan2.1-t2v-1.3b"].tokens == 32760
@@ -32,12 +32,12 @@ def test_models_that_are_only_modelled_have_the_sizes_of_diffusers_classes(name,
     given = {key: one.default for key, one in inspect.signature(built).parameters.items()}
     assert (spec.heads, spec.head_dim) == (given["num_attention_heads"], given["attention_head_dim"])
     assert spec.layers == given["num_layers"] + given.get("num_single_layers", 0)
-    assert (spec.hidden or spec.width) == given.get("hidden_size", spec.width)
+    assert (spec.hidden or spec.attention_dim) == given.get("hidden_size", spec.attention_dim)
     with torch.device("meta"):
         assert spec.parameters == sum(one.numel() for one in built().parameters())
     weights = linear_flops(spec) / spec.tokens / 2 / spec.layers
     gated = 4 * 5376 * 7168 + 3 * 5376 * given.get("ffn_dim", 0)
-    assert weights == (gated if name == "minimax-h3" else 12 * spec.width**2)
+    assert weights == (gated if name == "minimax-h3" else 12 * spec.attention_dim**2)
     assert passes(spec) == 50
 
 

@@ -23,7 +23,7 @@ def choose_together(rank: int, world: int, settings: dict[str, Any], odd: int = 
     hardware = settings["machine"].format(int(rank == odd))
     mask = {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8}
     config = DbspConfig.load({**settings, "machine": hardware, "mask": mask, "strategy": "auto"})
-    session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(None), heads=5, layers=2)
+    session = AttentionSession(config, SequenceGroup.from_group(), config.strategy_or(None), heads=5, layers=2)
     try:
         layout = session.begin(Video((3, 8, 8)))
         q = torch.ones(1, 5, layout.shard, 16)
@@ -47,7 +47,7 @@ def choose_unmeasured(rank: int, world: int, cache: str) -> tuple[list[str], lis
         mock.patch.dict("os.environ", {"XDG_CACHE_HOME": cache.format(rank)}),
         mock.patch.object(log, "info", lambda text, *values: said.append(text % values)),
     ):
-        session = AttentionSession(config, SequenceGroup.of(), None, heads=5, layers=2)
+        session = AttentionSession(config, SequenceGroup.from_group(), None, heads=5, layers=2)
         try:
             q = torch.ones(1, 5, session.begin(Video((3, 8, 8))).shard, 16)
             for layer in range(2):

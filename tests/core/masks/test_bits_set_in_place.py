@@ -93,7 +93,7 @@ def test_a_plan_that_leaves_out_keys_which_are_needed_now_is_rejected(grid):
 def test_an_executor_goes_on_with_the_mask_it_was_prepared_for():
     mask, layout = random_mask(PLAIN), SequenceLayout.contiguous(96, 1)
     q = torch.randn(1, 2, 96, 16, generator=torch.Generator().manual_seed(1))
-    attend = DualBalancedAttention.prepare(make_plan(mask, "U1R1"), mask, layout, SequenceGroup.of())
+    attend = DualBalancedAttention.prepare(make_plan(mask, "U1R1"), mask, layout, SequenceGroup.from_group())
     before = attend(q, q, q)
     mask.bits.fill_(True)
     assert torch.equal(attend(q, q, q), before)

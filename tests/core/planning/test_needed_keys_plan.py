@@ -67,7 +67,7 @@ def test_chunks_bring_every_key_once_from_one_ring_rank_each(keys, home):
     plan = make_plan(mask, strategy, layout=layout, keys=keys)
     for rank in range(strategy.world):
         came = np.zeros_like(plan.chunks.sent[rank], dtype=int)
-        for head, block in plan.chunks.of(rank):
+        for head, block in plan.chunks.blocks_for(rank):
             np.add.at(came, (head, block), 1)
         assert (came == plan.chunks.sent[rank]).all()
     traffic = traffic_of(plan, layout)

@@ -38,7 +38,7 @@ def test_rows_blocks_and_numbers_are_what_plain_counting_gives(strategy, data):
     home = np.broadcast_to(plan.chunks.k_ring_rank, (heads, grid.nk))
     for rank in ranks:
         of_column = {h for one in range(rank % x, strategy.world, x) for h in plan.rows_of(one)[0].tolist()}
-        chunks = plan.chunks.of(rank)
+        chunks = plan.chunks.blocks_for(rank)
         assert len(chunks) == y
         sent = [block for chunk in chunks for block in zip(*(a.tolist() for a in chunk), strict=True)]
         assert sorted(sent) == [(h, j) for h in sorted(of_column) for j in range(grid.nk)]
@@ -123,7 +123,7 @@ def test_a_contiguous_plan_by_hand():
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "contiguous")
     assert plan.owner.tolist() == [[0, 0, 1, 1]]
-    assert [[block.tolist() for _, block in plan.chunks.of(rank)] for rank in (0, 1)] == [
+    assert [[block.tolist() for _, block in plan.chunks.blocks_for(rank)] for rank in (0, 1)] == [
         [[0, 1], [2, 3]],
         [[2, 3], [0, 1]],
     ]
@@ -165,7 +165,7 @@ class TestErrors:
     def test_more_ring_ranks_than_blocks_leave_ranks_idle(self, planner):
         plan = make_plan(self.MASK, "U1R5", planner)
         assert plan.work.sum() == 2 * 4 * 4
-        assert len(plan.chunks.of(4)) == 5
+        assert len(plan.chunks.blocks_for(4)) == 5
 
     @pytest.mark.parametrize(
         "layout",

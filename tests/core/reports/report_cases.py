@@ -52,7 +52,7 @@ def recounted_session(
     """Three steps of two passes over two layers, and then one over a video of another size; rank 0 recounts."""
     config = DbspConfig.load(settings | {"report": "nowhere"})
     chosen = None if strategy is None else Strategy.parse(strategy)
-    session = observed_session(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
+    session = observed_session(config, SequenceGroup.from_group(), chosen, HEADS, LAYERS)
     masks: dict[Any, BlockMask] = {}
     found: list[Recount] = []
     take_mask, run = MaskProvider.mask, sessions.attend

@@ -229,15 +229,15 @@ class TestSettings:
     def test_the_environment_says_what_is_recorded(self, monkeypatch):
         assert DbspConfig().record is None
         monkeypatch.setenv("DBSP_RECORD", "0")
-        assert RecordSettings.of(DbspConfig().record) == RecordSettings()
+        assert RecordSettings.from_environment(DbspConfig().record) == RecordSettings()
         for name, value in {"": "out", "_EVERY": "5", "_LAYERS": "0,3-4", "_LIMIT": "1.5MiB"}.items():
             monkeypatch.setenv(f"DBSP_RECORD{name}", value)
         expected = RecordSettings("out", 5, frozenset({0, 3, 4}), 3 * 2**19)
-        assert RecordSettings.of(DbspConfig().record) == expected
+        assert RecordSettings.from_environment(DbspConfig().record) == expected
 
     def test_a_bad_environment_is_a_notice_and_no_recording(self, monkeypatch, capsys):
         monkeypatch.setenv("DBSP_RECORD_LIMIT", "plenty")
-        recorder = MaskRecorder.of("out", SequenceGroup(0, 1), 2)
+        recorder = MaskRecorder.from_environment("out", SequenceGroup(0, 1), 2)
         assert not recorder.active
         assert not recorder.counts_steps
         assert "size 'plenty' is not of the form '2GiB'" in capsys.readouterr().err

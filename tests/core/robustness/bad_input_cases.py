@@ -68,7 +68,9 @@ def call_where_one_rank_differs(rank: int, world: int, culprit: int, fault: str)
     layout = SequenceLayout.named(home, mask.grid, strategy)
     plan = make_plan(mask, strategy, layout=SequenceLayout.contiguous(TOKENS, world))
     with mock.patch("dbsp_core.utils.process.package_versions", return_value=package_versions() | versions):
-        attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=k.shape[2], **options)
+        attend = DualBalancedAttention.prepare(
+            plan, mask, layout, SequenceGroup.from_group(), n_local=k.shape[2], **options
+        )
     attend(q, k, v, scale=scale)
 
 
@@ -120,7 +122,7 @@ def _attention(where: str, rank: int, world: int) -> tuple[Attend, torch.Tensor]
     if where == "executor":
         layout = SequenceLayout.contiguous(TOKENS, world)
         plan = make_plan(mask, Strategy(1, world), layout=layout)
-        return DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=q.shape[2]), q
+        return DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.from_group(), n_local=q.shape[2]), q
     session = _session(world)
     layout = session.begin(Video((2, 10, 10)), timestep=900.0)
     return lambda q, k, v: session.attend(0, q, k, v), torch.randn(1, HEADS, layout.shard, WIDTH)
@@ -128,7 +130,9 @@ def _attention(where: str, rank: int, world: int) -> tuple[Attend, torch.Tensor]
 
 def _session(world: int) -> AttentionSession:
     source = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
-    return AttentionSession(DbspConfig.load({"mask": source}), SequenceGroup.of(), Strategy(1, world), HEADS, 1)
+    return AttentionSession(
+        DbspConfig.load({"mask": source}), SequenceGroup.from_group(), Strategy(1, world), HEADS, 1
+    )
 
 
 def call_with_another_strategy(rank: int, world: int, culprit: int, other: str) -> None:
@@ -154,7 +158,7 @@ def equal_by_process_group(rank: int, world: int) -> bool:
     """Whether the function and an executor answer identically, given torch's process group or ours."""
     mask, inputs, layout = a_mask(), local_inputs(rank, world), SequenceLayout.contiguous(TOKENS, world)
     plan, found = make_plan(mask, f"U1R{world}", layout=layout), []
-    for group in (SequenceGroup.of(), dist.group.WORLD, None):
+    for group in (SequenceGroup.from_group(), dist.group.WORLD, None):
         found.append(dual_balanced_attention(*inputs, mask, f"U1R{world}", group=group))
         attend = DualBalancedAttention.prepare(plan, mask, layout, group, n_local=inputs[0].shape[2])
         found.append(attend(*inputs))

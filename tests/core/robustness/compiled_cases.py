@@ -19,7 +19,7 @@ CASE = Case("U1R2", heads=2, tokens=120)
 
 def compiled(rank: int, world: int, what: str) -> tuple[float, list[int]]:
     """(largest difference of a compiled function from itself uncompiled, graphs compiled after each of three calls)"""
-    given = Inputs.of(CASE, rank)
+    given = Inputs.from_case(CASE, rank)
     q, k, v = given.local
     function = FUNCTIONS[what](given.mask, given)
     torch._dynamo.reset()
@@ -45,7 +45,9 @@ def _with_the_library(mask: BlockMask, given: Inputs) -> Function:
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         plan = make_plan(mask, "U1R2", layout=given.layout)
-        attend = DualBalancedAttention.prepare(plan, mask, given.layout, SequenceGroup.of(), n_local=q.shape[2])
+        attend = DualBalancedAttention.prepare(
+            plan, mask, given.layout, SequenceGroup.from_group(), n_local=q.shape[2]
+        )
         again = dual_balanced_attention(q * plan.rho, k, v, mask, "U1R2", layout=given.layout)
         return attend(q * 2, k, v) + again + 1
 
@@ -54,7 +56,7 @@ def _with_the_library(mask: BlockMask, given: Inputs) -> Function:
 
 def _with_session(mask: BlockMask, given: Inputs) -> Function:
     settings = {"mask": {"source": "sparge", "cdf": 0.5, "block_q": 16, "block_k": 16}}
-    session = AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy(1, 2), 2, 1)
+    session = AttentionSession(DbspConfig.load(settings), SequenceGroup.from_group(), Strategy(1, 2), 2, 1)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         shard = session.begin(Video((2, 6, 10)), timestep=900.0).shard

@@ -37,7 +37,9 @@ def functions(rank: int, world: int, device: str | None) -> list[np.ndarray]:
         layout = SequenceLayout.contiguous(TOKENS, world)
         for strategy in (f"U{world}R1", f"U1R{world}"):
             plan = make_plan(mask, strategy, layout=layout)
-            prepared = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=q.shape[2])
+            prepared = DualBalancedAttention.prepare(
+                plan, mask, layout, SequenceGroup.from_group(), n_local=q.shape[2]
+            )
             found.append(prepared(q, k, v))
         torch.stack(found).square().sum().backward()
     return [one.detach().numpy() for one in (*found, q.grad, k.grad, v.grad) if one is not None]
@@ -48,7 +50,7 @@ def session(rank: int, world: int, settings: dict[str, Any], device: str | None)
     config = DbspConfig.load({**settings, "mask": {"block_q": 16, "block_k": 16} | settings["mask"]})
     found = []
     with nullcontext() if device is None else torch.device(device):
-        one = AttentionSession(config, SequenceGroup.of(), Strategy(world, 1), HEADS, 1, lambda: 20)
+        one = AttentionSession(config, SequenceGroup.from_group(), Strategy(world, 1), HEADS, 1, lambda: 20)
         for step in range(2):
             layout = one.begin(Video((2, 8, 8)), timestep=1000.0 - step, device=torch.device("cpu"))
             generator = torch.Generator().manual_seed(10 * rank + step)

@@ -25,7 +25,7 @@ POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
 def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy: str, odd: int) -> None:
     """Five steps, in the third of which rank `odd` is gone."""
     config = DbspConfig.load(settings)
-    session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(strategy), heads=world, layers=1)
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy.parse(strategy), heads=world, layers=1)
     for step in range(5):
         layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
         q = torch.randn(1, world, layout.shard, 16, generator=torch.Generator().manual_seed(step))
@@ -37,7 +37,7 @@ def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy:
 
 def make_a_group_that_one_rank_does_not_come_to(rank: int, world: int) -> str:
     """Returns what the others are given"""
-    group = SequenceGroup.of(dist.new_group(timeout=timedelta(seconds=1)))
+    group = SequenceGroup.from_group(dist.new_group(timeout=timedelta(seconds=1)))
     told = ""
     try:
         if rank != 0:
@@ -54,7 +54,7 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
     Ring alone, every token locally: the keys of rank s are all s + 1, and chunk i comes from rank r − i.
     """
     config = DbspConfig.load({"mask": {"source": "dense", "block_q": 16, "block_k": 16}, "planner": "contiguous"})
-    session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), heads=2, layers=1)
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy(1, world), heads=2, layers=1)
     layout = session.begin(Video((world, 4, 8)))
     k = torch.full((1, 2, layout.shard, 16), float(rank + 1))
     pending: list[PendingTransfer] = []

@@ -60,7 +60,7 @@ def test_what_holds_tensors_prints_none(mask, session):
     for one in (
         *(mask, mask.counts, GRID.q_axis, layout, plan, session),
         *(attend, attend.prepared, attend.prepared.tables, attend.prepared.route),
-        *(LocalQK.alone(big, big), Redistribution.of(layout, layout)),
+        *(LocalQK.alone(big, big), Redistribution.between(layout, layout)),
         *(sample, sample.condition, LocalPredictions([big] * 9, big.sum(), None, None)),
         plan_sequences(numbers, numbers, numbers * 0, BagTopology.parse("g1n2", 2)),
     ):

@@ -33,7 +33,7 @@ def rejected_session(rank: int, world: int, settings: dict[str, Any], kernel: st
     with _on_rank_1(rank, kernel):
         try:
             strategy = config.strategy_or(Strategy(world, 1))
-            session = AttentionSession(config, SequenceGroup.of(), strategy, HEADS, 1)
+            session = AttentionSession(config, SequenceGroup.from_group(), strategy, HEADS, 1)
             where = "size"
             layout = session.begin(Video((4, 8, 8)), timestep=900.0)
             q, k, v = torch.randn(3, 1, HEADS, layout.shard, 16)
@@ -56,7 +56,7 @@ def _broken_beyond_float32(rank: int) -> AbstractContextManager[Any]:
 def rejected_later(rank: int, world: int, dtype: torch.dtype) -> tuple[str, str]:
     """A kernel that rank 1 has for float32 alone is rejected at the first attention of another dtype."""
     config = DbspConfig.load({"mask": WINDOW, "kernel": "cpu"})
-    session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), HEADS, 1)
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy(1, world), HEADS, 1)
     where = "making"
     with _broken_beyond_float32(rank):
         try:
@@ -89,7 +89,9 @@ def rejected_attention(rank: int, world: int, dtype: torch.dtype) -> tuple[str, 
 def rejected_engine(rank: int, world: int, path: str) -> str:
     """An engine's session whose configuration cannot be read on rank 1."""
     try:
-        EngineSession(SequenceGroup.of(), Strategy(world, 1), HEADS, 1, path if rank == 1 else {"mask": WINDOW})
+        EngineSession(
+            SequenceGroup.from_group(), Strategy(world, 1), HEADS, 1, path if rank == 1 else {"mask": WINDOW}
+        )
     except UserError as error:
         return str(error)
     return ""
@@ -103,7 +105,9 @@ def kept_from_inference(
     Returns how many tensors are left of the first pass and how many of them autograd would reject, how far the passes
     are apart, and whether there are gradients.
     """
-    session = AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy.parse(strategy), HEADS, 1)
+    session = AttentionSession(
+        DbspConfig.load(settings), SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, 1
+    )
     before = {id(one) for one in gc.get_objects() if isinstance(one, torch.Tensor)}
     with torch.inference_mode():
         layout = session.begin(Video((4, 8, 8)), timestep=900.0)

@@ -47,7 +47,9 @@ class OddOneOut(BlockSizes):
 
 def attend_with(rank: int, world: int, source: BlockSizes) -> None:
     """One attention; afterwards a collective, which would hang or fail if ranks were not together."""
-    session = AttentionSession(DbspConfig(mask=source), SequenceGroup.of(), Strategy(world, 1), heads=world, layers=1)
+    session = AttentionSession(
+        DbspConfig(mask=source), SequenceGroup.from_group(), Strategy(world, 1), heads=world, layers=1
+    )
     try:
         layout = session.begin(Video((2, 4, 8)))
         q = torch.ones(1, world, layout.shard, 16)
@@ -75,7 +77,9 @@ class Forgetful(BlockSizes):
 def attend_in_two_steps(rank: int, world: int, odd: int) -> None:
     """The others keep the first step's mask, so that they have nothing to agree on in the second."""
     source = Forgetful(block_q=16, block_k=16, rank=odd)
-    session = AttentionSession(DbspConfig(mask=source), SequenceGroup.of(), Strategy(world, 1), heads=world, layers=1)
+    session = AttentionSession(
+        DbspConfig(mask=source), SequenceGroup.from_group(), Strategy(world, 1), heads=world, layers=1
+    )
     try:
         for timestep in (900.0, 800.0):
             layout = session.begin(Video((2, 4, 8)), timestep=timestep)

@@ -25,7 +25,7 @@ class Training:
 
     def __init__(self, strategy: str = "U2R1", **settings: Any) -> None:
         config = DbspConfig.load(SPARGE | settings)
-        self.session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(strategy), HEADS, LAYERS)
+        self.session = AttentionSession(config, SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, LAYERS)
 
     def forward(self, seed: int, reentrant: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The input and loss of a pass; reentrant: kind of checkpoint around each attention, None without."""

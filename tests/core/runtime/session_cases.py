@@ -72,7 +72,9 @@ class Session:
             DbspConfig(**self.settings),
             None if self.strategy == "auto" else Strategy.parse(self.strategy),
         )
-        self.inner = observed_session(config, SequenceGroup.of(), strategy, HEADS, self.layers, lambda: self.steps)
+        self.inner = observed_session(
+            config, SequenceGroup.from_group(), strategy, HEADS, self.layers, lambda: self.steps
+        )
         self.feed = once(self._feed_alone)
 
     def _feed_alone(self) -> MaskProvider:
@@ -197,7 +199,7 @@ def agreements(rank: int, world: int, mask: Any, debug: bool) -> list[int]:
     """How often the ranks compare numbers in each attention of three passes over one layer, planning aside."""
     counts, gather, here = [], SequenceGroup.gather_integers, threading.current_thread()
     session = AttentionSession(
-        DbspConfig(mask=mask, debug=debug), SequenceGroup.of(), Strategy.parse(f"U{world}R1"), HEADS, 1
+        DbspConfig(mask=mask, debug=debug), SequenceGroup.from_group(), Strategy.parse(f"U{world}R1"), HEADS, 1
     )
 
     def counted(group: SequenceGroup, *numbers: Any) -> Any:
@@ -240,7 +242,7 @@ def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> Non
     plan = make_plan(mask, f"U1R{world}", layout=layout)
     here, call = (20 if (rank, when) == (odd, moment) else 32 for moment in ("prepare", "call"))
     try:
-        attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=here)
+        attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.from_group(), n_local=here)
         q = torch.zeros(1, HEADS, call, WIDTH)
         attend(q, q, q)
     finally:
@@ -352,7 +354,7 @@ class Unread(BlockSizes):
 
 def exchanges_before_the_first_attention(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
     """A session in a new group, and its first attention. Returns in what ranks agreed before q was sent."""
-    made = SequenceGroup.of(dist.new_group(list(range(world)), timeout=timedelta(seconds=77)))
+    made = SequenceGroup.from_group(dist.new_group(list(range(world)), timeout=timedelta(seconds=77)))
     seen: list[str] = []
 
     def noted(name: str, function: Any) -> Any:

@@ -24,7 +24,7 @@ LAYERS = 3
 def branches_alive(rank: int, world: int, debug: bool) -> tuple[int, int]:
     """Returns how many gates and coarse branches were made in a pass, and how many are alive after it."""
     config = with_debug({"mask": VSA}, debug)
-    session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), 4, LAYERS)
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy(1, world), 4, LAYERS)
     made: list[weakref.ref[torch.Tensor]] = []
 
     def note(branch: CoarseBranch, out: torch.Tensor, add: Any = CoarseBranch.add_to) -> None:

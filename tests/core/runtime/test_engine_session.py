@@ -57,7 +57,7 @@ def reference(layout: EngineLayout, mask: str, layer: int) -> tuple[torch.Tensor
 
 def error_of(rank: int, world: int, name: str, mask: str, strategy: str) -> float:
     layout = LAYOUTS[name]
-    session = EngineSession(SequenceGroup.of(), Strategy.parse(strategy), HEADS, LAYERS, mask)
+    session = EngineSession(SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, LAYERS, mask)
     with_text = layout.text > 0
     worst = 0.0
     for step in range(2):
@@ -70,11 +70,11 @@ def error_of(rank: int, world: int, name: str, mask: str, strategy: str) -> floa
             out = session.attend(layer, *own, None, tuple(text) if with_text else None)
             places = text.shape[2] if with_text else 0
             of_text, of_shard = (out[:, shard:], out[:, :shard]) if layout.text_last else out.split((places, shard), 1)
-            gathered = torch.cat(SequenceGroup.of().all_gather(of_shard), dim=1)[:, : sequence.shape[2]]
+            gathered = torch.cat(SequenceGroup.from_group().all_gather(of_shard), dim=1)[:, : sequence.shape[2]]
             expected = reference(layout, mask, layer)
             worst = max(worst, float((gathered - expected[1]).abs().max()))
             if with_text:
-                everyone = SequenceGroup.of().all_gather(of_text)
+                everyone = SequenceGroup.from_group().all_gather(of_text)
                 assert all(torch.equal(one, everyone[0]) for one in everyone), "the same text on all ranks"
                 worst = max(worst, float((of_text - expected[0]).abs().max()))
     return worst
@@ -104,7 +104,7 @@ def of_h3(heads: int) -> torch.Tensor:
 
 
 def error_of_h3(rank: int, world: int, strategy: str, heads: int) -> float:
-    group, shard = SequenceGroup.of(), H3_PLACES // world
+    group, shard = SequenceGroup.from_group(), H3_PLACES // world
     session = EngineSession(group, Strategy.parse(strategy), heads, 1, VSA)
     session.begin(replace(H3, shard=shard), "cpu", step=0)
     everywhere = of_h3(heads)
@@ -165,7 +165,7 @@ def test_masks_by_step_are_rejected_where_the_engine_says_no_step():
 
 def test_ranks_skip_where_all_would():
     def decided(rank: int, world: int) -> list[bool]:
-        session = EngineSession(SequenceGroup.of(), Strategy(1, world), HEADS, LAYERS, KNOWN)
+        session = EngineSession(SequenceGroup.from_group(), Strategy(1, world), HEADS, LAYERS, KNOWN)
         return [session.all_agree(answer) for answer in (True, rank == 0, False)]
 
     assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3

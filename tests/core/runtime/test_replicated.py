@@ -38,7 +38,7 @@ def attend(rank: int, world: int, merged: bool = True) -> list[torch.Tensor]:
     q, k, v, weights = tensors(world)
     k, v = (whole.split(KEYS[world], dim=2)[rank] for whole in (k, v))
     leaves = [t.clone().requires_grad_(True) for t in (q, k, v)]
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     out = attend_shared_keys(*leaves, SCALE, group if merged else SequenceGroup(0, 1))
     (count_gradient_once(out, group) * weights).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]

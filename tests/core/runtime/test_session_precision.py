@@ -50,7 +50,7 @@ def attended(
 ) -> tuple[float, int, int]:
     """Two passes. Returns the error of the second, the bytes that the report counts of it, and those that went."""
     config = DbspConfig.load(settings | {"report": "nowhere"})
-    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), HEADS, 1)
+    session = observed_session(config, SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, 1)
     for timestep in (900.0, 800.0):
         layout = session.begin(*videos, timestep=timestep)
         full, expected = once(partial(alone, config, videos, timestep, layout.tokens))

@@ -171,13 +171,13 @@ def run_packed(rank: int, world: int, cases: list[PackedCase]) -> list[tuple[flo
 
 def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     sequences, loaders = case.sequences, case.loaders(world)
-    group = SequenceGroup.of()
+    group = SequenceGroup.from_group()
     full, of_mask, expected, gradients = _alone(PackedCase("-", case.seed, **case.of_reference))
     mine, places = (torch.from_numpy(a) for a in loaders.tokens_at(rank))
     # 1. What this rank's loader gives, without padding: nothing where it has no sequence.
     local = [t[:, :, mine].clone().requires_grad_(place < 3) for place, t in enumerate(full)]
     home = case.home(BlockGrid.packed([grid for grid, _ in sequences]), world)
-    redistribution = Redistribution.of(loaders, home, group, source_slots=len(mine), debug=True)
+    redistribution = Redistribution.between(loaders, home, group, source_slots=len(mine), debug=True)
     # 2. To the balanced layout, attention there, and back.
     q, k, v = redistribution.there(*local[:3], dim=2)
     with torch.no_grad():
@@ -206,7 +206,7 @@ class Counting(SequenceGroup):
     bytes: list
 
     def __init__(self):
-        everyone = SequenceGroup.of()
+        everyone = SequenceGroup.from_group()
         super().__init__(everyone.rank, everyone.size, everyone._held_by_torch)
         object.__setattr__(self, "bytes", [])
 
@@ -223,7 +223,7 @@ def run_redistribution(rank: int, world: int, seed: int) -> dict:
     tokens = sum(lengths)
     target = SequenceLayout.from_streams([draws.permutation(tokens)], world)
     group = Counting()
-    redistribution = Redistribution.of(loaders, target, group, debug=bool(seed % 2))
+    redistribution = Redistribution.between(loaders, target, group, debug=bool(seed % 2))
     generator = torch.Generator().manual_seed(seed)
     whole = [
         torch.randn(tokens, 3, 5, generator=generator),
@@ -284,7 +284,7 @@ def redistribute_wrongly(rank: int, world: int, fault: str, culprit: int) -> Non
     if rank == culprit and fault == "layouts":
         source = SequenceLayout.whole_sequences([9, 7], [0, 1], world)
     debug = fault == "debug" and rank == culprit
-    Redistribution.of(source, target, debug=debug).there(torch.zeros(places, 2, dtype=dtype))
+    Redistribution.between(source, target, debug=debug).there(torch.zeros(places, 2, dtype=dtype))
 
 
 def run_page(rank: int, world: int, code: str) -> dict:
@@ -293,7 +293,7 @@ def run_page(rank: int, world: int, code: str) -> dict:
     exec(code, names)
     expected, first = [], 0
     gathered = names["here"].detach()
-    tokens = SequenceGroup.of().all_gather(gathered)
+    tokens = SequenceGroup.from_group().all_gather(gathered)
     whole = torch.empty(names["striped"].tokens, gathered.shape[1])
     for other, held in enumerate(tokens):
         mine, places = (torch.from_numpy(a) for a in names["striped"].tokens_at(other))

@@ -38,10 +38,10 @@ def test_layouts_that_do_not_fit():
     alone = SequenceGroup(0, 1)
     source = SequenceLayout.whole_sequences([5, 3], [0, 0], 1)
     with pytest.raises(UserError, match="8 tokens on 1; make source and target from the same sequences"):
-        Redistribution.of(source, SequenceLayout.contiguous(9, 1), alone)
+        Redistribution.between(source, SequenceLayout.contiguous(9, 1), alone)
     with pytest.raises(UserError, match="on 2 ranks does not fit 8 tokens on 1"):
-        Redistribution.of(SequenceLayout.contiguous(8, 2), SequenceLayout.contiguous(8, 2), alone)
+        Redistribution.between(SequenceLayout.contiguous(8, 2), SequenceLayout.contiguous(8, 2), alone)
     with pytest.raises(UserError, match="has 7 slots, expected 8 to 8"):
-        Redistribution.of(source, SequenceLayout.contiguous(8, 1), alone, source_slots=7)
+        Redistribution.between(source, SequenceLayout.contiguous(8, 1), alone, source_slots=7)
     with pytest.raises(UserError, match="at least one tensor"):
-        Redistribution.of(source, SequenceLayout.contiguous(8, 1), alone).there()
+        Redistribution.between(source, SequenceLayout.contiguous(8, 1), alone).there()

@@ -20,14 +20,14 @@ def fork_children(beginning: Beginning) -> None:
     real_start, real_exec = subprocess._fork_exec, {"execv": os.execv, "execve": os.execve}  # type: ignore[attr-defined]
 
     def start(*given: Any) -> int:
-        todo = _Start.of(given, beginning)
+        todo = _Start.from_request(given, beginning)
         if todo is None:
             return int(real_start(*given))
         return todo.fork(beginning)
 
     def execute(path: Any, line: Sequence[Any], environment: dict[str, str] | None = None) -> NoReturn:
         variables = dict(os.environ if environment is None else environment)
-        command = Command.of(line, [os.fsencode(path)])
+        command = Command.from_line(line, [os.fsencode(path)])
         if command is None or not beginning.can_be(variables) or len(os.listdir("/proc/self/task")) > 1:
             given = (path, line) if environment is None else (path, line, environment)
             real_exec["execv" if environment is None else "execve"](*given)  # type: ignore[operator]
@@ -50,7 +50,7 @@ class _Start:
         self.new_session, self.group = given[15:17]
 
     @classmethod
-    def of(cls, given: Sequence[Any], beginning: Beginning) -> _Start | None:
+    def from_request(cls, given: Sequence[Any], beginning: Beginning) -> _Start | None:
         if len(given) != _PARAMETERS:
             return None
         arguments, executables, _, _, cwd, variables = given[:6]
@@ -64,7 +64,7 @@ class _Start:
         else:
             pairs = (os.fsdecode(one).split("=", 1) for one in variables)
             environment = dict(pairs)
-        command = Command.of(arguments, executables)
+        command = Command.from_line(arguments, executables)
         if command is None or not beginning.can_be(environment):
             return None
         return cls(command, environment, given)

@@ -32,7 +32,7 @@ class Command:
     unbuffered: bool = False
 
     @classmethod
-    def of(
+    def from_line(
         cls, line: Sequence[str | bytes | os.PathLike], candidates: Sequence[bytes] | None = None
     ) -> Command | None:
         """The command of a line that runs this interpreter without options other than -u; None for any other.

@@ -73,7 +73,7 @@ class Program(subprocess.Popen):
             not shell and preexec_fn is executable is gid is gids is uid is None and umask < 0 and group in ([], [-1])
         )
         line = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
-        command = Command.of(line) if usual and not pass_fds and close_fds else None
+        command = Command.from_line(line) if usual and not pass_fds and close_fds else None
         if command is None or read_at_import(environment) != _server().at_import:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
             return

@@ -41,7 +41,7 @@ def _transformer(target: str, nth: int = 1) -> Phase:
 DEBUG, NEEDED, BACKWARD = {"debug": True}, {"keys": "needed"}, {"backward": True}
 PHASES: dict[str, Phase] = {
     "settings": _session(f"{RUNTIME}.session.check_settings"),
-    "new size": _session(f"{RUNTIME}.size_context.SizeContext.of"),
+    "new size": _session(f"{RUNTIME}.size_context.SizeContext.from_config"),
     "agreement on a pass": _session(f"{RUNTIME}.pass_checks.PassChecks.check"),
     "static mask": _session(f"{RUNTIME}.mask_provider.MaskProvider.mask", mask=WINDOW),
     "agreement on shapes": _session(f"{RUNTIME}.session.check_attention"),

@@ -63,7 +63,7 @@ class Values:
 
 def attention(values: Values) -> float:
     """Three calls under one plan and mask."""
-    group, settings = SequenceGroup.of(), values.settings
+    group, settings = SequenceGroup.from_group(), values.settings
     grid = BlockGrid.uniform(TOKENS, block=16)
     generator = torch.Generator().manual_seed(values.mask_seed)
     bits = torch.rand(values.heads, grid.nq, grid.nk, generator=generator) < 0.5
@@ -108,7 +108,7 @@ def configured(settings: Mapping[str, Any]) -> DbspConfig:
 
 def session(values: Values) -> float:
     """Three denoising steps of one layer, and a report where one is asked for."""
-    group, settings = SequenceGroup.of(), dict(values.settings)
+    group, settings = SequenceGroup.from_group(), dict(values.settings)
     if values.mask_file:
         settings["mask"] = {"source": "file", "path": _mask_file(values, group.rank)}
     if values.flipped:
@@ -162,10 +162,10 @@ def transformer(values: Values) -> float:
 
 def redistribution(values: Values) -> float:
     """Tokens to another layout and back, twice."""
-    group, world = SequenceGroup.of(), Strategy.parse(values.strategy).world
+    group, world = SequenceGroup.from_group(), Strategy.parse(values.strategy).world
     source = SequenceLayout.contiguous(TOKENS, world)
     target = SequenceLayout.striped(BlockGrid.uniform(TOKENS, block=16), Strategy.parse(values.strategy))
-    way = Redistribution.of(source, target, group, debug=values.settings.get("debug", False))
+    way = Redistribution.between(source, target, group, debug=values.settings.get("debug", False))
     tokens = torch.randn(source.shard, values.width, dtype=getattr(torch, values.dtype))
     worst, (_, places) = 0.0, source.tokens_at(group.rank)
     for call in range(CALLS):

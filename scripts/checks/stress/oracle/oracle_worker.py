@@ -54,7 +54,7 @@ def run_cases(rank: int, world: int, cases: Sequence[Draw], scale: float = 1.0) 
 
 
 def _run(rank: int, world: int, case: Draw, scale: float) -> dict[str, float]:
-    group, strategy = SequenceGroup.of(), Strategy.parse(case.strategy)
+    group, strategy = SequenceGroup.from_group(), Strategy.parse(case.strategy)
     sources, dtype = sources_of(case), getattr(torch, case.dtype)
     tokens = sum(one.tokens for one in case.sequences)
     generator = torch.Generator().manual_seed(case.seed)

@@ -60,7 +60,7 @@ def _weights(attention: Case) -> torch.Tensor:
 
 def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
     """Largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k and v."""
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     mine, places = given.mine, given.places
     expected, expected_gradients = reference(case.attention)
     local = [t.requires_grad_(True) for t in given.local]
@@ -81,7 +81,7 @@ def identical_bits(rank: int, world: int, case: Case) -> bool:
     """Whether two backward passes give identical bits."""
     found = []
     for _ in range(2):
-        given = Inputs.of(case, rank)
+        given = Inputs.from_case(case, rank)
         local = [t.requires_grad_(True) for t in given.local]
         attend(case, given.mask, given.layout, local).square().sum().backward()
         found.append([t.grad for t in local])
@@ -90,14 +90,14 @@ def identical_bits(rank: int, world: int, case: Case) -> bool:
 
 def gradcheck(rank: int, world: int, case: Case) -> bool:
     """torch's own numeric check, on a process that is alone."""
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     local = [t.requires_grad_(True) for t in given.local]
     return torch.autograd.gradcheck(lambda *qkv: attend(case, given.mask, given.layout, list(qkv)), local)
 
 
 def not_finite(rank: int, world: int, odd: int) -> None:
     """Under debug, the gradient of one rank's output is NaN."""
-    given = Inputs.of(Case(f"U1R{world}", tokens=world * 32), rank)
+    given = Inputs.from_case(Case(f"U1R{world}", tokens=world * 32), rank)
     case = Case(f"U1R{world}", tokens=world * 32)
     out = attend(case, given.mask, given.layout, [t.requires_grad_(True) for t in given.local])
     out.backward(torch.full_like(out, float("nan") if rank == odd else 1.0))
@@ -106,7 +106,7 @@ def not_finite(rank: int, world: int, odd: int) -> None:
 def inference_tensors(rank: int, world: int) -> None:
     """q, k and v of inference mode, where gradients are asked for."""
     case = Case(f"U1R{world}", tokens=world * 32)
-    given = Inputs.of(case, rank)
+    given = Inputs.from_case(case, rank)
     with torch.inference_mode():
         k = given.local[1].clone()
     attend(case, given.mask, given.layout, [given.local[0].requires_grad_(True), k, given.local[2]])

@@ -47,7 +47,11 @@ def predict_with_fitted(rank: int, world: int, case: LowRankCase, fault: str, fo
     mask = {"source": "lowrank", "path": path, "topk": 0.3}
     config = DbspConfig.load({"mask": mask, "strategy": f"U1R{world}"})
     session = AttentionSession(
-        config, SequenceGroup.of(), config.strategy_or(None), heads=case.heads, layers=1 if fault != "layer" else 4
+        config,
+        SequenceGroup.from_group(),
+        config.strategy_or(None),
+        heads=case.heads,
+        layers=1 if fault != "layer" else 4,
     )
     layout: SequenceLayout = session.begin(Video(case.thw))
     width = 8 if fault == "width" else case.width
@@ -61,5 +65,5 @@ def predict_with_another_group_before(rank: int, world: int, case: LowRankCase, 
     alone = [dist.new_group([one]) for one in range(world)][rank]
     order = SequenceLayout.contiguous(case.request.tokens, 1)
     tokens = local_tokens(rank, world, case, Strategy(1, world))
-    source.mask(case.request, LocalQK(*case.tensors(), order, SequenceGroup.of(alone), tokens.scale))
+    source.mask(case.request, LocalQK(*case.tensors(), order, SequenceGroup.from_group(alone), tokens.scale))
     source.mask(case.request, tokens)

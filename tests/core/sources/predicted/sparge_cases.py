@@ -79,4 +79,4 @@ def local_tokens(
         here = torch.full((case.batch, case.heads, layout.shard, case.width), RUBBISH, dtype=case.dtype)
         here[:, :, places] = everywhere[:, :, mine]
         local.append(here)
-    return LocalQK(*local, layout, SequenceGroup.of(), case.width**-0.5)
+    return LocalQK(*local, layout, SequenceGroup.from_group(), case.width**-0.5)

@@ -63,7 +63,7 @@ def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[
     """(largest difference from the oracle, smallest density of the union less that of its densest part, by_step)"""
     config = DbspConfig.load({"mask": mask_settings(case.mask)})
     config = replace(config, dense_schedule=DenseSchedule(first_steps=case.dense_first))
-    session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(strategy), case.heads, LAYERS)
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy.parse(strategy), case.heads, LAYERS)
     worst, gained = 0.0, 1.0
     for step, timestep in enumerate(TIMESTEPS):
         layout = session.begin(Video(case.thw, case.text_tokens), timestep=timestep)
