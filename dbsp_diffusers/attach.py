@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -84,7 +83,6 @@ class _Attaching:
 
     Attributes:
         device: Result of `use_model_device`.
-        passes: The ranks that run one forward pass together.
         sessions: Each transformer with its session.
         gates: Gates that a checkpoint brings, by attention module.
         like: A tensor of each transformer's attentions, of their device and dtype.
@@ -93,7 +91,6 @@ class _Attaching:
     pipe: Any
     device: tuple[int, int]
     generations: Generations
-    passes: GenerationChecks
     sessions: list[tuple[nn.Module, AttentionSession]]
     gates: dict[nn.Module, nn.Linear]
     like: list[torch.Tensor]
@@ -131,13 +128,11 @@ def attach_framework(
             problem = error
         # 2. Together.
         sessions = [] if made is None else [session for _, session in made.sessions]
-        numbers = [*(made.device if made else (-1, 0)), secrets.randbits(62)]
+        numbers = made.device if made else (-1, 0)
         numbers_by_rank = check_settings(ranks, sessions, problem, fingerprints, numbers)
         if made is None:
             raise RuntimeError("nothing is attached, and no rank has said why")
-        require_own_gpus(ranks, [device for *device, _ in numbers_by_rank])
-        made.generations.checks.board = ranks.failure_board(numbers_by_rank[0][-1])
-        made.passes.board = framework.sequence.failure_board(numbers_by_rank[0][-1])
+        require_own_gpus(ranks, numbers_by_rank)
         if framework.decoders is not None:  # more ranks than those that have compared their settings
             check_consistent(framework.decoders.control(), None, {VAE_DIFFERS: int(sessions[0].config.vae)})
         # 3. What depends on other ranks' wishes.
@@ -156,10 +151,9 @@ def _attached(
     transformers = _require_attachable(model)
     pipe = None if model in transformers.values() else model
     generations = Generations(pipe, framework.ranks)
-    passes = generations.checks if framework.halves is None else GenerationChecks(framework.sequence)
     clock = StepClock(generations.progress, shared=len(transformers) > 1)
     device = use_model_device(transformers.values(), framework.ranks)
-    made = _Attaching(pipe, device, generations, passes, [], {}, [])
+    made = _Attaching(pipe, device, generations, [], {}, [])
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, framework, pipe, several=len(transformers) > 1)
         made.gates.update(gates_in_checkpoint(transformer, own.mask, None if pipe is None else name))
@@ -186,11 +180,9 @@ def _attached(
     exchanged = functools.partial(_exchanged, pipe, list(transformers.values()))
     generations.attach(changes, exchanged, shares_state=framework.decoders is None)
     for (transformer, _), ranks in zip(made.sessions, together, strict=True):
-        on_host = next(transformer.parameters()).device.type == "cpu"
-        patience = framework.ranks.timeout if on_host else None
-        Coverage(transformer, ranks.reached, passes, patience).attach(changes)
+        Coverage(transformer, ranks.reached).attach(changes)
         if framework.halves is not None:
-            GuidedCalls(transformer, framework.halves, generations, passes, debug, patience).attach(changes)
+            GuidedCalls(transformer, framework.halves, generations, debug).attach(changes)
     # 3. Decoding, and where to find all this again.
     if made.sessions[0][1].config.vae:
         decoders = generations.checks if framework.decoders is None else GenerationChecks(framework.decoders)

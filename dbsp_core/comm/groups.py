@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.failures import FailureBoard, PostedFailure, board_of, wait_for_work
 from dbsp_core.comm.process_groups import CONTROL, over_nccl, subgroup, timeout_of
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number
@@ -52,16 +51,9 @@ class CommunicationError(RuntimeError):
 
 @contextmanager
 def explain_broken_connection() -> Iterator[None]:
-    """Explains a broken connection inside as a `CommunicationError`, which quotes the process group's message.
-
-    If another rank has posted why it left the forward pass, that is raised: as UserError if it was one.
-    """
+    """Explains a broken connection inside as a `CommunicationError`, which quotes the process group's message."""
     try:
         yield
-    except PostedFailure as failure:
-        if failure.by_user:
-            raise UserError(failure.text) from failure
-        raise CommunicationError(f"{BROKE_OFF}; restart all ranks ({' '.join(failure.text.split())})") from failure
     except RuntimeError as error:
         raise CommunicationError(
             f"{BROKE_OFF}: one of the other ranks may have died, or was too late; look for the first error in its "
@@ -71,24 +63,16 @@ def explain_broken_connection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PendingTransfer:
-    """A tensor in flight from other ranks, which `wait` returns. Keeps the tensor being sent alive until then.
-
-    Attributes:
-        board: The failures that end the wait for a collective on CPU tensors, if any.
-    """
+    """A tensor in flight from other ranks, which `wait` returns. Keeps the tensor being sent alive until then."""
 
     received: torch.Tensor
     sent: torch.Tensor
     works: tuple[dist.Work, ...]
-    board: FailureBoard | None = None
 
     def wait(self) -> torch.Tensor:
         with explain_broken_connection():
             for work in self.works:
-                if self.board is None:
-                    work.wait()
-                else:
-                    wait_for_work(work, self.board)
+                work.wait()
         return self.received
 
 
@@ -209,7 +193,7 @@ class SequenceGroup:
         splits = list(receive_splits), list(send_splits)
         with explain_broken_connection():
             work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
-        return PendingTransfer(received, sent, (work,), self._board(sent))
+        return PendingTransfer(received, sent, (work,))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Returns every rank's tensor, by rank; all have one shape."""
@@ -217,7 +201,8 @@ class SequenceGroup:
             return [mine]
         mine = mine.contiguous()
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        self._complete(mine, lambda **options: dist.all_gather(gathered, mine, **options))
+        with explain_broken_connection():
+            dist.all_gather(gathered, mine, group=self.group)
         return gathered
 
     def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
@@ -225,7 +210,8 @@ class SequenceGroup:
         if self.size == 1:
             return mine
         gathered = mine.new_empty(self.size * len(mine), *mine.shape[1:])
-        self._complete(mine, lambda **options: _all_gather_single(gathered, mine, **options))
+        with explain_broken_connection():
+            _all_gather_single(gathered, mine, group=self.group)
         return gathered
 
     def broadcast(self, values: torch.Tensor) -> None:
@@ -233,35 +219,13 @@ class SequenceGroup:
         group = self.group
         if group is None or self.size == 1:
             return
-        source = dist.get_global_rank(group, 0)
-        self._complete(values, lambda **options: dist.broadcast(values, source, **options))
+        with explain_broken_connection():
+            dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Returns every rank's integers (below 2^63), by rank, sent from host to host."""
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         return [rank_values.tolist() for rank_values in self.for_host_tensors().all_gather(mine)]
-
-    def failure_board(self, number: int) -> FailureBoard | None:
-        """Returns the board where these ranks post failures, read by waits in the group and in groups made from it.
-
-        `number` names it where there is none yet: the same on all ranks, and of no other board.
-        """
-        group = self.group
-        if group is None or self.size == 1:
-            return None
-        return FailureBoard.for_group(group, number)
-
-    def _board(self, sent: torch.Tensor) -> FailureBoard | None:
-        """Returns the failures that end a wait for these values; None on a device, whose waits are not the host's."""
-        return board_of(self.group) if sent.device.type == "cpu" else None
-
-    def _complete(self, sent: torch.Tensor, collective: Callable[..., Any]) -> None:
-        """Calls a function of torch.distributed, and waits for what it starts."""
-        board = self._board(sent)
-        with explain_broken_connection():
-            work = collective(group=self.group, async_op=board is not None)
-            if board is not None:
-                wait_for_work(work, board)
 
     def barrier(self) -> None:
         """Returns once all ranks of a gloo group have called it. Raises RuntimeError where one does not in time."""

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["CONTROL", "meet", "over_nccl", "parent_of", "subgroup", "timeout_of"]
+__all__ = ["CONTROL", "meet", "over_nccl", "subgroup", "timeout_of"]
 
 CONTROL = "control"
 """Purpose of the group in which ranks agree on things."""
 _Groups = dict[str, weakref.ref[dist.ProcessGroup]]
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
 """The groups made from each group, by purpose."""
-_PARENT: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def subgroup(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) -> dist.ProcessGroup:
@@ -39,14 +38,7 @@ def subgroup(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str)
     if known is None:
         known = _made(group, purpose, ranks, backend)
         groups[purpose] = weakref.ref(known)  # torch itself holds it
-        _PARENT[known] = weakref.ref(group)
     return known
-
-
-def parent_of(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Returns the group that a group was made from by `subgroup`, or None."""
-    parent = _PARENT.get(group)
-    return None if parent is None else parent()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

@@ -5,22 +5,17 @@ An attention that db-SP does not compute attends to the tokens of one rank, and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
-from dbsp_core.comm.failures import FailureBoard
-from dbsp_core.comm.groups import explain_broken_connection
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
-from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.step_caches import may_skip
 
 __all__ = ["Coverage"]
@@ -37,29 +32,21 @@ class Coverage:
 
     Args:
         reached: Returns the layers whose attention db-SP has computed in the current pass.
-        checks: Whose board the ranks that wait for this one read: why it has left a forward pass.
-        patience: Time that this rank waits, after a failed pass, for the others to read it; None: they don't.
     """
 
     def __init__(
         self,
         transformer: nn.Module,
         reached: Callable[[], Collection[int]],
-        checks: GenerationChecks,
-        patience: timedelta | None,
     ) -> None:
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
         self._reached = reached
-        self._checks = checks
-        self._patience = patience
         self._layers = {attention: layer for layer, attention in enumerate(self._attentions())}
         self._replaced = {attention for attention in self._layers if not has_class_forward(attention)}
         """Attention modules whose forward db-SP has replaced."""
         self._expected: dict[int, nn.Module] = {}
         """Attention modules that the current pass must reach, by layer."""
-        self._handled: BaseException | None = None
-        """What the caller of the current pass is handling, if it is called from an `except` block."""
 
     def attach(self, patches: PatchSet) -> None:
         """Checks every forward pass from now on."""
@@ -72,18 +59,10 @@ class Coverage:
         ):  # no rank may be here before its last attention
             for module in modules_at(transformer, path):
                 patches.hook(module.register_forward_hook, self._require_all, prepend=True)
-        patches.hook(transformer.register_forward_hook, self._end, always_call=True)
-
-    @property
-    def _board(self) -> FailureBoard | None:
-        return self._checks.board
+        patches.hook(transformer.register_forward_hook, self._require_all)
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._handled = sys.exc_info()[1]
-        if self._board is not None:
-            with explain_broken_connection():
-                self._board.begin_pass(self._patience)
         present = self._present()
         unknown = [attention for attention in present if attention not in self._layers]
         if unknown:
@@ -123,23 +102,6 @@ class Coverage:
                 f"{len(missed)} of {len(self._expected)} self-attentions did not reach db-SP, {self._named(missed)}: "
                 f"{_CAUSE}"
             )
-
-    @torch.compiler.disable
-    def _end(self, *_: Any) -> None:
-        """Checks the pass, and posts why it has failed, if so: other ranks may wait in an attention."""
-        failure = sys.exc_info()[1]
-        if failure is self._handled:
-            failure = None
-        self._handled = None
-        try:
-            if failure is None:
-                self._require_all()
-        except UserError as error:
-            failure = error
-            raise
-        finally:
-            if failure is not None and self._board is not None:
-                self._board.post(failure)
 
     def _parent(self, attention: nn.Module) -> nn.Module:
         """Returns the block that an attention module is in."""

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from dbsp_core.comm.consistency import check_consistent, require_equal
-from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
@@ -65,14 +64,13 @@ class Meeting:
     """Numbers that ranks compare of an exchange in which the first rank has sent its state and its tensors.
 
     Attributes:
-        numbers: Kind of exchange, number of calls and of the board's passes, and a bit for each tensor that differs
-            from the first rank's.
+        numbers: Kind of exchange, number of calls, and a bit for each tensor that differs from the first rank's.
         fingerprints: Fingerprints of what must be equal, by message.
         messages: By tensor.
     """
 
     checks: GenerationChecks
-    numbers: tuple[int, int, int, int]
+    numbers: tuple[int, int, int]
     fingerprints: Mapping[str, int]
     messages: Sequence[str] = ()
 
@@ -92,35 +90,25 @@ class Meeting:
         control, fingerprints = self.checks.group.control(), {**self.fingerprints, **(more or {})}
         numbers = check_consistent(control, problem, fingerprints, numbers=[*self.numbers, free], meet=self._meet)
         for number, message in enumerate(self.messages):
-            ranks = [rank for rank, numbers in enumerate(numbers) if numbers[3] >> min(number, _MOST_BITS) & 1]
+            ranks = [rank for rank, numbers in enumerate(numbers) if numbers[2] >> min(number, _MOST_BITS) & 1]
             if ranks:
                 raise UserError(message.format(ranks))
         return numbers
 
     def _meet(self, numbers: Sequence[Sequence[int]]) -> None:
         """Takes the numbers of all ranks. Raises UserError unless they are at the same exchange of the same call."""
-        kinds, calls, passes, *_ = zip(*numbers, strict=True)
-        board = self.checks.board
+        kinds, calls, *_ = zip(*numbers, strict=True)
         self.checks.calls = max(calls)
-        if board is not None:
-            board.passes = max(passes)
         require_equal(CALLS_DIFFER, calls)
-        if board is not None:
-            board.met()
         require_equal(GENERATORS_DIFFER, kinds)
 
 
 @dataclass
 class GenerationChecks:
-    """The ranks that make one video together, and the number of calls that this rank has begun.
-
-    Attributes:
-        board: Board where these ranks post failures, if any. Its number of passes is made equal with that of calls.
-    """
+    """The ranks that make one video together, and the number of calls that this rank has begun."""
 
     group: SequenceGroup
     calls: int = field(default=0, init=False)
-    board: FailureBoard | None = None
 
     def begin_call(self) -> None:
         """Counts a generation that begins outside a pipeline's calls. Not collective."""
@@ -217,7 +205,6 @@ class GenerationChecks:
 
         A rank that is elsewhere receives what the first rank sends all the same, and compares at once.
         """
-        passes = 0 if self.board is None else self.board.passes
         sizes = [
             sum(map(_room, (one for one in tensors if (one.device.type == "cpu") == cpu))) for cpu in (True, False)
         ]
@@ -226,12 +213,12 @@ class GenerationChecks:
         self.group.control().broadcast(header)
         if header.tolist() != mine:
             self._discard(*header[-2:].tolist())
-            Meeting(self, (kind, self.calls, passes, 0), fingerprints).check()
+            Meeting(self, (kind, self.calls, 0), fingerprints).check()
             raise RuntimeError("the first rank is at another exchange, and no rank has said so")
         first = self.first_rank_values(tensors)
         differ = [not bool(_are_close(*pair)) for pair in zip(tensors, first, strict=True)] if messages else []
         bits = sum({1 << min(number, _MOST_BITS) for number, differs in enumerate(differ) if differs})
-        return first, Meeting(self, (kind, self.calls, passes, bits), fingerprints, messages)
+        return first, Meeting(self, (kind, self.calls, bits), fingerprints, messages)
 
     def _discard(self, on_host: int, on_device: int) -> None:
         """Receives as many bytes as the first rank broadcasts."""

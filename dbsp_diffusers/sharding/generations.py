@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.failures import FailureBoard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
 from dbsp_core.runtime.session import AttentionSession
@@ -55,12 +54,9 @@ class Generations:
         """Number of this generation's passes before the current one."""
         self._compared: set[object] = set()
         """Positions and kinds of inputs that were compared in this generation."""
+        self._unfinished = False
+        """True if the last pass has begun and not ended: it may have failed on this rank alone."""
         self._constants = Constants()
-
-    @property
-    def board(self) -> FailureBoard | None:
-        """Board where the ranks post why they have left a forward pass."""
-        return self.checks.board
 
     def attach(self, patches: PatchSet, problem: Callable[[], Exception | None], *, shares_state: bool) -> None:
         """Follows the pipeline's calls.
@@ -82,11 +78,6 @@ class Generations:
             vars(self._pipe).pop("_num_timesteps", None)  # the last call's, until this one knows
             try:
                 return call(*args, **kwargs)
-            except Exception as error:
-                if self.board is not None:  # other ranks may wait for this one in the next pass
-                    self.board.passes += 1
-                    self.board.post(error)
-                raise
             finally:
                 self._call = outer
 
@@ -145,9 +136,9 @@ class Generations:
     def hook(self, transformer: nn.Module, session: AttentionSession, patches: PatchSet, *, always: bool) -> None:
         """Gives the transformer the first rank's inputs on all ranks, which compare what each was given.
 
-        Ranks compare at the beginning of each generation, and where inputs are of new shapes: at the pass's first
-        attention. Where gradients flow through the inputs, and in training, they compare at every pass, and each
-        computes with its own.
+        Ranks compare at the beginning of each generation, where inputs are of new shapes, and after a pass that
+        failed: at the pass's first attention. Where gradients flow through the inputs, and in training, they compare
+        at every pass, and each computes with its own.
 
         Call it before anything that cuts the inputs is hooked.
 
@@ -167,6 +158,12 @@ class Generations:
             return arguments
 
         patches.hook(transformer.register_forward_pre_hook, agree, with_kwargs=True)
+        patches.hook(transformer.register_forward_hook, self.end_pass)
+
+    @torch.compiler.disable
+    def end_pass(self, *_: Any) -> None:
+        """Notes that a pass has ended without an error."""
+        self._unfinished = False
 
     def check_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool
@@ -185,7 +182,8 @@ class Generations:
         own = training or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors.values()))
         kinds = tuple((name, one.shape, one.dtype) for name, one in tensors.items())
         position, meeting = (min(self._passes, _COMPARED - 1), kinds), None
-        if always or own or position not in self._compared:
+        failed, self._unfinished = self._unfinished, True
+        if always or own or failed or position not in self._compared:
             values, meeting = self._compare(inputs)
             self._compared.add(position)
         else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from types import MethodType
 from typing import Any
 
@@ -20,13 +19,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.comm.groups import explain_broken_connection
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, Entered, PatchSet, cache_contexts, sample_of, signature_of
-from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.step_caches import names_of_caches
@@ -99,17 +96,13 @@ class GuidedCalls:
 
     Attributes:
         generations: Checks of each video that all ranks make.
-        passes: The ranks of this rank's half.
         always: True if ranks compare the inputs of every call.
-        patience: Time that this rank waits, after a call that failed, for the others to read it; None: it doesn't.
     """
 
     transformer: nn.Module
     halves: Halves
     generations: Generations
-    passes: GenerationChecks
     always: bool
-    patience: timedelta | None
     _first: _Call | None = None
     """The call that waits for a second one."""
     _entered: Callable[[], Entered | None] = lambda: None
@@ -141,16 +134,9 @@ class GuidedCalls:
 
     @torch.compiler.disable
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        board = self.generations.board
-        if board is not None:
-            with explain_broken_connection():
-                board.begin_pass(self.patience)
-        try:
-            return self._outputs(args, kwargs)
-        except Exception as error:
-            if board is not None:  # the other half may wait for this rank's output
-                board.post(error)
-            raise
+        outputs = self._outputs(args, kwargs)
+        self.generations.end_pass()
+        return outputs
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the transformer does, or with an output that is computed later. Collective."""
@@ -201,8 +187,6 @@ class GuidedCalls:
         compute = self._compiled or MethodType(nn.Module._call_impl, self.transformer)
 
         def forward() -> Any:
-            if self.passes.board is not None and self.generations.board is not None:
-                self.passes.board.passes = self.generations.board.passes
             with nullcontext() if context is None else context[1]():
                 return compute(*args, **kwargs)
 

@@ -96,7 +96,7 @@ class TurnTakingGroup(SequenceGroup):
     ) -> PendingTransfer:
         """Starts an all-to-all."""
         transfer = super().start_all_to_all(sent, receive_splits, send_splits)
-        return _Transfer(transfer.received, transfer.sent, transfer.works, transfer.board, turns=self.turns)
+        return _Transfer(transfer.received, transfer.sent, transfer.works, turns=self.turns)
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 import dbsp_diffusers
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from tests.support.models.tiny_pipelines import difference, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.single_process import attach_single_process
 
+COMPARE = GenerationChecks.compare
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
 
 
@@ -112,56 +114,32 @@ def hooks_removed(rank: int, world: int) -> list[float]:
     return found
 
 
-def skipped_on_one(rank: int, world: int, strategy: str, where: str) -> list[str]:
-    """One rank leaves a pass that the others wait in: what it and the next pass say.
+def failed_on_all(rank: int, world: int, guidance: bool) -> tuple[str, list[bool]]:
+    """Five passes of one generation, of which the third fails: its error, and which passes compared their inputs."""
+    transformer, inputs = make_transformer("wan"), _inputs() | {"return_dict": True}
+    dbsp_diffusers.enable(transformer, CONFIG, guidance=guidance)
+    compared: list[bool] = []
+    error = ""
 
-    where: "block" if it skips a block; "raises" if it fails in one
-    """
-    group = dist.new_group(list(range(world)))
-    transformer, inputs = make_transformer("wan"), _inputs()
-    dbsp_diffusers.enable(transformer, CONFIG, group=group, strategy=strategy)
-    heard: list[str] = []
+    def run_out_of_memory(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
 
-    def leave(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        if where == "raises":
-            raise RuntimeError("out of memory on one rank")
-        return hidden
-
-    with torch.no_grad():
-        transformer(**inputs)
-        if rank == 0:
-            transformer.blocks[1].forward = leave
-        for _ in range(2):
+    with (
+        torch.no_grad(),
+        mock.patch.object(GenerationChecks, "compare", autospec=True, side_effect=COMPARE) as compare,
+    ):
+        for number in range(5):
+            if number == 2:
+                transformer.blocks[1].forward = run_out_of_memory
+            before = compare.call_count
             try:
                 transformer(**inputs)
-            except Exception as error:
-                heard.append(f"{type(error).__name__}: {error}")
+            except RuntimeError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+                del transformer.blocks[1].forward
+            compared.append(compare.call_count > before)
     dbsp_diffusers.disable(transformer)
-    dist.barrier()
-    dist.destroy_process_group(group)
-    return heard
-
-
-def callback_fails_on_one(rank: int, world: int, folder: str) -> list[str]:
-    """The callback of one rank's pipeline raises after the first step: what the ranks say."""
-    group = dist.new_group(list(range(world)))
-    pipe, heard = load("wan", folder), []
-    dbsp_diffusers.enable(pipe, CONFIG, group=group)
-
-    def callback(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
-        if rank == 0:
-            raise ValueError("no room for a preview")
-        return kept
-
-    size = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2, "max_sequence_length": 16}
-    try:
-        pipe("a", output_type="latent", guidance_scale=1.0, callback_on_step_end=callback, **size)
-    except Exception as error:
-        heard.append(f"{type(error).__name__}: {error}")
-    dbsp_diffusers.disable(pipe)
-    dist.barrier()
-    dist.destroy_process_group(group)
-    return heard
+    return error, compared
 
 
 def exchanged(rank: int, world: int, folder: str, everywhere: bool) -> tuple[str, str]:

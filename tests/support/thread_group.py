@@ -246,9 +246,6 @@ class ThreadGroup(SequenceGroup):
         if self.size > 1:
             values.copy_(self._gather(f"broadcast of {tuple(values.shape)}", values)[0])
 
-    def failure_board(self, number: int) -> None:
-        """None: a rank that fails releases those that wait for it."""
-
     def barrier(self) -> None:
         with explain_broken_connection():
             self._gather("barrier", torch.zeros(1))
