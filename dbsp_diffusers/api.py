@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -13,7 +13,7 @@ from dbsp_core.config import ConfigLike
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import UserError, why_removed
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attach import Framework, attach_framework
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models.transformers import transformers_in
@@ -37,7 +37,6 @@ def enable(
     vae: bool = False,
     steps: Callable[[], int | None] | None = None,
     framework: str = "diffusers",
-    **removed: Any,
 ) -> AttentionSession:
     """Shards a diffusers pipeline's transformer over ranks, with dual-balanced block-sparse self-attention.
 
@@ -65,7 +64,6 @@ def enable(
             on, and shares its tiles out. Setting `vae` of the configuration does so, too.
         steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
         framework: The name of the caller in reports.
-        removed: Arguments of earlier versions, which raise UserError.
 
     Returns:
         The session: its plans, strategies and statistics. Of two transformers that of the first; see `sessions_of`.
@@ -75,7 +73,6 @@ def enable(
             GPUs or another one than on other ranks, or a mesh, strategy or configuration that does not fit or differs
             between ranks. The model is then as it was.
     """
-    _reject_removed(removed)
     if guidance is not False and mesh is not None:
         raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
@@ -90,20 +87,6 @@ def enable(
         halves=halves,
     )
     return attach_framework(model, config, whole, steps)
-
-
-def _reject_removed(given: Mapping[str, Any]) -> None:
-    """Raises UserError for arguments that `enable` no longer takes, TypeError for others."""
-    for name in given:
-        if name in ("batch_group", "everyone"):
-            raise UserError(
-                f"{name}: groups of ranks no longer split a batch; leave it out, and all ranks share every item, or "
-                "give each group its own items and call enable(pipe, group=ranks_of_one_sequence)"
-            )
-        advice = why_removed(name)
-        if advice is not None:
-            raise UserError(advice)
-        raise TypeError(f"enable() got an unexpected keyword argument {name!r}")
 
 
 def _ranks_of(group: Group) -> tuple[SequenceGroup, Strategy]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,16 +20,8 @@ from dbsp_core.models.table import find_model_spec, published_model, signature_o
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_diffusers.loading import load_stock_pipeline
 
-__all__ = ["add_flags", "config_from", "require_no_removed_flag", "source_of", "strategy_from", "xfuser_name"]
+__all__ = ["add_flags", "config_from", "source_of", "strategy_from", "xfuser_name"]
 
-_REMOVED = {
-    "--sp-mask": "write --sp-config MASK",
-    "--sp-strategy": "the degrees say it; others: strategy in the file of --sp-config",
-    "--sp-planner": "write planner in the file of --sp-config",
-    "--sp-vae": "write vae: true in the file of --sp-config",
-    "--sp-report": "write report: DIR in the file of --sp-config",
-}
-"""Flags of earlier versions, and what to write instead."""
 _BY_ONE_RANK = "it decides whether to skip by one rank's tokens; --cache_method fbcache or dbcache goes together"
 _IN_DIFFUSERS = "attention is db-SP's and diffusers'; choose the mask with --sp-config"
 _RIVALS = {
@@ -66,14 +58,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "window:window=[7,21,33] or a mask file. Default: what is shipped for the model.",
     )
     return parser
-
-
-def require_no_removed_flag(argv: Sequence[str]) -> None:
-    """Raises UserError for a flag of an earlier version, with what to write instead."""
-    for word in argv:
-        name = word.partition("=")[0].replace("_", "-")
-        if name in _REMOVED:
-            raise UserError(f"{name} was removed; {_REMOVED[name]}")
 
 
 def config_from(args: Mapping[str, Any]) -> DbspConfig | None:

@@ -14,7 +14,7 @@ from dbsp_core.utils.files import require_folder_path
 from dbsp_core.utils.process import exit_on_user_error
 from dbsp_diffusers.patching import PatchSet, require_names
 from dbsp_diffusers.preflight import require_checkpoint, require_possible
-from dbsp_xdit.command_line import add_flags, config_from, require_no_removed_flag, source_of, xfuser_name
+from dbsp_xdit.command_line import add_flags, config_from, source_of, xfuser_name
 from dbsp_xdit.cpu_shim import cpu_patches
 
 __all__ = ["allow_all_degrees", "install", "preflight"]
@@ -49,7 +49,6 @@ def preflight(argv: Sequence[str]) -> None:
     from xfuser.cli import extract_torchrun_args
     from xfuser.config.args import FlexibleArgumentParser, xFuserArgs
 
-    require_no_removed_flag(argv)
     torchrun, words = extract_torchrun_args(list(argv))
     parser = add_flags(xFuserArgs.add_runner_args(FlexibleArgumentParser(prog="xdit")))
     args = vars(parser.parse_args(words))

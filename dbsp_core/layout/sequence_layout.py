@@ -12,7 +12,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
-from dbsp_core.utils.errors import UserError, in_number, in_short, why_removed
+from dbsp_core.utils.errors import UserError, in_number, in_short
 
 __all__ = ["LAYOUTS", "SequenceLayout", "ShardSegments", "Streams"]
 
@@ -151,8 +151,7 @@ class SequenceLayout:
             UserError: For an unknown name.
         """
         if name not in LAYOUTS:
-            unknown = f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUTS)}"
-            raise UserError(why_removed("layout", name) or unknown)
+            raise UserError(f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUTS)}")
         video = np.delete(np.arange(grid.tokens), [] if streams is None else grid.text_positions)
         if name == "striped" and strategy.ring > 1:  # a ring of one rank has all tokens, in any order
             video = _in_stripes(video, grid, strategy.ring)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.utils.errors import UserError, did_you_mean, why_removed
+from dbsp_core.utils.errors import UserError, did_you_mean
 
 __all__ = ["ALL", "KEYS", "NEEDED", "Chunks", "columns_of_heads", "require_keys"]
 
@@ -22,8 +22,7 @@ KEYS = (ALL, NEEDED)
 def require_keys(keys: str) -> None:
     """Raises UserError for a value that is not one of `KEYS`."""
     if keys not in KEYS:
-        unknown = f"keys cannot be {keys!r}; use one of {', '.join(KEYS)}" + did_you_mean(keys, KEYS)
-        raise UserError(why_removed("keys", keys) or unknown)
+        raise UserError(f"keys cannot be {keys!r}; use one of {', '.join(KEYS)}" + did_you_mean(keys, KEYS))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,7 +12,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.heads import assign_heads, contiguous_heads, greedy_heads, snake_heads
 from dbsp_core.planning.rows import level_rows, load_limit
-from dbsp_core.utils.errors import UserError, in_short, why_removed
+from dbsp_core.utils.errors import UserError, in_short
 
 __all__ = [
     "PLANNERS",
@@ -343,6 +343,5 @@ PLANNERS = {
 def require_planner(name: str) -> Planner:
     """Returns the planner of that name. Raises UserError when there is none."""
     if name not in PLANNERS:
-        unknown = f"unknown planner {in_short(name)}; use one of {', '.join(PLANNERS)}"
-        raise UserError(why_removed("planner", name) or unknown)
+        raise UserError(f"unknown planner {in_short(name)}; use one of {', '.join(PLANNERS)}")
     return PLANNERS[name]

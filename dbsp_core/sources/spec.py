@@ -15,7 +15,7 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any, cast
 
 from dbsp_core.sources import SOURCES, CallableSource, MaskSource, UnionSource
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, why_removed
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.schema import build, plain_value
 from dbsp_core.utils.yaml_file import parse_value
 
@@ -104,8 +104,7 @@ def read_mask(value: Any, name: str) -> MaskSource:
                 ]
         return cast(MaskSource, build(SOURCES[source], values, f"mask source {source!r}"))
     known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)
-    unknown = f"unknown mask source {in_short(source)}; set mask.source to one of {known}"
-    raise SettingError(why_removed("source", source) or unknown, ("source",))
+    raise SettingError(f"unknown mask source {in_short(source)}; set mask.source to one of {known}", ("source",))
 
 
 def mask_values(source: MaskSource) -> dict[str, Any]:

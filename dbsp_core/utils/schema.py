@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short, why_removed
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.files import expand_path
 
 __all__ = [
@@ -112,10 +112,6 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
             return dict(value)
         if origin is tuple and isinstance(value, (list, tuple)) and {*map(type, value)} <= {get_args(option)[0]}:
             return tuple(value)
-    for inner in value if isinstance(value, Mapping) else ():
-        advice = why_removed(f"{key}.{inner}")
-        if advice:
-            raise SettingError(advice, (str(inner),))
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
     misread = float in options and isinstance(value, str) and _EXPONENT.fullmatch(value)
     hint = "; write 1.0e+9, not 1e9" if misread else ""
@@ -158,8 +154,7 @@ def _in_words(option: Any) -> str:
 def require_choice(key: str, value: object, choices: tuple[str, ...], section: str = "") -> None:
     """Raises SettingError for a value that is none of the choices; `section` precedes the key in the message."""
     if value not in choices:
-        unknown = f"unknown {section}{key} {in_short(value)}; use one of {', '.join(choices)}"
-        raise SettingError(why_removed(key, value) or unknown, (key,))
+        raise SettingError(f"unknown {section}{key} {in_short(value)}; use one of {', '.join(choices)}", (key,))
 
 
 def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
@@ -172,5 +167,4 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
     hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
     if str(key) in (elsewhere or {}):
         hint = f"; it belongs under {(elsewhere or {})[str(key)]!r}"
-    unknown = f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}"
-    raise SettingError(why_removed(key) or unknown, (str(key),))
+    raise SettingError(f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}", (str(key),))

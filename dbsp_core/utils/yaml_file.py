@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of, why_removed
+from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of
 from dbsp_core.utils.files import require_file, user_path
 
 __all__ = [
@@ -74,8 +74,8 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, location: s
     key, *rest = path
     inner = values.get(key)
     if rest and not isinstance(inner, (Mapping, type(None))):
-        no_mapping = f"{key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}; set {key!r} as a whole"
-        raise UserError(f"{location}: {why_removed(f'{key}.{rest[0]}') or why_removed(key) or no_mapping}")
+        shown = f"{key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}"
+        raise UserError(f"{location}: {shown}; set {key!r} as a whole")
     return {**values, key: _put(inner or {}, rest, value, location) if rest else value}
 
 

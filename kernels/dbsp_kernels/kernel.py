@@ -225,9 +225,6 @@ _IN_ORDER = (
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER}
 """Kernels by name, in order of preference."""
 
-REMOVED = dict.fromkeys(("flex", "cudnn", "fastvideo"), "triton")
-"""Names of kernels that older versions had, with the kernel to use instead."""
-
 
 def available(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
@@ -238,8 +235,6 @@ def available(
 
 def require_kernel_name(name: str, source: str = "kernel") -> None:
     """Raises UserError, with the names to use instead, unless `name` is "auto" or a kernel's; `source` set it."""
-    if name in REMOVED:
-        raise UserError(f"{source} {name!r} has been removed from db-SP; use {REMOVED[name]}")
     if name != "auto" and name not in KERNELS:
         raise UserError(f"unknown {source} {name[:80]!r}; use one of auto, {', '.join(KERNELS)}")
 

@@ -129,10 +129,7 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --nproc 0", "Invalid value for '--nproc': "),
             ("--config tiny-wan --prompt x --nproc 3 --set strategy=U2R2", "strategy U2R2 needs 2·2 = 4 GPUs but"),
             ("--config tiny-wan --prompt x --set machine=h300", "--set machine: no hardware 'h300'; use "),
-            (
-                "--config tiny-wan-sparge --prompt x --set layout=learned",
-                "--set layout: layout was removed; leave it out",
-            ),
+            ("--config tiny-wan-sparge --prompt x --set layout=striped", "--set layout: unknown key 'layout'"),
             ("--model Wan21-T2V-14B --prompt x", "did you mean 'wan2.1-t2v-14b'?"),
             (
                 "--config tiny-wan --prompt x --set model=tiny-van",

@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_core.config import DbspConfig
 from dbsp_kernels import KERNELS, KernelRequirements, available, choose_kernel
 from dbsp_kernels.errors import UserError
-from dbsp_kernels.kernel import REMOVED
 from dbsp_kernels.triton import launch
 
 RING = KernelRequirements((64, 64), 128, lse=True, ragged_rows=True, tokens=1000)
@@ -78,14 +76,3 @@ def test_auto_on_cuda_never_takes_the_reference(monkeypatch):
     with pytest.raises(UserError, match=r"finds no kernel for torch.float64 on cuda \(triton: .*\); use reference$"):
         choose_kernel("auto", "cuda", torch.float64)
     assert choose_kernel("reference", "cuda", torch.float64).name == "reference"
-
-
-@pytest.mark.parametrize("name", sorted(REMOVED))
-def test_removed_kernel_raises_and_names_another(monkeypatch, name):
-    with pytest.raises(UserError, match=f"^kernel '{name}' has been removed from db-SP; use triton$"):
-        choose_kernel(name, "cuda", torch.bfloat16)
-    with pytest.raises(UserError, match=f"kernel '{name}' has been removed from db-SP; use triton"):
-        DbspConfig.load({"kernel": name})
-    monkeypatch.setenv("DBSP_KERNEL", name)
-    with pytest.raises(UserError, match=f"^DBSP_KERNEL '{name}' has been removed from db-SP; use triton$"):
-        choose_kernel("auto", "cuda", torch.bfloat16)

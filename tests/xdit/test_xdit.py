@@ -103,11 +103,6 @@ def test_usp_asks_for_nothing():
     [
         ("--sp-backend nonsense", "invalid choice: 'nonsense'"),
         ("--sp-backend usp --sp-config sparge", "no effect without --sp-backend dbsp"),
-        ("--sp-mask sparge", "--sp-mask was removed; write --sp-config MASK"),
-        ("--sp_strategy=U2R1", "--sp-strategy was removed; the degrees say it"),
-        ("--sp-planner paper", "removed; write planner in the file of --sp-config"),
-        ("--sp-vae", "removed; write vae: true in the file of --sp-config"),
-        ("--sp-report out", "removed; write report: DIR in the file of --sp-config"),
         ("--sp_config=radail:width=1", "did you mean 'radial'"),
         ("--sp-config radial:wdith=1", "unknown key 'wdith' in mask source 'radial'"),
         ("--sp-config radial:width", "write NAME:key=value"),
