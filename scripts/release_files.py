@@ -18,8 +18,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import exit_on_user_error
 from dbsp_kernels.errors import REPOSITORY
 
-__all__ = ["absolute_links", "require_releasable"]
-
 _LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?![a-z][a-z0-9+.-]*:|#)([^)\s]+)\)")
 
 

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["NODES", "add_rank_options", "run_on_two_nodes", "sent_bytes"]
-
 NODES = 2
 
 

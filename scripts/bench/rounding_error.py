@@ -18,8 +18,6 @@ import torch
 
 from dbsp_kernels.exchange import restore_rows, rows_of_tokens
 
-__all__ = ["WAYS", "drawn", "relative_errors"]
-
 WIDTH, BLOCK, DENSITY, WAVES = 128, 64, 0.4, 12
 LARGEST_FP8 = 448.0
 

@@ -21,8 +21,6 @@ from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.comm.process_groups import meet
 from dbsp_diffusers.rank_program import process_group, use_local_device
 
-__all__ = ["TurnTakingGroup", "Turns", "gpu_seconds", "run_ranks"]
-
 
 def gpu_seconds(action: Callable[[], object]) -> float:
     """Returns the wall time of an action that all ranks begin together, its GPU's work included."""

@@ -33,18 +33,6 @@ from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
 from dbsp_core.planning.plan import majority_ring_ranks
 from dbsp_core.planning.planners import biased_greedy
 
-__all__ = [
-    "RingPlan",
-    "RingPrediction",
-    "RingTimes",
-    "eq_1",
-    "nodes_of",
-    "plan_ring",
-    "predict_ring",
-    "ring_times",
-    "work_by_ring_step",
-]
-
 
 def nodes_of(hardware: Hardware, world: int) -> tuple[int, ...]:
     """The node of each of `world` ranks of a machine."""

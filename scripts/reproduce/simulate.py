@@ -15,16 +15,6 @@ from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.plan import Plan, make_plan, usual_layout
 from scripts.reproduce.lockstep import RingPlan, nodes_of, plan_ring, predict_ring, rho_before
 
-__all__ = [
-    "MODELLED",
-    "LayerTime",
-    "RunConfig",
-    "SimulationResult",
-    "simulate",
-    "simulate_layer",
-    "summarize",
-]
-
 MODELLED = "modelled"
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

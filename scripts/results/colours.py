@@ -5,8 +5,6 @@ Colours of planners are those of a report's page (`dbsp_core/reports/pages/style
 
 from __future__ import annotations
 
-__all__ = ["MASKS", "PLANNERS", "ROLES", "STRATEGIES"]
-
 PLANNERS = {
     "dbsp": "#2a6db0",
     "contiguous": "#a39a8c",

@@ -14,8 +14,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.schema import build
 from scripts.results.result import FOLDER
 
-__all__ = ["KINDS", "Evidence", "changes_since", "read_evidence", "record_run"]
-
 ROOT = FOLDER.parents[1]
 EVIDENCE = FOLDER / "evidence.yaml"
 KINDS = ("counted", "measured", "modelled", "fitted", "read from machine code", "published")

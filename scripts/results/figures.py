@@ -17,8 +17,6 @@ from dbsp_core.reports.style import INK, STYLE, WIDTH, heading
 
 matplotlib.rcParams.update(STYLE)
 
-__all__ = ["ON_WHITE", "STAR", "grouped_bars", "imbalance_axis", "in_words", "legend_below", "panels"]
-
 STAR: dict[str, Any] = {
     "marker": "*",
     "color": INK,

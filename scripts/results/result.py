@@ -18,8 +18,6 @@ from rich.table import Table
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["FOLDER", "Result", "write_csv"]
-
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 

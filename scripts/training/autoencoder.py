@@ -16,8 +16,6 @@ from scripts.training.loop import History, cosine, generator_of, train
 from scripts.training.muon import optimizers_of
 from scripts.training.world import FRAMES, HEIGHT, WIDTH, Scene, render
 
-__all__ = ["Clips", "encode", "make_autoencoder", "train_autoencoder"]
-
 KL = 5e-5
 COLOUR = 0.5  # weight of the error of differences between channels: grey is learned soon, colour late
 

@@ -13,8 +13,6 @@ import torch
 from dbsp_kernels.errors import page
 from scripts.training.world import COLOURS, FLOORS, FRAMES, HEIGHT, MOTIONS, SHAPES, WIDTH, captions
 
-__all__ = ["Card", "save_pipeline"]
-
 
 @dataclass(frozen=True)
 class Card:

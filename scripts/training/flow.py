@@ -17,8 +17,6 @@ from scripts.training.muon import optimizers_of
 from scripts.training.plain import written_out
 from scripts.training.text import PADDED
 
-__all__ = ["Phase", "Videos", "make_transformer", "train_transformer"]
-
 SHIFT = 3.0  # of the noise levels, as in generation
 NO_CAPTION = 0.1  # of the videos are trained without, for classifier-free guidance
 _OFFSETS = ((0, 0, 0), (0, -1, 0), (0, 1, 0), (0, 0, -1), (0, 0, 1), (-1, 0, 0), (1, 0, 0), (0, -2, 0), (0, 2, 0))

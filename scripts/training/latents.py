@@ -14,8 +14,6 @@ from dbsp_core.utils.files import write_atomically
 from scripts.training.autoencoder import encode
 from scripts.training.world import Scene, render
 
-__all__ = ["encode_videos", "standardise"]
-
 CHUNK = 20  # videos to a file: what is lost when the run is stopped
 
 

@@ -16,8 +16,6 @@ from rich.progress import Progress
 
 from dbsp_core.utils.files import open_atomically
 
-__all__ = ["History", "cosine", "generator_of", "train"]
-
 SAVE_EVERY = 50  # steps
 
 

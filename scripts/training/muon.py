@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Muon", "optimizers_of"]
-
 
 class Muon(torch.optim.Optimizer):
     """Parameters of two and more dimensions, the first of them the outputs."""

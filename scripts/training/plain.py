@@ -10,8 +10,6 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-__all__ = ["plain_attention", "written_out"]
-
 _TOGETHER = 1 << 22  # probabilities at a time: what fits in a cache
 
 

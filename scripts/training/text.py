@@ -9,8 +9,6 @@ import torch
 
 from scripts.training.world import captions
 
-__all__ = ["PADDED", "embed", "make_text_encoder", "make_tokenizer"]
-
 PADDED = 512  # tokens to which WanPipeline pads every caption, with zeros
 _NEIGHBOURS = (1, -1, 2, -2)  # how far from its own word each head of the encoder looks
 _ATTRACTION = 6.0

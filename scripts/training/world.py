@@ -11,8 +11,6 @@ from itertools import product
 
 import torch
 
-__all__ = ["COLOURS", "FPS", "FRAMES", "HEIGHT", "MOTIONS", "SHAPES", "WIDTH", "Scene", "captions", "render"]
-
 HEIGHT, WIDTH, FRAMES, FPS = 144, 240, 33, 16  # 9 latent frames × 9 × 15 tokens = 1,215
 
 COLOURS = {

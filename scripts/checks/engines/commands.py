@@ -21,8 +21,6 @@ import numpy as np
 
 from scripts.checks.engines.runs import environment_of
 
-__all__ = ["MASK", "differences", "generate"]
-
 MASK = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 8}
 IN_ENVIRONMENT = {"DBSP_CONFIG": "sparge:cdf=0.6,block_q=16,block_k=8"}
 IN_FLOAT32 = [word for part in ("dit", "vae", "vae-decode") for word in (f"--{part}-precision", "fp32")]

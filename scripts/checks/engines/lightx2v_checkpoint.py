@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from dbsp_cli.tiny_models import make_tiny
 from scripts.checks.engines.reference import fill
 
-__all__ = ["make_checkpoint", "small_text_encoder", "weights"]
-
 LATENTS, TEXT, VOCABULARY = 16, 32, 96
 
 

@@ -13,8 +13,6 @@ import transformers.utils
 
 from scripts.checks.engines.reference import stub_for
 
-__all__ = ["in_float32", "put_in_place"]
-
 
 def put_in_place() -> None:
     """Before anything of LightX2V is imported."""

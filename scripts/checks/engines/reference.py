@@ -13,8 +13,6 @@ from dbsp_core.sources import LocalQK
 from dbsp_core.sources.base import MaskRequest
 from tests.support.single_process import masked_attention
 
-__all__ = ["attend_under", "fill", "inputs_of", "stub_for", "stub_for_torchvision"]
-
 
 def attend_under(
     mask: str,

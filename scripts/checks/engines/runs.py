@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAYERS", "LEAVE_OUT", "STEPS", "Case", "cases_of", "environment_of", "report", "run"]
-
 LAYERS, STEPS = 3, 3
 LEAVE_OUT = "DBSP_LEAVE_OUT"
 """Set, LightX2V's plug-in of db-SP is not loaded; the other engines have a setting of their own for that."""

@@ -26,8 +26,6 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.m
 from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import LAYERS, STEPS
 
-__all__ = ["MODELS", "Grid", "Model"]
-
 Grid = tuple[int, int, int]
 HEAD = 24
 H3_TEXT, H3_AUDIO = 7, 4

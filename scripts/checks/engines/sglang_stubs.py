@@ -11,8 +11,6 @@ import torch
 
 from scripts.checks.engines.reference import stub_for
 
-__all__ = ["put_in_place"]
-
 _OPERATORS = torch.library.Library("sgl_kernel", "DEF")
 _TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, float eps"
 

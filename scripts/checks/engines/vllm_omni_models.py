@@ -17,8 +17,6 @@ from dbsp_core.config import DbspConfig
 from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import LAYERS, Case
 
-__all__ = ["MODELS", "Model"]
-
 HEAD = 24
 TEXT = 7
 """Places of the first text; the last two are padding, where a model has that."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-__all__ = ["Sampler", "Work"]
-
 LEAD = 10_000_000
 """Cycles that the GPU is kept busy before a measurement: five milliseconds, in which Python gets ahead of it."""
 FLUSHED = 256 << 20

@@ -18,8 +18,6 @@ from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_core.utils.yaml_file import shipped_configs
 from scripts.checks.gpu.clock import Sampler
 
-__all__ = ["PackedJob", "Setting", "Shape", "shipped_shapes"]
-
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative error of an attention against float64 that is correct."""
 

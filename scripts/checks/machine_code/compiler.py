@@ -15,8 +15,6 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["Compiled", "compile_kernel", "disassembled"]
-
 
 @dataclass(frozen=True)
 class Compiled:

@@ -22,8 +22,6 @@ from triton.runtime.jit import JITFunction
 
 from scripts.checks.machine_code.compiler import Compiled, disassembled
 
-__all__ = ["compiled_launches", "gpu_of"]
-
 
 def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> list[Compiled]:
     """Runs `launch` on tensors without memory that seem to be on a GPU, and compiles Triton kernels that it launches.

@@ -22,8 +22,6 @@ from scripts.checks.machine_code.sass import (
     loops,
 )
 
-__all__ = ["MULTIPROCESSORS", "Findings", "Step", "findings", "full_loop", "is_serialised", "tile_distance"]
-
 
 @dataclass(frozen=True)
 class Multiprocessor:

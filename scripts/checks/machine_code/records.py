@@ -10,8 +10,6 @@ import triton
 from scripts.checks.machine_code.reading import Step, findings
 from scripts.checks.machine_code.variants import Variant, compiled
 
-__all__ = ["examined", "failed", "reported"]
-
 
 def reported(variant: Variant) -> dict[str, Any]:
     """Returns the record of a variant, or of its failure."""

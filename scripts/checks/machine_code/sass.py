@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["OF_INT8", "OF_WARPGROUPS", "PRODUCTS", "Instruction", "in_flight_at_exponentials", "instructions", "loops"]
-
 OF_WARPGROUPS = ("HGMMA", "IGMMA")
 OF_INT8 = ("IGMMA", "UTCIMMA", "IMMA")
 PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", *OF_INT8)

@@ -25,8 +25,6 @@ from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 from scripts.checks.machine_code.compiler import Compiled
 from scripts.checks.machine_code.launches import compiled_launches
 
-__all__ = ["ATTENTION", "DTYPES", "KERNELS", "SHIPPED", "Variant", "compiled", "shipped"]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHIPPED = (
     *((block_q, block_k, head_dim) for head_dim in (128, 64) for block_q in (64, 128) for block_k in (64, 128)),

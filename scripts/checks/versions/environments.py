@@ -13,8 +13,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-__all__ = ["claimed_requirements", "layered", "offered", "python_version", "whole"]
-
 REPO = Path(__file__).resolve().parents[3]
 _WITH_DEPENDENCIES = {"torch", "diffusers", "transformers", "safetensors"}
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from packaging.version import Version
 
-__all__ = ["PrivateName", "belongs", "message"]
-
 
 @dataclass(frozen=True)
 class PrivateName:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from scripts.checks.versions.looking_up import PrivateName
 from scripts.checks.versions.xfuser_names import XFUSER
 
-__all__ = ["PRIVATE_NAMES"]
-
 _HOOKS = "diffusers.hooks"
 _WAN = ("patch_embedding", "rope", "condition_embedder", "scale_shift_table", "norm_out", "proj_out", "blocks")
 _JOINT = (

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["BOUND", "Row", "summed_up"]
-
 BOUND = 1e-5
 MOST_SAID = 110
 """Characters of what went wrong."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from scripts.checks.versions.looking_up import PrivateName
 
-__all__ = ["XFUSER"]
-
 _RUNNERS = "xfuser.model_executor.models.runner_models"
 _TRANSFORMERS = "xfuser.model_executor.models.transformers"
 _BASE = f"{_RUNNERS}.base_model"

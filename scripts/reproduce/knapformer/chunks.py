@@ -7,8 +7,6 @@ import numpy as np
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import TokenRuns
 
-__all__ = ["chunks"]
-
 
 def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenRuns:
     """Cuts as KnapFormer does: each sequence in contiguous chunks, as even as possible, one for each rank of its bag.

@@ -18,16 +18,6 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import head_price, imbalance_ratio, plan_rows
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 
-__all__ = [
-    "SequencePlanMetrics",
-    "balanced_owners",
-    "dense_sequences",
-    "evaluate",
-    "gamma_corrected",
-    "moved_tokens",
-    "work_of",
-]
-
 
 def gamma_corrected(width: int, gamma: float, flops_per_s: float = 1e15, heads: int = 1) -> SequenceCost:
     """KnapFormer's Eq. 2 for a model of width d and blocks of 1 × 1 tokens; `heads` share a pair's 4·d FLOP."""

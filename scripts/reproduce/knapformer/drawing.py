@@ -9,8 +9,6 @@ import numpy as np
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["DrawnSequences", "Stream", "StreamAssumptions", "draw", "parse_streams"]
-
 _CODE = re.compile(r"g(\d{1,9})b(\d{1,9})i(\d{1,9})(?:f(\d{1,9}))?(?:s([01]))?", re.IGNORECASE)
 TOKEN_PIXELS = 16
 """Height and width of a token: a VAE that shrinks by 8, patches of 2."""

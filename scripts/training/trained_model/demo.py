@@ -39,8 +39,6 @@ from dbsp_kernels.errors import install_command
 from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
 from tests.support.single_process import attach_single_process
 
-__all__ = ["FIXED", "PREDICTED", "Settings", "last_density", "run_demo"]
-
 PREDICTED = {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16}
 _LOOK_S, _TAIL = 0.2, 30  # seconds between looks at a log, and lines of it that are shown
 FIXED = {"source": "radial", "width": 0.5, "block_q": 16, "block_k": 16}

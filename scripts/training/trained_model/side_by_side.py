@@ -11,8 +11,6 @@ import torch
 from dbsp_core.reports.style import STYLE, WIDTH, heading
 from dbsp_core.utils.files import write_atomically
 
-__all__ = ["SHOWN", "decode_video", "save_side_by_side"]
-
 SHOWN = 6
 """Frames of each video, equally spread."""
 

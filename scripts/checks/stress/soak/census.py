@@ -17,8 +17,6 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 from torch.distributed import distributed_c10d
 
-__all__ = ["IN_USE", "RESIDENT", "census", "freeze"]
-
 RESIDENT, IN_USE = "MB", "MB in use"
 _CONTAINERS = (Mapping, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
 

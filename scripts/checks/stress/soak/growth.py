@@ -8,8 +8,6 @@ import numpy as np
 
 from scripts.checks.stress.soak.census import IN_USE, RESIDENT
 
-__all__ = ["counts_that_grow", "slope"]
-
 
 def _second_half(series: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
     """What came after the warm-up."""

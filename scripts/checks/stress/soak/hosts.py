@@ -10,8 +10,6 @@ import dbsp_diffusers
 import dbsp_para
 from tests.xdit.xdit_cases import hosted_transformer
 
-__all__ = ["attach_pipe", "attach_transformer", "transformer_of"]
-
 Detach = Callable[[], None]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["STANDS", "STEPS", "Block", "Cycle", "Stand", "draw_block", "draw_cycle"]
-
 STEPS = 25
 """Denoising steps of a block."""
 

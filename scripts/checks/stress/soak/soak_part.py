@@ -10,8 +10,6 @@ from scripts.checks.stress.soak.soak_draw import STEPS, Block, Cycle, draw_block
 from scripts.checks.stress.soak.soak_worker import run_block, run_cycle
 from scripts.checks.stress.soak.track import Track
 
-__all__ = ["Soak"]
-
 ENOUGH = 400
 """Cases of a kind after which growth is known well enough: 10,000 steps, 400 pipelines. Sizes are ever new, so that it
 takes some 200 until caches of bounded size are full and freed memory has found its place."""

@@ -22,8 +22,6 @@ from tests.support.oracle import largest_difference
 from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import start_xfuser
 
-__all__ = ["Told", "run_block", "run_cycle"]
-
 
 @dataclass(frozen=True)
 class Told:

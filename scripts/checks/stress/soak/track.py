@@ -12,8 +12,6 @@ from scripts.checks.stress.soak.soak_draw import Block, Cycle
 from scripts.checks.stress.soak.soak_worker import Told
 from tests.support.workers import WorkerError, WorkerPool
 
-__all__ = ["BOUND", "Track"]
-
 WORLD = 2
 BOUND = 1e-5
 PATIENCE_S = 120.0

@@ -14,8 +14,6 @@ from dbsp_core.masks.grid import video_order
 from dbsp_core.sources import LocalQK, MaskRequest, NablaSource, SpargeSource
 from scripts.checks.upstream.upstream_refs.finding import Finding, compared
 
-__all__ = ["findings"]
-
 BLOCK = 64
 CASES = (
     ((3, 16, 24), 4, 24, 0.5, (1, 1, 1)),

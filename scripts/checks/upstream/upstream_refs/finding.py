@@ -16,8 +16,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-__all__ = ["Finding", "commit_of", "compared", "stub"]
-
 
 @dataclass(frozen=True)
 class Finding:

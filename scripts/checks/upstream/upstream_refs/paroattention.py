@@ -25,8 +25,6 @@ from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
 
-__all__ = ["findings"]
-
 PROJECT = "PAROAtten"
 HEADS, GROUPS, BLOCK, DENSITY = len(PARO_ORDERS), 2, 64, 0.3
 BATCH, WIDTH = 2, 2

@@ -13,8 +13,6 @@ from dbsp_core import BlockGrid
 from dbsp_core.sources.frame_patterns import radial_bits
 from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
 
-__all__ = ["findings"]
-
 BLOCK = 128
 """Its code's, in one place only as a number."""
 SIZES = ((12, 16, 16), (9, 16, 32), (7, 32, 32), (13, 24, 40), (7, 30, 52))

@@ -21,8 +21,6 @@ from dbsp_core.sources.frame_patterns import (
 )
 from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
 
-__all__ = ["findings"]
-
 THW, TEXT, BLOCK, SPARSITY = (9, 16, 24), 226, 128, 0.3
 
 
