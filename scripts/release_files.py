@@ -44,11 +44,11 @@ def require_releasable(repository: Path, version: str, tag: str) -> None:
 
 def build(repository: Path, tag: str, target: Path) -> list[Path]:
     """Builds both files from the last commit alone, and has twine check them."""
-    with tempfile.TemporaryDirectory() as place:
-        _git(repository, "clone", "--quiet", str(repository), place)
-        readme = Path(place) / "README.md"
+    with tempfile.TemporaryDirectory() as folder:
+        _git(repository, "clone", "--quiet", str(repository), folder)
+        readme = Path(folder) / "README.md"
         readme.write_text(absolute_links(readme.read_text(encoding="utf-8"), tag), encoding="utf-8")
-        _run("build", "--no-isolation", "--outdir", target, place)
+        _run("build", "--no-isolation", "--outdir", target, folder)
     files = sorted(target.glob(f"dbsp_attention-{tag.removeprefix('v')}*"))
     _run("twine", "check", "--strict", *files)
     return files

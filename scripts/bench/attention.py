@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--density", type=float, default=0.3)
-    parser.add_argument("--repeats", type=int, default=15, help="times that each is measured; the median stands")
+    parser.add_argument("--repeats", type=int, default=15, help="times that each is measured; the median counts")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()

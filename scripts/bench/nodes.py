@@ -1,7 +1,4 @@
-"""Two nodes on one machine: network namespaces with a slow link between them. Needs root and the commands ip and tc.
-
-Frames carry 64 kB, so that headers are a thousandth of what is sent.
-"""
+"""Ranks on two nodes of one machine: network namespaces with a slow link between them. Needs root, ip and tc."""
 
 from __future__ import annotations
 
@@ -11,15 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support.nodes import two_nodes
 
 NODES = 2
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """What `run_on_two_nodes` starts a rank with: its number, the name of its node's link, and a file to meet at."""
+    """Adds a rank's options: its number, the name of its node's link, and a file to meet at."""
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--link", help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
@@ -31,14 +28,17 @@ def run_on_two_nodes(module: str, rate: str, ranks_per_node: int, *options: str)
     rate: of the link, as tc writes it. Returns what rank 0 printed; raises RuntimeError where a rank failed.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the namespaces go
-    with _two_nodes(rate) as links, tempfile.TemporaryDirectory() as folder:
+    with two_nodes(rate) as (nodes, what), tempfile.TemporaryDirectory() as folder:
+        if not all(node.prefix for node in nodes):
+            raise SystemExit(f"two nodes need network namespaces; there is {what}")
         ranks = []
         for rank in range(NODES * ranks_per_node):
-            name, link = links[rank // ranks_per_node]
-            program = ["ip", "netns", "exec", name, sys.executable, "-m", module, *options]
+            node = nodes[rank // ranks_per_node]
+            link = node.environment["GLOO_SOCKET_IFNAME"]
             own = {"--rank": rank, "--ranks-per-node": ranks_per_node, "--link": link, "--store": f"{folder}/store"}
-            command = [*program, *(str(word) for pair in own.items() for word in pair)]
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"}
+            words = (str(word) for pair in own.items() for word in pair)
+            command = [*node.prefix, sys.executable, "-m", module, *options, *words]
+            environment = {**os.environ, **node.environment, "OMP_NUM_THREADS": "1"}
             ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
         try:
             answers = [rank.communicate(timeout=600)[0] for rank in ranks]
@@ -51,46 +51,5 @@ def run_on_two_nodes(module: str, rate: str, ranks_per_node: int, *options: str)
 
 
 def sent_bytes(link: str) -> float:
-    """What the kernel has counted on a link, in the direction away from this node."""
+    """Returns what the kernel has counted on a link, in the direction away from this node."""
     return float(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text(encoding="utf-8"))
-
-
-@contextmanager
-def _two_nodes(rate: str) -> Iterator[list[tuple[str, str]]]:
-    """(namespace, its end of the link) of both, gone afterwards."""
-    names = [f"dbsp{os.getpid()}n{node}" for node in range(NODES)]
-    links = [f"dbv{os.getpid() % 100000}n{node}" for node in range(NODES)]
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-        _run(
-            "ip",
-            "link",
-            "add",
-            links[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            links[1],
-            "netns",
-            names[1],
-        )
-        for node, (name, link) in enumerate(zip(names, links, strict=True)):
-            _run("ip", "-n", name, "addr", "add", f"10.213.78.{node + 1}/24", "dev", link)
-            _run("ip", "-n", name, "link", "set", link, "mtu", "65000", "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            shape = ("rate", rate, "burst", "256kb", "latency", "400ms")
-            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", "tbf", *shape)
-        yield list(zip(names, links, strict=True))
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"this machine allows no two nodes: {' '.join(command)}: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""What planner "dbsp" reaches, on one core and without a GPU: ρ_s, rows moved, split heads and planning time.
+"""Quality and time of planner "dbsp", on one core and without a GPU: ρ_s, rows moved, split heads and planning time.
 
 plan_ms: processor time, which other programs on the machine lengthen less than the clock's
 kv: keys that the worst rank receives, over those of whole heads in equal numbers
@@ -107,8 +107,8 @@ MASKS: dict[str, Callable[[int, int, int], np.ndarray]] = {
 }
 
 
-def home_of(grid: BlockGrid, strategy: Strategy, layout: str) -> np.ndarray:
-    """int64[nq]: home ring rank of each query block."""
+def ring_ranks_of(grid: BlockGrid, strategy: Strategy, layout: str) -> np.ndarray:
+    """int64[nq]: ring rank that holds each query block outside attention."""
     segments = SequenceLayout.named(layout, grid, strategy).segments(grid.q_axis)
     return majority_rank(segments.tokens_by_ring(grid.nq, strategy))
 
@@ -116,17 +116,17 @@ def home_of(grid: BlockGrid, strategy: Strategy, layout: str) -> np.ndarray:
 def measure(
     rows: np.ndarray, strategy: Strategy, layout: str, repeat: int, grid: BlockGrid | None = None
 ) -> dict[str, object]:
-    """One plan of int64[H, nq] active blocks, timed `repeat` times; the shortest stands. Blocks of 64 by default."""
+    """One plan of int64[H, nq] active blocks, timed `repeat` times; the shortest counts. Blocks of 64 by default."""
     heads, blocks = rows.shape
     grid, world, parts = grid or BlockGrid.uniform(blocks * 64), strategy.world, (strategy.ulysses, strategy.ring)
-    home, price, times = home_of(grid, strategy, layout), head_price(grid, strategy), []
+    ring_rank, price, times = ring_ranks_of(grid, strategy, layout), head_price(grid, strategy), []
     for _ in range(repeat):
         start = time.thread_time()
-        owner = plan_rows(rows, home, *parts, price)
+        owner = plan_rows(rows, ring_rank, *parts, price)
         times.append((time.thread_time() - start) * 1e3)
-    free = plan_rows(rows, home, *parts)
+    free = plan_rows(rows, ring_rank, *parts)
     slowest, slowest_free = (int(rank_times(rows, one, *parts, price).max()) for one in (owner, free))
-    plain = home_of(grid, strategy, "contiguous") * strategy.ulysses
+    plain = ring_ranks_of(grid, strategy, "contiguous") * strategy.ulysses
     before = plain + contiguous_heads(heads, strategy.ulysses)[:, None]
     columns = columns_of_heads(owner, strategy.ulysses)
     return {
@@ -134,7 +134,7 @@ def measure(
         "before": imbalance_ratio(work_by_rank(before, rows, world)),
         "rho": imbalance_ratio(work_by_rank(owner, rows, world)),
         "bound": rho_bound(rows, world),
-        "moved": float((owner // strategy.ulysses != home).mean()),
+        "moved": float((owner // strategy.ulysses != ring_rank).mean()),
         "kv": float(columns.sum(axis=0).max() / -(-heads // strategy.ulysses)),
         "split_heads": int((columns.sum(axis=1) > 1).sum()),
         "slower": slowest_free / slowest - 1 if slowest else 0.0,
@@ -214,10 +214,10 @@ def prices(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         ratios = []
         for rows, strategy in works:
             grid, parts = BlockGrid.uniform(rows.shape[1] * 64), (strategy.ulysses, strategy.ring)
-            home, price = home_of(grid, strategy, args.layout), head_price(grid, strategy)
+            ring_rank, price = ring_ranks_of(grid, strategy, args.layout), head_price(grid, strategy)
             own = round(price * scores / KEY_PRICE)
             ours, best = (
-                rank_times(rows, plan_rows(rows, home, *parts, one), *parts, own).max() for one in (price, own)
+                rank_times(rows, plan_rows(rows, ring_rank, *parts, one), *parts, own).max() for one in (price, own)
             )
             ratios.append(float(ours / best))
         found[name] = {"scores": scores, "mean": float(np.mean(ratios)), "worst": max(ratios)}
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=["striped", "contiguous"], default="striped")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--repeat", type=int, default=5, help="plans timed; the shortest time stands")
+    parser.add_argument("--repeat", type=int, default=5, help="plans timed; the shortest time counts")
     parser.add_argument("--extremes", action="store_true", help="work that no mask of a model has")
     parser.add_argument("--price", action="store_true", help="plans at the prices of shipped machines")
     parser.add_argument("--scale", action="store_true", help="planning time up to P = 128 and a million tokens")

@@ -62,8 +62,8 @@ def drawn(tokens: int, seed: int, outliers: bool) -> tuple[torch.Tensor, torch.T
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draws)
 
-    place = torch.linspace(0, 2 * math.pi, tokens)[:, None]
-    waves = torch.cos(place * torch.arange(1, WAVES + 1) + 2 * math.pi * torch.rand(WAVES, generator=draws))
+    position = torch.linspace(0, 2 * math.pi, tokens)[:, None]
+    waves = torch.cos(position * torch.arange(1, WAVES + 1) + 2 * math.pi * torch.rand(WAVES, generator=draws))
     content = 0.5 * waves @ normal(WAVES, WIDTH)
     q, k = (content + 0.5 * normal(tokens, WIDTH) for _ in range(2))
     v = normal(tokens, WIDTH) + 0.5 * normal(1, WIDTH)

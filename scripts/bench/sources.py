@@ -1,4 +1,4 @@
-"""What predicting masks costs: SpargeAttn's predictor next to the attention that it is for, measured alternately.
+"""Cost of predicting masks: SpargeAttn's predictor next to the attention that it is for, measured alternately.
 
 python -m scripts.bench.sources --ranks 2        processes on gloo, one core each, and the bytes that each receives
 python -m scripts.bench.sources --json           one JSON object
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +21,7 @@ from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Stra
 from dbsp_core.comm.block_pooling import ShardedBlocks
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
+from scripts.bench.timing import run_ranks
 
 WAN_14B = BlockGrid(75600, 0, 64, 64)
 WAN_HEADS, WAN_WIDTH, WAN_BYTES = 40, 128, 2  # bfloat16
@@ -42,27 +40,23 @@ def smooth_tokens(
 ) -> list[torch.Tensor]:
     """q, k, v [1, H, shard, D]: waves over the video with some noise, so that blocks resemble their neighbours."""
     generator = torch.Generator().manual_seed(0)
-    place = torch.stack(torch.meshgrid(*map(torch.arange, thw), indexing="ij")).reshape(3, -1).float() / 4
-    mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+    position = torch.stack(torch.meshgrid(*map(torch.arange, thw), indexing="ij")).reshape(3, -1).float() / 4
+    mine, positions = (torch.from_numpy(a) for a in layout.tokens_at(rank))
     tensors = []
     for _ in range(3):
         waves = torch.randn(heads, width, 3, generator=generator)
         phase = 7 * torch.rand(heads, width, 1, generator=generator)
-        everywhere = 1.5 * torch.sin(waves @ place + phase).transpose(1, 2)
+        everywhere = 1.5 * torch.sin(waves @ position + phase).transpose(1, 2)
         everywhere = everywhere + 0.3 * torch.randn(everywhere.shape, generator=generator)
         here = torch.zeros(1, heads, layout.shard, width)
-        here[0, :, places] = everywhere[:, mine]
+        here[0, :, positions] = everywhere[:, mine]
         tensors.append(here)
     return tensors
 
 
-def worker(rank: int, args: argparse.Namespace, store: str, answers: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
-    rows = [measure(rank, args, cdf, strategy) for cdf in args.cdf for strategy in Strategy.all_for(args.ranks)]
-    if rank == 0:
-        answers.put(rows)
-    dist.destroy_process_group()
+def measure_all(rank: int, world: int, args: argparse.Namespace) -> list[dict[str, object]]:
+    """Returns a row for each probability and UxRy."""
+    return [measure(rank, args, cdf, strategy) for cdf in args.cdf for strategy in Strategy.all_for(world)]
 
 
 def measure(rank: int, args: argparse.Namespace, cdf: float, strategy: Strategy) -> dict[str, object]:
@@ -129,12 +123,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(worker, (args, os.path.join(folder, "store"), answers), nprocs=args.ranks, join=True)
-    rows, counted = answers.get(), at_wan_size()
+    (rows, *_), counted = run_ranks(measure_all, args.ranks, "cpu", args), at_wan_size()
     if args.json:
         print(json.dumps({"measured": rows, "counted": counted, "settings": vars(args)}, indent=1))
         return

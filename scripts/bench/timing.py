@@ -129,7 +129,7 @@ def run_ranks(function: Callable[..., Any], world: int, device: str, *args: Any)
         os.environ.update(_CPU_RANKS if device == "cpu" else {})  # for the new processes
         try:
             start_processes(
-                _serve, (function, world, device, folder, args), nprocs=world, daemon=True, start_method="spawn"
+                _run_rank, (function, world, device, folder, args), nprocs=world, daemon=True, start_method="spawn"
             )
         except ProcessException as error:
             raise RuntimeError(f"rank {error.error_index} ended before it answered: {error}") from error
@@ -139,7 +139,7 @@ def run_ranks(function: Callable[..., Any], world: int, device: str, *args: Any)
         return [pickle.loads(Path(folder, f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
-def _serve(rank: int, function: Callable[..., Any], world: int, device: str, folder: str, args: tuple) -> None:
+def _run_rank(rank: int, function: Callable[..., Any], world: int, device: str, folder: str, args: tuple) -> None:
     if device == "cpu":
         torch.set_num_threads(1)
     store = Path(folder, "store").as_posix()

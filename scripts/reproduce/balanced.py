@@ -1,4 +1,4 @@
-"""§4.2: ρ_s after balancing, for every planner and strategy on 8 GPUs, on synthetic masks, beside the paper's.
+"""§4.2: ρ_s after balancing, for every planner and strategy on 8 GPUs, on synthetic masks, next to the paper's.
 
 Others run on rings, whose ranks wait for one another in every ring step (Eq. 1); db-SP's ranks in none.
 """
@@ -50,14 +50,14 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
     before = {strategy: [rho_before(mask, strategy) for mask in layers] for strategy in STRATEGIES}
     bound = {name: [rho_bound(mask.counts.rows, Strategy.parse(name).world) for mask in layers] for name in STRATEGIES}
     for strategy, way in itertools.product(STRATEGIES, options.ways):
-        planner, home = way.split("@")
+        planner, layout = way.split("@")
         parsed = Strategy.parse(strategy)
-        layout = SequenceLayout.named(home, layers[0].grid, parsed)
+        tokens_at = SequenceLayout.named(layout, layers[0].grid, parsed)
         if planner == "dbsp":
-            found = [make_plan(mask, parsed, layout=layout, compare=False) for mask in layers]
+            found = [make_plan(mask, parsed, layout=tokens_at, compare=False) for mask in layers]
         else:
-            found = [plan_ring(mask, parsed, planner, layout, options.reward) for mask in layers]
-        plans[strategy, planner, home] = found
+            found = [plan_ring(mask, parsed, planner, tokens_at, options.reward) for mask in layers]
+        plans[strategy, planner, layout] = found
     return [_row(preset, *key, here, before[key[0]], bound[key[0]]) for key, here in plans.items()]
 
 
@@ -110,17 +110,17 @@ def draw(rows: list[Row]) -> Figure:
     most = max(row.rho_max for row in rows)
     for line, preset in zip(axes, presets, strict=True):
         for axis, strategy in zip(line, STRATEGIES, strict=True):
-            for place, way in enumerate(ways):
+            for height, way in enumerate(ways):
                 for row in rows:
                     if (row.preset, row.strategy, row.planner, row.layout) == (preset, strategy, *way):
-                        axis.plot([row.rho, row.rho_max], [place] * 2, color=COLOURS[row.planner], linewidth=3)
-                        axis.plot(row.rho, place, "o", color=COLOURS[row.planner], markersize=7)
-                        axis.text(row.rho_max + 0.03, place, f"{row.rho:.3f}", va="center", size=9.5, bbox=ON_WHITE)
+                        axis.plot([row.rho, row.rho_max], [height] * 2, color=COLOURS[row.planner], linewidth=3)
+                        axis.plot(row.rho, height, "o", color=COLOURS[row.planner], markersize=7)
+                        axis.text(row.rho_max + 0.03, height, f"{row.rho:.3f}", va="center", size=9.5, bbox=ON_WHITE)
             if strategy in LIMITS:
                 axis.axvline(LIMITS[strategy], color=INK, linestyle="--", linewidth=1, zorder=0.5)
             axis.set(title=strategy, xlim=(0.97, most + 0.17), ylim=(len(ways) - 0.4, -0.6))
             axis.set_xticks([1, 1.2, 1.4] if most > 1.3 else [1, 1.1, 1.2])
-        names = [planner + ("" if home == "contiguous" else f" ({home})") for planner, home in ways]
+        names = [planner + ("" if layout == "contiguous" else f" ({layout})") for planner, layout in ways]
         line[0].set_yticks(range(len(ways)), names)
         line[0].set_ylabel(in_words(preset), weight="bold")
     return figure
@@ -131,12 +131,12 @@ BALANCE = Result("balanced", "ρ_s after balancing, 8 GPUs", Row, draw)
 
 def main() -> None:
     parser = arguments(__doc__, layers=3)
-    choices = [f"{planner}@{home}" for planner in PLANNERS for home in LAYOUTS]
+    choices = [f"{planner}@{layout}" for planner in PLANNERS for layout in LAYOUTS]
     default = [f"{planner}@contiguous" for planner in PLANNERS] + [
         "contiguous@striped",
         "dbsp@striped",
     ]
-    parser.add_argument("--ways", nargs="+", choices=choices, default=default, help="PLANNER@HOME to compare")
+    parser.add_argument("--ways", nargs="+", choices=choices, default=default, help="PLANNER@LAYOUT to compare")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["wan2.1-t2v-14b", "cogvideox1.5-5b"])
     parser.add_argument("--reward", type=float, default=1.0, help="R_b of planner paper")
     options = parser.parse_args()

@@ -64,7 +64,7 @@ MACHINES = {"a800": ("o", PLANNERS["dbsp"]), "h800": ("D", ROLES["held out"])}
 
 
 def draw(rows: list[Row]) -> Figure:
-    """A line for each figure: what the paper has, and beside it what the model has on each of its machines."""
+    """A line for each figure: the paper's range, and the model's on each of its machines."""
     figure, axes = panels(
         "How do modelled gains compare with those that the paper measured?",
         f"Thick: measured by the paper, over what the figure ranges over; markers: {rows[0].label}",
@@ -80,14 +80,14 @@ def draw(rows: list[Row]) -> Figure:
 def _compare(axis: Axes, rows: list[Row]) -> None:
     lines = list(dict.fromkeys(_line(row) for row in rows))
     for row in rows:
-        place = lines.index(_line(row))
+        height = lines.index(_line(row))
         theirs = [float(part) for part in row.theirs.split("–")]
-        axis.plot([theirs[0], theirs[-1]], [place] * 2, color=ROLES["measured"], linewidth=7, solid_capstyle="butt")
+        axis.plot([theirs[0], theirs[-1]], [height] * 2, color=ROLES["measured"], linewidth=7, solid_capstyle="butt")
         if theirs[0] == theirs[-1]:
-            axis.plot(theirs[0], place, "|", color=ROLES["measured"], markersize=12, markeredgewidth=4)
+            axis.plot(theirs[0], height, "|", color=ROLES["measured"], markersize=12, markeredgewidth=4)
         machine = next(name for name in MACHINES if name in row.cluster)
         marker, colour = MACHINES[machine]
-        low = place + (0.27 if machine == "h800" else -0.27)
+        low = height + (0.27 if machine == "h800" else -0.27)
         axis.plot([row.least, row.most], [low] * 2, marker=marker, color=colour, markersize=5, linewidth=2)
     axis.plot([], [], color=ROLES["measured"], linewidth=7, label="measured by the paper")
     for machine, (marker, colour) in MACHINES.items():

@@ -1,4 +1,4 @@
-"""What the reproductions share: the paper's numbers, masks of a preset, and options."""
+"""Numbers of the paper that several reproductions need, masks of a preset, and options."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def mask_of(model: ModelSpec, density: float | None = None, coarsen: int = 1, se
 def contiguous_rho(
     name: str, strategies: Iterable[str], options: argparse.Namespace, **style: Any
 ) -> list[list[float]]:
-    """ρ_s (Eq. 1) of the contiguous plan by strategy and layer: one plan serves all, as it looks at no mask."""
+    """ρ_s (Eq. 1) of the contiguous plan by strategy and layer: one plan for all layers, as it looks at no mask."""
     plans: dict[str, RingPlan] = {}
     rho: dict[str, list[float]] = {strategy: [] for strategy in strategies}
     for mask in masks(name, options, **style):

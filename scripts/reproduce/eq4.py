@@ -1,4 +1,4 @@
-"""Eq. 4 exactly as the paper prints it (§4.3), beside the form that db-SP predicts by: seconds of one attention.
+"""Eq. 4 exactly as the paper prints it (§4.3), and the form that db-SP predicts by: seconds of one attention.
 
 Started from the repository's root: python -m scripts.reproduce.eq4
 """
@@ -23,16 +23,16 @@ from scripts.reproduce.simulate import ELEMENT_BYTES, RunConfig, simulate_layer
 def as_printed(
     strategy: Strategy, rho: float, density: float, *, all2all_s: float, p2p_s: float, dense_s: float, launch_s: float
 ) -> float:
-    """Eq. 4, seconds. It charges each of the y periods the whole per-GPU compute, and multiplies P2P by ρ_s.
+    """Eq. 4, seconds. It charges each of the y ring steps the whole per-GPU compute, and multiplies P2P by ρ_s.
 
     Args:
         strategy: UxRy.
         rho: ρ_s of the plan.
-        density: Share of blocks that are dense.
+        density: Share of active blocks.
         all2all_s: Seconds of the all-to-all over x ranks.
-        p2p_s: Seconds of handing on one period's K and V.
+        p2p_s: Seconds of sending one ring step's K and V.
         dense_s: Seconds of dense attention on one GPU.
-        launch_s: Seconds of launching a period's kernel.
+        launch_s: Seconds of launching a ring step's kernel.
     """
     compute_s = dense_s / strategy.world * density + launch_s
     attention_s = (max(compute_s, p2p_s) * (strategy.ring - 1) + compute_s) * rho
@@ -48,7 +48,7 @@ def predict_as_printed(
 ) -> float:
     """Eq. 4 of a plan: its ρ_s, and communication of equal shards as the paper's text describes it.
 
-    The all-to-all moves q, k, v and the output over x ranks, P2P one period's K and V of equal shards.
+    The all-to-all moves q, k, v and the output over x ranks, P2P one ring step's K and V of equal shards.
     """
     strategy, known, grid = plan.strategy, hardware.constants, plan.grid
     nodes = [0] * strategy.world if nodes is None else nodes

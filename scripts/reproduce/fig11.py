@@ -100,7 +100,7 @@ def draw(rows: list[Row]) -> Figure:
     left.set(ylim=(0.9, 60), title="A higher threshold saves plans…")
     left.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
     left.minorticks_off()
-    right.set(xlabel="threshold P_s", title="…and costs evenness")
+    right.set(xlabel="threshold P_s", title="…and costs balance")
     imbalance_axis(right)
     legend_below(figure, left)
     return figure

@@ -1,7 +1,7 @@
 """Fig. 3: modelled latency of a Wan2.1-14B video on 1 to 8 GPUs, contiguous Ulysses and Ring, and planner dbsp.
 
-The two scalings that the paper states (8 GPUs) are held out: nothing was fitted to them. Beside blocks and exchanges
-each line takes what the authors' scripts of it do, which is less under db-SP.
+The two scalings that the paper states (8 GPUs) are held out: nothing was fitted to them. On top of blocks and
+exchanges each line takes what the authors' scripts of it do, which is less under db-SP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fig. 8: the authors' bars beside the latency model's, which is fitted to those of 8 GPUs; those of 4 are held out.
+"""Fig. 8: the authors' bars and the latency model's, which is fitted to those of 8 GPUs; those of 4 are held out.
 
 Constants are those of the hardware files with their 8-bit kernels, ρ_s are Table 1's; `scripts.reproduce.authors` says
 where the numbers come from. Speed-ups are over Ulysses with the same method and number of GPUs, as in the paper.
@@ -149,21 +149,21 @@ def draw(rows: list[Row]) -> Figure:
 
 
 def _panel(axis: Axes, rows: list[Row]) -> None:
-    place, ticks, methods = 0.0, [], {}
+    x, ticks, methods = 0.0, [], {}
     for row, after in itertools.zip_longest(rows, rows[1:]):
         for shift, total, attention, role in (
             (-0.2, row.measured_s, row.measured_attention_s, "measured"),
             (0.2, row.modelled_s, row.modelled_attention_s, row.half),
         ):
-            axis.bar(place + shift, total - attention, 0.38, color=ROLES[role], alpha=0.35)
-            axis.bar(place + shift, attention, 0.38, bottom=total - attention, color=ROLES[role])
-        ticks.append((place, row.way.replace("Engine", "")))
-        methods.setdefault(row.method, []).append(place)
-        place += 1 if after is None or after.method == row.method else 1.8
+            axis.bar(x + shift, total - attention, 0.38, color=ROLES[role], alpha=0.35)
+            axis.bar(x + shift, attention, 0.38, bottom=total - attention, color=ROLES[role])
+        ticks.append((x, row.way.replace("Engine", "")))
+        methods.setdefault(row.method, []).append(x)
+        x += 1 if after is None or after.method == row.method else 1.8
     axis.set_xticks(*zip(*ticks, strict=True), fontsize=8, rotation=35)
     top = max(max(row.measured_s, row.modelled_s) for row in rows)
-    for method, places in methods.items():
-        axis.text(np.mean(places), 1.04 * top, method.replace("Attention", ""), ha="center", size=10, color=SOFT)
+    for method, centres in methods.items():
+        axis.text(np.mean(centres), 1.04 * top, method.replace("Attention", ""), ha="center", size=10, color=SOFT)
     worst = max(abs(row.error) for row in rows)
     axis.set_title(f"{in_words(rows[0].model)}, {rows[0].gpus} {rows[0].machine.upper()}s: within {worst:.0%}")
     axis.set(ylabel="seconds", ylim=(0, 1.18 * top))

@@ -1,7 +1,7 @@
-"""Fig. 9: attention speed-up over the ratio of ρ_s before to after balancing, the authors' points beside the model's.
+"""Fig. 9: attention speed-up over the ratio of ρ_s before to after balancing, the authors' points and the model's.
 
-Masks differ in how uneven heads are (Ulysses) or rows and columns (Ring); all else is the preset's. What a ring
-reaches is less than ρ_s promises for two reasons that the model has: ρ_s counts the slowest rank of every period,
+Masks differ in how imbalanced heads are (Ulysses) or rows and columns (Ring); all else is the preset's. What a ring
+reaches is less than ρ_s promises for two reasons that the model has: ρ_s counts the slowest rank of every ring step,
 while ranks run ahead of one another; and a ring's launches and merges do not shrink with blocks. The authors' program
 times neither reordering nor exchange. "reached" is the share of the promised gain: (speed-up − 1) over (ratio − 1),
 summed over points.

@@ -1,7 +1,7 @@
 """MiniMax-H3's attention on 16 GPUs (vLLM-Omni #7589), modelled: dense as vLLM-Omni runs or proposes it, and VSA.
 
 VSA keeps as many tiles in every row, so its work is counted without a mask. Predicting the mask, the coarse branch and
-the gate are not in these seconds: each rank computes its share of them whatever the strategy.
+the gate are not in these seconds: each rank computes its share of them under every strategy.
 """
 
 from __future__ import annotations

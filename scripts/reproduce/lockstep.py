@@ -40,7 +40,7 @@ def nodes_of(hardware: Hardware, world: int) -> tuple[int, ...]:
 
 
 def work_by_ring_step(work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
-    """b(i, g) of Eq. 1, int64[ring, world]: dense blocks by (ring step, rank), from int64[world, ring] by slot."""
+    """b(i, g) of Eq. 1, int64[ring, world]: active blocks by (ring step, rank), from int64[world, ring] by slot."""
     world, ring = work_by_slot.shape
     rank = np.arange(world)
     return work_by_slot[rank, (rank // ulysses + np.arange(ring)[:, None]) % ring]
@@ -57,7 +57,7 @@ def eq_1(work: np.ndarray) -> float:
 
 
 def work_by_slot(mask: BlockMask, slot: np.ndarray, ring: int) -> np.ndarray:
-    """int64[H, nq, ring]: dense blocks of each row by the slot that their keys travel in, int64[H, nk]."""
+    """int64[H, nq, ring]: active blocks of each row by the slot that their keys are sent in, int64[H, nk]."""
     if ring == 1:
         return mask.counts.rows[..., None]
     found, row, column = [], 0, 0
@@ -120,16 +120,16 @@ def plan_ring(
     strategy, heads = Strategy.parse(strategy), mask.heads
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     x, y, counts = strategy.ulysses, strategy.ring, mask.counts
-    q_home, k_home = majority_ring_ranks(layout, mask.grid, heads, strategy)
+    q_ring_rank, k_ring_rank = majority_ring_ranks(layout, mask.grid, heads, strategy)
     column = contiguous_heads(heads, x)
     if planner == "snake":
         column = snake_heads(counts.rows.sum(axis=1), x)
     if planner == "paper":
         column = greedy_heads(counts.rows.sum(axis=1), x, -(-heads // x) if equal_heads else None)
-        q_home = biased_greedy(counts.rows.sum(axis=0), y, q_home, reward)
-        k_home = biased_greedy(mask.square().sum(dim=(0, 1)).numpy(), y, k_home, reward)
-    owner = q_home * x + column[:, None]
-    slot = np.array(np.broadcast_to(k_home, (heads, mask.grid.nk)))
+        q_ring_rank = biased_greedy(counts.rows.sum(axis=0), y, q_ring_rank, reward)
+        k_ring_rank = biased_greedy(mask.square().sum(dim=(0, 1)).numpy(), y, k_ring_rank, reward)
+    owner = q_ring_rank * x + column[:, None]
+    slot = np.array(np.broadcast_to(k_ring_rank, (heads, mask.grid.nk)))
     work = _work(mask, owner, slot, strategy)
     return RingPlan(planner, strategy, mask.grid, owner, slot, work, _moved(mask.grid, layout, strategy, owner, slot))
 
@@ -150,10 +150,10 @@ def _moved(grid: BlockGrid, layout: SequenceLayout, strategy: Strategy, owner: n
         return 0.0
     stays = 0
     for order, heads in grid.order_groups(len(owner)):
-        places = owner[heads] // strategy.ulysses, slot[heads]
-        for held, ring_rank, tensors in zip(layout.block_segments(grid, order), places, (1, 2), strict=True):
-            place = held.block * strategy.ring + held.rank // strategy.ulysses
-            tokens = np.bincount(place, held.length, ring_rank.shape[1] * strategy.ring)
+        ring_ranks = owner[heads] // strategy.ulysses, slot[heads]
+        for held, ring_rank, tensors in zip(layout.block_segments(grid, order), ring_ranks, (1, 2), strict=True):
+            cell = held.block * strategy.ring + held.rank // strategy.ulysses
+            tokens = np.bincount(cell, held.length, ring_rank.shape[1] * strategy.ring)
             stays += tensors * int(tokens[np.arange(ring_rank.shape[1]) * strategy.ring + ring_rank].sum())
     return 1 - stays / (3 * len(owner) * grid.tokens)
 
@@ -205,13 +205,13 @@ def predict_ring(
     nodes = [0] * strategy.world if nodes is None else nodes
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
     require_network(hardware, nodes)
-    # 1. Tokens from home (row) to owner (column), and the KV blocks that each rank holds in each ring step.
+    # 1. Tokens from source rank (row) to owner (column), and the KV blocks that each rank holds in each ring step.
     rank_of_key = plan.slot * strategy.ulysses + plan.q_owner[:, :1] % strategy.ulysses
     queries, keys = np.zeros((2, strategy.world, strategy.world))
     for order, heads in grid.order_groups(plan.heads):
-        q_home, k_home = tokens_at(layout, grid, order)
-        queries += q_home.T @ copies_by_rank(plan.q_owner[heads], strategy.world).T
-        keys += k_home.T @ copies_by_rank(rank_of_key[heads], strategy.world).T
+        of_queries, of_keys = tokens_at(layout, grid, order)
+        queries += of_queries.T @ copies_by_rank(plan.q_owner[heads], strategy.world).T
+        keys += of_keys.T @ copies_by_rank(rank_of_key[heads], strategy.world).T
     rows = np.bincount(plan.q_owner.ravel(), minlength=strategy.world)
     by_slot = np.bincount(rank_of_key.ravel(), minlength=strategy.world).reshape(strategy.ring, strategy.ulysses)
     blocks = np.stack([np.roll(by_slot, -step, axis=0).ravel() for step in range(strategy.ring)])
@@ -221,9 +221,9 @@ def predict_ring(
     exchanged = [sent * shape.token_bytes for sent in (*dispatched, queries.T)]
     held = blocks[:-1] * (2 * grid.block_k * shape.token_bytes)
     compute = _compute_s(plan, rows, shape, known)
-    times = ring_times(compute, hand_overs_s(strategy, held, known, nodes), strategy, known.overlap)
-    placed = 2 * rows * grid.block_q + 2 * blocks[0] * grid.block_k
-    packed = float(((4 * shape.heads * layout.shard + placed) * shape.token_bytes).max())
+    times = ring_times(compute, ring_sends_s(strategy, held, known, nodes), strategy, known.overlap)
+    unpacked = 2 * rows * grid.block_q + 2 * blocks[0] * grid.block_k
+    packed = float(((4 * shape.heads * layout.shard + unpacked) * shape.token_bytes).max())
     return RingPrediction(
         exchange_s=sum(exchange_s(sent, known, nodes) for sent in exchanged),
         attention_s=times.attention_s,
@@ -241,8 +241,8 @@ def _compute_s(plan: RingPlan, rows: np.ndarray, shape: AttentionShape, known: C
     return seconds + known.launch_s
 
 
-def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, nodes: Sequence[int]) -> list[float]:
-    """Seconds of each hand-over of `held`, float64[hand-overs, P] bytes, from rank (r, u) to (r − 1, u)."""
+def ring_sends_s(strategy: Strategy, held: np.ndarray, known: Constants, nodes: Sequence[int]) -> list[float]:
+    """Seconds of each ring send of `held`, float64[sends, P] bytes, from rank (r, u) to (r − 1, u)."""
     ring_nodes = np.reshape(nodes, (strategy.ring, strategy.ulysses))
     near = ring_nodes == np.roll(ring_nodes, 1, axis=0)
     latency, rate = np.full(near.shape, known.p2p_latency_s), np.full(near.shape, known.p2p_bytes_per_s)
@@ -254,12 +254,12 @@ def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, nodes: 
 def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, overlap: float) -> RingTimes:
     """A ring, whose ranks wait for their neighbours alone: a fast one runs up to a ring step ahead of the next.
 
-    A hand-over begins when both of its ranks have begun the ring step, and the next ring step when this one's kernel
-    and the hand-overs to and from the rank are done.
+    A ring send begins when both of its ranks have begun the ring step, and the next ring step when this one's kernel
+    and the sends to and from the rank are done.
 
     Args:
         compute: float64[ring steps, P], seconds.
-        p2p: Seconds of the hand-over beside each ring step; without the last one's where there is none.
+        p2p: Seconds of the ring send during each ring step; the last one's may be left out.
         overlap: Share of the shorter of compute and P2P that hides behind the longer.
     """
     done = began = np.zeros((strategy.ring, strategy.ulysses))

@@ -1,4 +1,4 @@
-"""What the modelled figures share: the machine, the paper's own numbers, and masks planned once."""
+"""Parts that modelled figures share: the machine, the paper's own numbers, and masks planned once."""
 
 from __future__ import annotations
 

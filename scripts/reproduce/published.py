@@ -1,8 +1,8 @@
-"""Published times of dense sequence parallelism beside the latency model's: how many times as fast on how many GPUs.
+"""Published times of dense sequence parallelism and the latency model's: how many times as fast on how many GPUs.
 
 `data/published.csv` has every table of models that `dbsp plan` knows, on machines of configs/hardware, that we found:
 who published it, and each row as printed. Nothing is fitted to them, but the H20's one rate to the first row of its
-first table. Each way of xDiT's is modelled with dense attention, plain Ulysses and Ring, and guidance passes on two
+first table. Each way of xDiT's is modelled with dense attention, plain Ulysses and Ring, and CFG passes on two
 halves of the GPUs where `halves` is 2; CogVideoX1.5 at its real size, not the paper's.
 """
 
@@ -35,7 +35,7 @@ class Row:
     """One row of a published table.
 
     Attributes:
-        strategy: On the GPUs of one guidance pass, of which there are `halves` at the same time.
+        strategy: On the GPUs of one CFG pass, of which there are `halves` at the same time.
         unit: "video", "steps" (all, without decoding) or "step".
         error: Modelled over measured, less one.
         linear, modelled_linear: Share of linear scaling: one GPU's time over this one and over the number of GPUs.

@@ -1,7 +1,7 @@
 """Seconds of a video on 8 GPUs, modelled: dense Ulysses, sparse attention split blindly, and sparse by db-SP.
 
 What `dbsp plan --model NAME --gpus 8` says of each machine, for the models whose imbalance the paper measured. Masks
-are synthetic, of density 0.41, as uneven as PAROAttention's (the paper's Table 1).
+are synthetic, of density 0.41, as imbalanced as PAROAttention's (the paper's Table 1).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Row:
 
     Attributes:
         dense_s: Dense attention, Ulysses over all GPUs.
-        blind_s: Sparse attention, by the fastest UxRy with heads and tokens split evenly, as USP does.
+        blind_s: Sparse attention, by the fastest UxRy with heads and tokens in equal numbers, as USP does.
         dbsp_s: Sparse attention, by db-SP's fastest UxRy, `strategy`.
     """
 

@@ -1,4 +1,4 @@
-"""Table 1: ρ_s of contiguous Ulysses, Ring and USP before balancing, on synthetic masks, beside the paper's."""
+"""Table 1: ρ_s of contiguous Ulysses, Ring and USP before balancing, on synthetic masks, and the paper's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _row(paper: PaperRow, values: list[float]) -> Row:
 
 def draw(rows: list[Row]) -> Figure:
     figure, axes = panels(
-        "How uneven is sequence parallelism that doesn't look at masks?",
+        "How imbalanced is sequence parallelism that doesn't look at masks?",
         f"Contiguous plans on 8 GPUs, {MEASURED}; error bars: standard error over layers",
         columns=2,
         height=4.2,

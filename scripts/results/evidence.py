@@ -1,4 +1,4 @@
-"""Which command made each file of docs/results, at which commit, and what has changed since."""
+"""Commands and commits of the files of docs/results, and changes of their sources since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the figures of results have in common: panels, bars in groups, lines, legends below, and names in words."""
+"""Parts that figures of results have in common: panels, bars in groups, lines, legends below, and names in words."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def grouped_bars(
         number: Format of the number over each bar, such as "%.2f"; "": none.
     """
     width = 0.82 / len(series)
-    for place, (label, values) in enumerate(series.items()):
-        at = np.arange(len(groups)) + (place - (len(series) - 1) / 2) * width
-        colour = colours[label] if isinstance(colours, Mapping) else colours[place]
+    for index, (label, values) in enumerate(series.items()):
+        at = np.arange(len(groups)) + (index - (len(series) - 1) / 2) * width
+        colour = colours[label] if isinstance(colours, Mapping) else colours[index]
         heights = np.asarray(values, dtype=np.float64) - base
         axes.bar(at, heights, width * 0.92, bottom=base, color=colour, label=label)
         top = heights + base
@@ -89,7 +89,7 @@ def grouped_bars(
 
 
 def imbalance_axis(axes: Axes, most: float | None = None) -> None:
-    """The vertical axis of ρ_s, which begins where a plan is even."""
+    """The vertical axis of ρ_s, which begins where a plan is balanced."""
     axes.set(ylabel="imbalance ρ_s (1: even)", ylim=(1, most))
 
 

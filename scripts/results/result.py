@@ -75,7 +75,7 @@ def write_csv(name: str, rows: list[Any], out: Path) -> list[dict[str, Any]]:
 
 
 def _table(title: str, records: list[dict[str, Any]]) -> Table:
-    """Columns for what differs between rows; what all rows share, their labels too, stands below."""
+    """Columns for what differs between rows; values that all rows share, such as labels, come below."""
     shared = {key for key in records[0] if len(records) > 1 and len({str(record[key]) for record in records}) == 1}
     caption = "; ".join(f"{key}: {value}" for key, value in records[0].items() if key in shared)
     shown = [key for key in records[0] if key not in shared]

@@ -59,7 +59,7 @@ def make_transformer(head_width: int = 24, layers: int = 5, text_width: int = 64
     )
     with torch.no_grad():
         for block in transformer.blocks:
-            # 500 tokens of padding stand against ten words: let words' keys count more from the start.
+            # 500 tokens of padding against ten words: let words' keys count more from the start.
             block.attn2.norm_k.weight.fill_(3.0)
         _look_around(transformer.blocks[0].attn1)
         transformer.proj_out.weight.zero_()
@@ -69,7 +69,7 @@ def make_transformer(head_width: int = 24, layers: int = 5, text_width: int = 64
 def _look_around(attn: Any) -> None:
     """Draws the first layer's heads each to one direction: themselves, the frame before and after, and so on.
 
-    Rotary positions alone don't tell a token where it stands; only what lies beyond an edge does, so heads that look
+    Rotary positions alone don't give a token its position; only what lies beyond an edge does, so heads that look
     next to themselves are what learns it. A key bias b and the query bias R(−offset)·b peak at that offset.
     """
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
@@ -174,7 +174,7 @@ def _loss(transformer: Callable[..., Any], videos: Videos, phase: Phase, generat
     clean = videos.latents[chosen, :, start : start + phase.frames].float()
     silent = torch.rand(count, generator=generator) < NO_CAPTION
     text = torch.where(silent[:, None, None], videos.no_text, videos.text[chosen])
-    # Evenly over the batch: one level from each of `count` equal parts.
+    # Spread over the batch: one level from each of `count` equal parts.
     even = (torch.arange(count) + torch.rand(count, generator=generator)) / count
     level = SHIFT * even / (1 + (SHIFT - 1) * even)
     noise = torch.randn(clean.shape, generator=generator)

@@ -1,4 +1,4 @@
-"""The captions' side: a tokenizer of whole words and a small frozen UMT5, random but able to tell word order."""
+"""Captions: a tokenizer of whole words and a small frozen UMT5, random, whose output depends on word order."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def make_tokenizer() -> Any:
 
 
 def make_text_encoder(words: int) -> Any:
-    """A UMT5 that is never trained: its random embeddings tell words apart.
+    """A UMT5 that is never trained: its random embeddings distinguish words.
 
     Cross-attention sees a set of word vectors without order. So that "red" before "ball" differs from "red" before
-    "floor", each head's position bias draws it to one neighbour, and a word's vector says what stands next to it.
+    "floor", each head's position bias draws it to one neighbour, and a word's vector says what is next to it.
     """
     from transformers import UMT5Config, UMT5EncoderModel
 

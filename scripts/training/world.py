@@ -1,4 +1,4 @@
-"""The world of the small model: one coloured shape that moves over a floor, and the sentence that says so.
+"""World of the small model: one coloured shape that moves over a floor, and the sentence that describes it.
 
 Everything is drawn here, from (seed, index) alone: no data set is downloaded and none is stored.
 """
@@ -31,7 +31,7 @@ _CHECK = 24  # pixels to a side of a checker
 
 @dataclass(frozen=True)
 class Scene:
-    """What a video shows; `phase`, `size` and `place` in [0, 1) are what the caption does not say."""
+    """Content of a video; `phase`, `size` and `across` in [0, 1) are not in the caption."""
 
     colour: str
     shape: str
@@ -40,7 +40,7 @@ class Scene:
     floor: str
     phase: float = 0.0
     size: float = 0.5
-    place: float = 0.5
+    across: float = 0.5
 
     @property
     def caption(self) -> str:
@@ -53,8 +53,8 @@ class Scene:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
         every = _every()
         chosen = every[int(torch.randint(len(every), (1,), generator=generator))]
-        phase, size, place = torch.rand(3, generator=generator).tolist()
-        return Scene(*chosen, phase=phase, size=size, place=place)
+        phase, size, across = torch.rand(3, generator=generator).tolist()
+        return Scene(*chosen, phase=phase, size=size, across=across)
 
 
 def _every() -> list[tuple[str, str, str, str, str]]:
@@ -97,20 +97,20 @@ def _backdrop(scene: Scene, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _pose(scene: Scene, time: float, radius: float) -> tuple[float, float, float]:
     """Centre in pixels and angle in radians, `time` seconds in."""
     ground = HEIGHT * 0.80 - radius
-    across = 60 + (WIDTH - 120) * scene.place
+    centre = 60 + (WIDTH - 120) * scene.across
     if scene.motion == "bounces":
         beat = (time * 1.0 + scene.phase) % 1.0
-        return across, ground - (ground - radius - 2) * 4 * beat * (1 - beat), 0.0
+        return centre, ground - (ground - radius - 2) * 4 * beat * (1 - beat), 0.0
     if scene.motion == "turns":
-        return across, ground - 14, (time * 0.5 + scene.phase) * 2 * math.pi
+        return centre, ground - 14, (time * 0.5 + scene.phase) * 2 * math.pi
     # From one side to the other: a triangle wave for hiding, one way for sliding.
-    travelled = 0.25 * scene.phase + time * 0.36
+    path = 0.25 * scene.phase + time * 0.36
     left, right = radius + 4, WIDTH - radius - 4
     if scene.motion == "slides left":
-        travelled = 1 - travelled
-    if "pillar" in scene.motion and scene.place < 0.5:
-        travelled = 1 - travelled
-    return left + (right - left) * min(max(travelled, 0.0), 1.0), ground, 0.0
+        path = 1 - path
+    if "pillar" in scene.motion and scene.across < 0.5:
+        path = 1 - path
+    return left + (right - left) * min(max(path, 0.0), 1.0), ground, 0.0
 
 
 def _inside(shape: str, dx: torch.Tensor, dy: torch.Tensor, radius: float, angle: float) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Row:
     rate: str
     bags: str
     counted_bytes: int
-    wire_bytes: int
+    network_bytes: int
     seconds: float
     ratio: float
     differs: str
@@ -66,8 +66,8 @@ def main() -> None:
         rows += [Row(rate, **way) for way in json.loads(answer)]
     for row in rows:
         print(
-            f"{row.rate:>8s} {row.bags:6s} forward over the link: counted {row.counted_bytes / 1e6:8.3f} MB, on the "
-            f"wire {row.wire_bytes / 1e6:8.3f} MB; step {row.seconds:7.3f} s ({row.ratio:.2f}×); differs {row.differs}"
+            f"{row.rate:>8s} {row.bags:6s} forward over the link: counted {row.counted_bytes / 1e6:8.3f} MB, sent "
+            f"{row.network_bytes / 1e6:8.3f} MB; step {row.seconds:7.3f} s ({row.ratio:.2f}×); differs {row.differs}"
         )
     write_csv("bags-two-nodes", rows, args.out)
 
@@ -142,10 +142,10 @@ def _bytes_of(
     with torch.no_grad():
         predictions = packed_forward_local(transformer, samples, bags=way)
     dist.barrier()
-    comm_dtype = torch.tensor(sent_bytes(link) - before if rank % ranks_per_node == 0 else 0.0, dtype=torch.float64)
-    dist.all_reduce(comm_dtype)
+    sent = torch.tensor(sent_bytes(link) - before if rank % ranks_per_node == 0 else 0.0, dtype=torch.float64)
+    dist.all_reduce(sent)
     counted = _counted(predictions, ranks_per_node)
-    return {"counted_bytes": counted, "wire_bytes": int(comm_dtype), "outputs": predictions.samples}
+    return {"counted_bytes": counted, "network_bytes": int(sent), "outputs": predictions.samples}
 
 
 def _counted(predictions: LocalPredictions, ranks_per_node: int) -> int:
@@ -156,8 +156,8 @@ def _counted(predictions: LocalPredictions, ranks_per_node: int) -> int:
     loader = np.repeat(np.arange(world), [len(LOADERS[rank % len(LOADERS)]) for rank in range(world)])
     _, apart = moved_tokens(plan.runs, loader, ranks_per_node)
     total = apart * 4 * (HEADS * WIDTH + 4 * CHANNELS)
-    places = set(zip(plan.runs.sequence.tolist(), plan.runs.rank.tolist(), strict=True))
-    away = sum(loader[sequence] // ranks_per_node != rank // ranks_per_node for sequence, rank in places)
+    pairs = set(zip(plan.runs.sequence.tolist(), plan.runs.rank.tolist(), strict=True))
+    away = sum(loader[sequence] // ranks_per_node != rank // ranks_per_node for sequence, rank in pairs)
     total += away * (4 * PROMPT * TEXT + 8)
     if session is not None and len(plan.topology.ranks) == 1:
         total += sum(crossing_bytes(one, session.layout, ranks_per_node, WIDTH) for one in session.records.values())

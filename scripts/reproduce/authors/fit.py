@@ -1,7 +1,7 @@
 """Fits a800 and h800 (configs/hardware) to what the db-SP paper's authors measured on 8 GPUs; prints the errors too.
 
-Bars of 4 GPUs, and half of Fig. 10's layers, which a seed chooses, are held out. fig8 and fig10 show both parts beside
-the model, with the constants of the hardware files and what stands here.
+Bars of 4 GPUs, and half of Fig. 10's layers, which a seed chooses, are held out. fig8 and fig10 show both parts next
+to the model, with the constants of the hardware files and of this file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ blocks take longer from one layer to the next on one GPU."""
 
 
 def in_scripts(hardware: Hardware, method: str, model: str) -> Hardware:
-    """A machine where each attention takes what the authors' scripts take beside blocks and exchanges."""
+    """A machine where each attention takes what the authors' scripts take on top of blocks and exchanges."""
     return replace(hardware, constants=replace(hardware.constants, call_s=UNKNOWNS.call_s(method, model)))
 
 
@@ -79,9 +79,9 @@ def fit_layers(known: Constants) -> tuple[float, float, float]:
     times, rows, rest = attention_ms().mean(axis=0) / 1e3, [], []
     for layer in np.flatnonzero(fitted_half(len(times))):
         for strategy, measured in zip(STRATEGIES, times[layer], strict=True):
-            beside = attention_s(WAN, strategy, replace(known, launch_s=0.0), 0.0)
+            rest_s = attention_s(WAN, strategy, replace(known, launch_s=0.0), 0.0)
             rows.append(np.array([strategy.ring, 1.0, layer * strategy.ulysses / 8]) / measured)
-            rest.append((measured - beside) / measured)
+            rest.append((measured - rest_s) / measured)
     launch_s, blocks_s, growth_s = np.linalg.lstsq(np.array(rows), np.array(rest), rcond=None)[0]
     return float(launch_s), float(blocks_s), float(growth_s)
 
@@ -105,7 +105,7 @@ START = (140.0, 300.0, 5.0, 500.0, 1000.0, 300.0, 1.4, 2.0, 1.0, 2.0, 0.8, 0.5)
 
 
 def fit_bars(known: dict[str, Constants], given: Sequence[Bar], score_flops: float | None = None) -> Fit:
-    """Least squares on relative errors of bars, and of what they have beside attention, over the bars' times.
+    """Least squares on relative errors of bars, and of all that is not attention, over the bars' times.
 
     Args:
         score_flops: To be kept, as bars of one head size do not show it.
@@ -130,12 +130,12 @@ def fit_bars(known: dict[str, Constants], given: Sequence[Bar], score_flops: flo
 
     def errors(x: np.ndarray) -> list[float]:
         found = unpack(x)
-        beside = [
+        rest_s = [
             (other_s(bar.model, found.machines[bar.machine], bar.gpus) - bar.other_s) / bar.end_to_end_s
             for bar in given
             if bar.other_s is not None
         ]
-        return [found.error(bar) for bar in given] + beside
+        return [found.error(bar) for bar in given] + rest_s
 
     start = np.array(START)
     return unpack(least_squares(errors, start, bounds=(start / 100, start * 100), x_scale=start).x)

@@ -1,4 +1,4 @@
-"""What the db-SP paper's authors measured and published beside it, as numbers (github.com/thu-nics/db-SP).
+"""Measurements that the db-SP paper's authors published with it, as numbers (github.com/thu-nics/db-SP).
 
 `fig8_bars.csv`: Fig. 8's bars of 8 and 4 GPUs, read off assets/results.png, to within 1.4 s. `fig10_attention_ms.csv`:
 times of an attention in 50 steps, 40 layers and 4 strategies with balanced plans, Fig. 10's data (total_time_list_*.pt
@@ -31,7 +31,7 @@ DENSITIES = {
     ("cogvideox1.5-5b", f"{PARO} 0.414"): 0.442,
     ("cogvideox1.5-5b", f"{PARO} 0.683"): 0.683,
 }
-"""By model and method: shares of dense blocks, as their code takes 0.414; CogVideoX's mask has 0.442."""
+"""By model and method: shares of active blocks, as their code takes 0.414; CogVideoX's mask has 0.442."""
 
 PROFILE = {
     "all_to_all_ms": {2: 1.6, 4: 3.0, 8: 3.6},

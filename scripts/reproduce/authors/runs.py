@@ -25,12 +25,12 @@ _RATES = {"flops_per_s": 1.0, "score_s": 0.0, "call_s": 0.0, "linear_flops_per_s
 
 @dataclass(frozen=True)
 class Unknowns:
-    """What the bars need beside a machine's constants.
+    """Parameters of the bars in addition to a machine's constants.
 
     Attributes:
         sparge_density: Share of active blocks under SpargeAttn (cdf 0.9, similarity 0.1), by model: not published.
         tile_cost: Time of BurstEngine's blocks, whose tiles are small, over that of others. The paper says 1.25.
-        token_head_s: What an attention takes beside blocks and exchanges for each token and head, on any number of
+        token_head_s: What an attention takes on top of blocks and exchanges for each token and head, on any number of
             GPUs, by `method_of`: predicting masks (SpargeAttn), permuting tokens (PAROAttention; db-SP's scripts leave
             it out), and the rest of what is not said.
     """
@@ -40,7 +40,7 @@ class Unknowns:
     token_head_s: dict[str, float]
 
     def call_s(self, method: str, model: str) -> float:
-        """What an attention takes beside blocks and exchanges."""
+        """Returns the seconds of an attention on top of blocks and exchanges."""
         spec = MODEL_SPECS[model]
         return self.token_head_s[method] * spec.tokens * spec.heads
 
@@ -53,7 +53,7 @@ def as_run(name: str) -> ModelSpec:
     return run
 
 
-def _beside(model: str, strategy: Strategy, known: Constants) -> RingPrediction:
+def _without_rates(model: str, strategy: Strategy, known: Constants) -> RingPrediction:
     return _without_blocks(model, strategy, replace(known, **_RATES))
 
 
@@ -77,11 +77,11 @@ def dense_s(model: str, known: Constants, gpus: int = 8) -> float:
 def attention_s(model: str, strategy: Strategy, known: Constants, blocks: float) -> float:
     """One attention. blocks: of the rank that has most, over all blocks of an even share
 
-    Hand-overs hide: beside their blocks each takes less than half as long.
+    Ring sends are hidden: each takes less than half as long as the blocks that are computed meanwhile.
     """
-    beside = _beside(model, strategy, known)
-    compute_s = beside.times.compute_s + blocks * dense_s(model, known, strategy.world)
-    return beside.exchange_s + beside.pack_s + known.call_s + compute_s
+    rest = _without_rates(model, strategy, known)
+    compute_s = rest.times.compute_s + blocks * dense_s(model, known, strategy.world)
+    return rest.exchange_s + rest.pack_s + known.call_s + compute_s
 
 
 def rho_of(model: str, method: str) -> float:

@@ -11,7 +11,7 @@ from dbsp_core.planning.sequences import TokenRuns
 def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenRuns:
     """Cuts as KnapFormer does: each sequence in contiguous chunks, as even as possible, one for each rank of its bag.
 
-    Tokens that do not divide evenly go one each to ranks of the bag in turn. `tokens` and `bag` are int64[n].
+    Remaining tokens go one each to ranks of the bag, round-robin. `tokens` and `bag` are int64[n].
     """
     sizes = topology.ranks[bag]
     over = tokens % sizes

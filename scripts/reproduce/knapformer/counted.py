@@ -1,4 +1,4 @@
-"""What plans for several sequences make each rank compute and send, counted; and KnapFormer's Eq. 2."""
+"""Counts of each rank's work and bytes under plans for several sequences; and KnapFormer's Eq. 2."""
 
 from __future__ import annotations
 

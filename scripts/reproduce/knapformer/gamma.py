@@ -1,8 +1,8 @@
 """KnapFormer's Fig. 2: a layer's time over the length of its sequence, predicted from FLOP alone and with γ fitted.
 
 The paper measures FLUX on H100s. Here one plain layer (12·d² weights, as Eq. 1 counts) is measured on one CPU core,
-processor time, lengths in turns, the least of each, as other programs share the machine; beside it stands γ as it
-falls out of the constants in configs/hardware.
+processor time, lengths interleaved, the least of each, as other programs share the machine; the picture also has γ
+by the constants in configs/hardware.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Layer(torch.nn.Module):
 
 
 def measured_ms(lengths: list[int], repeats: int) -> list[float]:
-    """Least of each length, in turns."""
+    """Returns the least time of each length, measured interleaved."""
     torch.manual_seed(0)
     layer, found = Layer().eval(), [[] for _ in lengths]
     with torch.no_grad():

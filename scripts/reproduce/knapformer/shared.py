@@ -1,4 +1,4 @@
-"""KnapFormer's numbers and streams, and what all its reproductions draw and cost."""
+"""KnapFormer's numbers and streams, and the draws and costs of all its reproductions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLUX = LayerSize(heads=24, head_dim=128, token_flops=24 * WIDTH**2)
 """KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
 GAMMA = 0.4
 """Of Eq. 2: what the example in the README of KnapFormer's program runs with."""
-FLOPS_PER_S = 1e15  # scales all costs alike
+FLOPS_PER_S = 1e15  # scales all costs equally
 ASSUMPTIONS = StreamAssumptions()
 MIXED = "mixed-resolution images"
 STREAMS = {
@@ -98,7 +98,7 @@ def pair_cost() -> SequenceCost:
     return gamma_corrected(WIDTH, GAMMA, FLOPS_PER_S)
 
 
-def share_out(sequences: DrawnSequences, bags: str, balancer: str) -> tuple[SequencePlan, np.ndarray]:
+def distribute(sequences: DrawnSequences, bags: str, balancer: str) -> tuple[SequencePlan, np.ndarray]:
     """A plan by Eq. 2, and int64[n], what each sequence costs by it."""
     tokens = sequences.tokens
     cost = pair_cost().picoseconds(tokens, tokens**2)

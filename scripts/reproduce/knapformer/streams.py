@@ -17,11 +17,11 @@ from scripts.reproduce.knapformer.shared import (
     COLOURS,
     GAMMA,
     STREAMS,
+    distribute,
     drawn,
     knapformer_arguments,
     loads,
     pair_cost,
-    share_out,
 )
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
@@ -71,9 +71,9 @@ def measure(options) -> list[Row]:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """The lower panels share out one step's sequences, drawn anew from their seed: the CSV has sums of all steps."""
+    """The lower panels distribute one step's sequences, drawn anew from their seed: the CSV has sums of all steps."""
     figure, axes = panels(
-        "What do the data loaders of 32 GPUs bring, and how is it shared out?",
+        "What do the data loaders of 32 GPUs bring, and how is it distributed?",
         f"Sequences are drawn, not real data; γ {GAMMA:g}\n{ASSUMPTIONS.in_words()}",
         2,
         len(STREAMS),
@@ -99,7 +99,7 @@ def draw(rows: list[Row]) -> Figure:
             ("g1n32", "knapsack", "--", "KnapFormer's, rebuilt"),
             ("g8n4", "dbsp", "-", "dbsp"),
         ):
-            plan, cost = share_out(step, bags, balancer)
+            plan, cost = distribute(step, bags, balancer)
             load = loads(plan, cost)
             words = {"KnapFormer's, rebuilt": "KnapFormer's greedy, bags of one", "dbsp": "dbsp, bags of a node"}
             bottom.step(

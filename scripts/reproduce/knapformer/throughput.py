@@ -5,10 +5,10 @@ A step is taken to last as long as three things together, each of the slowest ra
 - computing: four forward passes' FLOP (backward does one again and takes two), attention's times γ (Eq. 2), at a rate;
 - the link within a node: q, k, v and outputs, forward, again and backward, and the weights, which FSDP gathers forward
   and backward and whose gradients it sums, all at one bandwidth. Where each bag is one rank, nothing is exchanged and
-  weights travel behind computing; where bags exchange, computing waits, and weights share the link;
+  weights are sent behind computing; where bags exchange, computing waits, and weights share the link;
 - ordering: KnapFormer's program takes what comes in apart, into each rank's piece of each sequence, and puts these
   together again, on the host, whose time nothing hides, as each attention reads a length back from the GPU. Ours
-  places all by one index, whose time is not in this model.
+  permutes all by one index, whose time is not in this model.
 
 Rate and bandwidth are **fitted** to two rows, the host's time for a piece is **measured** on a CPU core; other rows of
 Table 1 are held out. What is exchanged before and after all layers is left out: a hundredth of a second.
@@ -153,7 +153,7 @@ def piece_seconds(pieces: int = 2048, repeats: int = 25) -> float:
     for _ in range(repeats):
         start = time.process_time()
         parts = buffer.split([1] * pieces)
-        ordered = torch.cat([parts[place] for place in sorted(range(pieces), key=order.__getitem__)])
+        ordered = torch.cat([parts[piece] for piece in sorted(range(pieces), key=order.__getitem__)])
         forward.append(time.process_time() - start)
         ordered.backward(torch.ones_like(ordered))
         both.append(time.process_time() - start)
@@ -218,23 +218,23 @@ def draw(rows: list[Row]) -> Figure:
     )
     width = 0.27
     for axis, (stream, paper) in zip(axes[0], TABLE_1.items(), strict=True):
-        places = np.arange(len(paper))
+        columns = np.arange(len(paper))
         measured = [row.fbl_s for row in paper.values()]
-        axis.bar(places - width, measured, 0.95 * width, color=ROLES["measured"], label="KnapFormer's, measured")
+        axis.bar(columns - width, measured, 0.95 * width, color=ROLES["measured"], label="KnapFormer's, measured")
         for shift, theirs, name in ((0.0, True, "rebuilt"), (width, False, "ours, modelled")):
             mine = [row for row in rows if row.stream == stream and (row.role != "ours") == theirs]
-            place = np.array([list(paper).index(row.bags) + shift for row in mine])
+            x = np.array([list(paper).index(row.bags) + shift for row in mine])
             bottom = np.zeros(len(mine))
             for part, (words, rebuilt, ours) in PARTS.items():
                 height, colour = np.array([getattr(row, part) for row in mine]), rebuilt if theirs else ours
                 if height.any():
-                    axis.bar(place, height, 0.95 * width, bottom, color=colour, label=f"{name}: {words}")
+                    axis.bar(x, height, 0.95 * width, bottom, color=colour, label=f"{name}: {words}")
                 bottom += height
-            for row, left, top in zip(mine, place, bottom, strict=True):
+            for row, left, top in zip(mine, x, bottom, strict=True):
                 if isinstance(row.error, float):
                     text = "fitted" if row.role == "fitted" else f"{row.error:+.1%}"
                     axis.text(left, max(top, paper[row.bags].fbl_s) + 0.06, text, ha="center", fontsize=9)
-        axis.set_xticks(places, ["no bags", *list(paper)[1:]])
+        axis.set_xticks(columns, ["no bags", *list(paper)[1:]])
         axis.grid(axis="x", visible=False)
         axis.set(title=stream, ylim=(0, 5.4))
     axes[0, 0].set_ylabel("seconds")

@@ -1,7 +1,7 @@
 """KnapFormer's Table 1: workload imbalance ratio (WIR) on 32 GPUs, the paper's, its method rebuilt, and ours.
 
 γ is what the README of KnapFormer's program runs with; nothing is fitted. WIR by Eq. 2 is the paper's; by ranks counts
-each rank's tokens and dense blocks of 64 × 64 tokens, with the attention's rows where the plan puts them. A mean over
+each rank's tokens and active blocks of 64 × 64 tokens, with the attention's rows where the plan puts them. A mean over
 draws; nothing is timed.
 """
 
@@ -29,10 +29,10 @@ from scripts.reproduce.knapformer.shared import (
     WORLD,
     by_ranks,
     dense_work,
+    distribute,
     drawn,
     knapformer_arguments,
     loads,
-    share_out,
 )
 from scripts.results.figures import STAR, grouped_bars, legend_below, panels
 from scripts.results.result import Result
@@ -83,7 +83,7 @@ def measure(options) -> Iterator[Row]:
         for balancer in ("knapsack",) if bags == "none" else ("knapsack", "dbsp"):
             equation, counted = [], []
             for sequences, work in made[stream, mask]:
-                plan, cost = share_out(sequences, bags, balancer)
+                plan, cost = distribute(sequences, bags, balancer)
                 equation.append(ratio(loads(plan, cost)))
                 counted.append(by_ranks(sequences, work, bags, balancer)[1])
             paper = TABLE_1.get(stream, {}).get(bags) if mask == "dense" else None
@@ -106,7 +106,7 @@ def measure(options) -> Iterator[Row]:
 
 def draw(rows: list[Row]) -> Figure:
     figure, axes = panels(
-        "How unevenly do 32 GPUs share sequences of many sizes?",
+        "How imbalanced are 32 GPUs with sequences of many sizes?",
         "Work of the busiest GPU over that of the idlest (WIR), less 1; dense attention; dotted: 1.005, the goal\n"
         f"γ {GAMMA:g}; {rows[0].label}",
         columns=len(STREAMS),
@@ -127,8 +127,8 @@ def draw(rows: list[Row]) -> Figure:
         }
         grouped_bars(axis, ["none" if bags == "none" else bags for bags in TOPOLOGIES], series, COLOURS)
         paper = {bags: row.wir - 1 for bags, row in TABLE_1.get(stream, {}).items() if row.wir > 1}
-        places = [list(TOPOLOGIES).index(bags) for bags in paper]
-        axis.plot(places, list(paper.values()), **STAR, label="KnapFormer's Table 1")
+        columns = [list(TOPOLOGIES).index(bags) for bags in paper]
+        axis.plot(columns, list(paper.values()), **STAR, label="KnapFormer's Table 1")
         axis.axhline(0.005, color=INK, linestyle=":", linewidth=1.2)
         axis.set(yscale="log", title=stream, ylim=(5e-5, 60), xlabel="bags")
         axis.tick_params(axis="x", labelsize=9.5)

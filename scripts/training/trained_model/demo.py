@@ -67,11 +67,11 @@ class Settings:
 
     @classmethod
     def for_gpus(cls) -> Settings:
-        """In float32, which the GPU kernels serve, with masks that rounding cannot change."""
+        """In float32, which the GPU kernels support, with masks that rounding cannot change."""
         return cls(mask=FIXED, dtype="float32", tolerance=1e-3)
 
     def config(self) -> dict[str, Any]:
-        """db-SP's settings, as they would stand in a YAML file."""
+        """db-SP's settings, as a YAML file would have them."""
         return {"mask": self.mask, "generate": {"dtype": self.dtype}}
 
 
@@ -174,7 +174,7 @@ def _run(command: list[str], log: Path, work: Path, progress: Progress, task: An
         "TQDM_MININTERVAL": "0",
         "PYTHONUNBUFFERED": "1",
     }
-    if torch.cuda.device_count() < 2:  # a single GPU cannot serve several ranks
+    if torch.cuda.device_count() < 2:  # several ranks cannot share one GPU
         environment["CUDA_VISIBLE_DEVICES"] = ""
     steps = int(progress.tasks[task].total or 0)
     with log.open("wb") as file:

@@ -1,4 +1,4 @@
-"""What kernel `triton-int8` costs: errors of single attentions on activations of the small trained model.
+"""Cost of kernel `triton-int8` in accuracy: errors of single attentions on activations of the small trained model.
 
 Queries and keys are rounded as the kernel rounds them (tests compare the kernel with the same function), with keys as
 they are, or less their mean as `precision: int8` sends them; dense attention, blocks of 64 keys. Also attention of

@@ -1,4 +1,4 @@
-"""What sparsity costs: sparse against dense videos of the small trained model, by mask source and density.
+"""Cost of sparsity in quality: sparse against dense videos of the small trained model, by mask source and density.
 
 All in one process: a parallel run computes the same attention (see the tests), so it adds nothing.
 """

@@ -1,4 +1,4 @@
-"""What separates a parallel run of the small trained model from one process: rounding, and blocks that it decides."""
+"""Differences between a parallel run of the small trained model and one process: rounding, and blocks it decides."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def draw(rows: list[Row]) -> Figure:
         height=3.2,
     )
     (axis,) = axes[0]
-    for place, row in enumerate(rows):
+    for height, row in enumerate(rows):
         difference = float(row.max_abs_diff)
-        axis.barh(place, difference, 0.65, color=MASKS[row.mask])
+        axis.barh(height, difference, 0.65, color=MASKS[row.mask])
         text = row.max_abs_diff if difference else "0: identical bits"
-        axis.text(max(difference, 1e-7) * 1.15, place, text, va="center")
+        axis.text(max(difference, 1e-7) * 1.15, height, text, va="center")
     axis.axvline(1e-5, color=INK, linestyle=":", linewidth=1.2)
     names = {"sparge": "predicted masks (sparge)", "radial": "fixed masks (radial)"}
     axis.set_yticks(range(len(rows)), [f"{row.dtype}, {names.get(row.mask, row.mask)}" for row in rows])
