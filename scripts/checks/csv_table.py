@@ -18,7 +18,7 @@ def update_table(
     Args:
         path: The file, which need not exist.
         rows: At least one, all with the same columns.
-        key: Columns that tell rows apart: a row of the file with the values of a new one gives way to it.
+        key: Columns that distinguish rows: a row of the file with the values of a new one gives way to it.
         order: Values of the key by which the file's rows are sorted, and without which they go; None: as they came.
     """
     table: dict[tuple[str, ...], Mapping[str, object]] = {}

@@ -67,7 +67,7 @@ FAULTS = (
         "tests/core/planning/test_needed_keys_plan.py",
     ),
     Fault(
-        "routes place segments within blocks",
+        "routes shift segments within blocks",
         "dbsp_core/comm/exchange_tables.py",
         "start = slot * self.axis.block + offset",
         "start = slot * self.axis.block",

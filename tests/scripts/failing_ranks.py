@@ -1,4 +1,4 @@
-"""What benchmarks' ranks run when they go wrong."""
+"""Functions of benchmarks' ranks that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stress tests's processes run in its tests: what must be found wrong with them."""
+"""Misbehaviour of processes, which the stress tests must find."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.checks.stress.faults.fault_injection import fire
 
 
 def misbehave(how: str, number: int, folder: Path) -> None:
-    if number == 0:  # as in a case: one process alone tells when it happens
+    if number == 0:  # as in a case: one process alone leaves the sign of it
         fire("go on", folder)
         HOW[how]()
     sys.exit("RuntimeError: injected: an error that is expected")

@@ -53,9 +53,9 @@ class TestLayers:
                 assert found * 1e3 == pytest.approx(ms, rel=0.03)
 
     def test_plans_of_such_masks_are_predicted_so_and_strategies_chosen_right(self, monkeypatch):
-        monkeypatch.setattr(fig10, "BLOCK", 256)
+        monkeypatch.setattr(fig10, "BLOCK", 512)
         hardware = load_hardware("a800")
-        mask = fig10.family_mask(39, hardware, 256)
+        mask = fig10.family_mask(39, hardware, 512)
         assert mask.bits[20].float().mean() > 6 * mask.bits[0].float().mean()
         rows = fig10.measure(LAYERS)
         assert max(abs(row.error) for row in rows) <= 0.08

@@ -36,25 +36,22 @@ def intervals_of_turns(rank: int, world: int, folder: str) -> tuple[float, list[
     return turns.core_seconds(action), ran
 
 
-class TestTurns:
-    def test_one_rank_computes_at_a_time_and_waits_for_others_without_its_turn(self, tmp_path):
-        answers = run_ranks(intervals_of_turns, 2, "cpu", str(tmp_path))
-        ran = sorted(interval for _, intervals in answers for interval in intervals)
-        assert len(ran) == 4
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ran))
-
-    def test_seconds_are_what_a_rank_computed_and_not_what_it_waited(self, tmp_path):
-        for seconds, intervals in run_ranks(intervals_of_turns, 2, "cpu", str(tmp_path)):
-            assert 0.1 <= seconds < intervals[-1][1] - intervals[0][0]
+def test_ranks_in_turns_compute_one_at_a_time_and_waiting_does_not_count(tmp_path):
+    answers = run_ranks(intervals_of_turns, 2, "cpu", str(tmp_path))
+    ran = sorted(interval for _, intervals in answers for interval in intervals)
+    assert len(ran) == 4
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ran))
+    for seconds, intervals in answers:
+        assert 0.1 <= seconds < intervals[-1][1] - intervals[0][0]
 
 
-def test_the_slowest_rank_counts_by_its_median():
+def test_slowest_rank_counts_by_its_median():
     assert slowest_rank([[[1.0, 9.0, 2.0], [5.0, 5.0, 5.0]], [[3.0, 1.0, 1.0], [4.0, 7.0, 6.0]]]) == [2.0, 6.0]
 
 
 @pytest.mark.parametrize(
     ("function", "message"), [(fail_on_one, "the second rank's own fault"), (die_on_one, "rank 1 ended")]
 )
-def test_a_rank_that_fails_or_dies_is_reported(function, message):
+def test_rank_that_fails_or_dies_is_reported(function, message):
     with pytest.raises(RuntimeError, match=message):
         run_ranks(function, 2, "cpu")

@@ -1,4 +1,4 @@
-"""scripts/campaign: a few cases of each part, and what must be found is found."""
+"""Stress tests: a few cases of each part, and misbehaviour that they must find."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from scripts.checks.stress.faults.fork_server import ForkServer, Task
 from scripts.checks.stress.faults.judging import Expected, message_about
 from scripts.checks.stress.faults.phases import PHASES
 from scripts.checks.stress.frame import Outcome, Progress, State, run_part
-from scripts.checks.stress.oracle.attention_case import draw_case
+from scripts.checks.stress.oracle.attention_case import draw_case, variants
 from scripts.checks.stress.oracle.oracle_part import BOUNDS
 from scripts.checks.stress.oracle.oracle_worker import run_cases
-from scripts.checks.stress.oracle.shrinking import variants
-from scripts.checks.stress.soak.growth import counts_that_grow
+from scripts.checks.stress.soak.census import counts_that_grow
 from scripts.checks.stress.soak.soak_draw import Block
+from scripts.checks.stress.soak.soak_part import Track
 from scripts.checks.stress.soak.soak_worker import run_block
-from scripts.checks.stress.soak.track import Track
 from tests.scripts.fault_controls import HOW, misbehave
 from tests.simulated.feature_cases import Order, Together, together
 from tests.support.programs import run, run_module
 from tests.support.repository import child_environment
 
 
-def test_a_few_seconds_of_a_part_on_a_new_seed_which_is_said(tmp_path):
+def test_part_with_a_new_seed_prints_the_seed(tmp_path):
     state = tmp_path / "state.json"
     words = ("--part", "fuzz", "--minutes", "0.05", "--seed", "new", "--state", state, "--json")
     done = run_module("scripts.checks.stress", *words)
@@ -57,10 +56,10 @@ class EverySeventh:
         return f"case {number} of {seed}"
 
 
-def test_a_campaign_goes_on_where_it_was_and_says_how_to_repeat_a_failure(tmp_path, capsys):
+def test_second_run_continues_and_says_how_to_repeat_a_failure(tmp_path, capsys):
     path = tmp_path / "state.json"
     how = "scripts/campaign --case sevens:3:{0}   it is a seventh   case {0} of 3"
-    for seed, done in ((3, 1), (None, 2), (3, 8)):  # new, whatever is there, the same
+    for seed, done in ((3, 1), (None, 2), (3, 8)):  # new, any, the same
         state = State.read(path, seed)
         while state.parts.get("sevens", Progress()).next < done:
             run_part(EverySeventh(), state, path, 0.0)
@@ -72,7 +71,7 @@ def test_a_campaign_goes_on_where_it_was_and_says_how_to_repeat_a_failure(tmp_pa
 
 
 @pytest.mark.long
-def test_a_wrong_scale_is_found(pool):
+def test_oracle_with_a_wrong_scale_finds_errors(pool):
     drawn = (draw_case(0, number) for number in itertools.count())
     cases = list(itertools.islice((case for case in drawn if case.world == 2), 4))
     right, wrong = (
@@ -86,11 +85,11 @@ def test_a_wrong_scale_is_found(pool):
 
 
 def answers_of(workers, cases, scale):
-    """By case and rank."""
+    """Returns answers by case and rank."""
     return zip(*workers.run(run_cases, cases, scale), strict=True)
 
 
-def test_orders_of_features_are_drawn_from_their_numbers_alone_and_have_smaller_variants():
+def test_orders_of_features_depend_on_seed_and_number_and_have_smaller_variants():
     for number in range(40):
         case = features_part.draw_case(3, number)
         assert case == features_part.draw_case(3, number)
@@ -102,15 +101,18 @@ def test_orders_of_features_are_drawn_from_their_numbers_alone_and_have_smaller_
             assert 0 <= one.order.before <= len(one.order.features) <= len(case.order.features)
 
 
-def test_a_feature_that_breaks_is_found(monkeypatch):
+def test_feature_that_breaks_is_found(monkeypatch):
     part, case = features_part.Features(), features_part.Draw(2, Order(("LoRA",), 1))
-    told = [Together(1e-7, 1.0, [2], [2], [], True), Together(1e-7, 1.0, [2], [1], ["hook: one, not two"], False)]
-    monkeypatch.setattr(part, "_ask", lambda _, function: told if function is together else None)
+    found_by_rank = [
+        Together(1e-7, 1.0, [2], [2], [], True),
+        Together(1e-7, 1.0, [2], [1], ["hook: one, not two"], False),
+    ]
+    monkeypatch.setattr(part, "_ask", lambda _, function: by_rank if function is together else None)
     found = part._outcome(0, case).failure
     assert found == "ranks skip other blocks than one process; left: hook: one, not two; other bits after disable"
 
 
-def test_a_case_is_drawn_from_its_numbers_alone_and_has_smaller_variants():
+def test_case_depends_on_seed_and_number_and_has_smaller_variants():
     for number in range(0, 800, 37):
         case = draw_case(3, number)
         assert case == draw_case(3, number)
@@ -131,7 +133,7 @@ BAD = {
 """Inputs, and what is found wrong with them."""
 
 
-def test_what_an_input_may_not_do_is_found(tmp_path):
+def test_input_that_breaks_a_limit_is_found(tmp_path):
     (tmp_path / "inside").mkdir()
     script = (
         "from tests.support import interpreter\nimport os, pathlib\n"
@@ -149,7 +151,7 @@ def test_what_an_input_may_not_do_is_found(tmp_path):
 
 
 @pytest.mark.long
-def test_a_planted_leak_is_found_and_nothing_else(pool):
+def test_planted_leak_is_found_and_nothing_else(pool):
     block, workers = Block(0, (2, 3, 4), batch=1, text=1, passes=1, seed=1, steps=1), pool(2)
     clean, leaking = (Track(run_block, "12 blocks", 12, enough, pool=workers) for enough in (99, 12))
     assert [clean.take(number, block).failure for number in range(14)] == [None] * 14
@@ -175,7 +177,7 @@ FOUND = {
 
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
-def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
+def test_process_that_ends_wrongly_is_found(tmp_path):
     kept = ForkServer("gc:collect")
     try:
         for how in HOW:
@@ -193,7 +195,7 @@ def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
         kept.close()
 
 
-def test_a_fault_that_is_the_last_act_of_all_processes_is_seen(tmp_path, monkeypatch):
+def test_fault_as_the_last_act_of_all_processes_is_seen(tmp_path, monkeypatch):
     """It happens after the watcher has looked for its sign, and before it asks whether processes have ended."""
     read, write = os.pipe()
     process = os.fork()
@@ -215,7 +217,7 @@ def test_a_fault_that_is_the_last_act_of_all_processes_is_seen(tmp_path, monkeyp
     assert (ended.fired, ended.codes) == (True, [1])
 
 
-def test_the_functions_that_stand_for_phases_are_there():
+def test_functions_of_phases_exist():
     targets = [phase.target for phase in PHASES.values()]
     for target in targets + [target for _, target, _ in generating.PHASES.values()]:
         owner, _, name = target.rpartition(".")

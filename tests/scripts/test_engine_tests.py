@@ -7,7 +7,7 @@ from scripts.checks.engines import tests_run
 REPORT = """<testsuites><testsuite>
 <testcase name="test_exact[U2R1]"/><testcase name="test_exact[U1R2]"><failure message="off"/></testcase>
 <testcase name="test_exact[U2R2]"><error message="hang"/></testcase>
-<testcase name="test_refused"><skipped message="no GPU"/></testcase>
+<testcase name="test_rejected"><skipped message="no GPU"/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -17,5 +17,5 @@ def test_cases_are_counted_by_test_and_outcome(tmp_path, monkeypatch):
     monkeypatch.setattr(tests_run, "version", lambda engine: f"1.0 of {engine}")
     assert tests_run.rows_of("sglang", report) == [
         {"engine": "sglang", "version": "1.0 of sglang", "test": name, "passed": one, "failed": two, "skipped": three}
-        for name, one, two, three in (("test_exact", 1, 2, 0), ("test_refused", 0, 0, 1))
+        for name, one, two, three in (("test_exact", 1, 2, 0), ("test_rejected", 0, 0, 1))
     ]

@@ -24,10 +24,10 @@ def test_it_agrees_with_the_corrected_form_for_ulysses_and_charges_rings_y_times
         plan = plan_ring(mask, strategy, "paper")
         free, shape = machine(flops_per_s=1e9), shape_of(plan)
         times = predict_ring(plan, shape, free).times
-        slowest_of_each_period_s = plan.work.sum(axis=0).mean() * (4 * 16 * 16 * 8 / 1e9) * plan.rho
+        slowest_of_each_step_s = plan.work.sum(axis=0).mean() * (4 * 16 * 16 * 8 / 1e9) * plan.rho
         printed_s = predict_as_printed(plan, mask.density, shape, free)
-        assert printed_s == pytest.approx(slowest_of_each_period_s * plan.strategy.ring)
-        assert times.attention_s <= slowest_of_each_period_s * (1 + 1e-9)  # less where ranks run ahead of others
+        assert printed_s == pytest.approx(slowest_of_each_step_s * plan.strategy.ring)
+        assert times.attention_s <= slowest_of_each_step_s * (1 + 1e-9)  # less where ranks run ahead of others
 
 
 @pytest.mark.long

@@ -135,16 +135,16 @@ def test_without_a_gpu_it_says_so(run, tmp_path):
     assert "--dry-run" in done.stderr
 
 
-def test_waits_that_cuda_warns_of_are_counted_by_place(monkeypatch):
+def test_waits_that_cuda_warns_of_are_counted_by_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     warn = "warnings.warn('called a synchronizing CUDA operation (Triggered internally)')"
-    places = ("dbsp_core/runtime/chunk_attention.py", "tests/support/thread_group.py", "scripts/checks/gpu/waits.py")
+    paths = ("dbsp_core/runtime/chunk_attention.py", "tests/support/thread_group.py", "scripts/checks/gpu/waits.py")
     seen: Counter[str] = Counter()
     with waits.recorded_by_cuda():
-        for place in (*places, "dbsp_core/runtime/chunk_attention.py"):
+        for path in (*paths, "dbsp_core/runtime/chunk_attention.py"):
             with waits.watched(seen):
-                exec(compile(warn, str(ROOT / place), "exec"), {"warnings": warnings})
-        exec(compile(warn, str(ROOT / places[0]), "exec"), {"warnings": warnings})  # by a thread that is not watched
+                exec(compile(warn, str(ROOT / path), "exec"), {"warnings": warnings})
+        exec(compile(warn, str(ROOT / paths[0]), "exec"), {"warnings": warnings})  # by a thread that is not watched
     assert [(where.split(" < ")[0], times) for where, times in seen.items()] == [
         ("dbsp_core/runtime/chunk_attention.py:1", 2)
     ]

@@ -47,7 +47,7 @@ def test_rows_held_out_are_within_8_percent(rows):
 
 
 def test_what_a_step_asks_is_counted_by_hand(monkeypatch):
-    """Alike sequences of 1,024 tokens, one on each rank: bags of two halve each of two sequences."""
+    """Equal sequences of 1,024 tokens, one on each rank: bags of two halve each of two sequences."""
     similar = DrawnSequences(np.zeros(WORLD, dtype=np.int64), np.array([[1, 32, 32]] * WORLD), np.arange(WORLD))
     monkeypatch.setattr(throughput, "drawn", lambda stream, seed: similar)
     linear, attention = 24 * 1024 * WIDTH**2, 4 * 1024**2 * WIDTH

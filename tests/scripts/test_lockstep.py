@@ -42,8 +42,8 @@ HALVES = np.array([0, 0, 1, 1])
 
 def test_ring_by_hand():
     # Eq. 3. Two ranks, one head: rank 0 has query blocks 0, 1; slot 0 carries KV blocks 0, 1.
-    # Period 0: rank 0 with slot 0 does 4, rank 1 with slot 1 does 0: all wait for 4.
-    # Period 1: rank 0 with slot 1 does 1, rank 1 with slot 0 does 3: all wait for 3.
+    # Ring step 0: rank 0 with slot 0 does 4, rank 1 with slot 1 does 0: all wait for 4.
+    # Ring step 1: rank 0 with slot 1 does 1, rank 1 with slot 0 does 3: all wait for 3.
     # ρ_s = (4 + 3) / (8 / 2) = 1.75. In sum the ranks do 5 and 3: with no wait in between it would be 1.25.
     cells = cell_counts(FIRST_HEAD[None], HALVES[None], HALVES[None], world=2, ring=2)
     work = work_by_ring_step(cells, ulysses=1)
@@ -63,11 +63,11 @@ def test_equals_eq_1_by_plain_loops(strategy, heads, nq, nk, seed):
     owner, slot = rng.integers(world, size=(heads, nq)), rng.integers(y, size=(heads, nk))
     b = Counter()
     for h, i, j in np.argwhere(bits).tolist():
-        period = next(p for p in range(y) if (owner[h, i] // x + p) % y == slot[h, j])
-        b[period, int(owner[h, i])] += 1
+        step = next(p for p in range(y) if (owner[h, i] // x + p) % y == slot[h, j])
+        b[step, int(owner[h, i])] += 1
     work = work_by_ring_step(cell_counts(bits, owner, slot, world, y), x)
-    assert work.tolist() == [[b[period, rank] for rank in range(world)] for period in range(y)]
-    slowest = sum(max(b[period, rank] for rank in range(world)) for period in range(y))
+    assert work.tolist() == [[b[step, rank] for rank in range(world)] for step in range(y)]
+    slowest = sum(max(b[step, rank] for rank in range(world)) for step in range(y))
     assert eq_1(work) == pytest.approx(slowest / (b.total() / world) if b else 1.0)
 
 
@@ -91,7 +91,7 @@ def test_a_paper_plan_by_hand():
     # Columns have 4, 3, 2, 1 rows: block 0 → slot 0, block 1 → slot 1, block 2 → slot 1, block 3 → slot 0.
     # Rank 0 (rows 0, 3) does 3 in slot 0 (0; 0, 3) and 2 in slot 1 (1, 2); rank 1 (rows 1, 2) does 3 in slot 1
     # (1; 1, 2) and 2 in slot 0 (0; 0). Ring step 0: 3, 3; ring step 1: 2, 2. ρ_s = 5 / 5 = 1.
-    # At home ring rank 0 has blocks 0, 1: query blocks 1 and 3, KV blocks 1 and 3 have moved, half of everything.
+    # Outside attention ring rank 0 has blocks 0, 1: query and KV blocks 1 and 3 have moved, half of everything.
     plan = plan_ring(causal(), "U1R2", "paper", reward=0.0)
     assert plan.q_owner.tolist() == [[0, 1, 1, 0]]
     assert plan.slot.tolist() == [[0, 1, 1, 0]]

@@ -1,4 +1,4 @@
-"""Published times of sequence parallelism beside the model's: the CSV has every row, and the page what it says."""
+"""Published times of sequence parallelism and the model's: the CSV has every row, and the page what it says."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_links_of_the_front_page_lead_to_the_repository():
     )
 
 
-def test_the_version_stands_where_people_look():
+def test_version_is_where_people_look():
     assert re.search(rf"^version: {re.escape(__version__)}$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert re.search(rf"^## {re.escape(__version__)}$", (ROOT / "CHANGES.md").read_text(), re.M)
     assert f'"{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text()

@@ -1,4 +1,4 @@
-"""Pictures of results: each is drawn from its CSV alone, in one style, and stands on a page."""
+"""Pictures of results: each is drawn from its CSV alone, in one style, and is on a page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_picture_is_drawn_from_its_csv(name, tmp_path):
     assert KNOWN[name].redraw(FOLDER, tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_picture_of_a_result_can_be_drawn_again_and_stands_on_a_page():
+def test_every_picture_can_be_drawn_again_and_is_on_a_page():
     pictures = {path.stem for path in FOLDER.glob("*.png")}
     assert pictures == {*KNOWN, *BY_MODELS}
     shown = {name for page in PAGES for name in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text("utf-8"))}

@@ -45,15 +45,15 @@ def test_ranks_that_run_ahead_are_between_even_totals_and_waiting_for_all(strate
 
 
 def played(compute: np.ndarray, p2p: list[float], strategy: Strategy) -> list[float]:
-    """When each rank is done, asked backwards: a rank's start of a period from those of the period before."""
+    """When each rank is done, asked backwards: a rank's start of a ring step from those of the step before."""
     y, x = strategy.ring, strategy.ulysses
 
-    def start(rank: int, period: int) -> float:
-        if period == 0:
+    def start(rank: int, step: int) -> float:
+        if step == 0:
             return 0.0
         ring_rank, column = divmod(rank, x)
-        around = [(ring_rank + step) % y * x + column for step in (-1, 0, 1)]
-        sent = max(start(other, period - 1) for other in around) + p2p[period - 1]
-        return max(start(rank, period - 1) + float(compute[period - 1, rank]), sent)
+        around = [(ring_rank + shift) % y * x + column for shift in (-1, 0, 1)]
+        sent = max(start(other, step - 1) for other in around) + p2p[step - 1]
+        return max(start(rank, step - 1) + float(compute[step - 1, rank]), sent)
 
     return [start(rank, y - 1) + float(compute[-1, rank]) for rank in range(strategy.world)]

@@ -10,7 +10,7 @@ from scripts.checks.seeded_faults import FAULTS, REPO, copied, tried
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.concept)
-def test_a_fault_is_in_one_place_and_its_tests_are_there(fault):
+def test_fault_changes_one_line_and_its_tests_exist(fault):
     assert (REPO / fault.file).read_text(encoding="utf-8").count(fault.text) == 1
     assert fault.text != fault.replacement
     assert (REPO / fault.tests.split()[0]).exists()

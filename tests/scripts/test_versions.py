@@ -1,4 +1,4 @@
-"""scripts/versions: private names of the hosts that are installed, and what is said where versions differ."""
+"""scripts/versions: private names of the installed frameworks, and messages where versions differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.repository import ROOT
 
 
 def test_what_is_installed_has_every_private_name():
-    """When this fails, a host has changed: look at the modules of ours that it names in private_names.py."""
+    """When this fails, a framework has changed: look at the modules of ours that it names in private_names.py."""
     done = run_module("scripts.checks.versions.probe", "--names")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["names"]

@@ -53,6 +53,7 @@ class Case:
     band: bool = False
     precision: str = "model"
     whole_tiles: bool = False
+    debug: bool = True
 
     @property
     def grid(self) -> BlockGrid:
@@ -66,7 +67,7 @@ class Case:
 
 
 _WAYS = {
-    *("strategy", "planner", "layout", "streams", "padded", "kernel", "sabotage", "keys"),
+    *("strategy", "planner", "layout", "streams", "padded", "kernel", "sabotage", "keys", "debug"),
 }
 _OF_ATTENTION = [field.name for field in fields(Case) if field.name not in _WAYS]
 
@@ -102,13 +103,27 @@ class Inputs:
     def from_case(cls, case: Case, rank: int) -> Inputs:
         mask, full = whole(case.attention)
         layout = _layout(case.attention, case.strategy, case.layout, case.streams)
-        mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
-        n_local = layout.shard if case.padded else int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
-        shape = (case.batch, case.heads, n_local, case.width)
-        local = [torch.full(shape, RUBBISH, dtype=case.dtype) for _ in full]
-        for here, everywhere in zip(local, full, strict=True):
-            here[:, :, places] = everywhere[:, :, mine]
+        local, mine, places = shards(full, layout, rank, case.padded)
         return cls(mask, layout, full, local, mine, places)
+
+
+def shards(
+    full: list[torch.Tensor], layout: SequenceLayout, rank: int, padded: bool
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Returns a rank's part of tensors [B, H, N, D], rubbish at padding; its tokens, and their positions there."""
+    mine, positions = (torch.from_numpy(one) for one in layout.tokens_at(rank))
+    n_local = layout.shard if padded else int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
+    local = [torch.full((*one.shape[:2], n_local, one.shape[3]), RUBBISH, dtype=one.dtype) for one in full]
+    for here, everywhere in zip(local, full, strict=True):
+        here[:, :, positions] = everywhere[:, :, mine]
+    return local, mine, positions
+
+
+def at_padding(local: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a rank's [B, H, n, D] that is at none of the positions of its tokens."""
+    padding = torch.ones(local.shape[2], dtype=torch.bool)
+    padding[positions] = False
+    return local[:, :, padding]
 
 
 @shared
@@ -159,14 +174,14 @@ def _error(case: Case, given: Inputs, expected: torch.Tensor) -> float:
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = attend(case, given.mask, given.layout, given.local)
     assert out.shape == given.local[0].shape
-    padding = torch.ones(out.shape[2], dtype=torch.bool)
-    padding[places] = False
-    assert not out[:, :, padding].any(), "padding must come back as zeros"
+    assert not at_padding(out, places).any(), "padding must come back as zeros"
     return largest_difference(out[:, :, places], expected)
 
 
-def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torch.Tensor]) -> torch.Tensor:
-    """The distributed attention of a case, sabotaged where it says so."""
+def attend(
+    case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torch.Tensor], scale: float = 1.0
+) -> torch.Tensor:
+    """Computes the distributed attention of a case, sabotaged if it says so. scale: 1, but for a negative control"""
     strategy = Strategy.parse(case.strategy)
     if case.sabotage == "token order off by one":
         layout = replace(layout, rank=np.roll(layout.rank, 1), local=np.roll(layout.local, 1))
@@ -180,13 +195,13 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         plan = without_a_block(plan, mask)
         mask = BlockMask(mask.bits & _sent(plan), mask.grid)
     executor = DualBalancedAttention.prepare(
-        plan, mask, layout, SequenceGroup.from_group(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
+        plan, mask, layout, SequenceGroup.from_group(), n_local=local[0].shape[2], kernel=case.kernel, debug=case.debug
     )
     if case.sabotage == "wrong order of chunks":
         first, *others = executor.prepared.tables
         executor = with_tables(executor, (first, *reversed(others)))
-    scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
-    return executor(*local, scale=scale)
+    scale *= 1.01 if case.sabotage == "wrong scale" else 1
+    return executor(*local, scale=scale * case.width**-0.5)
 
 
 def with_tables(attention: DualBalancedAttention, tables: tuple[ChunkTable, ...]) -> DualBalancedAttention:

@@ -68,7 +68,7 @@ def make_checkpoint(folder: Path, heads: int, layers: int) -> None:
 
 
 def small_text_encoder() -> Callable[..., Any]:
-    """In place of LightX2V's function that builds its text encoder, which it fixes at 5.7e9 parameters in bf16."""
+    """Replaces LightX2V's function that builds its text encoder, which it fixes at 5.7e9 parameters in bf16."""
     from lightx2v.models.input_encoders.hf.wan.t5.model import umt5_xxl
 
     sizes = {"dim": TEXT, "dim_attn": TEXT, "dim_ffn": 64, "num_heads": 4, "encoder_layers": 2}

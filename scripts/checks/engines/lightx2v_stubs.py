@@ -1,4 +1,4 @@
-"""Stand-ins for what LightX2V imports or calls and a CPU does not have.
+"""Stubs of what LightX2V imports or calls and a CPU does not have.
 
 Packages for sound and video files and kernels for GPUs, which are imported only; pinned memory, and what
 torch has for a GPU's memory and seeds; see also `lightx2v_device`.

@@ -1,4 +1,4 @@
-"""What outputs are compared with: torch's own attention under the mask spread over tokens, and the same inputs."""
+"""References of outputs: torch's own attention under the mask spread over tokens, and the same inputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Runs an engine's own Wan, tiny and random, on CPU ranks: cases in, what each found out.
+"""Runs an engine's own Wan, tiny and random, on CPU ranks: cases in, their findings out.
 
 A case is a dict with the fields of `Case`. What it found is {"error": largest difference from one process over all
-outputs, "dense": how far dense attention is from it, "padding": places}, or {"rejected": the engine's own error}.
+outputs, "dense": how far dense attention is from it, "padding": number of tokens}, or {"rejected": the engine's own
+error}.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 LAYERS, STEPS = 3, 3
 LEAVE_OUT = "DBSP_LEAVE_OUT"
 """Set, LightX2V's plug-in of db-SP is not loaded; the other engines have a setting of their own for that."""
-_STAND_INS = {
+_STUBS = {
     "vllm_omni": ("vllm_omni.platform_plugins", "scripts.checks.engines.vllm_omni_platform:platform"),
     "lightx2v": ("lightx2v.platform_plugins", "scripts.checks.engines.lightx2v_device:register"),
 }
@@ -93,16 +95,20 @@ def cases_of(text: str) -> list[Case]:
     return [Case(**fields | {"sizes": tuple(map(tuple, fields["sizes"]))}) for fields in json.loads(text)]
 
 
-def report(found: dict[str, Any]) -> None:
-    """Prints what a case found, on rank 0."""
+def report(find: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+    """Prints what find(*arguments) returns, on rank 0, or the engine's own rejection, which every rank raises."""
+    try:
+        found = find(*arguments)
+    except Exception as error:
+        found = {"rejected": f"{type(error).__name__}: {error}"}
     if os.environ.get("RANK", "0") == "0":
         print("CASE " + json.dumps(found), flush=True)
 
 
 def environment_of(engine: str, folder: Path) -> dict[str, str]:
     """Variables under which the engine finds its stub, whose entry point is put in `folder` as pip would."""
-    if engine in _STAND_INS:
-        group, target = _STAND_INS[engine]
+    if engine in _STUBS:
+        group, target = _STUBS[engine]
         info = folder / "cpu_stub-0.0.dist-info"
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-stub\nVersion: 0.0\n", encoding="utf-8")

@@ -37,7 +37,7 @@ class Model:
 
     Attributes:
         make: Of a number of heads, with weights of no meaning.
-        outputs: Of the model, a size in tokens, its number, the step, the guidance pass and how to choose own frames.
+        outputs: Of the model, a size in tokens, its number, the step, the CFG pass and how to choose own frames.
         mask: Makes a model attend under a mask by torch's own attention, for a size and by its name in a pipeline.
         channels: Of its latents.
     """

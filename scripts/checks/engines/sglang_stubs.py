@@ -1,4 +1,4 @@
-"""Stand-ins for what SGLang imports or calls on a CPU and PyPI does not have.
+"""Stubs of what SGLang imports or calls on a CPU and PyPI does not have.
 
 Two operators of sgl_kernel's CPU build, in torch; torchvision, which PyPI has for GPUs alone, and is only imported.
 """
@@ -24,9 +24,9 @@ def put_in_place() -> None:
     _OPERATORS.define(f"fused_norm_scale_shift_cpu(Tensor x, {_TENSORS}) -> Tensor")
     residual = f"Tensor residual, Tensor x, Tensor? gate, {_TENSORS}"
     _OPERATORS.define(f"fused_scale_residual_norm_scale_shift_cpu({residual}) -> (Tensor, Tensor)")
-    for place in ("CPU", "Meta"):  # the latter for torch.compile
-        _OPERATORS.impl("fused_norm_scale_shift_cpu", _norm_scale_shift, place)
-        _OPERATORS.impl("fused_scale_residual_norm_scale_shift_cpu", _residual_norm_scale_shift, place)
+    for position in ("CPU", "Meta"):  # the latter for torch.compile
+        _OPERATORS.impl("fused_norm_scale_shift_cpu", _norm_scale_shift, position)
+        _OPERATORS.impl("fused_scale_residual_norm_scale_shift_cpu", _residual_norm_scale_shift, position)
 
 
 def _norm_scale_shift(x: Any, weight: Any, bias: Any, scale: Any, shift: Any, kind: str, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What an engine does with and without db-SP: rows of docs/results/engines.csv, each run here or said not to be.
+"""Engines with and without db-SP: rows of docs/results/engines.csv, each run here or said not to be.
 
 python -m scripts.checks.engines.table ENGINE [CASE …]      in that engine's environment: scripts/engines table
 """
@@ -30,11 +30,11 @@ OF_ENGINE = {
         "MiniMax-H3 with 3 heads, ring, 2 ranks": (1, 2, Case(3, (UNEQUAL,), MASK, model="h3")),
     }
 }
-"""Cases that one engine has besides."""
+"""Cases that only one engine has."""
 NOT_RUN = {
     ("vllm-omni", "block-sparse, Ulysses, 2 ranks"): "not run: its block-sparse kernels need a GPU",
     ("vllm-omni", "block-sparse, ring, 2 ranks"): "not run: the kernel of its ring needs a GPU, dense too",
-    ("sglang", "block-sparse, Ulysses, 2 ranks"): "not run: on a CPU it is dense whatever it is given",
+    ("sglang", "block-sparse, Ulysses, 2 ranks"): "not run: on a CPU it is dense under every mask",
     ("lightx2v", "block-sparse, Ulysses, 2 ranks"): "not run: each operator of its own masks needs a GPU",
 }
 """What stock engines do where a CPU cannot show it. The other rows of stock engines are dense."""

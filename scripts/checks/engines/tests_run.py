@@ -1,4 +1,4 @@
-"""What an engine's tests gave when they last ran: rows of docs/results/engine-tests.csv, one per test function.
+"""Outcomes of an engine's tests when they last ran: rows of docs/results/engine-tests.csv, one per test function.
 
 python -m scripts.checks.engines.tests_run ENGINE JUNIT.XML        in that engine's environment: scripts/engines test
 """

@@ -19,7 +19,7 @@ from scripts.checks.engines.runs import LAYERS, Case
 
 HEAD = 24
 TEXT = 7
-"""Places of the first text; the last two are padding, where a model has that."""
+"""Tokens of the first text; the last two are padding, where a model has that."""
 Grid = tuple[int, int, int]
 
 
@@ -31,9 +31,9 @@ class Model:
         make: With so many heads.
         inputs: Arguments of a forward pass: (thw, number of the size, step, CFG pass).
         attentions: Self-attentions in the order of their layers.
-        tokens: int64, places in the sequence of one process of text, then video; what is left out is padding; and
+        tokens: int64, positions in the sequence of one process of text, then video; what is left out is padding; and
             how many are text.
-        says_step: Whether its pipeline tells the step.
+        says_step: True if its pipeline gives the step.
         attend: Self-attention of one process under a mask, where it is the engine's own and not `attend_under`.
     """
 
@@ -46,7 +46,7 @@ class Model:
 
     def mask_attention(self, model: nn.Module, case: Case, thw: Grid, name: str = "transformer") -> Callable[[], int]:
         """Replaces self-attention by torch's own under the case's mask; returns what takes that back, and counts."""
-        places, text = self.tokens(thw)
+        positions, text = self.tokens(thw)
         impls = [one.attention for one in self.attentions(model)]
         stock, calls = [impl.forward for impl in impls], []
         for layer, impl in enumerate(impls):
@@ -55,10 +55,10 @@ class Model:
                 calls.append(layer)
                 if self.attend is not None:
                     return self.attend(case.mask, q, k, v, metadata)
-                real = (one[:, places] for one in (q, k, v))
+                real = (one[:, positions] for one in (q, k, v))
                 out = torch.zeros_like(q)
                 mask = case.mask or ""
-                out[:, places] = attend_under(mask, layer, LAYERS, thw, *real, text=text, transformer=name)
+                out[:, positions] = attend_under(mask, layer, LAYERS, thw, *real, text=text, transformer=name)
                 return out
 
             impl.forward = attend
@@ -330,8 +330,8 @@ def _of_h3_blocks(model: Any) -> list[Any]:
     return [block.attn.attention for block in model.blocks]
 
 
-def _text_first(text: int, places: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
-    return lambda thw: (torch.cat([torch.arange(text), places + torch.arange(_count(thw))]), text)
+def _text_first(text: int, positions: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
+    return lambda thw: (torch.cat([torch.arange(text), positions + torch.arange(_count(thw))]), text)
 
 
 def _text_last(text: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:

@@ -38,8 +38,8 @@ class Sampler:
                 times[name].append(self._once(work, sample))
         return {name: statistics.median(found) for name, found in times.items()}
 
-    def host_ms(self, work: Work) -> float:
-        """Median milliseconds until the host goes on, with nothing queued before."""
+    def cpu_ms(self, work: Work) -> float:
+        """Median milliseconds until the CPU goes on, with nothing queued before."""
         work(0)
         found = []
         for sample in range(self.samples):

@@ -14,7 +14,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[3]
 SOURCES = ("dbsp_*", "kernels", "scripts/checks/gpu", "tests/support", "tests/kernels")
 MOST_STARTS = 3
-"""How often a case is begun that has not ended."""
+"""Times that a case is begun that has not ended."""
 
 
 @dataclass(frozen=True)

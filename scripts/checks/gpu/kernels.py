@@ -130,14 +130,14 @@ def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[
     lengths = rng.integers(1, 16 if setting.dry else 130, blocks)
     first = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
     tokens = torch.randn(2, 3, int(first[-1]), head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    place, on = torch.from_numpy(rng.permutation(int(first[-1]))), setting.device
+    position, on = torch.from_numpy(rng.permutation(int(first[-1]))), setting.device
 
     def differ(name: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
         same = (found.cpu() == twin) | (found.cpu() != found.cpu()) & (twin != twin)
         return Row(f"{name} that differ from the twin's", float((~same).sum()), "", 0.0)
 
-    sums = predicted.sum_tokens(tokens, place, first)
-    yield differ("sums", on_gpu.sum_tokens_triton(tokens.to(on), place.to(on), first.to(on)), sums)
+    sums = predicted.sum_tokens(tokens, position, first)
+    yield differ("sums", on_gpu.sum_tokens_triton(tokens.to(on), position.to(on), first.to(on)), sums)
     counts = torch.from_numpy(lengths)
     rows = predicted.pool_rows(sums, counts)
     yield differ("means", on_gpu.pool_rows_triton(sums.to(on), counts.to(on)), rows)
@@ -151,7 +151,7 @@ def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[
 
 
 def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, int]:
-    """int[n, 6] segments of `mean` tokens from 5 heads of 600 tokens, and the places that they fill."""
+    """int[n, 6] segments of `mean` tokens from 5 heads of 600 tokens, and the number of positions that they fill."""
     rng = np.random.default_rng(mean)
     count = 8 if setting.dry else 500
     length = rng.integers(1, 2 * mean + 1, count)
@@ -165,12 +165,12 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
     from dbsp_kernels.triton.exchange import triton_quantise_segments
 
     for mean in (1, 64):
-        table, places = segment_table(setting, mean, 0)
+        table, positions = segment_table(setting, mean, 0)
         size = 10.0 ** torch.randint(-4, 4, (2, 600, 5, 1))
         source = (torch.randn(2, 600, 5, head_dim) * size).to(dtype).transpose(1, 2)
         source[0, 0, ::7], source[1, 2, 5, 3] = 0, torch.inf
         less = torch.randn(2, 5, head_dim)
-        expected = torch.zeros(2, 1, places, row_words(head_dim), dtype=torch.int32)
+        expected = torch.zeros(2, 1, positions, row_words(head_dim), dtype=torch.int32)
         found = torch.full_like(expected, 7, device=setting.device)
         quantise_segments(source, expected, CopySegments.from_columns(table, CPU), less)
         restored = restore_rows(expected, head_dim, dtype)
@@ -191,9 +191,9 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
 
     for mean in (1, 64):
         for add in (False, True) if dtype == torch.float32 else (False,):  # gradients, which are added, are wide
-            table, places = segment_table(setting, mean, int(not add))
+            table, positions = segment_table(setting, mean, int(not add))
             source = torch.randn(2, 600, 5, head_dim).transpose(1, 2).to(dtype)
-            expected = torch.ones(2, 1, places, head_dim, dtype=dtype)
+            expected = torch.ones(2, 1, positions, head_dim, dtype=dtype)
             found = expected.to(setting.device)
             copy_segments([source], expected, [CopySegments.from_columns(table, CPU)], add=add)
             there = CopySegments.from_columns(table, torch.device(setting.device))
@@ -231,10 +231,10 @@ def range_checks(setting: Setting) -> Iterator[Row]:
     """An index beyond the blocks is reported by DBSP_DEBUG, before a kernel reads it."""
     p = packed(block_q=64, block_k=64).to(setting.device)
     bad = replace(p, kv_index=torch.full_like(p.kv_index, 6), kv_count=torch.ones_like(p.kv_count))
-    told = 0
+    found = 0
     with mock.patch.dict(os.environ, {"DBSP_DEBUG": "1"}):
         try:
             bad.attend("triton")
         except ValueError:
-            told = 1
-    yield Row("indices that are not told", 1 - told, "", 0.0)
+            found = 1
+    yield Row("indices that are not found", 1 - found, "", 0.0)

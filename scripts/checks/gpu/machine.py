@@ -1,4 +1,4 @@
-"""What the GPU suite runs on, as JSON on standard output: python -m scripts.checks.gpu.machine."""
+"""Description of the GPU suite's machine, as JSON on standard output: python -m scripts.checks.gpu.machine."""
 
 from __future__ import annotations
 

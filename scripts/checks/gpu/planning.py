@@ -50,7 +50,7 @@ def prediction(setting: Setting, name: str, options: dict[str, Any]) -> Iterator
         return source.mask(request, LocalQK.alone(q, k))
 
     yield Row("mask", setting.sampler.medians({"": predict})[""], "ms")
-    yield Row("mask, on the host", setting.sampler.host_ms(predict), "ms")
+    yield Row("mask, on the host", setting.sampler.cpu_ms(predict), "ms")
     yield Row("density", predict(0).density)
 
 
@@ -72,14 +72,14 @@ def steady_call(setting: Setting, strategy: str, mask: dict[str, Any]) -> Iterat
     q, k, v = ((torch.randn(shape, device=setting.device).cumsum(2) / 30).to(setting.dtype) for _ in range(3))
     with torch.no_grad():
         yield Row("a call", setting.sampler.medians({"": call})[""], "ms")
-        yield Row("a call, on the host", setting.sampler.host_ms(call), "ms")
+        yield Row("a call, on the host", setting.sampler.cpu_ms(call), "ms")
     session.flush()
 
 
 def _part(plan: Plan, layout: SequenceLayout, device: torch.device) -> tuple[Route, TableLayout]:
     """Makes what rank 0 needs for any mask under a plan, on the device."""
-    host = torch.device("cpu")
-    return build_route(plan, layout, 0, layout.shard, host).to(device), table_layout(plan, 0).to(device)
+    cpu = torch.device("cpu")
+    return build_route(plan, layout, 0, layout.shard, cpu).to(device), table_layout(plan, 0).to(device)
 
 
 def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, int]) -> Iterator[Row]:
@@ -88,12 +88,12 @@ def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, in
     mask = source.mask(MaskRequest(0, setting.heads, setting.thw))
     plan = make_plan(mask, strategy, planner)
     yield Row("ρ_s", plan.rho)
-    yield Row("plan, on the host", setting.sampler.host_ms(lambda i: make_plan(_copy(mask), strategy, planner)), "ms")
+    yield Row("plan, on the host", setting.sampler.cpu_ms(lambda i: make_plan(_copy(mask), strategy, planner)), "ms")
     layout = SequenceLayout.contiguous(setting.tokens, setting.world)
     device = torch.device(setting.device)
     yield Row(
         "a rank's part, on the host",
-        setting.sampler.host_ms(lambda i: _part(plan, layout, device)),
+        setting.sampler.cpu_ms(lambda i: _part(plan, layout, device)),
         "ms",
     )
     _, tables_layout = _part(plan, layout, device)
@@ -103,7 +103,7 @@ def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, in
         return [one.expanded() for one in build_tables(tables_layout, there, dense_spans_of(there, device))]
 
     yield Row("tables", setting.sampler.medians({"": tables})[""], "ms")
-    yield Row("tables, on the host", setting.sampler.host_ms(tables), "ms")
+    yield Row("tables, on the host", setting.sampler.cpu_ms(tables), "ms")
 
 
 def _copy(mask: BlockMask) -> BlockMask:

@@ -80,7 +80,7 @@ def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
 
 
 def sparse_contenders(job: PackedJob) -> dict[str, Work]:
-    """Every block-sparse kernel that serves such rows here."""
+    """Every block-sparse kernel that supports such rows here."""
     setting, shape = job.setting, job.shape
     needs = KernelRequirements(shape[:2], shape.head_dim, lse=False, ragged_rows=False, tokens=setting.tokens)
 
@@ -230,7 +230,7 @@ def tiles(job: PackedJob) -> Iterator[Row]:
 
 
 def _real(grid: BlockGrid, setting: Setting) -> torch.Tensor:
-    """int64, the places of real tokens among a head's blocks."""
+    """int64, the positions of real tokens among a head's blocks."""
     lengths = torch.from_numpy(grid.k_axis.lengths)[:, None]
     inside = torch.arange(grid.block_k)[None] < lengths
     return inside.flatten().nonzero().squeeze(1).to(setting.device)

@@ -93,16 +93,16 @@ def session_of(
 
 def local(full: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
     """A rank's [B, H, shard, D] of [B, H, N, D], zero at padding."""
-    tokens, places = (torch.from_numpy(one).to(full.device) for one in layout.tokens_at(rank))
+    tokens, positions = (torch.from_numpy(one).to(full.device) for one in layout.tokens_at(rank))
     shard = full.new_zeros(*full.shape[:2], layout.shard, full.shape[3])
-    shard[:, :, places] = full[:, :, tokens]
+    shard[:, :, positions] = full[:, :, tokens]
     return shard
 
 
 def whole(shards: Sequence[torch.Tensor], layout: SequenceLayout) -> torch.Tensor:
     """[B, H, N, D] from each rank's [B, H, shard, D]."""
-    rank, place = (torch.from_numpy(one).to(shards[0].device).long() for one in (layout.rank, layout.local))
-    return torch.stack(list(shards))[rank, :, :, place].permute(1, 2, 0, 3)
+    rank, position = (torch.from_numpy(one).to(shards[0].device).long() for one in (layout.rank, layout.local))
+    return torch.stack(list(shards))[rank, :, :, position].permute(1, 2, 0, 3)
 
 
 def mask_of(session: AttentionSession, request: MaskRequest, tokens: LocalQK) -> BlockMask:

@@ -24,7 +24,7 @@ from scripts.checks.gpu.journal import REPO, Journal
 from scripts.checks.gpu.worker import FRESH, OUT_OF_TIME, TAIL
 
 GRACE_S = 20.0
-"""How long after its time a process may still be at its last case."""
+"""Seconds after its time that a process may still be at its last case."""
 LEAST_S = 5.0
 """With less time left no step is begun."""
 
@@ -55,7 +55,7 @@ STEPS = {
     for step in (
         Step("transformer", 2.5, "a tiny transformer with each mask source", lanes=4, poison=True),
         Step("ranks", 3, "threads as ranks on one device, every UxRy, forward and backward", lanes=4, poison=True),
-        Step("waits", 1.5, "host waits of steady calls", lanes=2),
+        Step("waits", 1.5, "waits for the device in steady calls", lanes=2),
         Step("kernels", 4, "kernels at shipped shapes, against their twins", lanes=8, interpret=True, poison=True),
         Step("rates", 5, "rates of kernels, next to dense SDPA and other libraries", interpret=True),
         Step("planning", 2, "times of prediction, tables and plans"),
@@ -222,8 +222,8 @@ def report(machine: dict[str, Any], journals: dict[str, Journal], dry_run: bool)
 
 
 def print_case(case: str, state: str, correct: bool, rows: list[dict[str, Any]], error: dict[str, str]) -> None:
-    mark = state if state != "ended" else ("right" if correct else "WRONG")
-    print(f"  {case}: {mark}" + (f", {error['type']}: {error['message'].partition(chr(10))[0]}" if error else ""))
+    verdict = state if state != "ended" else ("right" if correct else "WRONG")
+    print(f"  {case}: {verdict}" + (f", {error['type']}: {error['message'].partition(chr(10))[0]}" if error else ""))
     for row in rows:
         if row["limit"] is None or not row["correct"]:
             bound = row["goal"] or ("" if row["limit"] is None else f"≤ {row['limit']:.3g}")

@@ -36,11 +36,11 @@ def one_source(setting: Setting, sizes: Sizes, mask: dict[str, Any], dtype: torc
     """Two denoising steps, every attention compared with the same q, k and v."""
     session = session_of(sizes, SequenceGroup(0, 1), "U1R1", mask)
     model = random_transformer(sizes.layers, sizes.heads, sizes.head_dim, 64, setting.device, dtype)
-    worst = otherwise = beside_sdpa = 0.0
+    worst = otherwise = from_sdpa = 0.0
     step = 0
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        nonlocal worst, otherwise, beside_sdpa
+        nonlocal worst, otherwise, from_sdpa
         out = session.attend(layer, q, k, v, gate=gate)
         request = sizes.request(layer, step)
         used = mask_of(session, request, LocalQK.alone(q, k, None, v, gate))
@@ -49,7 +49,7 @@ def one_source(setting: Setting, sizes: Sizes, mask: dict[str, Any], dtype: torc
             on_cpu = mask_of(session, request, LocalQK.alone(*(t.cpu() for t in (q, k)), None, v.cpu(), gate.cpu()))
             otherwise += float((on_cpu.bits != used.bits.cpu()).sum())
         if mask["source"] == "dense":
-            beside_sdpa = max(beside_sdpa, relative_error(out, F.scaled_dot_product_attention(q, k, v)))
+            from_sdpa = max(from_sdpa, relative_error(out, F.scaled_dot_product_attention(q, k, v)))
         return out
 
     with torch.no_grad():
@@ -63,7 +63,7 @@ def one_source(setting: Setting, sizes: Sizes, mask: dict[str, Any], dtype: torc
     if session.config.mask.changes == "per_call":
         yield Row("blocks predicted otherwise than on the CPU", otherwise, "", 0.0)
     if mask["source"] == "dense":
-        yield Row("largest difference from SDPA", beside_sdpa, "‖·‖", max(1e-4, 2 * MOST_ERROR[dtype]))
+        yield Row("largest difference from SDPA", from_sdpa, "‖·‖", max(1e-4, 2 * MOST_ERROR[dtype]))
     yield Row("numbers that are not finite", float((~out.isfinite()).sum()), "", 0.0)
 
 

@@ -81,12 +81,12 @@ def denoise(
     mask = {"source": "synthetic", "preset": "wan2.1-t2v-14b", "density": 0.4, **blocks}
     config = DbspConfig.load({"mask": mask, "planner": planner})
     session = AttentionSession(config, group, Strategy.parse(strategy), setting.heads, setting.layers)
-    video, marks = Video(setting.thw), Marks(setting.device)
+    video, timeline = Video(setting.thw), Timeline(setting.device)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        marks.mark()
+        timeline.record()
         out = session.attend(layer, q, k, v)
-        marks.mark()
+        timeline.record()
         return out
 
     shard = session.begin(video, timestep=1000.0, device=setting.device).shard
@@ -94,25 +94,25 @@ def denoise(
     with torch.no_grad():
         for step in range(setting.steps + 1):
             if step == 1:
-                marks.restart()
+                timeline.restart()
             if step:
                 session.begin(video, timestep=1000.0 - step, device=setting.device)
             x = x - model(x, text, attend) / setting.steps
             session.end()
-    total, times = marks.total(), marks.between()
+    total, times = timeline.total(), timeline.between()
     session.flush()
     return times[::2], total
 
 
 def dense_on_one(setting: Setting) -> Iterator[Row]:
     """A step of the whole video on one GPU with dense attention: what db-SP divides."""
-    model, marks = transformer_of(setting), Marks(setting.device)
+    model, timeline = transformer_of(setting), Timeline(setting.device)
     x, text = tokens_and_text(setting, math.prod(setting.thw))
     with torch.no_grad():
         for _warm in range(2):
-            marks.restart()
+            timeline.restart()
             out = model(x, text, lambda layer, q, k, v, gate: F.scaled_dot_product_attention(q, k, v))
-        yield Row("a step", marks.total(), "ms")
+        yield Row("a step", timeline.total(), "ms")
     yield Row("numbers that are not finite", float((~out.isfinite()).sum()), "", 0.0)
 
 
@@ -123,36 +123,36 @@ def tokens_and_text(setting: Setting, tokens: int) -> tuple[torch.Tensor, torch.
     return torch.randn(1, tokens, width, **options), torch.randn(1, 512, width, **options)
 
 
-class Marks:
+class Timeline:
     """Points in time: events on a GPU's stream, read when all is over, or the clock."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
-        self._marks: list[torch.cuda.Event | float] = []
+        self._points: list[torch.cuda.Event | float] = []
 
-    def mark(self) -> None:
+    def record(self) -> None:
         if not self._on_gpu:
-            self._marks.append(time.perf_counter() * 1e3)
+            self._points.append(time.perf_counter() * 1e3)
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append(event)
+        self._points.append(event)
 
     def restart(self) -> None:
-        """Forgets all marks and sets the first."""
-        self._marks = []
-        self.mark()
+        """Forgets all points and records the first."""
+        self._points = []
+        self.record()
 
     def between(self) -> list[float]:
-        """Milliseconds between the marks after the first one."""
-        return [self._elapsed(a, b) for a, b in zip(self._marks[1:], self._marks[2:], strict=False)]
+        """Milliseconds between the points after the first one."""
+        return [self._elapsed(a, b) for a, b in zip(self._points[1:], self._points[2:], strict=False)]
 
     def total(self) -> float:
-        """Milliseconds since the first mark, with all that is queued."""
-        self.mark()
+        """Milliseconds since the first point, with all that is queued."""
+        self.record()
         if self._on_gpu:
             torch.cuda.synchronize()
-        return self._elapsed(self._marks[0], self._marks.pop())
+        return self._elapsed(self._points[0], self._points.pop())
 
     def _elapsed(self, a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
         if isinstance(a, float) or isinstance(b, float):

@@ -45,17 +45,17 @@ def waits(setting: Setting, strategy: str, kind: str) -> Iterator[Row]:
     """Waits of one layer's call in a steady step, all ranks together."""
     world = int(strategy[1 : strategy.index("R")]) * int(strategy[strategy.index("R") + 1 :])
     if setting.device == "cpu":
-        raise Skipped("no host waits for the CPU")
+        raise Skipped("nothing to wait for on a CPU")
     with recorded_by_simulation() if setting.dry else recorded_by_cuda(), launches_one_after_another():
         by_rank = ThreadRanks(world).run(on_rank, setting, strategy, kind)
     seen: Counter[str] = sum(by_rank, Counter())
-    yield Row("host waits", float(sum(seen.values())), "", 0.0)
+    yield Row("waits", float(sum(seen.values())), "", 0.0)
     for where, times in seen.most_common():
         yield Row(f"waits at {where}", float(times))
 
 
 def on_rank(rank: int, world: int, setting: Setting, strategy: str, kind: str) -> Counter[str]:
-    """Places where this rank waits in its steady step."""
+    """Counts the lines where this rank waits in its steady step."""
     sizes, (mask, settings) = TINY if setting.dry else SMALL, KINDS[kind]
     dtype = torch.float32 if setting.dry else torch.bfloat16
     seen: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def on_rank(rank: int, world: int, setting: Setting, strategy: str, kind: str) -
 
 @contextmanager
 def watched(seen: Counter[str]) -> Iterator[None]:
-    """Counts this thread's waits by place."""
+    """Counts this thread's waits by line."""
     _WATCHED.seen = seen
     try:
         yield
@@ -92,7 +92,7 @@ def watched(seen: Counter[str]) -> Iterator[None]:
 
 def note(*_: Any, **__: Any) -> None:
     """Counts a wait of the calling thread."""
-    seen, where = getattr(_WATCHED, "seen", None), place()
+    seen, where = getattr(_WATCHED, "seen", None), line_of_product()
     if seen is not None and where:
         seen[where] += 1
 
@@ -135,7 +135,7 @@ def begin_simulated_step(group: SequenceGroup) -> None:
     group.control().barrier()
 
 
-def place() -> str:
+def line_of_product() -> str:
     """The innermost lines of the product that run, callers last, or "" where the group of threads itself waits."""
     lines: list[str] = []
     for frame in traceback.extract_stack():

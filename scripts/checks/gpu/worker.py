@@ -88,8 +88,8 @@ def run_case(case: Case, journal: Journal) -> None:
     except Skipped as reason:
         journal.write("skipped", case.name, error={"type": "Skipped", "message": str(reason), "traceback": ""})
     except Exception as error:
-        told = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-TAIL:]}
-        journal.write("failed", case.name, error=told)
+        found = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()[-TAIL:]}
+        journal.write("failed", case.name, error=found)
     else:
         journal.write("ended", case.name, seconds=round(time.monotonic() - start, 2))
     finally:

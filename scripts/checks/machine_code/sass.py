@@ -31,7 +31,7 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """With as much of its suffix as tells what it does."""
+        """Name, with as much of its suffix as says what it does."""
         for kept in ("MUFU.EX2", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "SYNCS.PHASECHK"):
             if self.opcode.startswith(kept):
                 return kept
@@ -56,11 +56,11 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
 
     A jump from the kernel's end back into a loop, out of a slow path, spans its exit, and makes none.
     """
-    place = {one.at: i for i, one in enumerate(code)}
+    address = {one.at: i for i, one in enumerate(code)}
     found = []
     for end, one in enumerate(code):
-        if one.target is not None and one.target < one.at and one.target in place:
-            body = code[place[one.target] : end + 1]
+        if one.target is not None and one.target < one.at and one.target in address:
+            body = code[address[one.target] : end + 1]
             if not any(other.name == "EXIT" for other in body):
                 found.append(body)
     return found

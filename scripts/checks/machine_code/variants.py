@@ -48,7 +48,7 @@ class Variant:
         block_q, block_k: 0 where the code is the same for all.
         head_dim: D; 0 where the kernel has none.
         dtype: Of tokens.
-        case: What else tells launches of the kernel apart.
+        case: What else distinguishes launches of the kernel.
     """
 
     kernel: str
@@ -123,8 +123,8 @@ def _quantise_blocks(of: Variant) -> None:
 
 def _sum_tokens(of: Variant) -> None:
     tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)  # as models have them
-    place, first = _tensor(TOKENS, dtype=torch.int64), _tensor(BLOCKS + 1, dtype=torch.int64)
-    sum_tokens_triton(tokens, place, first)
+    position, first = _tensor(TOKENS, dtype=torch.int64), _tensor(BLOCKS + 1, dtype=torch.int64)
+    sum_tokens_triton(tokens, position, first)
 
 
 def _pool_rows(of: Variant) -> None:
@@ -151,17 +151,19 @@ def _merge(of: Variant) -> None:
 
 
 def _copy(of: Variant) -> None:
-    hosts = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
+    tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
     mean, sources = 1.0 if of.case == "tokens" else 64.0, 3 if of.case == "q, k, v" else 1
-    triton_copy_segments([hosts] * sources, hosts.contiguous(), [_tensor(5000, 6)] * sources, mean, of.case == "added")
+    triton_copy_segments(
+        [tokens] * sources, tokens.contiguous(), [_tensor(5000, 6)] * sources, mean, of.case == "added"
+    )
 
 
 def _quantise(of: Variant) -> None:
     mean = {"tokens": 1.0, "blocks": 64.0, "less a mean": 64.0}[of.case]
-    hosts = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
+    tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
     buffer = _tensor(TOKENS * HEADS, 1, row_words(of.head_dim)).transpose(0, 1)[:, None]
     less = _tensor(1, HEADS, of.head_dim, dtype=torch.float32) if of.case == "less a mean" else None
-    triton_quantise_segments(hosts, buffer, _tensor(5000, 6), mean, less)
+    triton_quantise_segments(tokens, buffer, _tensor(5000, 6), mean, less)
 
 
 def _expand(of: Variant) -> None:

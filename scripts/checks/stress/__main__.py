@@ -1,4 +1,4 @@
-"""See scripts/campaign."""
+"""Stress tests, as scripts/campaign starts them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def part_named(name: str) -> Part:
 
 
 def main() -> int:
-    """Returns the exit code, 1 where a case failed."""
+    """Returns the exit code, 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="scripts/campaign", description="Tries to break db-SP: see tests/README.md")
     parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together")
     parser.add_argument("--seed", type=_seed, help="of all cases, or new; default: that of the state file, else 0")
@@ -51,7 +51,7 @@ def main() -> int:
         outcome = part.repeat(int(seed), int(number))
         print(f"{outcome.failure or 'passed'} {dict(outcome.measure)}\n{part.explain(int(seed), int(number))}")
         return int(outcome.failure is not None)
-    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # xfuser logs to standard output
     state = State.read(options.state, options.seed)
     called = f"scripts/campaign --seed {state.seed} --part {options.part} --minutes {options.minutes:g}"
@@ -60,12 +60,12 @@ def main() -> int:
         run_part(part_named(name), state, options.state, options.minutes * 60 * share)
     found = state.summary()
     if options.json:
-        print(json.dumps(found), file=told)
+        print(json.dumps(found), file=out)
     else:
         for name, one in found["parts"].items():
-            print(f"{name}: {one['cases']} cases, {one['failures']} failures, worst {one['worst']}", file=told)
-        print("\n".join([*found["failures"], called]), file=told)
-    told.close()
+            print(f"{name}: {one['cases']} cases, {one['failures']} failures, worst {one['worst']}", file=out)
+        print("\n".join([*found["failures"], called]), file=out)
+    out.close()
     return int(bool(found["failures"]))
 
 

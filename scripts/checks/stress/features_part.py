@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dbsp_core import Strategy
-from scripts.checks.stress.frame import WORLDS, Outcome
+from scripts.checks.stress.frame import WORLDS, Outcome, Part
 from tests.gpu_node.node import GpuNode, NodeError
 from tests.simulated.feature_cases import COMPILED, FEATURES, Order, Together, alone, feature_named, together
 from tests.support.workers import WorkerError, WorkerPool
 
 TOLERANCE = 1e-5
 MOST_FEATURES = 3
-MOST_TRIES = 12
-"""Of smaller variants of a failing case: each takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def _draw(rng: random.Random) -> Draw:
 
 
 def _sensible(case: Draw) -> bool:
-    """Returns whether the features are of different kinds, and of what devices there are."""
+    """Returns True if the features are of different kinds, and of what devices there are."""
     parts = [feature_named(name) for name in case.order.features]
     offloads, caches = sum(one.offloads for one in parts), sum(one.steps > 2 for one in parts)
     loras = sum("LoRA" in name for name in case.order.features)
@@ -63,59 +60,52 @@ def _sensible(case: Draw) -> bool:
 def smaller(case: Draw) -> Iterator[Draw]:
     """Yields cases with one feature less, fewer ranks, or Ulysses alone."""
     order = case.order
-    for place in range(len(order.features)) if len(order.features) > 1 else ():
-        fewer = order.features[:place] + order.features[place + 1 :]
-        yield replace(case, order=replace(order, features=fewer, before=order.before - (place < order.before)))
+    for number in range(len(order.features)) if len(order.features) > 1 else ():
+        fewer = order.features[:number] + order.features[number + 1 :]
+        yield replace(case, order=replace(order, features=fewer, before=order.before - (number < order.before)))
     for world in sorted({2, case.world}):
         simple = replace(case, world=world, order=replace(order, config={**order.config, "strategy": f"U{world}R1"}))
         if simple != case:
             yield simple
 
 
-class Features:
+class Features(Part):
+    """Orders of features on a simulated node or on processes."""
+
     name = "features"
+    most_tries = 12
 
     def __init__(self) -> None:
         self._node: GpuNode | None = None
         self._pool: WorkerPool | None = None
 
-    def run(self, seed: int, first: int) -> Iterator[Outcome]:
-        try:
-            for number in itertools.count(first):
-                yield self._outcome(number, draw_case(seed, number))
-        finally:
-            self._close()
+    def draw(self, seed: int, number: int) -> Draw:
+        return draw_case(seed, number)
 
-    def repeat(self, seed: int, number: int) -> Outcome:
-        try:
-            return self._outcome(number, draw_case(seed, number))
-        finally:
-            self._close()
+    def smaller(self, case: Draw) -> Iterator[Draw]:
+        return smaller(case)
 
-    def explain(self, seed: int, number: int) -> str:
-        """Returns the smallest case that still fails, or the case itself if it passes."""
-        case, tries = draw_case(seed, number), 0
-        try:
-            left = smaller(case)
-            while (one := next(left, None)) is not None and tries < MOST_TRIES:
-                tries += 1
-                if self._outcome(0, one).failure:
-                    case, left = one, smaller(one)
-            return repr(case)
-        finally:
-            self._close()
+    def judged(self, cases: Mapping[int, Draw]) -> Iterator[Outcome]:
+        for number, case in cases.items():
+            yield self._outcome(number, case)
+
+    def close(self) -> None:
+        for kept in (self._node, self._pool):
+            if kept is not None:
+                kept.close()
+        self._node = self._pool = None
 
     def _outcome(self, number: int, case: Draw) -> Outcome:
         """Judges a case; features that do not go together without db-SP prove nothing."""
         try:
             self._ask(case, alone)
         except (NodeError, WorkerError):
-            self._close()  # what a failed call leaves on the node must not reach the next
+            self.close()  # what a failed call leaves on the node must not reach the next
             return Outcome(number, None, {"impossible without db-SP": 1.0})
         try:
             found: list[Together] = self._ask(case, together)
         except (NodeError, WorkerError, EOFError, OSError) as error:
-            self._close()
+            self.close()
             return Outcome(number, " ".join(f"{type(error).__name__}: {error}".split())[:400])
         difference = max(one.difference for one in found)
         wrong = [f"samples differ by {difference:.3g}"] if not difference <= TOLERANCE else []
@@ -134,9 +124,3 @@ class Features:
                 self._pool.close()
             self._pool = WorkerPool(case.world)
         return self._pool.run(function, case.order, False)
-
-    def _close(self) -> None:
-        for kept in (self._node, self._pool):
-            if kept is not None:
-                kept.close()
-        self._node = self._pool = None

@@ -1,14 +1,15 @@
-"""The campaign's frame: parts draw numbered cases, and a state file says how far each has come."""
+"""Frame of the stress tests: parts draw numbered cases, and a state file keeps the progress of each."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dbsp_core.utils.files import write_atomically
 
@@ -19,42 +20,93 @@ WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case. failure: what is wrong, in one line, or None;  measure: numbers, of which the worst counts"""
+    """One case's. failure: what is wrong, in one line, or None;  measure: numbers, of which the worst counts"""
 
     number: int
     failure: str | None = None
     measure: Mapping[str, float] = field(default_factory=dict)
 
 
-class Part(Protocol):
-    """A kind of cases. Each is drawn from (seed, number) alone."""
+class Part(ABC):
+    """A kind of cases, each drawn from (seed, number) alone.
+
+    Attributes:
+        together: Number of cases that are judged at once.
+        most_tries: Number of smaller variants of a failing case that are tried.
+    """
 
     name: str
+    together = 1
+    most_tries = 0
+
+    @abstractmethod
+    def draw(self, seed: int, number: int) -> Any:
+        """Returns the same case for equal arguments, on every machine; `str` of it is one line."""
+
+    @abstractmethod
+    def judged(self, cases: Mapping[int, Any]) -> Iterator[Outcome]:
+        """Yields the outcome of each case, by number, in their order."""
+
+    def smaller(self, case: Any) -> Iterator[Any]:
+        """Yields variants of a case that are simpler, the greatest steps first."""
+        return iter(())
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the processes that cases run in, if there are any."""
 
     def run(self, seed: int, first: int) -> Iterator[Outcome]:
-        """Cases `first`, `first` + 1 … in this order, without end. Closing the iterator ends its processes."""
-        ...
+        """Yields outcomes of the cases `first`, `first` + 1 … without end. Closing the iterator ends processes."""
+        try:
+            while True:
+                last = (first // self.together + 1) * self.together
+                yield from self.judged({number: self.draw(seed, number) for number in range(first, last)})
+                first = last
+        finally:
+            self.close()
 
     def repeat(self, seed: int, number: int) -> Outcome:
-        """One case by itself."""
-        ...
+        """Judges one case by itself."""
+        try:
+            return self._alone(self.draw(seed, number), number)
+        finally:
+            self.close()
 
     def explain(self, seed: int, number: int) -> str:
-        """What the latest case is, or where it can be made smaller, the smallest that still fails. One line."""
-        ...
+        """Returns a failing case in one line, or its smallest variant that still fails."""
+        case, tries = self.draw(seed, number), 0
+        try:
+            found = self._alone(case).failure if self.most_tries else None
+            left = self.smaller(case) if found and "Hang" not in found else iter(())
+            while (one := next(left, None)) is not None and tries < self.most_tries:
+                tries += 1
+                if self._alone(one).failure:
+                    case, left = one, self.smaller(one)
+            return str(case)
+        finally:
+            self.close()
+
+    def _alone(self, case: Any, number: int = 0) -> Outcome:
+        return next(iter(self.judged({number: case})))
 
 
 @dataclass
 class Progress:
-    """Of one part. next: number of the next case;  worst: by name, the largest number so far"""
+    """One part's.
+
+    Attributes:
+        next: Number of the next case.
+        worst: The largest number so far, by name.
+        failures: Command and case of each.
+    """
 
     next: int = 0
     seconds: float = 0.0
     worst: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    """How to repeat each."""
 
     def add(self, outcome: Outcome) -> None:
+        """Counts an outcome."""
         self.next = outcome.number + 1
         for name, value in outcome.measure.items():
             self.worst[name] = max(value, self.worst.get(name, value))
@@ -62,14 +114,14 @@ class Progress:
 
 @dataclass
 class State:
-    """What a state file holds."""
+    """Content of a state file."""
 
     seed: int
     parts: dict[str, Progress] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, seed: int | None) -> State:
-        """The state of this seed (None: of any), or a new one."""
+        """Reads the state of this seed (None: of any), or makes a new one."""
         if path.is_file():
             values = json.loads(path.read_text(encoding="utf-8"))
             if seed in (None, values["seed"]):
@@ -77,9 +129,11 @@ class State:
         return cls(seed or 0)
 
     def write(self, path: Path) -> None:
+        """Replaces the file."""
         write_atomically(path, json.dumps(asdict(self)) + "\n")
 
     def summary(self) -> dict[str, Any]:
+        """Returns the numbers of all parts, for JSON."""
         parts = {
             name: {
                 "cases": one.next,
@@ -94,7 +148,7 @@ class State:
 
 
 def run_part(part: Part, state: State, path: Path, seconds: float) -> None:
-    """Runs cases of a part for so long, but at least one. Failures are given at once, and kept in the state."""
+    """Runs cases of a part for so long, but at least one. Failures are printed at once, and kept in the state."""
     progress = state.parts.setdefault(part.name, Progress())
     start = saved = time.monotonic()
     before = progress.seconds

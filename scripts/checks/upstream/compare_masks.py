@@ -8,7 +8,7 @@
     --paro    of https://github.com/jamescsq47/PAROAtten
     --nabla   the installed diffusers
 
-Their packages for GPUs are stood in for by mocks; what is compared needs none. Each runs in a process of its own.
+Their packages for GPUs are replaced by mocks; what is compared needs none. Each runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from scripts.checks.upstream.upstream_refs.finding import Finding
 
-YARDSTICKS = {
+CHECKOUTS = {
     "radial": "radial_attention",
     "svg": "sparse_videogen",
     "paro": "paroattention",
@@ -33,7 +33,7 @@ INSTALLED = {"nabla": "diffusers_nabla"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in YARDSTICKS:
+    for name in CHECKOUTS:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
     for name in INSTALLED:
         parser.add_argument(f"--{name}", action="store_const", const=Path())
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     found: list[Finding] = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for name, module in {**YARDSTICKS, **INSTALLED}.items():
+        for name, module in {**CHECKOUTS, **INSTALLED}.items():
             if getattr(options, name) is not None:
                 found += pool.apply(_findings, (module, getattr(options, name)))
     for one in found:

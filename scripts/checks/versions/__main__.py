@@ -1,4 +1,4 @@
-"""See scripts/versions."""
+"""Oldest and newest versions, as scripts/versions starts them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = (
     *("pyyaml", "typer", "rich", "jinja2", "triton"),
 )
 """Whose versions are tried: their oldest and newest."""
-BESIDE = {"transformers": ("diffusers",), "safetensors": ("diffusers", "transformers")}
+ALONGSIDE = {"transformers": ("diffusers",), "safetensors": ("diffusers", "transformers")}
 """Packages whose oldest goes with others' oldest alone."""
 LIMIT_S = 1200
 
@@ -75,7 +75,7 @@ def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
         oldest[package] = f"{package}=={versions[0]}"
         for which, one in {"newest": versions[-1], "oldest": versions[0]}.items():
             row = Row(package, str(one), which if len(versions) > 1 else "only")
-            alongside = [oldest[other] for other in BESIDE.get(package, ()) if which == "oldest"]
+            alongside = [oldest[other] for other in ALONGSIDE.get(package, ()) if which == "oldest"]
             if str(one) == metadata.version(package).partition("+")[0]:
                 yield replace(here, package=row.package, version=row.version, which=row.which)
             elif which == "newest" or len(versions) > 1:

@@ -1,4 +1,4 @@
-"""A private name of a host, and whether what is installed has it, as db-SP takes it to be."""
+"""A private name of a framework, and whether what is installed has it, as db-SP takes it to be."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PrivateName:
 
     where: "package.module:Class.attribute", or a module alone
     user:  the module of ours that relies on it
-    takes: arguments by which we call it, or by which we are called in its place
+    takes: arguments by which we call it, or by which we are called instead of it
     says:  what must be in its source, as names of attributes that it sets
     since: the package's first version that has it, where db-SP goes with older ones too
     """
@@ -43,7 +43,7 @@ def message(name: PrivateName) -> str | None:
             found: Any = importlib.util.find_spec(module)  # a program: importing it may run it
         else:
             found = pkgutil.resolve_name(name.where)
-    except Exception as error:  # of whatever kind a library raises for what it cannot import
+    except Exception as error:  # of any kind: a library raises what it likes for what it cannot import
         return f"{name.where}: {' '.join(str(error).split())}"
     lacking = [argument for argument in name.takes if argument not in _parameters(found)]
     if lacking:

@@ -1,4 +1,4 @@
-"""What db-SP imports, patches or reads of its hosts that they do not document. tests/scripts/test_versions.py holds
+"""Undocumented names of frameworks that db-SP imports, patches or reads. tests/scripts/test_versions.py holds
 each against what is installed; scripts/versions against the oldest and newest that pyproject.toml admits."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLASSES = {
         *("hidden_states", "video_indices", "position_ids", "timestep", "timestep_indices"),
     ),
 }
-"""Arguments of each transformer's forward that tell its tokens."""
+"""Arguments of each transformer's forward that have its tokens."""
 _PLANNED = (
     *("LTXVideoTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel"),
     *("QwenImageTransformer2DModel", "MiniMaxH3Transformer3DModel"),

@@ -1,4 +1,4 @@
-"""The table of versions: what was tried, and what came of it."""
+"""Table of versions: what was tried, and what came of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What db-SP imports, patches or reads of xfuser that it does not document."""
+"""Undocumented names of xfuser that db-SP imports, patches or reads."""
 
 from __future__ import annotations
 

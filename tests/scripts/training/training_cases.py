@@ -1,4 +1,4 @@
-"""Run as a program next to scripts/training, whose modules have plain names: prints what it found as a JSON object."""
+"""Program on scripts/training's modules that prints its findings as a JSON object."""
 
 from __future__ import annotations
 

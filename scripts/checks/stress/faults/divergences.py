@@ -1,4 +1,4 @@
-"""What may differ on one rank, and what all ranks are given of it."""
+"""Divergences: values that differ on one rank, and the message about each on all ranks."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ VERSION = "the version of {} differs on rank(s) [{{}}]"
 DIVERGENCES: dict[str, Divergence] = {
     "attention: mask": _attention("the {} differs on rank(s) [{{}}]", mask_seed=1),
     "attention: plan": _attention("the plan differs on rank(s) [{}]", planner="contiguous"),
-    "attention: layout": _attention("the sequence layout differs on rank(s) [{}]", home="striped"),
+    "attention: layout": _attention("the sequence layout differs on rank(s) [{}]", layout="striped"),
     "attention: scale": _attention("the scale of the scores differs on rank(s) [{}]", scale=0.5),
     "attention: kernel": _attention("rank(s) [{}] selected a different attention kernel", True, kernel="reference"),
     "attention: batch": _attention(INPUTS, batch=2),
     "attention: dtype": _attention(INPUTS, dtype="float64"),
     "attention: head size": _attention(INPUTS, width=8),
     "attention: heads": _attention("differs on rank(s) [{}]", heads=3),
-    "attention: places": _attention("rank(s) [{}]: q of shape", places=1),
+    "attention: positions": _attention("rank(s) [{}]: q of shape", extra=1),
     "attention: gradients": _attention(INPUTS, gradients=True),
     "attention: debug": _attention("debug differs on rank(s) [{}]", settings={"debug": "other"}),
     "attention: not finite": _attention("rank(s) [{}]: q, k or v has values that are not finite", True, finite=False),
@@ -81,7 +81,7 @@ DIVERGENCES: dict[str, Divergence] = {
     "session: scale": _session("the scale of the scores differs on rank(s) [{}]", scale=0.5),
     "session: batch": _session(INPUTS, batch=2),
     "session: dtype": _session(INPUTS, dtype="float64"),
-    "session: places": _session("rank(s) [{}]: q of shape", places=1),
+    "session: positions": _session("rank(s) [{}]: q of shape", extra=1),
     "session: not finite": _session("rank(s) [{}]: q, k or v has values", True, WINDOW, finite=False),
     "session: torch": _session(VERSION.format("torch"), True, version="torch"),
     "session: db-SP": _session(VERSION.format("dbsp-attention"), True, version="dbsp-attention"),

@@ -1,4 +1,4 @@
-"""All that can go wrong, and which of it a case is."""
+"""Grid of all faults, and the fault that a case is."""
 
 from __future__ import annotations
 
@@ -19,16 +19,9 @@ from scripts.checks.stress.frame import WORLDS
 
 EVERYWHERE = ("kill", "stop", "raise", "out of memory", "slow")
 SOMEWHERE = {
-    "interrupt": (
-        "mask exchange: bits",
-        "planning",
-        "dispatch",
-        "kernel: 2nd chunk",
-        "combine",
-        "backward: kernel",
-    ),
+    "interrupt": ("mask exchange: bits", "planning", "dispatch", "kernel: 2nd chunk", "combine", "backward: kernel"),
     "terminate": ("mask exchange: bits", "kernel: 2nd chunk", "combine", "report: gathering"),
-    "out of host memory": ("planning", "planning: a new plan", "report: gathering", "attaching: session"),
+    "out of CPU memory": ("planning", "planning: a new plan", "report: gathering", "attaching: session"),
     "hang": ("planning", "counts of the last call"),
     "disk full": WRITERS,
     "read-only": WRITERS,
@@ -47,6 +40,9 @@ class Case:
     title: str
     task: Task
     expected: Expected
+
+    def __str__(self) -> str:
+        return self.title
 
 
 @functools.cache
@@ -71,7 +67,7 @@ def case_of(seed: int, number: int) -> Case:
 def fault(
     name: str, act: str, world: int, odd: int = 1, nth: int | None = None, draw: random.Random | None = None
 ) -> Case:
-    """One act in one phase. nth: in which of its calls; None: as the phase says"""
+    """Returns the case of one act in one phase. nth: in which of its calls; None: as the phase says"""
     phase = PHASES[name]
     odd = 0 if name in WRITERS else odd
     strategies = [str(one) for one in Strategy.all_for(world)]
@@ -92,7 +88,7 @@ def fault(
 
 
 def divergence(name: str, debug: bool) -> Case:
-    """Something that differs on one rank of three."""
+    """Returns the case of something that differs on one rank of three."""
     one, odd, world = DIVERGENCES[name], 1, 3
     values = Values(
         f"U1R{world}", {**one.settings, "debug": debug}, mask_file="whole" if name.startswith("mask file") else ""

@@ -1,4 +1,4 @@
-"""What goes wrong, and where: a function of the phase is wrapped in the rank that is to fail."""
+"""Injection of faults: a function of the phase is wrapped in the rank that is to fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SLOW_S = 1.5
-"""Stands for 10 s: so much longer than a phase takes, and so much shorter than the group's timeout, are both."""
+"""Instead of 10 s: so much longer than a phase takes, and so much shorter than the group's timeout, are both."""
 RESULTS, CHECKPOINT, FILLER = "DBSP_FAULT_RESULTS", "DBSP_FAULT_CHECKPOINT", ".filler"
 """Environment variables of `dbsp generate`: folders of results and of a checkpoint; and what a disk is filled with."""
 
@@ -29,13 +29,13 @@ class Injection:
     nth: int = 1
 
     def arm(self, rank: int, folder: Path) -> None:
-        """In each rank, before the phase. folder: gets the file "fired", with the time, when it happens"""
+        """Wraps the function in the rank, before the phase. folder: gets a file "fired" with the time of it"""
         if rank != self.rank:
             return
         owner, _, name = self.target.rpartition(".")
-        place = pkgutil.resolve_name(owner)
-        raw = vars(place)[name]
-        function, calls = getattr(place, name), 0
+        holder = pkgutil.resolve_name(owner)
+        raw = vars(holder)[name]
+        function, calls = getattr(holder, name), 0
 
         @functools.wraps(function)
         def wrapped(*args: Any, **options: Any) -> Any:
@@ -45,7 +45,7 @@ class Injection:
                 fire(self.act, folder)
             return function(*args, **options)
 
-        setattr(place, name, staticmethod(wrapped) if isinstance(raw, (staticmethod, classmethod)) else wrapped)
+        setattr(holder, name, staticmethod(wrapped) if isinstance(raw, (staticmethod, classmethod)) else wrapped)
 
 
 def fire(act: str, folder: Path) -> None:
@@ -69,7 +69,7 @@ def _out_of_memory() -> BaseException:
 
 
 def _fill_the_disk() -> None:
-    """Of the case's results, which are on a disk of their own; where that could not be had, what a full one raises."""
+    """Fills the disk of the case's results; if they have none of their own, raises what a full one raises."""
     results = Path(os.environ[RESULTS])
     if not os.path.ismount(results):
         raise OSError(28, "No space left on device", "injected")
@@ -97,7 +97,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "stop": _signal(signal.SIGSTOP),
     "raise": _raise(lambda: RuntimeError("injected: a fault")),
     "out of memory": _raise(_out_of_memory),
-    "out of host memory": _raise(lambda: MemoryError("injected: no memory")),
+    "out of CPU memory": _raise(lambda: MemoryError("injected: no memory")),
     "slow": lambda: time.sleep(SLOW_S),
     "interrupt": _signal(signal.SIGINT),
     "terminate": _signal(signal.SIGTERM),

@@ -34,7 +34,7 @@ class Task:
     """main: called in each process with (argument, number, folder)
 
     limit_s: from when the fault happens, until all must have ended;  stopped: the process that will hang
-    told:   what the first process is sent when the fault happens
+    sent:   signal that the first process gets when the fault happens
     check:  says what is wrong with what (argument, folder) is left, seen from where a disk of the case's own is
     after_s: beyond the limit, before all is killed: what is late is distinguished from what hangs
     """
@@ -44,7 +44,7 @@ class Task:
     processes: int
     limit_s: float
     stopped: int | None = None
-    told: signal.Signals | None = None
+    sent: signal.Signals | None = None
     after_s: float = 12.0
     check: Callable[[Any, Path, Ended], str | None] | None = None
 
@@ -102,7 +102,7 @@ class ForkServer:
         self._process.wait()
 
 
-def serve(pipe: Connection, preload: Callable[[], None]) -> tuple[Task, int, Path] | None:
+def fork_keepers(pipe: Connection, preload: Callable[[], None]) -> tuple[Task, int, Path] | None:
     """Forks keepers until the connection ends. Returns, in a process of a case, what it is to do, else None."""
     preload()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
@@ -135,7 +135,7 @@ def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
                 return task, number, folder
             processes.append(process)
         ended = _watch(task, folder, processes, started)
-        ended.orphans = _end_orphans(task.limit_s if task.told is signal.SIGKILL else 0.1)
+        ended.orphans = _end_orphans(task.limit_s if task.sent is signal.SIGKILL else 0.1)
         ended.message = task.check and task.check(task.argument, folder, ended)
         ended.left = [f"tmp/{path.relative_to(folder / 'tmp')}" for path in (folder / "tmp").rglob("*")]
         ended.left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")] if private else []
@@ -183,8 +183,8 @@ def _watch(task: Task, folder: Path, processes: list[int], started: float) -> En
         now = time.monotonic()
         if fired is None:
             fired = _time_of_fault(folder)
-            if fired is not None and task.told is not None and 0 in running:
-                os.kill(running[0], task.told)
+            if fired is not None and task.sent is not None and 0 in running:
+                os.kill(running[0], task.sent)
         for number, process in list(running.items()):
             done, status = os.waitpid(process, os.WNOHANG)
             if done:
@@ -239,7 +239,7 @@ if __name__ == "__main__":
     from scripts.checks.stress.faults import fork_server
     from tests.support.programs.ending import run_to_its_end
 
-    todo = fork_server.serve(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))
+    todo = fork_server.fork_keepers(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))
     if todo is not None:
-        task, *place = todo
-        run_to_its_end(lambda: task.main(task.argument, *place))
+        task, *own = todo
+        run_to_its_end(lambda: task.main(task.argument, *own))

@@ -44,7 +44,7 @@ class Generation:
     """code: of exit, or `or_code`;  says: a pattern of its words;  new: which of OLDER have been replaced
 
     nproc: ranks, of which the fault is in the last, but for what rank 0 alone does
-    told:  what the command's process is sent;  own: whether the checkpoint is a folder of the user's
+    sent:  signal to the command's process;  own: whether the checkpoint is a folder of the user's
     kept:  whether a hidden file with what was made may be left
     """
 
@@ -54,7 +54,7 @@ class Generation:
     says: str
     new: tuple[str, ...] = ()
     nproc: int = 1
-    told: signal.Signals | None = None
+    sent: signal.Signals | None = None
     own: bool = False
     kept: bool = False
     or_code: int | None = None
@@ -68,10 +68,10 @@ class Generation:
     @property
     def task(self) -> Task:
         limit = REST_S if self.code in (0, 3) else TIMEOUT_S + SPARE_S
-        return Task(be_dbsp, self, 1, limit, told=self.told, check=Generation.message)
+        return Task(be_dbsp, self, 1, limit, sent=self.sent, check=Generation.message)
 
     def message(self, folder: Path, ended: Ended) -> str | None:
-        """What is wrong with what is left, or None."""
+        """Returns what is wrong with what is left, or None."""
         (code,), (text,) = ended.codes, ended.errors
         said = " ".join(text.split())
         results, wrong = folder / "results", []
@@ -95,7 +95,7 @@ class Generation:
 
 
 def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
-    """The command, as it is installed."""
+    """Runs the command, as it is installed."""
     from dbsp_cli.entry import dbsp
     from dbsp_cli.generate import ranks
     from dbsp_cli.tiny_models import make_tiny
@@ -116,9 +116,9 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     ranks._PROGRAM = Path(faulty_rank.__file__)
     injection.arm(PARENT if generation.nproc > 1 else 0, folder)
     sizes = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
-    places = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]
+    paths = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]
     asked = ["--prompt", "x", "--nproc", str(generation.nproc), "--set", f"mask={MASK}"]
-    sys.argv = ["dbsp", "generate", *model, *asked, *sizes, *places]
+    sys.argv = ["dbsp", "generate", *model, *asked, *sizes, *paths]
     os.chdir(folder)
     dbsp()
 
@@ -153,13 +153,13 @@ def _generations() -> dict[str, Generation]:
     found.append(Generation("read-only", "placing the video", 2, lost, ("report/report.json",), kept=True))
     for act in ("weights vanish", "weights are truncated"):
         found.append(Generation(act, "loading", 1, "Error|dbsp: error: ", own=True, or_code=2))
-    for told, code in SENT.items():
+    for sent, code in SENT.items():
         for phase in ("starting", "loading", "denoising"):
             # before torchrun listens, a signal is the system's
-            early = -told if phase == "starting" else None
-            found.append(Generation("go on", phase, code, "", told=told, nproc=2, or_code=early))
-        found.append(Generation("go on", "mp4: a frame", code, "", told=told, new=("report/report.json",)))
-    return {f"dbsp generate on {g.nproc}: {g.told.name if g.told else g.act} in {g.phase}": g for g in found}
+            early = -sent if phase == "starting" else None
+            found.append(Generation("go on", phase, code, "", sent=sent, nproc=2, or_code=early))
+        found.append(Generation("go on", "mp4: a frame", code, "", sent=sent, new=("report/report.json",)))
+    return {f"dbsp generate on {g.nproc}: {g.sent.name if g.sent else g.act} in {g.phase}": g for g in found}
 
 
 GENERATIONS = _generations()

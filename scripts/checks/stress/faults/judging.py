@@ -1,4 +1,4 @@
-"""What must hold when a case is over."""
+"""Checks of a case that is over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLEAR = (
 )
 """What the last line of a rank that lives on must say one of."""
 NEVER = ("terminate called", "Fatal Python error", "Segmentation fault", "core dumped", "Aborted")
-FIRST_HAND = ("raise", "out of memory", "out of host memory", "disk full", "read-only")
+FIRST_HAND = ("raise", "out of memory", "out of CPU memory", "disk full", "read-only")
 """Acts that raise in their rank."""
 ENDS = {"kill": (-9,), "terminate": (-15,), "interrupt": (-2, 130)}
 """Exit codes of a rank by what happens to it."""
@@ -42,7 +42,7 @@ class Expected:
 
 
 def message_about(ended: Ended, expected: Expected, limit_s: float) -> str | None:
-    """What is wrong, or None."""
+    """Returns what is wrong, or None."""
     found = [*_of_processes(ended, expected, limit_s)]
     if not found:
         how = "success" if expected.act and not ended.fired else expected.how

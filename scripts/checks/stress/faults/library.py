@@ -63,7 +63,7 @@ def _have_another_version_of(package: str) -> None:
 
 
 def preload() -> None:
-    """What every process has from its birth."""
+    """Imports what every process has from its birth."""
     import diffusers.models.transformers.transformer_wan  # noqa: F401
     import torch._dynamo  # noqa: F401
 

@@ -69,7 +69,7 @@ PHASES: dict[str, Phase] = {
     "backward: dispatch": Phase("attention", "dbsp_core.runtime.backward.gradient_to_owners", settings=BACKWARD),
     "backward: kernel": Phase("attention", f"{RUNTIME}.backward.block_attention_backward", 2, BACKWARD),
     "backward: chunk": Phase("attention", f"{COMM}.exchange_backward.LocalGradients.add_chunk", settings=BACKWARD),
-    "backward: home": Phase("attention", f"{COMM}.exchange_backward.LocalGradients.finish", settings=BACKWARD),
+    "backward: local shard": Phase("attention", f"{COMM}.exchange_backward.LocalGradients.finish", settings=BACKWARD),
     "redistribution": Phase("redistribution", f"{COMM}.redistribution.Redistribution._check", 2),
     "redistribution: all-to-all": Phase("redistribution", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
     "attaching: session": _transformer("dbsp_diffusers.attach.observed_session"),

@@ -1,4 +1,4 @@
-"""What each rank runs: a few attentions by one of the library's ways, compared with dense attention in one process."""
+"""Programs of ranks: a few attentions by one of the library's ways, compared with dense attention in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Values:
     """What a program is given; one rank may be given something else.
 
     settings: of the configuration, "debug" and "record"; and for attention by itself "keys" and "backward"
-    home: how tokens are laid out outside attention by itself;  batch, dtype, places: of q, k and v ("places" too many)
+    layout: of tokens outside attention;  batch, dtype: of q, k and v;  extra: positions too many
     flipped: whether what is predicted is turned round;  mask_file: "" for none, or what became of it
     """
 
@@ -49,10 +49,10 @@ class Values:
     layer: int = 0
     mask_seed: int = 0
     planner: str = "dbsp"
-    home: str = "contiguous"
+    layout: str = "contiguous"
     batch: int = 1
     dtype: str = "float32"
-    places: int = 0
+    extra: int = 0
     scale: float | None = None
     kernel: str = "auto"
     gradients: bool = False
@@ -70,18 +70,18 @@ def attention(values: Values) -> float:
     if settings.get("keys") == "needed":  # or every rank would need all keys, and nothing be fetched apart
         bits &= (torch.arange(grid.nq)[:, None] - torch.arange(grid.nk)).abs() <= 3
     mask = BlockMask(bits, grid)
-    layout = SequenceLayout.named(values.home, grid, Strategy.parse(values.strategy))
+    layout = SequenceLayout.named(values.layout, grid, Strategy.parse(values.strategy))
     plan = make_plan(mask, values.strategy, values.planner, layout=layout, keys=settings.get("keys", "all"))
     attend = DualBalancedAttention.prepare(
         plan, mask, layout, group, kernel=values.kernel, debug=settings.get("debug", False)
     )
     backward, worst = settings.get("backward", False), 0.0
-    mine, places = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
+    mine, positions = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
     for call in range(CALLS):
         generator = torch.Generator().manual_seed(call)
         shape = values.batch, values.heads, TOKENS, values.width
         full = [torch.randn(shape, generator=generator, dtype=getattr(torch, values.dtype)) for _ in range(3)]
-        local = [_shard(one, mine, places, layout.shard + values.places) for one in full]
+        local = [_shard(one, mine, positions, layout.shard + values.extra) for one in full]
         if not values.finite:
             local[1][0, 0, 0, 0] = torch.nan
         for one in local:
@@ -93,9 +93,9 @@ def attention(values: Values) -> float:
             whole = [one.double().requires_grad_() for one in full]
             dense_attention(*whole, mask, torch.arange(TOKENS)).sum().backward()
             for one, of_all in zip(local, whole, strict=True):
-                worst = max(worst, largest_difference(one.grad[:, :, places], of_all.grad[:, :, mine]))
+                worst = max(worst, largest_difference(one.grad[:, :, positions], of_all.grad[:, :, mine]))
         expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
-        worst = max(worst, largest_difference(out.detach()[:, :, places], expected))
+        worst = max(worst, largest_difference(out.detach()[:, :, positions], expected))
     return worst
 
 
@@ -121,19 +121,19 @@ def session(values: Values) -> float:
         timestep = values.timestep - step
         layout = inner.begin(Video(values.thw), timestep=timestep, cfg_branch=values.cfg_branch)
         alone.begin([Video(values.thw)], timestep, values.cfg_branch)
-        mine, places = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
+        mine, positions = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
         shape = values.batch, values.heads, layout.tokens, values.width
         full = [torch.randn(shape, generator=seed, dtype=getattr(torch, values.dtype)) * 2 for _ in range(3)]
-        local = [_shard(one, mine, places, layout.shard + values.places) for one in full]
+        local = [_shard(one, mine, positions, layout.shard + values.extra) for one in full]
         if not values.finite:
             local[0][0, 0, 0, 0] = torch.nan
         out = inner.attend(values.layer, *local, scale=values.scale)
         print(DONE, step, flush=True)
         expected = masked_attention(*full, alone.mask(values.layer, LocalQK.alone(full[0], full[1])))
-        worst = max(worst, largest_difference(out[:, :, places], expected[:, :, mine]))
+        worst = max(worst, largest_difference(out[:, :, positions], expected[:, :, mine]))
     inner.flush()
     if config.report:
-        report_or_say_why_not([inner], "tiny", "campaign")
+        report_or_say_why_not([inner], "tiny", "stress test")
     return worst
 
 
@@ -167,9 +167,9 @@ def redistribution(values: Values) -> float:
     target = SequenceLayout.striped(BlockGrid.uniform(TOKENS, block=16), Strategy.parse(values.strategy))
     way = Redistribution.between(source, target, group, debug=values.settings.get("debug", False))
     tokens = torch.randn(source.shard, values.width, dtype=getattr(torch, values.dtype))
-    worst, (_, places) = 0.0, source.tokens_at(group.rank)
+    worst, (_, positions) = 0.0, source.tokens_at(group.rank)
     for call in range(CALLS):
-        worst = max(worst, largest_difference(way.back(way.there(tokens))[places], tokens[places]))
+        worst = max(worst, largest_difference(way.back(way.there(tokens))[positions], tokens[positions]))
         print(DONE, call, flush=True)
     return worst
 
@@ -205,7 +205,7 @@ def _flip_predicted_masks() -> None:
     SpargeSource.mask = flipped  # type: ignore[method-assign]
 
 
-def _shard(full: torch.Tensor, mine: torch.Tensor, places: torch.Tensor, shard: int) -> torch.Tensor:
+def _shard(full: torch.Tensor, mine: torch.Tensor, positions: torch.Tensor, shard: int) -> torch.Tensor:
     local = full.new_zeros(*full.shape[:2], shard, full.shape[3])
-    local[:, :, places] = full[:, :, mine]
+    local[:, :, positions] = full[:, :, mine]
     return local

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from scripts.checks.stress.frame import Outcome
+from scripts.checks.stress.frame import Outcome, Part
 
 PATIENCE_S = 120.0
 """Ends what even the alarm cannot."""
 
 
-class Fuzz:
+class Fuzz(Part):
+    """Inputs that a process of its own draws, by seed and number, and tries."""
+
     name = "fuzz"
 
     def __init__(self) -> None:
@@ -26,31 +27,31 @@ class Fuzz:
         self._pipe: Connection | None = None
         self._what = ""
 
-    def run(self, seed: int, first: int) -> Iterator[Outcome]:
-        try:
-            for number in itertools.count(first):
-                yield self._one(seed, number)
-        finally:
-            self._close()
-
-    def repeat(self, seed: int, number: int) -> Outcome:
-        try:
-            return self._one(seed, number)
-        finally:
-            self._close()
+    def draw(self, seed: int, number: int) -> tuple[int, int]:
+        return seed, number
 
     def explain(self, seed: int, number: int) -> str:
         return self._what
 
-    def _one(self, seed: int, number: int) -> Outcome:
+    def judged(self, cases: Mapping[int, tuple[int, int]]) -> Iterator[Outcome]:
+        for number, case in cases.items():
+            yield self._outcome(number, case)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = self._pipe = None
+
+    def _outcome(self, number: int, case: tuple[int, int]) -> Outcome:
         if self._pipe is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._process = context.Process(target=_try_inputs, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
         try:
-            self._pipe.send((seed, number))
+            self._pipe.send(case)
             self._what = self._pipe.recv()
             if self._pipe.poll(PATIENCE_S):
                 failure, seconds = self._pipe.recv()
@@ -58,30 +59,24 @@ class Fuzz:
             failure = "it hangs"
         except (EOFError, OSError):
             failure = "its process died"
-        self._close()
+        self.close()
         return Outcome(number, failure)
 
-    def _close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = self._pipe = None
 
-
-def _serve(pipe: Connection) -> None:
-    """One process that tries inputs, in a folder of its own, until its pipe closes or it is killed."""
+def _try_inputs(pipe: Connection) -> None:
+    """Tries inputs, in a folder of its own, until its pipe closes or it is killed."""
     from scripts.checks.stress.fuzz.guard import Guard
     from scripts.checks.stress.fuzz.inputs import draw_trial
     from scripts.checks.stress.fuzz.originals import make_originals
     from tests.support import interpreter  # noqa: F401  before anything else imports triton
 
-    with tempfile.TemporaryDirectory() as place:
-        originals = make_originals(Path(place))
-        folder = Path(place, "inputs")
+    with tempfile.TemporaryDirectory() as work:
+        originals = make_originals(Path(work))
+        folder = Path(work, "inputs")
         folder.mkdir()
-        os.environ |= {"TMPDIR": str(folder), "MPLCONFIGDIR": place}
+        os.environ |= {"TMPDIR": str(folder), "MPLCONFIGDIR": work}
         tempfile.tempdir = None
-        guard = Guard(Path(place))
+        guard = Guard(Path(work))
         while True:
             seed, number = pipe.recv()
             shutil.rmtree(folder)

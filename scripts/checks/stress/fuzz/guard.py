@@ -1,4 +1,4 @@
-"""What an input may not do: take too long, take too much memory, write elsewhere, run something."""
+"""Limits of an input: processor time, memory, where it writes, and that it runs nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,7 @@ from scripts.checks.stress.fuzz.inputs import Trial
 
 MOST_CPU_S = 5
 MOST_BYTES = 2 << 30
-_RUNS = (
-    "subprocess.Popen",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "socket.connect",
-)
+_RUNS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect")
 _WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.truncate")
 
 
@@ -47,7 +41,7 @@ class Guard:
         resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, used + MOST_BYTES))
 
     def try_out(self, trial: Trial) -> tuple[str | None, float]:
-        """(what is wrong or None, seconds of the processor's time)"""
+        """Returns what is wrong or None, and seconds of the processor's time."""
         before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
         self._misdeeds = []
         signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
@@ -101,7 +95,8 @@ def _command(words: list[str]) -> str | None:
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["dbsp", *words]
     code: object = None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _quiet_logs():
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries: they are no part of what a user reads of us
         try:
             main()
         except SystemExit as stopped:
@@ -112,13 +107,3 @@ def _command(words: list[str]) -> str | None:
             return None
         return f"exit code 2 with {err.getvalue()[-300:]!r}"
     return None if code in (0, None) else f"exit code {code} with {err.getvalue()[-300:]!r}"
-
-
-@contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """Warnings of libraries are no part of what a user reads of us."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

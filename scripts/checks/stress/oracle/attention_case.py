@@ -1,14 +1,19 @@
-"""Cases of attention, each drawn from (seed, number) alone."""
+"""Cases of attention, each drawn from (seed, number) alone, and smaller variants of a case."""
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from dbsp_core import Strategy
-from dbsp_core.layout.sequence_layout import LAYOUTS, Streams
+from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.planning.planners import PLANNERS
+from tests.support.attention_cases import Case
 
 WORLDS = tuple(range(1, 9))
 CASES_PER_WORLD = 20
@@ -23,7 +28,7 @@ TOKENS = 420
 
 @dataclass(frozen=True)
 class Sequence:
-    """thw: frames, rows, columns of video;  text: tokens before it;  source: of its mask"""
+    """One of a case. thw: frames, rows, columns of video;  text: tokens before it;  source: of its mask"""
 
     thw: tuple[int, int, int]
     text: int
@@ -35,37 +40,19 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """One attention, or one attention and its backward.
+class Draw(Case):
+    """One attention, or one attention and its backward, of several packed sequences or one.
 
-    sequences: packed where there are several
-    orders:    of tokens, one for all heads or one per head; for mask source "random"
-    keys, precision: as for `make_plan`;  padded: whether ranks hold padding too
-    planner:   a name, or "random" for any owner and any chunk
-    layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys are sent
+    `tokens`, `text_tokens` and `thw` are the sequences' own. `orders` (one for all heads or one per head) are those of
+    mask source "random". `layout` may also be "shuffled", for tokens in no order.
     """
 
-    world: int
-    strategy: str
-    sequences: tuple[Sequence, ...]
-    heads: int
-    batch: int
-    width: int
-    block_q: int
-    block_k: int
-    density: float
-    orders: tuple[str, ...]
-    planner: str
-    layout: str
-    streams: Streams
-    padded: bool
-    keys: str
-    kernel: str
-    dtype: str
-    backward: bool
-    debug: bool
-    seed: int
-    precision: str = "model"
+    sequences: tuple[Sequence, ...] = ()
+    backward: bool = False
+
+    @property
+    def world(self) -> int:
+        return Strategy.parse(self.strategy).world
 
     @property
     def predicted(self) -> bool:
@@ -73,31 +60,20 @@ class Draw:
 
     @property
     def possible(self) -> bool:
-        """Whether db-SP claims to serve it."""
-        strategy = Strategy.parse(self.strategy)
+        """True if db-SP supports it."""
         text_alone = self.streams is not None and not any(one.text for one in self.sequences)
         batch = self.batch == 1 or len(self.sequences) == 1 or not self.predicted
         tiles = self.block_q == self.block_k or not any(sequence.source == "vsa" for sequence in self.sequences)
-        rightly_typed = self.kernel != "triton" or self.dtype != "float64"
-        return (
-            strategy.world == self.world
-            and not text_alone
-            and batch
-            and tiles
-            and rightly_typed
-            and not (self.backward and self.precision == "int8")
-        )
-
-
-def world_of(seed: int, number: int) -> int:
-    return random.Random(f"{seed}:world:{number // CASES_PER_WORLD}").choice(WORLDS)
+        kernel = self.kernel != "triton" or self.dtype != torch.float64
+        return not text_alone and batch and tiles and kernel and not (self.backward and self.precision == "int8")
 
 
 def draw_case(seed: int, number: int) -> Draw:
-    """The same for equal arguments, on every machine."""
+    """Returns the same case for equal arguments, on every machine."""
     rng = random.Random(f"{seed}:{number}")
+    world = random.Random(f"{seed}:world:{number // CASES_PER_WORLD}").choice(WORLDS)
     while True:
-        case = _draw(rng, world_of(seed, number))
+        case = _draw(rng, world)
         if case.possible:
             return case
 
@@ -110,7 +86,6 @@ def _draw(rng: random.Random, world: int) -> Draw:
     sequences = tuple(_sequence(rng, 40 if small else TOKENS // count) for _ in range(count))
     blocks = [16] if small else list(BLOCKS)
     return Draw(
-        world=world,
         strategy=str(rng.choice(Strategy.all_for(world))),
         sequences=sequences,
         heads=heads,
@@ -126,7 +101,7 @@ def _draw(rng: random.Random, world: int) -> Draw:
         padded=rng.random() < 0.5,
         keys=rng.choice(["all", "all", "needed"]),
         kernel=kernel,
-        dtype=rng.choices(["float32", "float64", "bfloat16"], [6, 2, 2])[0],
+        dtype=rng.choices([torch.float32, torch.float64, torch.bfloat16], [6, 2, 2])[0],
         backward=not small and rng.random() < 0.25,
         debug=rng.random() < 0.3,
         seed=rng.randrange(2**31),
@@ -139,3 +114,55 @@ def _sequence(rng: random.Random, most: int) -> Sequence:
     columns = rng.randint(1, max(1, most // (frames * rows)))
     text = rng.choice([0, 0, 1, rng.randint(1, 40)])
     return Sequence((frames, rows, min(columns, 12)), text, rng.choice(["random", "random", *STATIC, *PREDICTED]))
+
+
+def variants(case: Draw) -> Iterator[Draw]:
+    """Yields cases that are simpler in one field, the greatest steps first."""
+    plain: dict[str, tuple[Any, ...]] = {
+        "sequences": tuple(_fewer(case.sequences)),
+        "strategy": (f"U{case.world}R1", f"U1R{case.world}"),
+        "heads": (1, case.heads // 2, case.heads - 1),
+        "batch": (1, case.batch - 1),
+        "width": (4, 8),
+        "block_q": (16,),
+        "block_k": (16,),
+        "density": (1.0,),
+        "orders": (("thw",),),
+        "planner": ("contiguous",),
+        "layout": ("contiguous",),
+        "kernel": ("auto", "reference"),
+        "keys": ("all",),
+        "precision": ("model",),
+        "dtype": (torch.float64, torch.float32),
+        "backward": (False,),
+        "debug": (False,),
+        "padded": (False,),
+        "streams": (None,),
+    }
+    for name, values in plain.items():
+        now = getattr(case, name)
+        if now in values and name not in ("heads", "batch"):
+            values = values[: values.index(now)]
+        for value in values:
+            smaller = replace(case, **{name: value})
+            if name == "heads" and len(case.orders) > 1:
+                smaller = replace(smaller, orders=case.orders[:value])
+            if value != now and min(smaller.heads, smaller.batch) >= 1 and smaller.possible:
+                yield smaller
+
+
+def _fewer(sequences: tuple[Sequence, ...]) -> Iterator[tuple[Sequence, ...]]:
+    """Yields sequences with one less, or one of them smaller."""
+    for number, one in enumerate(sequences):
+        before, after = sequences[:number], sequences[number + 1 :]
+        if len(sequences) > 1:
+            yield before + after
+        smaller = [replace(one, text=0)] if one.text else []
+        smaller += [
+            replace(one, thw=(*one.thw[:axis], one.thw[axis] // 2, *one.thw[axis + 1 :]))  # type: ignore[arg-type]
+            for axis in range(3)
+            if one.thw[axis] > 1
+        ]
+        smaller += [replace(one, source="random")] if one.source != "random" else []
+        for changed in smaller:
+            yield (*before, changed, *after)

@@ -1,4 +1,4 @@
-"""The mask of a case, from every kind of source."""
+"""Masks of cases, from every kind of source."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from dbsp_core.sources import (
 )
 from dbsp_core.sources.base import BlockSizes
 from scripts.checks.stress.oracle.attention_case import Draw
+from tests.support.generators import random_bits
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,7 @@ class RandomSource(BlockSizes):
     def mask(self, request: MaskRequest) -> BlockMask:
         rng = np.random.default_rng(self.seed)
         grid = replace(self.grid(request), orders=self.orders)
-        head, row, column = (rng.uniform(0.2, 1.8, n) for n in (request.heads, grid.nq, grid.nk))
-        odds = self.density * head[:, None, None] * row[:, None] * column
-        bits = rng.random((request.heads, grid.nq, grid.nk)) < odds
+        bits = random_bits(request.heads, grid, self.seed, self.density)
         bits[rng.random((request.heads, grid.nq)) < 0.1] = False
         if rng.random() < 0.5:
             bits[:, :, rng.integers(grid.nk)] = False
@@ -56,11 +55,11 @@ class RandomSource(BlockSizes):
 
 
 def sources_of(case: Draw) -> list[tuple[BlockGrid, MaskSource]]:
-    """The grid and the source of each sequence."""
+    """Returns the grid and the source of each sequence."""
     found = []
-    for place, one in enumerate(case.sequences):
+    for number, one in enumerate(case.sequences):
         grid = BlockGrid(one.tokens, one.text, case.block_q, case.block_k, one.thw)
-        found.append((grid, _source(one.source, case, case.seed + place)))
+        found.append((grid, _source(one.source, case, case.seed + number)))
     return found
 
 
@@ -129,7 +128,7 @@ class _Stored(BlockSizes):
 
 
 def _fitted(source: dict[str, Any], heads: int, width: int, rng: np.random.Generator) -> LowRankSource:
-    """Random projections, as good as any here. The file is read before it is gone."""
+    """Makes random projections, as good as any here. The file is read before it is gone."""
     rank = int(rng.integers(1, width + 1))
     tensors = {
         f"{side}.0": torch.from_numpy(rng.normal(size=(heads, width, rank)).astype(np.float32))
@@ -144,7 +143,7 @@ def _fitted(source: dict[str, Any], heads: int, width: int, rng: np.random.Gener
 
 
 def mask_of(case: Draw, sources: Sequence[tuple[BlockGrid, MaskSource]], tokens: LocalQK) -> BlockMask:
-    """Collective where a source predicts. Of B·H heads where a source predicts for a batch, else of H."""
+    """Returns a mask of B·H heads if a source predicts for a batch, else of H. Collective if a source predicts."""
     grid, source = sources[0]
     request = MaskRequest(0, case.heads, grid.thw, grid.text_tokens)
     if len(sources) > 1:

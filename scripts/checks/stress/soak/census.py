@@ -1,4 +1,4 @@
-"""What a process holds: memory, descriptors, threads, process groups, and entries of db-SP's own caches."""
+"""Census of a process: memory, descriptors, threads, groups, and entries of db-SP's own caches; and what grows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import gc
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
+import numpy as np
 import torch
 from torch.distributed import distributed_c10d
 
@@ -103,7 +104,7 @@ class _MallInfo2(ctypes.Structure):
 
 
 def _bytes_in_use() -> int:
-    """What is resident where the C library does not tell: glibc does from 2.33 on."""
+    """Returns what `malloc` gave out; what is resident, where the C library cannot say: glibc can from 2.33 on."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):
@@ -111,3 +112,29 @@ def _bytes_in_use() -> int:
     mallinfo.restype = _MallInfo2
     numbers = mallinfo().numbers
     return int(numbers[4] + numbers[7])
+
+
+def _second_half(series: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
+    """Returns the part after the warm-up."""
+    return series[len(series) // 2 :]
+
+
+def slope(series: Sequence[Mapping[str, float]], name: str) -> float:
+    """Returns the growth in each case: the slope of a line through the second half, by least squares."""
+    values = [one[name] for one in _second_half(series)]
+    return float(np.polyfit(np.arange(len(values)), values, 1)[0]) if len(values) > 1 else 0.0
+
+
+def counts_that_grow(series: Sequence[Mapping[str, float]]) -> list[str]:
+    """Returns the counts of which every value in the last third of the second half is above all in its first third.
+
+    Counts that go up and down for good are not among them.
+    """
+    half = _second_half(series)
+    third = len(half) // 3
+    found = []
+    for name in half[0]:
+        first, last = ([one[name] for one in part] for part in (half[:third], half[-third:]))
+        if name not in (RESIDENT, IN_USE) and min(last) > max(first):
+            found.append(f"{name}: {max(first):g} at most, then {min(last):g} at least")
+    return found

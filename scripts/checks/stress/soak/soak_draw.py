@@ -1,4 +1,4 @@
-"""What is soaked: transformers that stay attached, blocks of denoising steps on them, and whole pipelines."""
+"""Cases of long runs: transformers that stay attached, blocks of denoising steps on them, and whole pipelines."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ BY_STEP = {"source": "callable", "function": "tests.support.user_masks:band", "d
 
 
 @dataclass(frozen=True)
-class Stand:
+class Setup:
     """A transformer with db-SP on it.
 
-    host:   "diffusers", "para", "para-attn", by its own function and mesh, or "xdit"
-    model:  a name in tests/support/models/tiny_transformers.py
-    config: of db-SP
-    cache:  a step cache that is enabled all the time, named as in tests/diffusers/cache_cases.py
+    framework: "diffusers", "para", "para-attn", by its own function and mesh, or "xdit"
+    model:     a name in tests/support/models/tiny_transformers.py
+    config:    of db-SP
+    cache:     a step cache that is enabled all the time, named as in tests/diffusers/cache_cases.py
     """
 
-    host: str
+    framework: str
     model: str
     config: Mapping[str, Any]
     cache: str | None = None
@@ -45,30 +45,30 @@ def _of(mask: Mapping[str, Any], strategy: str, **others: Any) -> dict[str, Any]
     return {"mask": mask, "strategy": strategy, **others}
 
 
-STANDS = (
-    Stand("diffusers", "wan", _of(SYNTHETIC, "U2R1")),
-    Stand("para", "cogvideox", _of(SPARGE, "U1R2")),
-    Stand("xdit", "wan", _of(WINDOW, "U2R1")),
-    Stand("diffusers", "wan", _of(BY_STEP, "U1R2", dense_schedule={"first_layers": 1})),
-    Stand("para-attn", "wan", {"mask": RADIAL}),
-    Stand("xdit", "wan", _of(SPARGE, "auto", machine="a800")),
-    Stand("diffusers", "hunyuan", _of(SVG, "U1R2", planner="contiguous")),
-    Stand("diffusers", "wan", _of(WINDOW, "U1R2"), cache="first block"),
-    Stand("xdit", "cogvideox", _of(SPARGE, "U2R1")),
-    Stand("diffusers", "flux", _of(WINDOW, "U1R2")),
-    Stand("para", "wan", _of(BY_STEP, "U2R1"), cache="cache-dit"),
+SETUPS = (
+    Setup("diffusers", "wan", _of(SYNTHETIC, "U2R1")),
+    Setup("para", "cogvideox", _of(SPARGE, "U1R2")),
+    Setup("xdit", "wan", _of(WINDOW, "U2R1")),
+    Setup("diffusers", "wan", _of(BY_STEP, "U1R2", dense_schedule={"first_layers": 1})),
+    Setup("para-attn", "wan", {"mask": RADIAL}),
+    Setup("xdit", "wan", _of(SPARGE, "auto", machine="a800")),
+    Setup("diffusers", "hunyuan", _of(SVG, "U1R2", planner="contiguous")),
+    Setup("diffusers", "wan", _of(WINDOW, "U1R2"), cache="first block"),
+    Setup("xdit", "cogvideox", _of(SPARGE, "U2R1")),
+    Setup("diffusers", "flux", _of(WINDOW, "U1R2")),
+    Setup("para", "wan", _of(BY_STEP, "U2R1"), cache="cache-dit"),
 )
-"""Taken one after another."""
+"""Of blocks, one after another."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Denoising steps on one stand, of one video.
+    """Denoising steps on one setup, of one video.
 
     thw: token grid;  batch: samples;  text: tokens;  passes: of guidance in each step
     """
 
-    stand: int
+    setup: int
     thw: tuple[int, int, int]
     batch: int
     text: int
@@ -84,7 +84,7 @@ class Cycle:
     model: of `dbsp_cli.tiny_models`;  report: whether its call ends with a report
     """
 
-    host: str
+    framework: str
     model: str
     config: Mapping[str, Any] = field(default_factory=dict)
     size: Mapping[str, int] = field(default_factory=dict)
@@ -93,23 +93,23 @@ class Cycle:
 
 def draw_block(seed: int, number: int) -> Block:
     rng = np.random.default_rng([seed, number])
-    stand = number % len(STANDS)
+    setup = number % len(SETUPS)
     t, h, w = (int(rng.integers(*ends)) for ends in ((1, 5), (3, 7), (3, 7)))  # two key blocks at least
     return Block(
-        stand,
+        setup,
         (t, h, w),
         batch=int(rng.integers(1, 3)),
         text=int(rng.integers(1, 10)),
-        passes=1 if STANDS[stand].cache else int(rng.integers(1, 3)),
+        passes=1 if SETUPS[setup].cache else int(rng.integers(1, 3)),
         seed=int(rng.integers(2**31)),
     )
 
 
 def draw_cycle(seed: int, number: int) -> Cycle:
     rng = np.random.default_rng([seed, number, 1])
-    host = ("diffusers", "para", "para-attn", "xdit")[number % 4]
+    framework = ("diffusers", "para", "para-attn", "xdit")[number % 4]
     mask = (SYNTHETIC, SPARGE, BY_STEP, WINDOW, SVG)[int(rng.integers(5))]
-    strategy = {} if host == "para-attn" else {"strategy": ("U2R1", "U1R2")[int(rng.integers(2))]}
+    strategy = {} if framework == "para-attn" else {"strategy": ("U2R1", "U1R2")[int(rng.integers(2))]}
     model = ("wan", "cogvideox")[int(rng.integers(2))]
     size = {
         "height": 16 * int(rng.integers(2, 5)),
@@ -117,4 +117,4 @@ def draw_cycle(seed: int, number: int) -> Cycle:
         "num_frames": 9,
         "num_inference_steps": int(rng.integers(1, 3)),
     }
-    return Cycle(host, model, {"mask": mask, **strategy}, size, report=number % 10 == 5)
+    return Cycle(framework, model, {"mask": mask, **strategy}, size, report=number % 10 == 5)

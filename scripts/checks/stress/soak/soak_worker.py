@@ -1,4 +1,4 @@
-"""What the worker processes run: blocks of denoising steps, cycles of whole pipelines, and a census after each."""
+"""Functions of the worker processes: blocks of denoising steps, whole pipelines, and a census after each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_diffusers.patching import PatchSet
 from scripts.checks.stress.soak.census import census, freeze
-from scripts.checks.stress.soak.hosts import attach_pipe, attach_transformer, transformer_of
-from scripts.checks.stress.soak.soak_draw import STANDS, Block, Cycle, Stand
+from scripts.checks.stress.soak.frameworks import attach_pipe, attach_transformer, transformer_of
+from scripts.checks.stress.soak.soak_draw import SETUPS, Block, Cycle, Setup
 from tests.diffusers.cache_cases import CACHES
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.oracle import largest_difference
@@ -24,8 +24,8 @@ from tests.xdit.xdit_cases import start_xfuser
 
 
 @dataclass(frozen=True)
-class Told:
-    """By one rank of one case. error: of a forward pass from one process, where that was compared
+class Measured:
+    """One rank's numbers after one case. error: of a forward pass from one process, where that was compared
     result: the sum of the last output, which all ranks have identically
     """
 
@@ -35,16 +35,16 @@ class Told:
 
 
 @dataclass
-class _Standing:
-    """A stand in this process. alone: the same transformer without parallelism, to compare with"""
+class _Attached:
+    """A setup in this process. alone: the same transformer without parallelism, to compare with"""
 
-    stand: Stand
+    setup: Setup
     transformer: Any
     alone: Any
     timestep: int = 0
 
 
-_standing: dict[int, _Standing] = {}
+_attached: dict[int, _Attached] = {}
 _leaked: list[Any] = []
 _started: list[int] = []
 
@@ -56,49 +56,49 @@ def _start(rank: int, world: int) -> None:
         _started.append(rank)
 
 
-def run_block(rank: int, world: int, block: Block, leak: bool = False) -> Told:
+def run_block(rank: int, world: int, block: Block, leak: bool = False) -> Measured:
     """leak: whether one is planted in it, for a negative control"""
     _start(rank, world)
-    one = _stand(block.stand, world)
+    one = _attach(block.setup, world)
     with torch.no_grad():
-        inputs = [_inputs(one.stand, block, block.seed + place) for place in range(block.passes)]
+        inputs = [_inputs(one.setup, block, block.seed + index) for index in range(block.passes)]
         error, before = 0.0, torch.empty(0)
         for step in range(block.steps):
             one.timestep = 990 - 39 * step
-            for place, arguments in enumerate(inputs):
+            for index, arguments in enumerate(inputs):
                 arguments["timestep"] = _at(one.timestep, arguments["timestep"])
-                with _pass(one, "uncond" if place else "cond", step, block.steps):
+                with _pass(one, "uncond" if index else "cond", step, block.steps):
                     out = one.transformer(**arguments)[0]
                 before = arguments["hidden_states"]
                 arguments["hidden_states"] = before - 0.1 * out
         if one.alone is not None and rank == 0:
             error = largest_difference(one.alone(**inputs[-1] | {"hidden_states": before})[0], out)
-        if one.stand.cache:
+        if one.setup.cache:
             one.transformer._reset_stateful_cache()
         result = float(out.double().sum())
         del inputs, arguments, out, before
     if leak:
         _plant()
-    return Told(census(), result, error)
+    return Measured(census(), result, error)
 
 
-def _stand(number: int, world: int) -> _Standing:
-    if number not in _standing:
-        stand = STANDS[number]
-        transformer, alone = transformer_of(stand.host, stand.model), None
-        if stand.by_input_alone:
-            alone = make_tiny_transformer(stand.model)
-            attach_single_process(alone, {"mask": stand.config["mask"]})
-        one = _standing[number] = _Standing(stand, transformer, alone)
-        attach_transformer(stand.host, transformer, stand.config, world)
-        if stand.cache:
-            CACHES[stand.cache].enable(transformer, 0.2, lambda: one.timestep)
-    return _standing[number]
+def _attach(number: int, world: int) -> _Attached:
+    if number not in _attached:
+        setup = SETUPS[number]
+        transformer, alone = transformer_of(setup.framework, setup.model), None
+        if setup.by_input_alone:
+            alone = make_tiny_transformer(setup.model)
+            attach_single_process(alone, {"mask": setup.config["mask"]})
+        one = _attached[number] = _Attached(setup, transformer, alone)
+        attach_transformer(setup.framework, transformer, setup.config, world)
+        if setup.cache:
+            CACHES[setup.cache].enable(transformer, 0.2, lambda: one.timestep)
+    return _attached[number]
 
 
-def _inputs(stand: Stand, block: Block, seed: int) -> dict[str, Any]:
-    inputs = tiny_inputs(stand.model, block.thw, block.batch, seed)
-    if stand.model == "cogvideox":
+def _inputs(setup: Setup, block: Block, seed: int) -> dict[str, Any]:
+    inputs = tiny_inputs(setup.model, block.thw, block.batch, seed)
+    if setup.model == "cogvideox":
         inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, : block.text]
     return inputs
 
@@ -109,16 +109,16 @@ def _at(timestep: int, like: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _pass(one: _Standing, name: str, step: int, steps: int) -> Iterator[None]:
+def _pass(one: _Attached, name: str, step: int, steps: int) -> Iterator[None]:
     if hasattr(one.transformer, "cache_context"):
-        place = {"step_index": step, "sigma": one.timestep / 1000, "num_inference_steps": steps}
-        with one.transformer.cache_context(name, **(place if one.stand.cache else {})):
+        position = {"step_index": step, "sigma": one.timestep / 1000, "num_inference_steps": steps}
+        with one.transformer.cache_context(name, **(position if one.setup.cache else {})):
             yield
     else:
         yield
 
 
-def run_cycle(rank: int, world: int, cycle: Cycle, leak: bool = False) -> Told:
+def run_cycle(rank: int, world: int, cycle: Cycle, leak: bool = False) -> Measured:
     """leak: as above"""
     _start(rank, world)
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def run_cycle(rank: int, world: int, cycle: Cycle, leak: bool = False) -> Told:
         pipe = MAKERS[cycle.model]()
         pipe.set_progress_bar_config(disable=True)
         config = {**cycle.config, **({"report": folder} if cycle.report else {})}
-        detach = attach_pipe(cycle.host, pipe, config, world)
+        detach = attach_pipe(cycle.framework, pipe, config, world)
         out = pipe(
             "the sea at dusk",
             output_type="latent",
@@ -141,7 +141,7 @@ def run_cycle(rank: int, world: int, cycle: Cycle, leak: bool = False) -> Told:
         del pipe, detach, out
     if leak:
         _plant()
-    return Told(census(), result)
+    return Measured(census(), result)
 
 
 def _plant() -> None:

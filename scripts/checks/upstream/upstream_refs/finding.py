@@ -1,4 +1,4 @@
-"""What a comparison of masks with another project's found, and what its code needs that is not here."""
+"""Findings of a comparison of masks with another project's, and stubs of what its code needs."""
 
 from __future__ import annotations
 

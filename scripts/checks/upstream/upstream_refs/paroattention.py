@@ -113,7 +113,7 @@ def _masks(folder: Path) -> Iterator[Finding]:
     grid = masks[0].grid
     edges = np.unique([*range(0, grid.tokens, BLOCK), *grid.q_axis.starts])
     block, own = edges // BLOCK, np.searchsorted(grid.q_axis.starts, edges, side="right") - 1
-    piecewise = [mask[..., place[:, None], place] for mask, place in ((theirs, block), (ours, own))]
+    piecewise = [mask[..., piece[:, None], piece] for mask, piece in ((theirs, block), (ours, own))]
     note = (
         "theirs: blocks run on from text into video, one holds 34 tokens of text and 30 of video; ours: text and "
         "video have blocks of their own, dense where any of theirs that share tokens with it is"

@@ -14,7 +14,7 @@ from dbsp_core.sources.frame_patterns import radial_bits
 from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
 
 BLOCK = 128
-"""Its code's, in one place only as a number."""
+"""Its code's, once only as a number."""
 SIZES = ((12, 16, 16), (9, 16, 32), (7, 32, 32), (13, 24, 40), (7, 30, 52))
 """Frames of a power of two tokens, and others: 480p's 30 × 52."""
 

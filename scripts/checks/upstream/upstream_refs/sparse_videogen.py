@@ -53,7 +53,7 @@ def findings(folder: Path) -> Iterator[Finding]:
     spatial = spatial_bits(grid, THW, frames=2 * reach + 1, sink_frames=1)
     yield compared("Sparse-VideoGen", folder, f"wan, spatial head, {2 * reach + 1} frames", band, spatial, note)
     note = (
-        "theirs: the spatial head's band in this order, with its first columns, which are the first places of all "
+        "theirs: the spatial head's band in this order, with its first columns, which are the first positions of all "
         "frames, as a sink; ours: the band alone"
     )
     share = min(1.0, 2 * width / frames)
@@ -63,14 +63,14 @@ def findings(folder: Path) -> Iterator[Finding]:
 
 def _as_a_function(grid: BlockGrid, reach: int, sink: int) -> np.ndarray:
     """bool[nq, nk]: its rule in the words of docs/masks.md, "Write your own"."""
-    place = np.arange(grid.tokens)
-    q, k = (line_segments(axis, line=np.zeros_like(place), at=place) for axis in (grid.q_axis, grid.k_axis))
+    position = np.arange(grid.tokens)
+    q, k = (line_segments(axis, line=np.zeros_like(position), at=position) for axis in (grid.q_axis, grid.k_axis))
     return reduce_to_blocks(grid, (distances(q, k) <= reach) | (k.first < sink), q, k)
 
 
 def _blocks(rule: Callable[..., Any], tokens: int) -> np.ndarray:
     """bool[n, n]: blocks that hold a pair of tokens that the rule allows."""
-    place = torch.arange(tokens)
-    dense = rule(0, 0, place[:, None], place[None]).numpy()
+    position = torch.arange(tokens)
+    dense = rule(0, 0, position[:, None], position[None]).numpy()
     starts = np.arange(0, tokens, BLOCK)
     return np.logical_or.reduceat(np.logical_or.reduceat(dense, starts, axis=0), starts, axis=1)

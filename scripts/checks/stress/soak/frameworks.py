@@ -1,4 +1,4 @@
-"""db-SP put on transformers and pipelines by each of the hosts, and taken off again."""
+"""db-SP enabled on transformers and pipelines by each framework, and disabled again."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from tests.xdit.xdit_cases import hosted_transformer
 Detach = Callable[[], None]
 
 
-def transformer_of(host: str, model: str) -> Any:
-    """With the same weights every time; Wan in xfuser's wrapper where xfuser is the host."""
+def transformer_of(framework: str, model: str) -> Any:
+    """With the same weights every time; Wan in xfuser's wrapper where xfuser is the framework."""
     from tests.support.models.tiny_transformers import make_tiny_transformer
 
-    return hosted_transformer(model) if (host, model) == ("xdit", "wan") else make_tiny_transformer(model)
+    return hosted_transformer(model) if (framework, model) == ("xdit", "wan") else make_tiny_transformer(model)
 
 
-def attach_transformer(host: str, transformer: Any, config: Mapping[str, Any], world: int) -> Detach:
-    if host == "diffusers":
+def attach_transformer(framework: str, transformer: Any, config: Mapping[str, Any], world: int) -> Detach:
+    if framework == "diffusers":
         dbsp_diffusers.enable(transformer, config)
-    elif host == "para":
+    elif framework == "para":
         dbsp_para.parallelize_transformer(transformer, config=config)
-    elif host == "para-attn":
+    elif framework == "para-attn":
         from para_attn.context_parallel.diffusers_adapters import parallelize_transformer
 
         parallelize_transformer(transformer, mesh=_mesh(world), attn="dbsp", config=config)
     else:
-        return attach_pipe(host, types.SimpleNamespace(transformer=transformer), config, world)
+        return attach_pipe(framework, types.SimpleNamespace(transformer=transformer), config, world)
     return lambda: dbsp_diffusers.disable(transformer)
 
 
-def attach_pipe(host: str, pipe: Any, config: Mapping[str, Any], world: int) -> Detach:
-    if host == "xdit":
+def attach_pipe(framework: str, pipe: Any, config: Mapping[str, Any], world: int) -> Detach:
+    if framework == "xdit":
         from dbsp_xdit import attach, detach
 
         attach(pipe, config)
         return lambda: detach(pipe)
-    if host == "para":
+    if framework == "para":
         dbsp_para.parallelize_pipe(pipe, config=config)
         return lambda: dbsp_para.unparallelize(pipe)
-    if host == "para-attn":
+    if framework == "para-attn":
         from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
 
         parallelize_pipe(pipe, mesh=_mesh(world), attn="dbsp", config=config)
