@@ -103,7 +103,7 @@ def test_orders_of_features_depend_on_seed_and_number_and_have_smaller_variants(
 
 def test_feature_that_breaks_is_found(monkeypatch):
     part, case = features_part.Features(), features_part.Draw(2, Order(("LoRA",), 1))
-    found_by_rank = [
+    by_rank = [
         Together(1e-7, 1.0, [2], [2], [], True),
         Together(1e-7, 1.0, [2], [1], ["hook: one, not two"], False),
     ]
