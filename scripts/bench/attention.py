@@ -18,8 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from dbsp_cli.measure import imbalanced_mask
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
@@ -27,6 +25,7 @@ from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.plan import make_plan, usual_layout
 from scripts.bench.timing import Turns, TurnTakingGroup, gpu_seconds, run_ranks
+from scripts.results.result import print_table
 
 
 @dataclass(frozen=True)
@@ -153,19 +152,6 @@ def cases(args: argparse.Namespace) -> tuple[Case, ...]:
     )
 
 
-def table(found: list[Comparison], title: str) -> Table:
-    shown = Table(
-        title=title, caption="speed-up over ρ: speed-up over (ρ_s before / ρ_s after); 1.00 is what it should be"
-    )
-    for name in ("strategy", "ρ_s before", "ρ_s", "ms before", "ms", "speed-up", "over ρ"):
-        shown.add_column(name, justify="right")
-    for one in found:
-        ms = (f"{one.seconds_before * 1e3:.1f}", f"{one.seconds * 1e3:.1f}")
-        ratios = (f"{one.rho_before:.3f}", f"{one.rho:.3f}")
-        shown.add_row(one.strategy, *ratios, *ms, f"{one.speedup:.3f}", f"{one.reached:.3f}")
-    return shown
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -185,7 +171,7 @@ def main() -> None:
         sizes = {key: getattr(args, key) for key in ("heads", "tokens", "head_dim", "density", "repeats")}
         print(json.dumps({**about, **sizes, "cases": [one.record() for one in found]}, indent=1))
         return
-    Console(width=max(110, Console().width)).print(table(found, f"{how}, {device_class(device)}"))
+    print_table(f"{how}, {device_class(device)}; reached: speed-up over expected", [one.record() for one in found])
 
 
 if __name__ == "__main__":

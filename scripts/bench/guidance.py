@@ -21,7 +21,7 @@ from dbsp_core.planning.plan import Plan
 from dbsp_diffusers.sharding.guided_step import GuidedStep
 from scripts.reproduce.lockstep import nodes_of
 from scripts.reproduce.modelled import machine, model_masks, modelled_arguments
-from scripts.results.result import write_csv
+from scripts.results.result import print_table, write_csv
 
 MODEL = "wan2.1-t2v-14b"
 OUTPUT_BYTES = 64 * 2
@@ -80,11 +80,7 @@ def main() -> None:
     parser = modelled_arguments(__doc__, layers=1)
     parser.set_defaults(hardware="h100", kernel="triton", coarsen=4)
     options = parser.parse_args()
-    rows = list(measure(options))
-    write_csv("guidance", rows, options.out)
-    for row in rows:
-        print(f"{row.gpus:3} GPUs  {row.mask:14} {row.way:11} {row.strategy:6} "
-              f"{row.received_mb:9.1f} MB  {row.attention_s:7.3f} s")  # fmt: skip
+    print_table("A step's self-attentions", write_csv("guidance", list(measure(options)), options.out))
 
 
 if __name__ == "__main__":

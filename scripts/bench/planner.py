@@ -22,7 +22,6 @@ from itertools import product
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -43,6 +42,7 @@ from dbsp_core.planning.planners import (
 )
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
+from scripts.results.result import print_table
 
 FIELDS = ("mask", "heads", "strategy", "before", "rho", "bound", "moved", "kv", "split_heads", "slower", "plan_ms")
 Rows = Iterator[dict[str, object]]
@@ -272,16 +272,8 @@ def main() -> None:
     if args.json:
         print(json.dumps({"plans": found, "worst": summary(found)}, indent=1))
         return
-    table = Table(*FIELDS, title=f"planner dbsp, {args.layout} layout")
-    for one in found:
-        shares = {key: f"{one[key]:.2%}" for key in ("moved", "slower")}
-        ratios = {key: f"{one[key]:.4f}" for key in ("before", "rho", "bound", "kv")}
-        shown = {**one, **shares, **ratios, "plan_ms": f"{one['plan_ms']:.2f}"}
-        table.add_row(*(str(shown[field]) for field in FIELDS))
-    console = Console(width=max(110, Console().width))
-    console.print(table)
-    for kind, worst in summary(found).items():
-        console.print(f"worst, {kind}: ρ_s {worst['rho']:.5f}, moved {worst['moved']:.2%}, {worst['plan_ms']:.2f} ms")
+    print_table(f"planner dbsp, {args.layout} layout", [{field: one[field] for field in FIELDS} for one in found])
+    print_table("worst", [{"kind": kind, **worst} for kind, worst in summary(found).items()])
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.block_pooling import ShardedBlocks
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
 from scripts.bench.timing import run_ranks
+from scripts.results.result import print_table
 
 WAN_14B = BlockGrid(75600, 0, 64, 64)
 WAN_HEADS, WAN_WIDTH, WAN_BYTES = 40, 128, 2  # bfloat16
@@ -127,18 +126,8 @@ def main() -> None:
     if args.json:
         print(json.dumps({"measured": rows, "counted": counted, "settings": vars(args)}, indent=1))
         return
-    console = Console(width=max(110, Console().width))
-    table = Table(title=f"measured on CPU, {args.ranks} ranks of one core, float32")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    console.print(table)
-    for row in counted:
-        console.print(
-            f"counted at Wan2.1-14B's size, {row['gpus']} GPUs: {row['bytes'] / 1e6:.1f} MB a rank, "
-            f"{row['bytes_share']:.1%} of Q, K, V and the output"
-        )
+    print_table(f"measured on CPU, {args.ranks} ranks of one core, float32", rows)
+    print_table("counted at Wan2.1-14B's size: bytes received, and their share of Q, K, V and the output", counted)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from dbsp_core import SequenceGroup
 from dbsp_core.cost.machine import device_class
@@ -30,6 +28,7 @@ from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
 from scripts.bench.timing import run_ranks
 from scripts.checks.csv_table import update_table
+from scripts.results.result import print_table
 
 CASES = ("wan", "cogvideox", "hunyuan")
 
@@ -142,11 +141,7 @@ def main() -> None:
     rows = [measured(case, args.ranks, args.turns, [one[case] for one in by_rank]) for case in args.cases]
     if args.out is not None:
         update_table(args.out, [asdict(row) for row in rows], ("autoencoder", "ranks"))
-    names = [name for name in asdict(rows[0]) if name != "label"]
-    table = Table(*names, title=f"{rows[0].label}: seconds, and serial over parallel")
-    for row in rows:
-        table.add_row(*(str(asdict(row)[name]) for name in names))
-    Console(width=180).print(table)
+    print_table("Seconds, and serial over parallel", [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

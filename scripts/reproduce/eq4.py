@@ -8,9 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from dbsp_core import Plan, Strategy
 from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape, block_s, require_network
@@ -18,6 +15,7 @@ from dbsp_core.models.table import MODEL_SPECS
 from scripts.reproduce.common import mask_of
 from scripts.reproduce.lockstep import RingPlan, nodes_of
 from scripts.reproduce.simulate import ELEMENT_BYTES, RunConfig, simulate_layer
+from scripts.results.result import print_table
 
 
 def as_printed(
@@ -85,13 +83,14 @@ def main() -> None:
     mask = mask_of(model, options.density, options.coarsen)
     nodes = nodes_of(hardware, options.gpus)
     shape = AttentionShape(1, mask.heads, model.head_dim, ELEMENT_BYTES[hardware.dtype])
-    table = Table("strategy", "planner", "ρ_s", "as printed, ms", "as corrected, ms", title="Eq. 4, modelled")
+    rows = []
     for strategy in Strategy.all_for(options.gpus):
         for planner in options.planners:
             time = simulate_layer(RunConfig(strategy, planner), mask, model, hardware, nodes)
-            seconds = predict_as_printed(time.plan, mask.density, shape, hardware, nodes), time.prediction.total_s
-            table.add_row(str(strategy), planner, f"{time.plan.rho:.3f}", *(f"{1e3 * s:.2f}" for s in seconds))
-    Console().print(table)
+            printed_s = predict_as_printed(time.plan, mask.density, shape, hardware, nodes)
+            ms = {"as printed, ms": 1e3 * printed_s, "as corrected, ms": 1e3 * time.prediction.total_s}
+            rows.append({"strategy": str(strategy), "planner": planner, "ρ_s": time.plan.rho, **ms})
+    print_table("Eq. 4, modelled", rows)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan, plan_from_counts
 from dbsp_core.sources import MaskRequest, VsaSource
 from scripts.reproduce.lockstep import nodes_of
-from scripts.results.result import FOLDER, write_csv
+from scripts.results.result import FOLDER, print_table, write_csv
 
 HEADS, HEAD_DIM, GPUS = 56, 128, 16
 THW, TEXT = (52, 48, 84), (300, 212)
@@ -132,8 +132,7 @@ def main() -> None:
     parser.add_argument("--hardware", nargs="+", default=["h100", "h800"], help="shipped machines, or hardware files")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     options = parser.parse_args()
-    for record in write_csv("h3", list(measure(tuple(options.hardware))), options.out):
-        print(record)
+    print_table("MiniMax-H3 on 16 GPUs", write_csv("h3", list(measure(tuple(options.hardware))), options.out))
 
 
 if __name__ == "__main__":

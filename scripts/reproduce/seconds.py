@@ -14,7 +14,7 @@ from pathlib import Path
 from dbsp_cli.modelled import ModelledVideo, modelled_videos
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.models.table import MODEL_SPECS
-from scripts.results.result import FOLDER, write_csv
+from scripts.results.result import FOLDER, print_table, write_csv
 
 MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")
 MACHINES = ("a800", "h800", "h100")
@@ -63,11 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
     options = parser.parse_args()
-    found = list(rows())
-    write_csv("seconds", found, options.out)
-    for one in found:
-        print(f"{one.model:16} {one.machine}: dense {one.dense_s:6.1f} s, split blindly {one.blind_s:6.1f} s, "
-              f"db-SP {one.dbsp_s:6.1f} s ({one.strategy})")  # fmt: skip
+    print_table("Seconds per video", write_csv("seconds", list(rows()), options.out))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import csv
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Result:
         """Writes both files into `out`, and prints the rows as a table."""
         records = write_csv(self.name, rows, out)
         self.redraw(out)
-        Console(width=None if sys.stdout.isatty() else 120).print(_table(self.title, records))
+        print_table(self.title, records)
         Console(stderr=True).print(f"wrote {out / self.name}.csv and {out / self.name}.png")
 
     def read(self, folder: Path) -> list[Any]:
@@ -74,15 +74,19 @@ def write_csv(name: str, rows: list[Any], out: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _table(title: str, records: list[dict[str, Any]]) -> Table:
-    """Columns for what differs between rows; values that all rows share, such as labels, come below."""
+def print_table(title: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Prints columns for what differs between rows; values that all rows share, such as labels, come below."""
     shared = {key for key in records[0] if len(records) > 1 and len({str(record[key]) for record in records}) == 1}
     caption = "; ".join(f"{key}: {value}" for key, value in records[0].items() if key in shared)
     shown = [key for key in records[0] if key not in shared]
     table = Table(*shown, title=title, caption=caption, box=SIMPLE_HEAD)
     for record in records:
-        table.add_row(*(str(record[key]) for key in shown))
-    return table
+        table.add_row(*(_in_table(record[key]) for key in shown))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _in_table(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 0.1 else str(_short(value))
 
 
 def _short(value: Any) -> Any:

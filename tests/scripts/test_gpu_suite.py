@@ -18,7 +18,7 @@ from dbsp_core.sources import SOURCES
 from scripts.checks.gpu import suite, waits
 from scripts.checks.gpu.journal import Case, Journal, Row
 from scripts.checks.gpu.sessions import TINY, every_mask
-from scripts.checks.gpu.suite import STEPS, Step, run_step
+from scripts.checks.gpu.suite import STEPS, Step, run_steps
 from scripts.checks.gpu.worker import run_case
 from tests.gpu_node.runtime import why_unavailable
 from tests.support.repository import ROOT
@@ -94,7 +94,7 @@ def skipped(folder: Path, step: str) -> set[str]:
     assert journal.complete()
     assert len(outcomes) > 1
     wrong = {case: outcome for case, outcome in outcomes.items() if not outcome.correct}
-    assert not wrong, (folder / f"{step}.log").read_text()[-3000:]
+    assert not wrong, "".join(log.read_text() for log in folder.glob("*.log"))[-3000:]
     return {case for case, outcome in outcomes.items() if outcome.state == "skipped"}
 
 
@@ -158,7 +158,7 @@ def test_unknown_step_is_rejected(run):
 
 def test_cases_that_fail_take_no_other_along(tmp_path, capsys):
     journal = Journal("faulty_step", (tmp_path,), "a stamp")
-    run_step(FAULTY, journal, time.monotonic() + 300, ["--dry-run"])
+    run_steps({FAULTY: journal}, time.monotonic() + 300, ["--dry-run"])
     found = journal.outcomes()
     assert {name: outcome.state for name, outcome in found.items()} == {
         **dict.fromkeys(("right", "breaks the device", "wrong", "not a number", "right again", ""), "ended"),
@@ -183,30 +183,24 @@ def test_cases_that_fail_take_no_other_along(tmp_path, capsys):
     assert "gpu_suite: 3 of 9 cases right, 5 failed, 1 skipped" in capsys.readouterr().out
 
 
-def worker(folder: Path, stamp: str, seconds: float) -> int:
-    options = {"--module": "tests.scripts.faulty_step", "--stamp": stamp, "--folders": str(folder)}
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.checks.gpu.worker",
-        "faulty_step",
-        "--seconds",
-        str(seconds),
-        "--dry-run",
-    ]
-    return subprocess.run([*command, *sum(options.items(), ())], cwd=ROOT, timeout=120).returncode
+def worker(folder: Path, seconds: float) -> int:
+    """Starts the process of the faulty step, and returns its exit status."""
+    options = ["--stamp", "a stamp", "--folders", folder, "--seconds", seconds, "--dry-run"]
+    command = [sys.executable, "-m", "scripts.checks.gpu.worker", "tests.scripts.faulty_step", *map(str, options)]
+    return subprocess.run(command, cwd=ROOT, timeout=120).returncode
 
 
 def test_a_step_that_cannot_start_is_recorded_and_not_tried_again(tmp_path):
     journal = Journal("no_step", (tmp_path,), "a stamp")
-    run_step(Step("no_step", 5, "is missing", package="tests.scripts"), journal, time.monotonic() + 300, ["--dry-run"])
+    step = Step("no_step", 5, "is missing", package="tests.scripts")
+    run_steps({step: journal}, time.monotonic() + 300, ["--dry-run"])
     (outcome,) = journal.outcomes().values()
     assert (outcome.state, journal.complete()) == ("failed", False)
     assert "ModuleNotFoundError" in outcome.error["traceback"]
 
 
 def test_a_process_without_time_begins_no_case(tmp_path):
-    assert worker(tmp_path, "a stamp", 0) == suite.OUT_OF_TIME
+    assert worker(tmp_path, 0) == suite.OUT_OF_TIME
     assert not (tmp_path / "faulty_step.jsonl").exists()
 
 
@@ -217,7 +211,7 @@ def test_a_case_that_was_cut_off_is_begun_again_and_given_up_in_the_end(tmp_path
         journal.write("begun", "raises")
     (tmp_path / "faulty_step.jsonl").open("a").write('{"kind": "row", "ca')  # its process was killed while it wrote
     (tmp_path / "faulty_step.jsonl").open("a").write("\n")
-    worker(tmp_path, "a stamp", 100)
+    worker(tmp_path, 100)
     found = journal.outcomes()
     assert (found["right"].state, found["right"].starts) == ("ended", 2)
     assert (found["raises"].error["type"], found["raises"].starts) == ("CutOff", 3)

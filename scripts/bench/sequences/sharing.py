@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.cost.sequence_cost import sequence_cost
@@ -23,6 +21,7 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import plan_sequences
 from scripts.reproduce.knapformer.drawing import StreamAssumptions, draw, parse_streams
 from scripts.reproduce.knapformer.shared import FLUX
+from scripts.results.result import print_table
 
 CASES = {
     "mixed resolutions": ("g16b4i256,g4b7i512,g4b7i1024,g8b1i2048", 32),
@@ -70,21 +69,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args()
     rows = list(measure(options.repeats))
+    label = "measured processor time on one core, planning alone"
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "label": "measured processor time on one core, planning alone",
-                    "repeats": options.repeats,
-                    "rows": rows,
-                }
-            )
-        )
-        return
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+        print(json.dumps({"label": label, "repeats": options.repeats, "rows": rows}))
+    else:
+        print_table(label, rows)
 
 
 if __name__ == "__main__":

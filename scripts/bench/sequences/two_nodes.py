@@ -27,7 +27,7 @@ from dbsp_core.cost.prediction import traffic_of
 from dbsp_diffusers import LocalPredictions, PackedSample, packed_forward_local
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
 from scripts.reproduce.knapformer.counted import moved_tokens
-from scripts.results.result import FOLDER, write_csv
+from scripts.results.result import FOLDER, print_table, write_csv
 
 HEADS, WIDTH, LAYERS, PROMPT, TEXT, CHANNELS = 8, 32, 4, 16, 32, 16
 LOADERS = (((6, 16, 24),), ((1, 16, 24),) * 3, ((3, 16, 24), (1, 12, 16)), ((1, 24, 24),) * 2)
@@ -64,12 +64,7 @@ def main() -> None:
     for rate in args.rates:
         answer = run_on_two_nodes(__spec__.name, rate, args.ranks_per_node, "--steps", str(args.steps))
         rows += [Row(rate, **way) for way in json.loads(answer)]
-    for row in rows:
-        print(
-            f"{row.rate:>8s} {row.bags:6s} forward over the link: counted {row.counted_bytes / 1e6:8.3f} MB, sent "
-            f"{row.network_bytes / 1e6:8.3f} MB; step {row.seconds:7.3f} s ({row.ratio:.2f}×); differs {row.differs}"
-        )
-    write_csv("bags-two-nodes", rows, args.out)
+    print_table("A step over two nodes", write_csv("bags-two-nodes", rows, args.out))
 
 
 def run_rank(rank: int, ranks_per_node: int, link: str, store: str, steps: int) -> None:

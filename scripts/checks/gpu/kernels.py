@@ -31,6 +31,8 @@ from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, rel
 
 MOST_GRADIENT_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CPU = torch.device("cpu")
+POISON = True
+"""Whether torch fills what it leaves uninitialised with NaN."""
 
 
 def cases(setting: Setting) -> Iterator[Case]:

@@ -14,10 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dbsp_core import SequenceGroup
-from dbsp_core.sources import LocalQK
 from scripts.checks.gpu.journal import Case, Row, Skipped
 from scripts.checks.gpu.ranks import MASKS, MOST_GRADIENT_ERROR, inputs, on_rank
-from scripts.checks.gpu.sessions import SMALL, TINY, local, mask_of, session_of, written_out
+from scripts.checks.gpu.sessions import SMALL, TINY, expected_on_one, local
 from scripts.checks.gpu.setting import MOST_ERROR, Setting
 from scripts.checks.gpu.video import PLANNERS, denoise, transformer_of
 from tests.kernels.packed_inputs import relative_error
@@ -82,11 +81,7 @@ def sessions(rank: int, world: int, setting: Setting, strategies: list[str]) -> 
     dtypes = (torch.float32,) if setting.dry else (torch.float32, torch.bfloat16)
     for dtype, (kind, mask) in itertools.product(dtypes, MASKS.items()):
         *qkv, dout = inputs(setting, sizes, dtype)
-        alone = session_of(sizes, SequenceGroup(0, 1), "U1R1", mask)
-        leaves = [one.double().requires_grad_(True) for one in qkv]
-        expected = written_out(*leaves, mask_of(alone, sizes.request(0, 0), LocalQK.alone(*qkv[:2])))
-        expected.backward(dout.double())
-        right = [expected.detach(), *(leaf.grad for leaf in leaves)]
+        right = expected_on_one(sizes, mask, qkv, dout)
         for strategy in strategies:
             layout, mine = on_rank(rank, world, setting, sizes, strategy, mask, qkv, dout)
             for name, one, other in zip(("output", "dq", "dk", "dv"), mine, right, strict=True):

@@ -113,6 +113,17 @@ def mask_of(session: AttentionSession, request: MaskRequest, tokens: LocalQK) ->
     return source.mask(request)
 
 
+def expected_on_one(
+    sizes: Sizes, mask: dict[str, Any], qkv: Sequence[torch.Tensor], dout: torch.Tensor
+) -> list[torch.Tensor]:
+    """Returns the output of the first layer's attention, and the gradients of q, k and v, on one rank in float64."""
+    alone = session_of(sizes, SequenceGroup(0, 1), "U1R1", mask)
+    leaves = [one.double().requires_grad_(True) for one in qkv]
+    expected = written_out(*leaves, mask_of(alone, sizes.request(0, 0), LocalQK.alone(*qkv[:2])))
+    expected.backward(dout.double())
+    return [expected.detach(), *(leaf.grad for leaf in leaves)]
+
+
 def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
     """Attention [1, H, N, D] in float64 by torch's own operations, differentiable; zero at empty rows."""
     allowed = token_mask(BlockMask(mask.bits.cpu(), mask.grid)).to(q.device)

@@ -37,7 +37,6 @@ class Step:
         minutes: Time budget.
         lanes: Number of processes that share the cases, where nothing is timed.
         interpret: Whether a dry run needs Triton's interpreter.
-        poison: Whether what torch leaves uninitialised is filled with NaN.
         package: Package of the module, which has `cases(setting)`.
     """
 
@@ -46,17 +45,16 @@ class Step:
     what: str
     lanes: int = 1
     interpret: bool = False
-    poison: bool = False
     package: str = "scripts.checks.gpu"
 
 
 STEPS = {
     step.name: step
     for step in (
-        Step("transformer", 2.5, "a tiny transformer with each mask source", lanes=4, poison=True),
-        Step("ranks", 3, "threads as ranks on one device, every UxRy, forward and backward", lanes=4, poison=True),
+        Step("transformer", 2.5, "a tiny transformer with each mask source", lanes=4),
+        Step("ranks", 3, "threads as ranks on one device, every UxRy, forward and backward", lanes=4),
         Step("waits", 1.5, "waits for the device in steady calls", lanes=2),
-        Step("kernels", 4, "kernels at shipped shapes, against their twins", lanes=8, interpret=True, poison=True),
+        Step("kernels", 4, "kernels at shipped shapes, against their twins", lanes=8, interpret=True),
         Step("rates", 5, "rates of kernels, next to dense SDPA and other libraries", interpret=True),
         Step("planning", 2, "times of prediction, tables and plans"),
         Step("nccl", 4, "processes on GPUs of their own"),
@@ -83,10 +81,11 @@ def main() -> int:
             json.dumps({"dry_run": args.dry_run, **machine}, indent=1) + "\n", encoding="utf-8"
         )
     journals = {name: Journal(name, folders, stamp) for name in args.steps}
-    for name, journal in journals.items():
+    for name in journals:
         bring(f"{name}.jsonl", folders[-1], folders[0])
-        if not journal.complete() and deadline - time.monotonic() > LEAST_S:
-            run_step(STEPS[name], journal, deadline, options_of(args, STEPS[name]))
+    for steps in groups(args, [STEPS[name] for name, journal in journals.items() if not journal.complete()]):
+        if deadline - time.monotonic() > LEAST_S:
+            run_steps({step: journals[step.name] for step in steps}, deadline, options_of(args, steps[0]))
     return report(machine, journals, args.dry_run)
 
 
@@ -118,35 +117,47 @@ def bring(name: str, earlier: Path, out: Path) -> None:
         shutil.copyfile(earlier / name, out / name)
 
 
+def groups(args: argparse.Namespace, steps: list[Step]) -> list[list[Step]]:
+    """Returns each step by itself, or in a dry run those that may share a process, whose start takes longest there."""
+    if not args.dry_run:
+        return [[step] for step in steps]
+    found: dict[tuple[str, ...], list[Step]] = {}
+    for step in steps:
+        found.setdefault(tuple(options_of(args, step)), []).append(step)
+    return list(found.values())
+
+
 def options_of(args: argparse.Namespace, step: Step) -> list[str]:
     """What a dry run's workers are started with."""
     interpreted = ["--simulate"] if args.simulate else ["--interpret"] * step.interpret
     return ["--dry-run", *interpreted] if args.dry_run else []
 
 
-def run_step(step: Step, journal: Journal, deadline: float, options: list[str]) -> None:
-    """Runs a step's processes until no case is left or its time is over."""
-    print(f"{step.name}: {step.what}", file=sys.stderr, flush=True)
-    until = min(deadline, time.monotonic() + 60 * step.minutes)
-    lanes = 1 if options else step.lanes
-    running = [Lane(step, journal, until, [*options, "--lane", str(n), "--lanes", str(lanes)]) for n in range(lanes)]
+def run_steps(journals: dict[Step, Journal], deadline: float, options: list[str]) -> None:
+    """Runs the processes of steps until no case is left or their time is over: several for a step, or one for all."""
+    print("\n".join(f"{step.name}: {step.what}" for step in journals), file=sys.stderr, flush=True)
+    until = min(deadline, time.monotonic() + sum(60 * step.minutes for step in journals))
+    lanes = 1 if options else max(step.lanes for step in journals)
+    running = [Lane(journals, until, [*options, "--lane", str(n), "--lanes", str(lanes)]) for n in range(lanes)]
     while any(lane.process is not None for lane in running):
         time.sleep(0.05)
         for lane in running:
             lane.follow()
     if all(lane.complete for lane in running):
-        journal.write("ended", "")
+        for journal in journals.values():
+            journal.write("ended", "")
 
 
 class Lane:
-    """One process at a time that runs its share of a step's cases; another where a case took it along."""
+    """One process at a time that runs its share of steps' cases; another where a case took it along."""
 
-    def __init__(self, step: Step, journal: Journal, until: float, options: list[str]) -> None:
-        self.journal, self.until, self.complete = journal, until, False
-        self.log = journal.folders[0] / f"{step.name}.log"
-        self.command = [sys.executable, "-m", "scripts.checks.gpu.worker", step.name, "--stamp", journal.stamp]
-        self.command += ["--module", f"{step.package}.{step.name}"] + ["--poison"] * step.poison
-        self.command += [*options, "--folders", *map(str, journal.folders)]
+    def __init__(self, journals: dict[Step, Journal], until: float, options: list[str]) -> None:
+        self.journals, self.until, self.complete = list(journals.values()), until, False
+        first = self.journals[0]
+        self.folders, self.log = first.folders, first.folders[0] / f"{first.step}.log"
+        modules = [f"{step.package}.{step.name}" for step in journals]
+        self.command = [sys.executable, "-m", "scripts.checks.gpu.worker", *modules, "--stamp", first.stamp]
+        self.command += [*options, "--folders", *map(str, self.folders)]
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -155,7 +166,7 @@ class Lane:
         if left < LEAST_S:
             return
         command = [*self.command, "--seconds", str(left)]
-        cache = {"TRITON_CACHE_DIR": str(self.journal.folders[-1] / "triton")}
+        cache = {"TRITON_CACHE_DIR": str(self.folders[-1] / "triton")}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 command, cwd=REPO, stdout=log, stderr=log, env=cache | os.environ, start_new_session=True
@@ -185,9 +196,14 @@ class Lane:
         """
         trace = self.log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
         error = {"type": "Died", "message": message, "traceback": trace}
-        open_here = [name for name, one in self.journal.outcomes().items() if one.state == "open" and one.pid == pid]
-        for name in open_here or ["starting"]:
-            self.journal.write("failed", name, error=error)
+        open_here = [
+            (journal, name)
+            for journal in self.journals
+            for name, one in journal.outcomes().items()
+            if one.state == "open" and one.pid == pid
+        ]
+        for journal, name in open_here or [(self.journals[0], "starting")]:
+            journal.write("failed", name, error=error)
         return bool(open_here)
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from dbsp_core import SequenceGroup
+from dbsp_core import SequenceGroup, Strategy
 from dbsp_core.masks.steps import Progress, StepClock
 from scripts.checks.gpu.journal import REPO, Case, Row, Skipped
 from scripts.checks.gpu.ranks import MASKS, inputs, launches_one_after_another
@@ -43,11 +43,10 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def waits(setting: Setting, strategy: str, kind: str) -> Iterator[Row]:
     """Waits of one layer's call in a steady step, all ranks together."""
-    world = int(strategy[1 : strategy.index("R")]) * int(strategy[strategy.index("R") + 1 :])
     if setting.device == "cpu":
         raise Skipped("nothing to wait for on a CPU")
     with recorded_by_simulation() if setting.dry else recorded_by_cuda(), launches_one_after_another():
-        by_rank = ThreadRanks(world).run(on_rank, setting, strategy, kind)
+        by_rank = ThreadRanks(Strategy.parse(strategy).world).run(on_rank, setting, strategy, kind)
     seen: Counter[str] = sum(by_rank, Counter())
     yield Row("waits", float(sum(seen.values())), "", 0.0)
     for where, times in seen.most_common():

@@ -1,4 +1,4 @@
-"""Runs the cases of one step in this process, for scripts.checks.gpu.suite: python -m scripts.checks.gpu.worker.
+"""Runs the cases of steps in this process, for scripts.checks.gpu.suite: python -m scripts.checks.gpu.worker.
 
 Exit status: 0 if no case is left, OUT_OF_TIME, or FRESH if the device failed and a new process must go on.
 """
@@ -14,9 +14,14 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scripts.checks.gpu.journal import MOST_STARTS, Case, Journal, Skipped
+
+if TYPE_CHECKING:
+    from scripts.checks.gpu.setting import Setting
 
 OUT_OF_TIME, FRESH = 5, 6
 PR_SET_PDEATHSIG = 1
@@ -26,8 +31,7 @@ TAIL = 3000
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("step")
-    parser.add_argument("--module", required=True, help="has cases(setting)")
+    parser.add_argument("modules", nargs="+", help="of steps, each with cases(setting)")
     parser.add_argument("--folders", nargs="+", type=Path, required=True)
     parser.add_argument("--stamp", required=True)
     parser.add_argument("--seconds", type=float, required=True, help="no case is begun after so long")
@@ -36,7 +40,6 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--simulate", action="store_true", help="on tests/gpu_node's simulated GPUs")
     parser.add_argument("--interpret", action="store_true", help="run Triton kernels in its interpreter")
-    parser.add_argument("--poison", action="store_true", help="fill what torch leaves uninitialised with NaN")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no worker outlives the suite
@@ -51,16 +54,24 @@ def main() -> int:
 
     from scripts.checks.gpu.setting import Setting
 
-    torch.manual_seed(0)
     # tiny sizes gain nothing from threads, which take the processor from each other
     torch.set_num_threads(1 if args.dry_run else max(1, (os.cpu_count() or 1) // args.lanes))
-    if args.poison:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    journal = Journal(args.step, tuple(args.folders), args.stamp)
     setting = Setting.tiny("cuda" if args.simulate else "cpu") if args.dry_run else Setting()
-    step = importlib.import_module(args.module)
+    for name in args.modules:
+        torch.manual_seed(0)
+        module = importlib.import_module(name)
+        torch.use_deterministic_algorithms(getattr(module, "POISON", False), warn_only=True)
+        journal = Journal(name.rpartition(".")[2], tuple(args.folders), args.stamp)
+        cases = list(module.cases(setting))[args.lane :: args.lanes]
+        if status := run_cases(cases, journal, setting, deadline):
+            return status
+    return 0
+
+
+def run_cases(cases: Sequence[Case], journal: Journal, setting: Setting, deadline: float) -> int:
+    """Runs the cases that are not over yet. Returns this process's exit status, 0 if it may go on."""
     known = journal.outcomes()
-    for case in list(step.cases(setting))[args.lane :: args.lanes]:
+    for case in cases:
         before = known.get(case.name)
         if before is not None and (before.state != "open"):
             continue

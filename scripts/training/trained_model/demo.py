@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -37,6 +36,7 @@ from dbsp_core.utils.files import write_atomically
 from dbsp_diffusers.patching import in_float64
 from dbsp_kernels.errors import install_command
 from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
+from tests.support.ports import free_port
 from tests.support.single_process import attach_single_process
 
 PREDICTED = {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16}
@@ -153,15 +153,9 @@ def _xdit_command(model: Path, work: Path, ranks: int, settings: Settings) -> li
         "--flow_shift": settings.flow_shift,
         "--seed": settings.seed,
         "--output_directory": work,
-        "--master_port": _free_port(),
+        "--master_port": free_port(),
     }
     return [xdit, *(str(part) for option in options.items() for part in option)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run(command: list[str], log: Path, work: Path, progress: Progress, task: Any) -> None:
