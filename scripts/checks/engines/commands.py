@@ -28,7 +28,7 @@ PROMPT, SIZE = "the sea at dusk", {"height": 64, "width": 96, "num-frames": 9, "
 
 
 def differences(engine: str, folder: Path) -> dict[str, float]:
-    """Mean difference of pixels (0 to 255) from one process with db-SP: of two ranks, and of dense attention."""
+    """Returns mean differences of pixels (0 to 255) from one process with db-SP: two ranks, and dense attention."""
     alone = frames(generate(engine, folder, "alone", ranks=1))
     return {
         "ring": float(np.abs(frames(generate(engine, folder, "ring", ranks=2)) - alone).mean()),
@@ -42,7 +42,7 @@ def generate(engine: str, folder: Path, name: str, ranks: int, mask: bool = True
 
 
 def frames(video: Path) -> np.ndarray:
-    """[frames, height, width, 3], float32, 0 to 255."""
+    """Reads float32[frames, height, width, 3], 0 to 255."""
     if video.suffix == ".npy":
         return np.load(video)
     import imageio.v3

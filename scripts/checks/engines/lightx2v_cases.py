@@ -89,7 +89,7 @@ def settings(case: Case, ranks: int, mask: str | None) -> dict[str, Any]:
 
 
 def settings_of(mask: str) -> dict[str, Any]:
-    """db-SP's settings, of a mask or from a file."""
+    """Returns db-SP's settings, of a mask or from a file."""
     return yaml.safe_load(Path(mask).read_text(encoding="utf-8")) if mask.endswith(".yaml") else {"mask": mask}
 
 

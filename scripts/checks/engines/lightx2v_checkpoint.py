@@ -19,7 +19,7 @@ LATENTS, TEXT, VOCABULARY = 16, 32, 96
 def weights(
     heads: int, head: int, layers: int, seed: int, latents: int = 4, text: int = 16
 ) -> dict[str, torch.Tensor]:
-    """Of a transformer, by the names of its checkpoint.
+    """Makes the weights of a transformer, by the names of its checkpoint.
 
     Args:
         head: Size of a head.

@@ -15,7 +15,7 @@ from scripts.checks.engines.reference import stub_for
 
 
 def put_in_place() -> None:
-    """Before anything of LightX2V is imported."""
+    """Installs the stubs, before anything of LightX2V is imported."""
     transformers.utils.is_torchvision_available()  # remembers that there is none
     stub_for("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io")
     stub_for("torchvision.utils", "torchvision.transforms.v2", "torchaudio", "torchaudio.functional")

@@ -25,7 +25,7 @@ def attend_under(
     text: int = 0,
     transformer: str = "transformer",
 ) -> torch.Tensor:
-    """Attention of [B, tokens, H, D] in one process, text first: no plan, route or kernel of db-SP.
+    """Computes attention of [B, tokens, H, D] in one process, text first: no plan, route or kernel of db-SP.
 
     Args:
         mask: What `DbspConfig.load` reads, which may have another mask for "transformer_2".
@@ -39,7 +39,7 @@ def attend_under(
 
 
 def fill(name: str, shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """A random parameter, such that outputs are of the size of 1."""
+    """Draws a parameter, such that outputs are of the size of 1."""
     noise = torch.randn(shape, generator=generator)
     if "norm" in name and len(shape) == 1:
         return noise * 0.1 + (0 if name.endswith("bias") else 1)
@@ -71,7 +71,7 @@ def _placeholder(name: str) -> type:
 
 
 def stub_for(*names: str) -> None:
-    """Empty modules in place of packages that PyPI has for GPUs alone, and that these runs import and do not use."""
+    """Makes empty modules of packages that PyPI has for GPUs alone, and that these runs import and do not use."""
     for name in names:
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -86,7 +86,7 @@ def stub_for(*names: str) -> None:
 
 
 def stub_for_torchvision() -> None:
-    """Before vLLM-Omni is imported, whose pipelines import it; to transformers there is none."""
+    """Stubs torchvision before vLLM-Omni is imported, whose pipelines import it; to transformers there is none."""
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # remembers it

@@ -36,7 +36,7 @@ _SEPARATE_REFERENCE = {"sglang"}
 
 @dataclass(frozen=True)
 class Case:
-    """What to run.
+    """One run of an engine's model.
 
     Attributes:
         heads: Of each layer.
@@ -72,7 +72,7 @@ class Case:
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:
-    """What each case found on ulysses · ring ranks. Raises RuntimeError with their output where they end otherwise."""
+    """Returns the findings of each case on ulysses · ring ranks. Raises RuntimeError with ranks' output."""
     module = f"scripts.checks.engines.{engine}_cases"
     with tempfile.TemporaryDirectory() as folder:
         settings = environment_of(engine, Path(folder)) | environment

@@ -72,7 +72,7 @@ def tiny(case: Case, seed: int) -> torch.nn.Module:
 
 
 def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int], torch.Tensor]:
-    """Of this rank's passes, by (size, step, CFG pass); under a mask, if given, by torch's own attention."""
+    """Returns outputs of this rank's passes by (size, step, CFG pass); under a mask, by torch's own attention."""
     models = [tiny(case, seed) for seed in ((0, 1) if case.pair else (0,))]
     if case.compiled and not ALONE:
         for model in models:
@@ -102,7 +102,7 @@ def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int]
 
 
 def branches_of(case: Case) -> tuple[int, ...]:
-    """The CFG passes of this rank."""
+    """Returns the CFG passes of this rank."""
     return (get_classifier_free_guidance_rank(),) if case.cfg_parallel and not ALONE else tuple(range(case.passes))
 
 

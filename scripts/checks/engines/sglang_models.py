@@ -68,7 +68,7 @@ def _mask_wan(model: Any, mask: str, thw: Grid, name: str) -> None:
 
 
 def _h3(heads: int) -> torch.nn.Module:
-    """In float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
+    """Makes H3 in float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
     minimax_h3._BF16_DTYPE = torch.float32
     config, width = MiniMaxH3DiTConfig(), heads * HEAD
     sizes = {"num_attention_heads": heads, "attention_head_dim": HEAD, "hidden_size": width, "num_layers": LAYERS}
@@ -116,7 +116,7 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def _mask_h3(model: Any, mask: str, thw: Grid, _: str) -> None:
-    """All tokens before the video are text to the mask."""
+    """Treats all tokens before the video as text of the mask."""
     model._resolve_attention_backend_once()
 
     def attend(layer: int, q: Any, k: Any, v: Any, max_seqlen: int, **_: Any) -> torch.Tensor:

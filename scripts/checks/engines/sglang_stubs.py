@@ -16,7 +16,7 @@ _TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, 
 
 
 def put_in_place() -> None:
-    """Before anything of SGLang is imported."""
+    """Installs the stubs, before anything of SGLang is imported."""
     stub_for(
         *("torchvision", "torchvision.transforms", "torchvision.transforms.functional"),
         *("torchvision.transforms.v2", "torchvision.transforms.v2.functional", "torchvision.io", "torchvision.utils"),

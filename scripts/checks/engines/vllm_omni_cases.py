@@ -114,7 +114,7 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
 
 
 def configuration(case: Case) -> str:
-    """What $DBSP_CONFIG has to be: a mask, or a file where the strategy is not the engine's degrees."""
+    """Returns the value of $DBSP_CONFIG: a mask, or a file where the strategy is not the engine's degrees."""
     mask = case.wrong or case.mask or ""
     if case.strategy is None:
         return mask
@@ -125,7 +125,7 @@ def configuration(case: Case) -> str:
 
 
 def enable_cache(pipeline: Pipeline, case: Case) -> None:
-    """The engine's step cache, as its worker enables it, with thresholds by which it skips layers.
+    """Enables the engine's step cache, as its worker enables it, with thresholds by which it skips layers.
 
     Where a case says so, what cache-dit decides on this rank is replaced by what differs between ranks: then no layer
     may be skipped.
@@ -150,7 +150,7 @@ def unlike_on_ranks(inputs: dict[str, Any], first: dict[str, Any]) -> dict[str, 
 
 
 def as_one_process() -> AbstractContextManager[Any]:
-    """HunyuanVideo-1.5 asks vLLM-Omni's groups, not its configuration, whether to shard."""
+    """Patches HunyuanVideo-1.5, which asks vLLM-Omni's groups, not its configuration, whether to shard."""
     module = "vllm_omni.diffusion.models.hunyuan_video.hunyuan_video_15_transformer"
     return mock.patch(f"{module}.get_sequence_parallel_world_size", return_value=1)
 

@@ -25,7 +25,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Model:
-    """How one class is made and called.
+    """Construction and call of one class.
 
     Attributes:
         make: With so many heads.
@@ -162,7 +162,7 @@ def _hunyuan(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 
 
 def _of_hunyuan(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
-    """Two texts with padding, and an image's embedding that says that there is none."""
+    """Makes two texts with padding, and an image's embedding that says that there is none."""
     return {
         "hidden_states": _random(1000 * number + 10 * step, 1, 4, *thw),
         "timestep": _timestep(step),
@@ -189,7 +189,7 @@ def _of_z_image(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any
 
 
 def _of_z_image_tokens(thw: Grid) -> tuple[torch.Tensor, int]:
-    """The image and the caption, each filled up to a multiple of 32, which is attended to."""
+    """Returns the tokens of the image and the caption, each filled up to a multiple of 32, which is attended to."""
     return _text_last(-_count(thw) % 32 + 32)(thw)
 
 
@@ -224,7 +224,7 @@ H3_REFERENCE_TOKENS = 2 * 3 + 2 * 2 + 2 * 2 * 2
 
 
 def _h3(config: OmniDiffusionConfig, heads: int) -> nn.Module:
-    """In float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
+    """Makes H3 in float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
     from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as module
 
     module._BF16_DTYPE = torch.float32
@@ -282,15 +282,15 @@ def _of_h3(references: bool) -> Callable[[Grid, int, int, int], dict[str, Any]]:
 
 
 def _h3_vsa(config: OmniDiffusionConfig, heads: int) -> nn.Module:
-    """With the gates that FastH3's sparse students have."""
+    """Makes H3 with the gates that FastH3's sparse students have."""
     model = _h3(config, heads)
     model.enable_vsa_gates()
     return model
 
 
 def _attend_as_fasth3(mask: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: Any) -> torch.Tensor:
-    """vLLM-Omni's own attention of FastH3, with its tiles, choice of blocks, coarse branch and gate; in float32, and
-    with the one kernel that needs a GPU written out."""
+    """Computes vLLM-Omni's own attention of FastH3, with its tiles, choice of blocks, coarse branch and gate, in
+    float32, and with the one kernel that needs a GPU written out."""
     from vllm_omni.diffusion.models.minimax_h3.attention import fastvideo_h3
 
     kept = 1 - DbspConfig.load(mask).mask.sparsity
@@ -319,7 +319,7 @@ class _TorchInFloat32:
 def _attend_to_tiles(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, lengths: torch.Tensor, tiles: int
 ) -> torch.Tensor:
-    """Attention [B, 64 · n, H, D] to the tiles bool[B, H, n, n] that are chosen, without what fills them up."""
+    """Computes attention [B, 64 · n, H, D] to the chosen tiles, bool[B, H, n, n], without what fills them up."""
     real = (torch.arange(64) < lengths[:, None]).flatten()
     allowed = chosen.repeat_interleave(64, dim=2).repeat_interleave(64, dim=3) & real
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))

@@ -9,7 +9,7 @@ from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
 class _Stream:
-    """What a worker asks of `torch.Stream`."""
+    """Part of `torch.Stream` that a worker uses."""
 
     def __init__(self, device):
         pass
@@ -98,7 +98,7 @@ def platform() -> str:
 
 
 def __getattr__(name: str):
-    """SdpaBackend, made late: backends ask for the platform when they are imported."""
+    """Makes SdpaBackend late: backends ask for the platform when they are imported."""
     if name != "SdpaBackend":
         raise AttributeError(name)
     from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl

@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _records(variants: Sequence[Variant], jobs: int) -> Iterator[dict[str, Any]]:
-    """Each as soon as it is known. A compiler that takes its process with it costs only its own variant."""
+    """Yields each record as soon as it is known. A compiler that ends its process costs only its own variant."""
     spawn = multiprocessing.get_context("spawn")
     broken = []
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
@@ -87,7 +87,7 @@ def _records(variants: Sequence[Variant], jobs: int) -> Iterator[dict[str, Any]]
 
 
 def _under(version: str) -> int:
-    """The same run under another Triton. Returns its exit status."""
+    """Repeats the run under another Triton. Returns its exit status."""
     from scripts.checks.versions.environments import layered
 
     arguments = [text for i, text in enumerate(sys.argv[1:]) if text != "--triton" and sys.argv[i] != "--triton"]
@@ -98,7 +98,7 @@ def _under(version: str) -> int:
 
 
 def _print_row(of: dict[str, Any]) -> None:
-    """A line of the table, as soon as it is known."""
+    """Prints a line of the table, as soon as it is known."""
     cells = ["-" if of.get(name) in (None, "") and name != "remark" else str(of.get(name, "")) for name in COLUMNS]
     *others, remark = (cell.rjust(max(len(name), 10)) for cell, name in zip(cells, COLUMNS, strict=True))
     print("  ".join([*others, remark.strip()]).rstrip(), flush=True)

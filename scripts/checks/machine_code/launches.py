@@ -52,7 +52,7 @@ def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> lis
 
 @contextlib.contextmanager
 def gpu_of(arch: int) -> Iterator[None]:
-    """A GPU of this capability, as far as launching functions and Triton's compiler ask for one."""
+    """Replaces the GPU by one of this capability, as far as launching functions and Triton's compiler ask for one."""
     # Triton keeps what it compiled by device number: one number for each kind.
     stub = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),

@@ -82,7 +82,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of one kernel.
+    """Numbers of one kernel.
 
     Attributes:
         step: Of its loop with tensor-core products; None: it has none.
@@ -141,12 +141,12 @@ def _step(compiled: Compiled, code: Sequence[Instruction]) -> Step | None:
 
 
 def is_serialised(log: str) -> bool:
-    """Whether ptxas said, by any of its warnings about it, that it serialised a warpgroup's products."""
+    """Returns True if ptxas said, by any of its warnings about it, that it serialised a warpgroup's products."""
     return re.search(r"\bC751\d\b", log) is not None
 
 
 def tile_distance(ttgir: str) -> int:
-    """How many steps before its use a tile's copy is issued, in the loop with products that fetches furthest ahead.
+    """Returns how many steps before its use a tile's copy is issued, in the loop of products that fetches earliest.
 
     The pipeliner has moved the first steps' copies before the loop: a step's tiles for each step of distance, less
     what has been used before the loop, too.
@@ -167,7 +167,7 @@ _TILE_COPY = r"ttng\.async_tma_copy_global_to_local |ttg\.async_copy_global_to_l
 
 
 def full_loop(code: Sequence[Instruction]) -> Sequence[Instruction] | None:
-    """The loop over full blocks: of the loops with products the shortest, as the other masks; None: there is none."""
+    """Returns the loop over full blocks, the shortest with products, as the other masks; None: there is none."""
     return min((body for body in loops(code) if any(one.name in PRODUCTS for one in body)), key=len, default=None)
 
 

@@ -28,7 +28,7 @@ def examined(variant: Variant) -> dict[str, Any]:
 
 
 def failed(variant: Variant, error: BaseException) -> dict[str, Any]:
-    """The record of a variant that could not be compiled or read."""
+    """Returns the record of a variant that could not be compiled or read."""
     said = " ".join(str(error).split())
     return _named(variant) | {"remark": f"failed: {type(error).__name__}: {said}", "failed": True}
 

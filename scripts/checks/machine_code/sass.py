@@ -39,13 +39,13 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes; None: it is none."""
+        """Address to which a branch goes, or None."""
         match = re.search(r"\bBRA\S* (?:.*, )?`?\(?(0x[0-9a-f]+)", self.text)
         return int(match[1], 16) if match else None
 
 
 def instructions(sass: str) -> list[Instruction]:
-    """Those of the longest function in what cuobjdump -sass wrote, in order."""
+    """Returns the instructions of the longest function in what cuobjdump -sass wrote, in order."""
     parts = re.split(r"(?m)^\s+Function : \S+", sass)
     found = re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", max(parts, key=len), re.MULTILINE)
     return [Instruction(int(at, 16), text.strip()) for at, text in found]
@@ -67,7 +67,7 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
 
 
 def _queue_of_products(waiting: list[int], one: Instruction) -> list[int]:
-    """The warpgroup's groups of products that have not been waited for, after an instruction; the last one is open."""
+    """Returns the groups of products not waited for after an instruction; the last one is open."""
     if one.name in OF_WARPGROUPS:
         waiting = [*waiting[:-1], waiting[-1] + 1]
         return [*waiting, 0] if "gsb" in one.text else waiting
@@ -78,7 +78,7 @@ def _queue_of_products(waiting: list[int], one: Instruction) -> list[int]:
 
 
 def in_flight_at_exponentials(loop: Sequence[Instruction]) -> float | None:
-    """A warpgroup's products queued and not yet waited for, at a MUFU.EX2 of a step, on average; None: there are none.
+    """Counts a warpgroup's products not yet waited for at a MUFU.EX2 of a step, on average; None: there are none.
 
     What is 0 has nothing on the tensor core while its softmax runs. Exponentials of one value a row count as others.
     """

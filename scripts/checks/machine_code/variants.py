@@ -61,7 +61,7 @@ class Variant:
 
 
 def shipped(arch: int) -> Iterator[Variant]:
-    """Everything that shipped configurations use, in all dtypes."""
+    """Yields everything that shipped configurations use, in all dtypes."""
     for dtype, (block_q, block_k, head_dim) in itertools.product(DTYPES, SHIPPED):
         for name in ATTENTION:
             for case in ("", "ring") if KERNELS[name] == "forward_kernel" else ("",):

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
-    """One environment at a time, each removed before the next."""
+    """Tries one environment at a time, each removed before the next."""
     wanted, oldest = PACKAGES if only is None else only, {}
     here = Row("all", "constraints.txt", "installed")
     if not all("==" in text for text in wanted):
@@ -101,7 +101,7 @@ def in_scratch(row: Row, make: Callable[[Path], Path]) -> Row:
 
 
 def judged(row: Row, python: Path) -> Row:
-    """With what `probe.py` finds there."""
+    """Returns the row with what `probe.py` finds there."""
     command = [str(python), "-m", "scripts.checks.versions.probe"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=_variables())

@@ -18,7 +18,7 @@ _WITH_DEPENDENCIES = {"torch", "diffusers", "transformers", "safetensors"}
 
 
 def claimed_requirements() -> dict[str, Requirement]:
-    """What pyproject.toml admits, by package: dependencies and all extras."""
+    """Returns what pyproject.toml admits, by package: dependencies and all extras."""
     import tomllib
 
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -31,7 +31,7 @@ def claimed_requirements() -> dict[str, Requirement]:
 
 
 def offered(requirement: Requirement) -> list[Version]:
-    """Releases that the registry offers this Python and that pyproject.toml admits, oldest first."""
+    """Returns releases that the registry offers this Python and that pyproject.toml admits, oldest first."""
     done = _pip(sys.executable, "index", "versions", requirement.name)
     listed = re.search(r"Available versions: (.*)", done)
     found = {Version(Version(text).public) for text in listed[1].split(", ")} if listed else set()
@@ -39,7 +39,7 @@ def offered(requirement: Requirement) -> list[Version]:
 
 
 def layered(folder: Path, *pinned: str) -> Path:
-    """Packages ("NAME==VERSION") on top of what is installed here; dependencies too, unless they'd bring a torch."""
+    """Installs packages ("NAME==VERSION") on top of what is here; dependencies too, unless they bring a torch."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     (site,) = folder.glob("lib/python*/site-packages")
     alone = not {text.partition("==")[0] for text in pinned} <= _WITH_DEPENDENCIES
@@ -49,7 +49,7 @@ def layered(folder: Path, *pinned: str) -> Path:
 
 
 def whole(folder: Path, python: str) -> Path:
-    """Everything as constraints.txt has it, in another Python; triton as its torch wants it."""
+    """Installs everything as constraints.txt has it, in another Python; triton as its torch wants it."""
     _run(python, "-m", "venv", folder)
     interpreter = folder / "bin" / "python"
     lines = [
@@ -74,7 +74,7 @@ def _pip(python: str | Path, *arguments: str | Path) -> str:
 
 
 def _run(*command: str | Path) -> str:
-    """Standard output. Raises RuntimeError with the last line of what it said."""
+    """Returns standard output. Raises RuntimeError with the last line of what it said."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if done.returncode:
         said: Sequence[str] = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]

@@ -31,12 +31,12 @@ class PrivateName:
 
 
 def belongs(name: PrivateName, package: str) -> bool:
-    """Whether the installed version of its package is one that should have it."""
+    """Returns True if the installed version of its package is one that should have it."""
     return not name.since or Version(version(package)) >= Version(name.since)
 
 
 def message(name: PrivateName) -> str | None:
-    """What is not as db-SP takes it to be, in a few words; None where all is."""
+    """Returns what is not as db-SP takes it to be, in a few words; None where all is."""
     module, _, path = name.where.partition(":")
     try:
         if not path and not name.takes and module.endswith((".run", ".runner")):
@@ -53,7 +53,7 @@ def message(name: PrivateName) -> str | None:
 
 
 def _parameters(found: Any) -> set[str]:
-    """Through decorators, and what a class is made with."""
+    """Returns arguments through decorators, and what a class is made with."""
     return set(inspect.signature(found).parameters) | set(inspect.signature(inspect.unwrap(found)).parameters)
 
 

@@ -1,4 +1,4 @@
-"""Run in an environment of some versions: which private names hold there, and whether tiny models are exact.
+"""Probe of an environment of some versions: which private names hold there, and whether tiny models are exact.
 
 Its last line is {"versions": {package: …}, "names": {package: {"of": …, "messages": […]}},
 "runs": {name: its largest error, or what went wrong}}. With --names, only the first two.
@@ -113,7 +113,7 @@ RUNS: dict[str, Run] = {
 
 
 def attempt(run: Callable[[], Any]) -> Any:
-    """What it returns, or what went wrong in one line."""
+    """Returns its result, or what went wrong in one line."""
     try:
         return run()
     except WorkerError as error:

@@ -13,7 +13,7 @@ MOST_SAID = 110
 
 @dataclass(frozen=True)
 class Row:
-    """What was tried, and what came of it.
+    """One version, and what came of it.
 
     names: private names that hold, of how many;  runs: tiny models that are exact, of how many
     worst: the largest error;  messages: of the others
@@ -55,7 +55,7 @@ def summed_up(row: Row, found: dict[str, Any]) -> Row:
 
 
 def _by_reason(messages: Sequence[str]) -> list[str]:
-    """Each reason of "NAME: REASON" once, with the first of its names and how many others have it."""
+    """Returns each reason of "NAME: REASON" once, with the first of its names and how many others have it."""
     names: dict[str, list[str]] = {}
     for one in messages:
         name, _, reason = one.partition(": ")

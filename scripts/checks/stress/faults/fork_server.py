@@ -51,7 +51,7 @@ class Task:
 
 @dataclass
 class Ended:
-    """What a keeper saw. Times are seconds after the fault, or after the start where none happened.
+    """Findings of a keeper. Times are seconds after the fault, or after the start where none happened.
 
     codes: of exit, by process, negative for a signal; None where it had to be killed
     seconds: until each process ended;  errors, outputs: the end of what each wrote to standard error and output
@@ -121,7 +121,7 @@ def fork_keepers(pipe: Connection, preload: Callable[[], None]) -> tuple[Task, i
 
 
 def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
-    """In a keeper, which ends here. Returns, in one of its processes, what that is to do."""
+    """Runs a keeper, which ends here. Returns, in one of its processes, what that is to do."""
     ended = Ended()
     try:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the case become its own children
@@ -147,7 +147,7 @@ def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
 
 
 def _become(number: int, folder: Path) -> None:
-    """A process of a case: its own session, output in files, its own folder for temporary files."""
+    """Becomes a process of a case: its own session, output in files, its own folder for temporary files."""
     os.setsid()
     os.environ["TMPDIR"] = str(folder / "tmp")
     tempfile.tempdir = None
@@ -167,13 +167,13 @@ def _private_shm() -> bool:
 
 
 def _time_of_fault(folder: Path) -> float | None:
-    """By the monotonic clock, or None before it has happened."""
+    """Returns the time by the monotonic clock, or None before it has happened."""
     sign = folder / "fired"
     return float(sign.read_text(encoding="utf-8")) if sign.exists() else None
 
 
 def _watch(task: Task, folder: Path, processes: list[int], started: float) -> Ended:
-    """Until all processes have ended, one that was stopped last of all, or have been killed."""
+    """Waits until all processes have ended, one that was stopped last of all, or have been killed."""
     count = len(processes)
     codes: list[int | None] = [None] * count
     times, running = [0.0] * count, dict(enumerate(processes))

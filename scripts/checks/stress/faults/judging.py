@@ -25,7 +25,9 @@ ENDS = {"kill": (-9,), "terminate": (-15,), "interrupt": (-2, 130)}
 
 @dataclass(frozen=True)
 class Expected:
-    """how: "success", every rank is right; "failure", each rank ends with an error; "harmless", all but the odd rank
+    """Required end of a case.
+
+    how: "success", every rank is right; "failure", each rank ends with an error; "harmless", all but the odd rank
     end well, and one says what is lacking; "quiet", nothing is said; "elsewhere": its task says
 
     odd: the rank that it happens to;  act: what;  words: on every rank's last line, before any attention was done

@@ -31,7 +31,7 @@ DONE = "attention is done:"
 
 @dataclass(frozen=True)
 class Values:
-    """What a program is given; one rank may be given something else.
+    """Inputs of a program; one rank may be given something else.
 
     settings: of the configuration, "debug" and "record"; and for attention by itself "keys" and "backward"
     layout: of tokens outside attention;  batch, dtype: of q, k and v;  extra: positions too many
@@ -62,7 +62,7 @@ class Values:
 
 
 def attention(values: Values) -> float:
-    """Three calls under one plan and mask."""
+    """Computes three calls under one plan and mask."""
     group, settings = SequenceGroup.from_group(), values.settings
     grid = BlockGrid.uniform(TOKENS, block=16)
     generator = torch.Generator().manual_seed(values.mask_seed)
@@ -107,7 +107,7 @@ def configured(settings: Mapping[str, Any]) -> DbspConfig:
 
 
 def session(values: Values) -> float:
-    """Three denoising steps of one layer, and a report where one is asked for."""
+    """Runs three denoising steps of one layer, and a report where one is asked for."""
     group, settings = SequenceGroup.from_group(), dict(values.settings)
     if values.mask_file:
         settings["mask"] = {"source": "file", "path": _mask_file(values, group.rank)}
@@ -138,7 +138,7 @@ def session(values: Values) -> float:
 
 
 def transformer(values: Values) -> float:
-    """Two passes of a tiny Wan transformer with db-SP enabled on it, and one after."""
+    """Runs two passes of a tiny Wan transformer with db-SP enabled on it, and one after."""
     from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
     model = make_transformer("wan")
@@ -161,7 +161,7 @@ def transformer(values: Values) -> float:
 
 
 def redistribution(values: Values) -> float:
-    """Tokens to another layout and back, twice."""
+    """Sends tokens to another layout and back, twice."""
     group, world = SequenceGroup.from_group(), Strategy.parse(values.strategy).world
     source = SequenceLayout.contiguous(TOKENS, world)
     target = SequenceLayout.striped(BlockGrid.uniform(TOKENS, block=16), Strategy.parse(values.strategy))
@@ -184,7 +184,7 @@ PROGRAMS: dict[str, Callable[[Values], float]] = {
 
 
 def _mask_file(values: Values, rank: int) -> str:
-    """A file of this rank's own, which is allowed; but their content must be one."""
+    """Writes a file of this rank's own, which is allowed; but their content must be one."""
     grid, path = BlockGrid(math.prod(values.thw), 0, 16, 16, values.thw), f"masks{rank}.safetensors"
     bits = torch.rand(values.heads, grid.nq, grid.nk, generator=torch.Generator().manual_seed(values.mask_seed)) < 0.5
     save_mask(path, [BlockMask(bits, grid)] * 2)

@@ -29,7 +29,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def mutated_text(rng: random.Random, text: str) -> str:
-    """With one to four changes."""
+    """Makes one to four changes."""
     for _ in range(rng.choice([1, 1, 2, 4])):
         at, to = sorted(rng.randint(0, len(text)) for _ in range(2))
         how = rng.randrange(7)
@@ -58,7 +58,7 @@ def mutated_text(rng: random.Random, text: str) -> str:
 
 
 def mutated_bytes(rng: random.Random, content: bytes) -> bytes:
-    """With one to four changes."""
+    """Makes one to four changes."""
     found = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 4])):
         at, how = rng.randint(0, len(found)), rng.randrange(6)
@@ -79,7 +79,7 @@ def mutated_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutated_tree(rng: random.Random, tree: Any) -> Any:
-    """A copy in which one to three values are others, gone, or there twice."""
+    """Returns a copy in which one to three values are others, gone, or there twice."""
     tree = copy.deepcopy(tree)
     for _ in range(rng.choice([1, 1, 2, 3])):
         node = tree
@@ -103,7 +103,7 @@ def mutated_tree(rng: random.Random, tree: Any) -> Any:
 
 
 def mutated_json(rng: random.Random, text: str) -> str:
-    """As a tree, as text, or in JSON that is quoted in it."""
+    """Changes JSON as a tree, as text, or in JSON that is quoted in it."""
     if rng.random() < 0.25:
         return mutated_text(rng, text)
     if rng.random() < 0.02:
@@ -118,7 +118,7 @@ def mutated_json(rng: random.Random, text: str) -> str:
 
 
 def mutated_safetensors(rng: random.Random, content: bytes) -> bytes:
-    """In its header's values, or in its bytes."""
+    """Changes a file in its header's values, or in its bytes."""
     if rng.random() < 0.4:
         return mutated_bytes(rng, content)
     size = int.from_bytes(content[:8], "little")
@@ -127,7 +127,7 @@ def mutated_safetensors(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutated_words(rng: random.Random, words: list[str]) -> list[str]:
-    """A command line with one to three changes."""
+    """Returns a command line with one to three changes."""
     words = list(words)
     for _ in range(rng.choice([1, 1, 2, 3])):
         at, how = rng.randrange(len(words)), rng.randrange(6)

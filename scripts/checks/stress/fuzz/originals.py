@@ -39,7 +39,7 @@ class Originals:
 
 
 def make_originals(folder: Path) -> Originals:
-    """folder: an empty one to work in"""
+    """Makes all inputs. folder: an empty one to work in"""
     configs = [path.read_text(encoding="utf-8") for path in sorted((REPO / "configs").glob("*.yaml"))]
     hardware = [path.read_text(encoding="utf-8") for path in sorted((REPO / "configs" / "hardware").glob("*.yaml"))]
     recording, report = _recording(folder), _report().to_json()
@@ -93,7 +93,7 @@ def _recording(folder: Path) -> dict[str, bytes]:
 
 
 def _fitted(folder: Path) -> tuple[bytes, bytes]:
-    """Second moments of two layers, as `record_qk` leaves them, and what is fitted to them."""
+    """Returns second moments of two layers, as `record_qk` leaves them, and what is fitted to them."""
     names = [f"{side}.{layer}" for side in ("query", "key") for layer in range(2)]
     about = {f"tokens of {name}": "96" for name in names} | {"layers": "2"}
     moments = folder / "moments"

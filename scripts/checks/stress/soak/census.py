@@ -23,13 +23,13 @@ _CONTAINERS = (Mapping, list, set, deque, WeakKeyDictionary, WeakValueDictionary
 
 
 def freeze() -> None:
-    """Before anything is counted: what is there stays, and need not be looked through again."""
+    """Leaves out of garbage collection what there is before anything is counted."""
     gc.collect()
     gc.freeze()
 
 
 def census() -> dict[str, float]:
-    """Of this process, once garbage has been collected and free memory given back to the system.
+    """Counts this process, once garbage has been collected and free memory given back to the system.
 
     MB: anonymous memory that is resident: pages of libraries, which the system maps in and drops, are not in it
     MB in use: of what `malloc` gave out, not given back yet: other than the former, it knows no holes
@@ -71,13 +71,13 @@ def _attributes(one: Any) -> Mapping[str, Any]:
 
 
 def _cache(value: Any) -> Any:
-    """A function's `lru_cache`, also a static or class method's; None where it has none."""
+    """Returns a function's `lru_cache`, also a static or class method's; None where it has none."""
     function = getattr(value, "__func__", value)
     return function if isinstance(function, functools._lru_cache_wrapper) else None
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:
-    """Each once."""
+    """Returns each container once."""
     return list({id(value): value for value in values if isinstance(value, _CONTAINERS)}.values())
 
 

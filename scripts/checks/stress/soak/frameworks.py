@@ -14,7 +14,7 @@ Detach = Callable[[], None]
 
 
 def transformer_of(framework: str, model: str) -> Any:
-    """With the same weights every time; Wan in xfuser's wrapper where xfuser is the framework."""
+    """Makes a transformer with the same weights every time; Wan in xfuser's wrapper where xfuser is the framework."""
     from tests.support.models.tiny_transformers import make_tiny_transformer
 
     return hosted_transformer(model) if (framework, model) == ("xdit", "wan") else make_tiny_transformer(model)
@@ -56,7 +56,7 @@ _meshes: dict[int, Any] = {}
 
 
 def _mesh(world: int) -> Any:
-    """para-attn's, a ring of all ranks: one for the process, as a user has it. Each makes process groups."""
+    """Returns para-attn's mesh, a ring of all ranks: one for the process, because each makes process groups."""
     from para_attn.context_parallel import init_context_parallel_mesh
 
     if world not in _meshes:

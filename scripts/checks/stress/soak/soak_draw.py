@@ -37,7 +37,7 @@ class Setup:
 
     @property
     def by_input_alone(self) -> bool:
-        """Whether a forward pass depends on no other."""
+        """True if a forward pass depends on no other."""
         return self.cache is None and self.config["mask"].get("depends_on") != "step"
 
 

@@ -110,7 +110,7 @@ class Track:
         return len(self.series[0]) >= self.enough
 
     def _measure(self) -> dict[str, float]:
-        """The most there was, and once it is known well enough, what memory grows by."""
+        """Returns the most there was, and once it is known well enough, what memory grows by."""
         growth = {f"{name} more in {self.span}": more for name, more in self.growth.items()} if self._judged else {}
         return growth | {name: max(series[-1][name] for series in self.series) for name in self.series[0][-1]}
 

@@ -57,7 +57,7 @@ def _start(rank: int, world: int) -> None:
 
 
 def run_block(rank: int, world: int, block: Block, leak: bool = False) -> Measured:
-    """leak: whether one is planted in it, for a negative control"""
+    """Runs a block. leak: whether one is planted in it, for a negative control"""
     _start(rank, world)
     one = _attach(block.setup, world)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def _inputs(setup: Setup, block: Block, seed: int) -> dict[str, Any]:
 
 
 def _at(timestep: int, like: torch.Tensor) -> torch.Tensor:
-    """Some models count from 0 to 1."""
+    """Returns a time step in the units of a model: some count from 0 to 1."""
     return torch.full_like(like, timestep / 1000 if like.is_floating_point() and like.max() <= 1 else timestep)
 
 
@@ -119,7 +119,7 @@ def _pass(one: _Attached, name: str, step: int, steps: int) -> Iterator[None]:
 
 
 def run_cycle(rank: int, world: int, cycle: Cycle, leak: bool = False) -> Measured:
-    """leak: as above"""
+    """Runs a whole pipeline. leak: as above"""
     _start(rank, world)
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
@@ -145,5 +145,5 @@ def run_cycle(rank: int, world: int, cycle: Cycle, leak: bool = False) -> Measur
 
 
 def _plant() -> None:
-    """Memory, an object of db-SP's, and a file descriptor."""
+    """Leaks memory, an object of db-SP's, and a file descriptor."""
     _leaked.append((torch.ones(1 << 18), PatchSet(), open(os.devnull, encoding="utf-8")))  # noqa: SIM115

@@ -57,7 +57,7 @@ def findings(folder: Path) -> Iterator[Finding]:
 
 
 def _similar_in_blocks(tokens: int, heads: int, width: int, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k, float32[1, heads, tokens, width], whose blocks have means that set some apart."""
+    """Draws q and k, float32[1, heads, tokens, width], whose blocks have means that set some apart."""
     draws = torch.Generator().manual_seed(tokens)
     q, k = (torch.randn(1, heads, tokens, width, generator=draws) for _ in range(2))
     for x in (q, k):

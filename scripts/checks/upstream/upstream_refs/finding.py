@@ -40,7 +40,7 @@ class Finding:
 def compared(
     project: str, folder: Path, what: str, theirs: Any, ours: Any, note: str = "", unit: str = "blocks"
 ) -> Finding:
-    """Of two bool arrays of one shape."""
+    """Compares two bool arrays of one shape."""
     theirs, ours = np.asarray(theirs, dtype=bool), np.asarray(ours, dtype=bool)
     if theirs.shape != ours.shape:
         raise ValueError(f"{what}: theirs {theirs.shape}, ours {ours.shape}")
@@ -50,7 +50,7 @@ def compared(
 
 
 def commit_of(folder: Path) -> str:
-    """Of a checkout; of an unpacked archive, none."""
+    """Returns the commit of a checkout; of an unpacked archive, none."""
     command = ["git", "-C", str(folder), "rev-parse", "--short=10", "--show-toplevel", "HEAD"]
     found = subprocess.run(command, capture_output=True, text=True).stdout.split()
     return found[1] if len(found) == 2 and Path(found[0]) == folder.resolve() else ""

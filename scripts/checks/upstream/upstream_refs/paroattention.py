@@ -59,7 +59,7 @@ def _module(path: Path, name: str) -> ModuleType:
 
 
 def _orders(folder: Path, model: str, permute: Callable[..., object], thw: tuple[int, int, int], text: int) -> Finding:
-    """Which token its reordering puts where, in heads of all orders."""
+    """Compares which token its reordering puts where, in heads of all orders."""
     tokens = text + math.prod(thw)
     numbers = [torch.arange(tokens)[:, None].repeat(BATCH, HEADS, 1, WIDTH) for _ in range(3)]
     permute(*numbers, {"permute": torch.arange(HEADS)[None]}, 0)
@@ -75,7 +75,7 @@ def _orders(folder: Path, model: str, permute: Callable[..., object], thw: tuple
 
 
 def _step_groups(folder: Path, callback: Any, groups: int, steps: int) -> Finding:
-    """Which step group each step has: its callback says so at the end of the step before; the first has group 0."""
+    """Compares the step group of each step, which its callback sets at the end of the step before."""
     pipe = mock.MagicMock()
     pipe.scheduler.timesteps = range(steps)
     theirs = [0]
@@ -88,7 +88,7 @@ def _step_groups(folder: Path, callback: Any, groups: int, steps: int) -> Findin
 
 
 def _masks(folder: Path) -> Iterator[Finding]:
-    """Its CogVideoX example's reading of a plan, and the mask file that we make of the same plan."""
+    """Compares its CogVideoX example's reading of a plan, and the mask file that we make of the same plan."""
     rng = torch.Generator().manual_seed(0)
     blocks = -(-(math.prod(COGVIDEOX) + TEXT) // BLOCK) - -(-TEXT // BLOCK)
     plan = {"sparse": (torch.rand(GROUPS, 1, HEADS, blocks, blocks, generator=rng) < DENSITY).float()}

@@ -62,14 +62,14 @@ def findings(folder: Path) -> Iterator[Finding]:
 
 
 def _as_a_function(grid: BlockGrid, reach: int, sink: int) -> np.ndarray:
-    """bool[nq, nk]: its rule in the words of docs/masks.md, "Write your own"."""
+    """Returns bool[nq, nk]: its rule in the words of docs/masks.md, "Write your own"."""
     position = np.arange(grid.tokens)
     q, k = (line_segments(axis, line=np.zeros_like(position), at=position) for axis in (grid.q_axis, grid.k_axis))
     return reduce_to_blocks(grid, (distances(q, k) <= reach) | (k.first < sink), q, k)
 
 
 def _blocks(rule: Callable[..., Any], tokens: int) -> np.ndarray:
-    """bool[n, n]: blocks that hold a pair of tokens that the rule allows."""
+    """Returns bool[n, n]: blocks that hold a pair of tokens that the rule allows."""
     position = torch.arange(tokens)
     dense = rule(0, 0, position[:, None], position[None]).numpy()
     starts = np.arange(0, tokens, BLOCK)
