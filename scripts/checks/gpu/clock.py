@@ -27,7 +27,7 @@ class Sampler:
         self._flush = torch.empty(FLUSHED, dtype=torch.int8, device=device) if self._on_gpu else None
 
     def medians(self, works: Mapping[str, Work]) -> dict[str, float]:
-        """Median milliseconds of each. All are warmed up, then run round-robin, so that a drifting clock hits all."""
+        """Measures the median milliseconds of each, warmed up and round-robin, so that a drifting clock hits all."""
         for work in works.values():
             for warm_up in range(min(2, self.samples)):
                 work(warm_up)
@@ -39,7 +39,7 @@ class Sampler:
         return {name: statistics.median(found) for name, found in times.items()}
 
     def cpu_ms(self, work: Work) -> float:
-        """Median milliseconds until the CPU goes on, with nothing queued before."""
+        """Measures the median milliseconds until the CPU goes on, with nothing queued before."""
         work(0)
         found = []
         for sample in range(self.samples):

@@ -65,7 +65,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a journal has about a case: `state` is open, ended, failed or skipped."""
+    """Entries of a journal about a case: `state` is open, ended, failed or skipped."""
 
     starts: int = 0
     state: str = "open"
@@ -100,7 +100,7 @@ class Journal:
         self.write("row", case, **asdict(row), correct=row.correct, met=row.met)
 
     def outcomes(self) -> dict[str, Outcome]:
-        """What is known of each case. Lines that were cut off are passed over."""
+        """Returns what is known of each case. Lines that were cut off are passed over."""
         found: dict[str, Outcome] = {}
         for entry in self._entries():
             outcome = found.setdefault(entry["case"], Outcome())
@@ -115,7 +115,7 @@ class Journal:
         return found
 
     def complete(self) -> bool:
-        """True if every case of the step has been run."""
+        """Returns True if every case of the step has been run."""
         outcomes = self.outcomes()
         return "" in outcomes and all(outcome.state != "open" for outcome in outcomes.values())
 
@@ -131,7 +131,7 @@ class Journal:
 
 
 def sources_fingerprint() -> str:
-    """Hexadecimal digits that change with any source that the suite runs; there may be no git on a lent machine."""
+    """Returns hexadecimal digits that change with any source of the suite; a lent machine may have no git."""
     digest = hashlib.sha256()
     files = (file for pattern in SOURCES for folder in REPO.glob(pattern) for file in folder.rglob("*"))
     for file in sorted(file for file in files if file.suffix in (".py", ".yaml")):

@@ -56,7 +56,7 @@ def packed_for(setting: Setting, shape: Shape, seed: int = 1) -> Packed:
 
 
 def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
-    """Without hints and with the number of full blocks, which takes the fast loop; and with q and k as int8."""
+    """Runs it without hints, with the number of full blocks, for the fast loop, and with q and k as int8."""
     p = packed_for(setting, shape)
     exact, rounded = p.exact(), rounded_to_int8(p).exact()
     full_first = full_counts(p).to(setting.device)
@@ -75,7 +75,7 @@ def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
 
 
 def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
-    """A partial result over half of each row's blocks takes in the other half: inside the kernel, and by our merge."""
+    """Merges the other half of each row's blocks into a partial result: inside the kernel, and by our merge."""
     p = packed_for(setting, shape)
     half, width = p.kv_count // 2, p.kv_index.shape[1]
     later = p.kv_index.gather(1, (torch.arange(width)[None] + half[:, None]).clamp(max=width - 1))
@@ -153,7 +153,7 @@ def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[
 
 
 def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, int]:
-    """int[n, 6] segments of `mean` tokens from 5 heads of 600 tokens, and the number of positions that they fill."""
+    """Draws int[n, 6] segments of `mean` tokens from 5 heads of 600 tokens, and counts the positions they fill."""
     rng = np.random.default_rng(mean)
     count = 8 if setting.dry else 500
     length = rng.integers(1, 2 * mean + 1, count)
@@ -205,7 +205,7 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
 
 
 def row_bits(setting: Setting) -> Iterator[Row]:
-    """Masks' rows packed to bits, and bits expanded to tables."""
+    """Checks masks' rows packed to bits, and bits expanded to tables."""
     from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 
     rng = np.random.default_rng(0)
@@ -230,7 +230,7 @@ def row_bits(setting: Setting) -> Iterator[Row]:
 
 
 def range_checks(setting: Setting) -> Iterator[Row]:
-    """An index beyond the blocks is reported by DBSP_DEBUG, before a kernel reads it."""
+    """Checks that an index beyond the blocks is reported by DBSP_DEBUG, before a kernel reads it."""
     p = packed(block_q=64, block_k=64).to(setting.device)
     bad = replace(p, kv_index=torch.full_like(p.kv_index, 6), kv_count=torch.ones_like(p.kv_count))
     found = 0

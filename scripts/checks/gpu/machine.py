@@ -58,7 +58,7 @@ def described() -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """The version of a library, what is raised when it is imported, or "" where it is not installed."""
+    """Returns the version of a library, what is raised when it is imported, or "" where it is not installed."""
     if importlib.util.find_spec(name) is None:
         return ""
     try:
@@ -68,7 +68,7 @@ def _version(name: str) -> str:
 
 
 def _output(command: list[str]) -> str:
-    """What a program prints, or "" if it is not here or fails."""
+    """Returns what a program prints, or "" if it is not here or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

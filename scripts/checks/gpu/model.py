@@ -38,7 +38,7 @@ class Block(nn.Module):
         return x + self.mlp(F.layer_norm(x, x.shape[-1:]))
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, n, H · D] as [B, H, n, D]."""
+        """Returns [B, n, H · D] as [B, H, n, D]."""
         return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
 
@@ -50,7 +50,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(heads, head_dim, ffn) for _ in range(layers))
 
     def forward(self, x: torch.Tensor, text: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x [B, n, H · D] and text [B, m, H · D] to [B, n, H · D]."""
+        """Computes x [B, n, H · D] and text [B, m, H · D] to [B, n, H · D]."""
         for layer, block in enumerate(self.blocks):
             x = block(x, text, layer, attend)
         return x
@@ -59,7 +59,7 @@ class Transformer(nn.Module):
 def random_transformer(
     layers: int, heads: int, head_dim: int, ffn: int, device: str, dtype: torch.dtype
 ) -> Transformer:
-    """A transformer with the same weights at every call, made on the device."""
+    """Makes a transformer with the same weights at every call, made on the device."""
     torch.manual_seed(0)
     with torch.device(device):
         return Transformer(layers, heads, head_dim, ffn).to(dtype).eval().requires_grad_(False)

@@ -76,7 +76,7 @@ def exchange(rank: int, world: int, setting: Setting, strategies: list[str]) -> 
 
 
 def sessions(rank: int, world: int, setting: Setting, strategies: list[str]) -> Iterator[Row]:
-    """Forward and backward of one attention under every strategy, the largest error of any rank."""
+    """Compares forward and backward of one attention under every strategy, the largest error of any rank."""
     sizes = TINY if setting.dry else SMALL
     dtypes = (torch.float32,) if setting.dry else (torch.float32, torch.bfloat16)
     for dtype, (kind, mask) in itertools.product(dtypes, MASKS.items()):
@@ -91,7 +91,7 @@ def sessions(rank: int, world: int, setting: Setting, strategies: list[str]) -> 
 
 
 def video(rank: int, world: int, setting: Setting, strategies: list[str]) -> Iterator[Row]:
-    """A denoising on all ranks, balanced against unbalanced: of the slowest rank."""
+    """Times a denoising on all ranks, balanced against unbalanced: of the slowest rank."""
     model = transformer_of(setting)
     for strategy in strategies:
         steps = {}
@@ -106,14 +106,14 @@ def video(rank: int, world: int, setting: Setting, strategies: list[str]) -> Ite
 
 
 def _largest(setting: Setting, value: float) -> float:
-    """The largest of all ranks."""
+    """Returns the largest of all ranks."""
     found = torch.tensor(value, device=setting.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def _seconds(setting: Setting, work: Callable[[], object], times: int = 10) -> float:
-    """Mean seconds of a work that all ranks do, after two to warm up."""
+    """Measures the mean seconds of a work that all ranks do, after two to warm up."""
     for _warm_up in range(2):
         work()
     _largest(setting, 0.0)

@@ -39,7 +39,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def prediction(setting: Setting, name: str, options: dict[str, Any]) -> Iterator[Row]:
-    """A rank's heads over all tokens: what pooling, scores and choosing take, without communication."""
+    """Times the prediction of a rank's heads: pooling, scores and choosing, without communication."""
     source = DbspConfig.load({"mask": {"source": name, **options}}).mask
     shape = 1, setting.own_heads, setting.tokens, setting.head_dim
     # Neighbouring tokens are equal, or every block would be dense for its dissimilarity.
@@ -55,7 +55,7 @@ def prediction(setting: Setting, name: str, options: dict[str, Any]) -> Iterator
 
 
 def steady_call(setting: Setting, strategy: str, mask: dict[str, Any]) -> Iterator[Row]:
-    """A layer's call on rank 0 of several, the others left out: the device's time, and the host's to launch it."""
+    """Times a layer's call on rank 0 of several without the others: on the device, and on the CPU that launches it."""
     config = DbspConfig.load({"mask": mask})
     group = AloneRank(0, setting.world)
     session = AttentionSession(config, group, Strategy.parse(strategy), setting.heads, 1)
@@ -83,7 +83,7 @@ def _part(plan: Plan, layout: SequenceLayout, device: torch.device) -> tuple[Rou
 
 
 def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, int]) -> Iterator[Row]:
-    """A plan of all heads, a rank's part of it, and the tables of a mask under it."""
+    """Times a plan of all heads, a rank's part of it, and the tables of a mask under it."""
     source = SyntheticSource(preset="wan2.1-t2v-14b", density=0.4, **blocks)
     mask = source.mask(MaskRequest(0, setting.heads, setting.thw))
     plan = make_plan(mask, strategy, planner)
@@ -107,5 +107,5 @@ def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, in
 
 
 def _copy(mask: BlockMask) -> BlockMask:
-    """The mask without what was counted of it."""
+    """Copies the mask without what was counted of it."""
     return BlockMask(mask.bits.clone(), mask.grid)

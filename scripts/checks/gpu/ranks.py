@@ -53,14 +53,14 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def inputs(setting: Setting, sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output, [1, H, N, D] each, of all tokens."""
+    """Draws q, k, v and the gradient of the output, [1, H, N, D] each, of all tokens."""
     generator = torch.Generator().manual_seed(seed)
     shape = (4, 1, sizes.heads, sizes.video.tokens, sizes.head_dim)
     return list(torch.randn(shape, generator=generator).to(setting.device, dtype))
 
 
 def one_strategy(setting: Setting, strategy: str, mask: dict[str, Any], dtype: torch.dtype) -> Iterator[Row]:
-    """One attention and its backward."""
+    """Compares one attention and its backward."""
     sizes = TINY if setting.dry else SMALL
     *qkv, dout = inputs(setting, sizes, dtype)
     expected = expected_on_one(sizes, mask, qkv, dout)
@@ -98,7 +98,7 @@ def on_rank(
     qkv: list[torch.Tensor],
     dout: torch.Tensor,
 ) -> tuple[SequenceLayout, list[torch.Tensor]]:
-    """The layout, and this rank's output and gradients."""
+    """Returns the layout, and this rank's output and gradients."""
     session = session_of(sizes, SequenceGroup.from_group(), strategy, mask)
     layout = session.begin(sizes.video, timestep=900.0, device=setting.device)
     mine = [local(one, layout, rank).requires_grad_(True) for one in qkv]

@@ -46,7 +46,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def largest_error(job: PackedJob, kernel: str, rows: int = 16, **options: object) -> float:
-    """Relative error of the first rows of the order and the last, against float64."""
+    """Returns the relative error of the first rows of the order and the last, against float64."""
     q, k, v = job.inputs[0]
     out, _ = block_attention(q, k, v, **vars(job.table), kernel=kernel, **options)
     picked = torch.cat([job.table.row_schedule[: rows // 2], job.table.row_schedule[-(rows // 2) :]]).long()
@@ -58,7 +58,7 @@ def largest_error(job: PackedJob, kernel: str, rows: int = 16, **options: object
 
 
 def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
-    """Dense attention of a rank's heads by every library that does it here."""
+    """Returns dense attention of a rank's heads by every library that does it here."""
     options = {"device": setting.device, "dtype": shape.dtype}
     size = 3, 1, setting.own_heads, setting.tokens, shape.head_dim
     sets = [torch.randn(size, **options) for _ in range(setting.sets)]
@@ -80,7 +80,7 @@ def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
 
 
 def sparse_contenders(job: PackedJob) -> dict[str, Work]:
-    """Every block-sparse kernel that supports such rows here."""
+    """Returns every block-sparse kernel that supports such rows here."""
     setting, shape = job.setting, job.shape
     needs = KernelRequirements(shape[:2], shape.head_dim, lse=False, ragged_rows=False, tokens=setting.tokens)
 
@@ -147,7 +147,7 @@ def dense_heads(setting: Setting, shape: Shape) -> Iterator[Row]:
 
 
 def merging(job: PackedJob) -> Iterator[Row]:
-    """Merging into a partial result over a plain forward."""
+    """Times merging into a partial result over a plain forward."""
     sets, table = job.setting.sets, vars(job.table)
     partial = block_attention(*job.inputs[0], **table, kernel="triton", out_dtype=torch.float32)
 
@@ -159,7 +159,7 @@ def merging(job: PackedJob) -> Iterator[Row]:
 
 
 def packing(setting: Setting) -> Iterator[Row]:
-    """Packing and unpacking a rank's q, k, v for U{world}R1 over copies of the same bytes; and as int8."""
+    """Times packing and unpacking a rank's q, k, v for U{world}R1 over copies of the same bytes; and as int8."""
     grid = BlockGrid.uniform(setting.tokens, setting.measured[-1].block_k)
     plan = make_plan(BlockMask.dense(setting.heads, grid), f"U{setting.world}R1")
     layout = SequenceLayout.contiguous(setting.tokens, setting.world)
@@ -200,7 +200,7 @@ def packing(setting: Setting) -> Iterator[Row]:
 
 
 def tiles(job: PackedJob) -> Iterator[Row]:
-    """Other tiles than the table's, over the table's."""
+    """Times other tiles than the table's, over the table's."""
     from dbsp_kernels.triton.forward import triton_attention
     from dbsp_kernels.triton.launch import capability_of
 
@@ -230,7 +230,7 @@ def tiles(job: PackedJob) -> Iterator[Row]:
 
 
 def _real(grid: BlockGrid, setting: Setting) -> torch.Tensor:
-    """int64, the positions of real tokens among a head's blocks."""
+    """Returns int64, the positions of real tokens among a head's blocks."""
     lengths = torch.from_numpy(grid.k_axis.lengths)[:, None]
     inside = torch.arange(grid.block_k)[None] < lengths
     return inside.flatten().nonzero().squeeze(1).to(setting.device)

@@ -24,7 +24,7 @@ PREDICTED = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 32, 
 
 
 def unequal_bits(grid: BlockGrid, request: MaskRequest) -> np.ndarray:
-    """bool[heads, nq, nk]: asymmetric, unequal over heads and rows; the first head dense, some rows empty."""
+    """Draws bool[heads, nq, nk]: asymmetric, unequal over heads and rows; the first head dense, some rows empty."""
     rng = np.random.default_rng(request.layer)
     head, row = rng.uniform(0.1, 0.9, (request.heads, 1, 1)), rng.uniform(0.4, 1.6, (1, grid.nq, 1))
     bits = rng.random((request.heads, grid.nq, grid.nk)) < head * row
@@ -85,14 +85,14 @@ def session_of(
     clock: StepClock | None = None,
     **settings: Any,
 ) -> AttentionSession:
-    """A session of `sizes.layers` layers. Collective."""
+    """Makes a session of `sizes.layers` layers. Collective."""
     config = DbspConfig.load({"mask": mask, "strategy": strategy, **settings})
     parts = config, group, Strategy.parse(strategy), sizes.heads, sizes.layers
     return AttentionSession(*parts, clock=clock or StepClock())
 
 
 def local(full: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
-    """A rank's [B, H, shard, D] of [B, H, N, D], zero at padding."""
+    """Returns a rank's [B, H, shard, D] of [B, H, N, D], zero at padding."""
     tokens, positions = (torch.from_numpy(one).to(full.device) for one in layout.tokens_at(rank))
     shard = full.new_zeros(*full.shape[:2], layout.shard, full.shape[3])
     shard[:, :, positions] = full[:, :, tokens]
@@ -100,13 +100,13 @@ def local(full: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor
 
 
 def whole(shards: Sequence[torch.Tensor], layout: SequenceLayout) -> torch.Tensor:
-    """[B, H, N, D] from each rank's [B, H, shard, D]."""
+    """Returns [B, H, N, D] from each rank's [B, H, shard, D]."""
     rank, position = (torch.from_numpy(one).to(shards[0].device).long() for one in (layout.rank, layout.local))
     return torch.stack(list(shards))[rank, :, :, position].permute(1, 2, 0, 3)
 
 
 def mask_of(session: AttentionSession, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-    """The mask that a session uses for all tokens of one sample."""
+    """Returns the mask that a session uses for all tokens of one sample."""
     source = session.config.mask
     if source.changes == "per_call":
         return source.mask(request, tokens)
@@ -125,7 +125,7 @@ def expected_on_one(
 
 
 def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-    """Attention [1, H, N, D] in float64 by torch's own operations, differentiable; zero at empty rows."""
+    """Computes attention [1, H, N, D] in float64 by torch's own operations, differentiable; zero at empty rows."""
     allowed = token_mask(BlockMask(mask.bits.cpu(), mask.grid)).to(q.device)
     scores = (q.double() @ k.double().mT) * q.shape[-1] ** -0.5
     some = allowed.any(-1, keepdim=True)

@@ -26,7 +26,7 @@ ODD = ((48, 33, 24), (17, 160, 40), (192, 16, 80), (64, 64, 256))
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for."""
+    """Sizes and dtype that a kernel is compiled for."""
 
     block_q: int
     block_k: int
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 
 def shipped_shapes() -> list[Shape]:
-    """Every shape that a shipped configuration can ask for, and 64×64 blocks, mask sources' and files' default."""
+    """Returns every shape that a shipped configuration can ask for, and 64×64 blocks, the default of masks."""
     found = set()
     for path in sorted(shipped_configs().glob("*.yaml")):
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ class Setting:
 
     @classmethod
     def tiny(cls, device: str) -> Setting:
-        """For a dry run: everything once, in seconds."""
+        """Returns the sizes of a dry run: everything once, in seconds."""
         video = {"ffn": 64, "layers": 2, "steps": 2}
         small = {"thw": (1, 8, 10), "heads": 4, "head_dim": 16, "world": 2, "sets": 1, "samples": 1}
         return cls(True, device, torch.float32, densities=(0.4, 1.0), **small, **video)
@@ -135,7 +135,7 @@ class Setting:
         return True
 
     def job(self, shape: Shape, density: float) -> PackedJob:
-        """The packed rows of a rank's heads under a synthetic mask."""
+        """Makes the packed rows of a rank's heads under a synthetic mask."""
         blocks = {"block_q": shape.block_q, "block_k": shape.block_k}
         grid = BlockGrid(self.tokens, 0, **blocks)
         if density == 1:

@@ -1,4 +1,4 @@
-"""See scripts/gpu_suite: starts the steps, each in processes of its own, and reports what they have found.
+"""The suite behind scripts/gpu_suite: starts steps in processes of their own, and reports what they have found.
 
 Kernels are compiled where they run, by several processes at a time that share one cache on disk; later calls find it
 in the folder of earlier results. A cache filled elsewhere would not be found: Triton's key hashes its own sources and
@@ -31,7 +31,7 @@ LEAST_S = 5.0
 
 @dataclass(frozen=True)
 class Step:
-    """What a module checks or measures.
+    """Checks or measurements of one module.
 
     Attributes:
         minutes: Time budget.
@@ -128,7 +128,7 @@ def groups(args: argparse.Namespace, steps: list[Step]) -> list[list[Step]]:
 
 
 def options_of(args: argparse.Namespace, step: Step) -> list[str]:
-    """What a dry run's workers are started with."""
+    """Returns what a dry run's workers are started with."""
     interpreted = ["--simulate"] if args.simulate else ["--interpret"] * step.interpret
     return ["--dry-run", *interpreted] if args.dry_run else []
 

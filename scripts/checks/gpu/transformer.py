@@ -36,7 +36,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def one_source(setting: Setting, sizes: Sizes, mask: dict[str, Any], dtype: torch.dtype) -> Iterator[Row]:
-    """Two denoising steps, every attention compared with the same q, k and v."""
+    """Runs two denoising steps, every attention compared with the same q, k and v."""
     session = session_of(sizes, SequenceGroup(0, 1), "U1R1", mask)
     model = random_transformer(sizes.layers, sizes.heads, sizes.head_dim, 64, setting.device, dtype)
     worst = otherwise = from_sdpa = 0.0
@@ -71,7 +71,7 @@ def one_source(setting: Setting, sizes: Sizes, mask: dict[str, Any], dtype: torc
 
 
 def diffusers_wan(setting: Setting) -> Iterator[Row]:
-    """A tiny Wan of diffusers: dense against the same without db-SP, and sparse against the CPU."""
+    """Compares a tiny Wan of diffusers: dense against the same without db-SP, and sparse against the CPU."""
     if importlib.util.find_spec("diffusers") is None:
         raise Skipped("diffusers is not installed")
     from dbsp_diffusers import disable, enable

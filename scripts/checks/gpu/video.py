@@ -50,7 +50,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def each_rank_alone(setting: Setting, strategy: str) -> Iterator[Row]:
-    """Attention of the slowest rank, call by call, under both planners."""
+    """Times attention of the slowest rank, call by call, under both planners."""
     model = transformer_of(setting)
     slowest, steps = {}, {}
     for planner in PLANNERS:
@@ -105,7 +105,7 @@ def denoise(
 
 
 def dense_on_one(setting: Setting) -> Iterator[Row]:
-    """A step of the whole video on one GPU with dense attention: what db-SP divides."""
+    """Times a step of the whole video on one GPU with dense attention: what db-SP divides."""
     model, timeline = transformer_of(setting), Timeline(setting.device)
     x, text = tokens_and_text(setting, math.prod(setting.thw))
     with torch.no_grad():
@@ -117,7 +117,7 @@ def dense_on_one(setting: Setting) -> Iterator[Row]:
 
 
 def tokens_and_text(setting: Setting, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random hidden states [1, tokens, H · D] and text [1, 512, H · D]."""
+    """Draws hidden states [1, tokens, H · D] and text [1, 512, H · D]."""
     options = {"device": setting.device, "dtype": setting.dtype}
     width = setting.heads * setting.head_dim
     return torch.randn(1, tokens, width, **options), torch.randn(1, 512, width, **options)

@@ -135,7 +135,7 @@ def begin_simulated_step(group: SequenceGroup) -> None:
 
 
 def line_of_product() -> str:
-    """The innermost lines of the product that run, callers last, or "" where the group of threads itself waits."""
+    """Returns the innermost lines of the product that run, callers last, or "" if the group of threads waits."""
     lines: list[str] = []
     for frame in traceback.extract_stack():
         path = Path(frame.filename)
