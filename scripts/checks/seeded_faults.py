@@ -127,7 +127,7 @@ FAULTS = (
         "dbsp_core/masks/steps.py",
         "int(timestep < last or cfg_branch in self._branches)",
         "int(timestep < last)",
-        "tests/core/runtime/test_mask_provider.py -k told_from",
+        "tests/core/runtime/test_mask_provider.py -k passes",
     ),
     Fault(
         "reuse keeps a plan at the threshold P_s",
