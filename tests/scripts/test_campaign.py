@@ -17,7 +17,7 @@ from scripts.checks.stress.faults.fault_injection import fire
 from scripts.checks.stress.faults.fork_server import ForkServer, Task
 from scripts.checks.stress.faults.judging import Expected, message_about
 from scripts.checks.stress.faults.phases import PHASES
-from scripts.checks.stress.frame import Outcome, Progress, State, run_part
+from scripts.checks.stress.frame import Outcome, Part, Progress, State, run_part
 from scripts.checks.stress.oracle.attention_case import draw_case, variants
 from scripts.checks.stress.oracle.oracle_part import BOUNDS
 from scripts.checks.stress.oracle.oracle_worker import run_cases
@@ -43,22 +43,37 @@ def test_part_with_a_new_seed_prints_the_seed(tmp_path):
     assert f"scripts/campaign --seed {found['seed']} --part fuzz --minutes 0.05\n" in done.stderr
 
 
-class EverySeventh:
-    """A part whose every seventh case fails."""
+class EverySeventh(Part):
+    """Numbers, of which every seventh fails."""
 
     name = "sevens"
+    together = 3
+    most_tries = 9
 
-    def run(self, seed, first):
-        for number in itertools.count(first):
-            yield Outcome(number, None if number % 7 else "it is a seventh", {"number": number})
+    def draw(self, seed, number):
+        return number
 
-    def explain(self, seed, number):
-        return f"case {number} of {seed}"
+    def judged(self, cases):
+        for number, case in cases.items():
+            yield Outcome(number, None if case % 7 else "it is a seventh", {"number": number})
+
+    def smaller(self, case):
+        yield from range(1, case)
+
+    def close(self):
+        self.closed = True
+
+
+def test_failing_case_is_repeated_alone_and_made_smaller():
+    part = EverySeventh()
+    assert [part.repeat(3, number).failure for number in (14, 15)] == ["it is a seventh", None]
+    assert part.closed
+    assert (part.explain(3, 14), part.explain(3, 15)) == ("7", "15")
 
 
 def test_second_run_continues_and_says_how_to_repeat_a_failure(tmp_path, capsys):
     path = tmp_path / "state.json"
-    how = "scripts/campaign --case sevens:3:{0}   it is a seventh   case {0} of 3"
+    how = "scripts/campaign --case sevens:3:{0}   it is a seventh   {0}"
     for seed, done in ((3, 1), (None, 2), (3, 8)):  # new, any, the same
         state = State.read(path, seed)
         while state.parts.get("sevens", Progress()).next < done:

@@ -75,8 +75,10 @@ class Part(ABC):
     def explain(self, seed: int, number: int) -> str:
         """Returns a failing case in one line, or its smallest variant that still fails."""
         case, tries = self.draw(seed, number), 0
+        if not self.most_tries:
+            return str(case)
         try:
-            found = self._alone(case).failure if self.most_tries else None
+            found = self._alone(case).failure
             left = self.smaller(case) if found and "Hang" not in found else iter(())
             while (one := next(left, None)) is not None and tries < self.most_tries:
                 tries += 1
