@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class Draw(Case):
 
     sequences: tuple[Sequence, ...] = ()
     backward: bool = False
+
+    def __str__(self) -> str:
+        given = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        return f"Draw({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
     def world(self) -> int:
