@@ -187,8 +187,10 @@ def _attached(
     if made.sessions[0][1].config.vae:
         decoders = generations.checks if framework.decoders is None else GenerationChecks(framework.decoders)
         share_decoding(model, decoders, changes)
-    for transformer, _ in made.sessions:
-        changes.set_attribute(transformer, STATE, Attached(changes, made.sessions, framework.name, generations))
+    attached = Attached(changes, made.sessions, framework.name, generations)
+    for part in (*transformers.values(), *([] if pipe is None else [pipe])):
+        changes.set_attribute(part, STATE, attached)
+    for transformer in transformers.values():
         changes.set_attribute(transformer, "__reduce_ex__", _reject_copy)  # which copy and pickle ask
     return made
 

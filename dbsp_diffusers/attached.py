@@ -18,7 +18,7 @@ from dbsp_diffusers.sharding.generations import Generations
 __all__ = ["STATE", "Attached", "attached_to", "carried_by", "weights_fingerprint"]
 
 STATE = "_dbsp"
-"""Attribute of a transformer: there, rather than in a table here, so that both are freed together."""
+"""Attribute of a pipeline and its transformers: there, rather than in a table here, so that all are freed together."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ def weights_fingerprint(transformer: nn.Module) -> int:
 
 
 def attached_to(model: Any) -> Attached | None:
-    """Returns what is attached to any of a model's transformers, or None. torch.compile may have wrapped them."""
+    """Returns what is attached to a pipeline or any of its transformers, or None. torch.compile may have wrapped them.
+
+    A pipeline has it also if its transformers were exchanged since.
+    """
     parts = (getattr(part, "_orig_mod", part) for part in transformers_in(model).values())
-    return next(filter(None, (vars(part).get(STATE) for part in parts)), None)
+    return next((state for part in (model, *parts) if (state := getattr(part, "__dict__", {}).get(STATE))), None)

@@ -142,8 +142,9 @@ def failed_on_all(rank: int, world: int, guidance: bool) -> tuple[str, list[bool
     return error, compared
 
 
-def exchanged(rank: int, world: int, folder: str, everywhere: bool) -> tuple[str, str]:
-    """(what a pipeline says whose transformer was exchanged, on all ranks or on the last, and once it is back)"""
+def exchanged(rank: int, world: int, folder: str, everywhere: bool) -> tuple[str, str, str]:
+    """(what a pipeline says whose transformer was exchanged, on all ranks or on the last, once it is back, and once
+    db-SP is disabled with another)"""
     pipe = load("wan", folder)
     dbsp_diffusers.enable(pipe, CONFIG)
     own = pipe.transformer
@@ -153,8 +154,11 @@ def exchanged(rank: int, world: int, folder: str, everywhere: bool) -> tuple[str
     first = said(lambda: pipe("a", output_type="latent", **size))
     pipe.transformer = own
     second = said(lambda: pipe("a", output_type="latent", **size))
+    pipe.transformer = load("wan", folder).transformer
     dbsp_diffusers.disable(pipe)
-    return first, second
+    third = said(lambda: pipe("a", output_type="latent", **size))
+    assert not vars(own).keys() & {"_dbsp", "_is_parallelized"}
+    return first, second, third
 
 
 LORA_TARGETS = {
