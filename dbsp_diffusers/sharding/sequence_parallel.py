@@ -127,8 +127,7 @@ class _SequenceSharding:
         self._caches = StepCaches(transformer, blocks, self.together)
 
     def attach(self, patches: PatchSet) -> None:
-        self._caches.look()
-        patches.on_detach(self._caches.release)
+        self._caches.attach(patches)
         attentions = self._architecture.attentions_of(self._transformer)
         to_video = self._architecture.attentions_to_video_of(self._transformer)
         self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)

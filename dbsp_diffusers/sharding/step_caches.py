@@ -94,6 +94,16 @@ class StepCaches:
         self._together = together
         self._deciding: tuple[Any, PatchSet] | None = None
 
+    def attach(self, patches: PatchSet) -> None:
+        """Looks for the first time. What caches have kept, before and until `patches` are undone, is forgotten.
+
+        Those are tensors of other tokens than in the next pass, made with another mask.
+        """
+        self.look()
+        patches.on_detach(self._release)
+        self._reset()
+        patches.on_detach(self._reset)
+
     def look(self) -> None:
         """Raises UserError for a cache that cannot be made to decide consistently on all ranks."""
         deciding = self._cache_dit()
@@ -103,15 +113,22 @@ class StepCaches:
                 if type(hook).__name__ == DECIDING:
                     deciding = hook
         if deciding is not (self._deciding and self._deciding[0]):
-            self.release()
+            self._release()
             if deciding is not None:
                 self._deciding = deciding, self._take_over(deciding)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Leaves every cache with its own decision."""
         if self._deciding is not None:
             self._deciding[1].detach()
             self._deciding = None
+
+    def _reset(self) -> None:
+        """Lets diffusers' caches forget earlier passes, as its pipelines do after a call that succeeds."""
+        for module in _modules_of(self._transformer, self._blocks):
+            for hook in _skipping_hooks(module):
+                if hook._is_stateful:
+                    hook.reset_state(module)
 
     def _require_known(self, hook: Any) -> None:
         name = type(hook).__name__

@@ -246,6 +246,29 @@ def _forget_registries(transformer: torch.nn.Module) -> None:
         vars(module).pop("_diffusers_hook", None)
 
 
+def cached_before(rank: int, world: int) -> list[float]:
+    """Differences from no cache of the first passes after `enable` and `disable`, with a cache that skips all it can.
+
+    What it kept of earlier passes are tensors of other tokens, made with another mask.
+    """
+    ours, config = Denoising(CacheCase("first block", "wan")), {"mask": MASK}
+
+    def one_pass() -> torch.Tensor:
+        with torch.no_grad(), ours.transformer.cache_context("cond"):
+            return ours.transformer(**ours.inputs)[0]
+
+    dense = one_pass()
+    single = attach_single_process(ours.transformer, config)
+    sparse = one_pass()
+    single.detach()
+    ours.enable(1e9)
+    one_pass()
+    dbsp_para.parallelize_transformer(ours.transformer, config=config)
+    found = [_apart(one_pass(), sparse)]
+    dbsp_para.unparallelize(ours.transformer)
+    return [*found, _apart(one_pass(), dense)]
+
+
 def rejection(rank: int, world: int, kind: str) -> tuple[str, str]:
     """What is said of a cache that is there before db-SP, and of one that is enabled after; "" where it is taken."""
     said = []

@@ -14,6 +14,7 @@ from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRank
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 from tests.diffusers.cache_cases import (
     CacheCase,
+    cached_before,
     important_tokens,
     rejection,
     run_cache_case,
@@ -59,6 +60,11 @@ def test_on_xdit_s_own_transformer(pool, cache, first, threshold):
     workers.run(start_xfuser)
     case = CacheCase(cache, "wan", (threshold,), first, strategy="U2R2", host="wrapper", batch=1)
     assert_as_in_one_process(workers.run(run_cache_case, case))
+
+
+def test_passes_before_enable_or_disable_leave_nothing_in_a_cache(pool):
+    for found in pool(2).run(cached_before):
+        assert max(found) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize(("cache", "first"), [("first block", False), ("cache-dit", True)])
