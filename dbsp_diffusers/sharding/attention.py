@@ -194,6 +194,7 @@ class NativeBackend:
                 processor._attention_backend = native
 
     def _release(self) -> None:
+        self.pin()  # a backend that was set since the last pass is the user's, too
         for processor, backend in self._users.values():
             if backend is _MISSING:
                 del processor._attention_backend

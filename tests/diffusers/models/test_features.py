@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from diffusers.models.attention_dispatch import attention_backend
 
+import dbsp_diffusers
 from tests.diffusers.models.feature_cases import FEATURES, run_backends, run_feature, run_ip_adapter
+from tests.support.models.tiny_transformers import make_tiny_transformer
 
 TOLERANCE = 1e-5
 
@@ -24,6 +27,16 @@ def test_an_image_prompt_of_an_ip_adapter(pool):
     for from_one_process, effect in pool(2).run(run_ip_adapter):
         assert from_one_process <= TOLERANCE
         assert effect > 1000 * TOLERANCE
+
+
+def test_backend_set_before_disable_without_a_pass_is_kept():
+    transformer = make_tiny_transformer("wan")
+    dbsp_diffusers.enable(transformer, "dense")
+    with attention_backend():  # else it would be that of all models of this process from now on
+        transformer.set_attention_backend("_native_math")
+    dbsp_diffusers.disable(transformer)
+    attentions = [attention for block in transformer.blocks for attention in (block.attn1, block.attn2)]
+    assert {attention.processor._attention_backend for attention in attentions} == {"_native_math"}
 
 
 def test_self_attention_is_native_and_cross_attention_the_user_s(pool):
