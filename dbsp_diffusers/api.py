@@ -52,7 +52,7 @@ def enable(
             checkpoint, dense attention where none are shipped.
         mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, in addition to any others: the ranks
             that share a sequence, and how. Default: all ranks.
-        group: The ranks that share a sequence, where no mesh says it. Default: all ranks.
+        group: The ranks that share a sequence, instead of a mesh. Default: all ranks.
         strategy: Strategy of the ranks of a sequence, for example "U4R2", if the configuration does not name it.
             Default: Ulysses on all of them.
         guidance: True if each half of the ranks is to compute one of a step's two CFG passes: then `strategy`
@@ -73,6 +73,8 @@ def enable(
             GPUs or another one than on other ranks, or a mesh, strategy or configuration that does not fit or differs
             between ranks. The model is then as it was.
     """
+    if group is not None and mesh is not None:
+        raise UserError("mesh and group both name the ranks that share a sequence; give one of them")
     if guidance is not False and mesh is not None:
         raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)

@@ -79,6 +79,11 @@ def _crossed_mesh(rank: int) -> None:
     dbsp_diffusers.enable(make_tiny_transformer("wan"), mesh=mesh)
 
 
+def _mesh_and_group(rank: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ring",))
+    dbsp_diffusers.enable(make_tiny_transformer("wan"), mesh=mesh, group=dist.group.WORLD)
+
+
 def _enable_parallelism_before(rank: int) -> None:
     pipe = Pipe(transformer=make_tiny_transformer("wan"), transformer_2=make_tiny_transformer("wan"))
     enable_parallelism(pipe.transformer_2, ulysses_degree=2)
@@ -124,6 +129,7 @@ MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
     "a second enable": (_twice, "parallelized already"),
     "a mesh without our dimensions": (_useless_mesh, "a dimension ring or ulysses, got dimensions data, tensor"),
     "a mesh in another order": (_crossed_mesh, "ring must come before ulysses"),
+    "a mesh and a group": (_mesh_and_group, "mesh and group both name the ranks that share a sequence"),
     "degrees that don't multiply": (_config({"strategy": "U3R1"}), "U3R1"),
     "report for one transformer": (
         _config({"transformer_2": {"report": "x"}}),
