@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.steps import DenseSchedule
 from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
 from dbsp_core.planning.comm_dtype import MODEL
-from dbsp_core.sources import SOURCES, DenseSource, MaskSource, NablaSource, UnionSource, parts_of
+from dbsp_core.sources import NablaSource, UnionSource, parts_of
+from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import UserError, in_number
 from dbsp_core.utils.process import log
 from dbsp_core.utils.yaml_file import shown_config
@@ -93,29 +93,10 @@ def log_config(
 
 
 def describe_mask(config: DbspConfig) -> str:
-    """Describes the mask source with its settings, such as "sparge (cdf 0.92, block_q 128), dense first_steps 5"."""
-    schedule = _describe_changed(config.dense_schedule, DenseSchedule())
-    sources = " + ".join(map(_describe_source, parts_of(config.mask)))
-    return sources + (f", dense {schedule}" if schedule else "")
-
-
-def _describe_source(mask: MaskSource) -> str:
-    name = next((name for name, cls in SOURCES.items() if type(mask) is cls), type(mask).__name__)
-    default: Any = DenseSource() if isinstance(mask, DenseSource) else None
-    settings = _describe_changed(mask, default) if is_dataclass(mask) else ""
-    return name + (f" ({settings})" if settings else "")
-
-
-def _describe_changed(settings: Any, default: Any) -> str:
-    """Returns the fields whose value is not the default's, as text; without a default instance, all that are set."""
-    shown = []
-    for f in sorted(fields(settings), key=lambda one: bool(one.kw_only)):  # what several sources have comes last
-        value = getattr(settings, f.name)
-        if f.name.startswith("_") or value is None or (default is not None and value == getattr(default, f.name)):
-            continue
-        text = "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        shown.append(f"{f.name} {text}")
-    return ", ".join(shown)
+    """Describes the mask source with all settings, and what stays dense, such as "sol:…, dense last_steps 5"."""
+    schedule = config.dense_schedule
+    dense = [f"{one.name} {number}" for one in fields(schedule) if (number := getattr(schedule, one.name))]
+    return mask_in_words(config.mask, defaults=True) + (f", dense {', '.join(dense)}" if dense else "")
 
 
 @functools.lru_cache(maxsize=64)

@@ -114,14 +114,15 @@ def mask_values(source: MaskSource) -> dict[str, Any]:
     return {"source": _name_of(source), **(plain if isinstance(plain, dict) else {})}
 
 
-def mask_in_words(source: MaskSource) -> str:
-    """Returns a source and its settings that are not defaults, such as "sparge:cdf=0.92"; long values are cut."""
+def mask_in_words(source: MaskSource, defaults: bool = False) -> str:
+    """Returns a source and its settings, such as "sparge:cdf=0.92"; defaults if asked for; long values are cut."""
     if isinstance(source, UnionSource):
-        return "+".join(map(mask_in_words, source.of))
+        return "+".join(mask_in_words(part, defaults) for part in source.of)
     name = _name_of(source)
     settings: list[Field[Any]] = [field for field in fields(source) if field.init] if is_dataclass(source) else []
     values = ((field, getattr(source, field.name)) for field in settings)
-    parts = [f"{field.name}={_shortly(value)}" for field, value in values if value != field.default and value != {}]
+    shown = ((field, value) for field, value in values if value not in (None, {}))
+    parts = [f"{field.name}={_shortly(value)}" for field, value in shown if defaults or value != field.default]
     return f"{name}:{','.join(parts)}" if parts else name
 
 

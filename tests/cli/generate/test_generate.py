@@ -89,7 +89,7 @@ def test_from_yaml_to_mp4(tmp_path, expected):
     in_force = [line for line in lines if line.startswith("dbsp: tiny-cogvideox on 2 ranks")]
     assert len(in_force) == 1, done.stderr
     assert "strategy U2R1, planner dbsp, layout contiguous, kernel cpu" in in_force[0]
-    source = next(line for line in lines if line.startswith("dbsp: mask synthetic (block_q"))
+    source = next(line for line in lines if line.startswith("dbsp: mask synthetic:block_q="))
     assert "; from tiny-cogvideox, but for generate.height" in source
     assert "2/2" in done.stderr, "rank 0's bar is seen"
     assert "Warning" not in done.stderr

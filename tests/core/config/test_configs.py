@@ -139,7 +139,8 @@ def test_a_known_model_has_settings_without_a_configuration():
         for known in find_model_spec(model).names:
             config = default_config(signature_of_model(known))
             assert config == DbspConfig.load(f"{model}-sparge")
-    assert describe_mask(config).startswith("sparge (block_q 128, block_k 64, cdf 0.92, similarity 0.3")
+    assert describe_mask(config).startswith("sparge:block_q=128,block_k=64,")
+    assert "cdf=0.92,similarity=0.3" in describe_mask(config)
     assert describe_mask(config).endswith("dense first_steps 5, first_layers 1")
     for unknown in (None, signature_of_model("tiny-wan"), signature_of_model("cogvideox-5b")):
         config = default_config(unknown)
