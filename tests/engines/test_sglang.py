@@ -54,11 +54,11 @@ def test_minimax_h3_with_heads_that_its_ulysses_refuses(tmp_path):
 def test_minimax_h3_with_more_than_a_softmax_is_refused():
     sparse = SimpleNamespace(_resolved_attention_backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3)
     sparse._resolve_attention_backend_once = lambda: None
-    with pytest.raises(UserError, match="gated branch besides its softmax; leave out --attention-backend"):
+    with pytest.raises(UserError, match="gated branch in addition to its softmax; leave out --attention-backend"):
         _kernels_of_h3(sparse)
     linear = SimpleNamespace(_resolved_attention_backend=None, _resolve_attention_backend_once=lambda: None)
     linear.blocks = [SimpleNamespace(attn=SimpleNamespace(hybrid=object()))]
-    with pytest.raises(UserError, match="linear attention besides its softmax"):
+    with pytest.raises(UserError, match="linear attention in addition to its softmax"):
         _kernels_of_h3(linear)
 
 
@@ -92,9 +92,8 @@ def test_its_own_command_makes_the_video_of_one_process(tmp_path):
 
 
 def test_what_is_not_its_own_wan_stops_the_worker_in_one_line(tmp_path):
-    with pytest.raises(
-        RuntimeError, match="UserError: db-SP serves SGLang's own Wan and MiniMax-H3, and this is DiffusersPipeline; "
-    ):
+    supported = "db-SP supports SGLang's own Wan and MiniMax-H3"
+    with pytest.raises(RuntimeError, match=f"UserError: {supported}, and this is DiffusersPipeline; "):
         generate(ENGINE, tmp_path, "rejected", 1, True, "--backend", "diffusers")
 
 
