@@ -15,6 +15,8 @@ from dbsp_diffusers.models.token_sequence import TokenSequence
 
 __all__ = [
     "OUTPUT",
+    "ROTARY",
+    "STREAMS",
     "Architecture",
     "DerivedShardPlan",
     "OwnMask",
@@ -118,6 +120,10 @@ class DerivedShardPlan:
 
 OUTPUT = {"proj_out": ShardSpec("video", 1)}
 """The output that most transformers gather."""
+STREAMS = {"hidden_states": ShardSpec("video", 1), "encoder_hidden_states": ShardSpec("text", 1)}
+"""Arguments of most blocks whose streams are apart."""
+ROTARY = {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}
+"""Outputs of most modules that make rotary tables: cosines and sines."""
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.architecture import OUTPUT, Architecture, DerivedShardPlan, ShardPlan, ShardSpec
+from dbsp_diffusers.models.architecture import OUTPUT, STREAMS, Architecture, DerivedShardPlan, ShardPlan, ShardSpec
 from dbsp_diffusers.models.token_sequence import (
+    TEXTS_DIFFER,
     Inputs,
     TokenSequence,
-    no_grid,
+    one_for_all,
     position_grid,
     read_once,
     reject_arguments,
@@ -31,18 +32,19 @@ def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
     reject_arguments(inputs, "controlnet_block_samples", "controlnet_single_block_samples", "kv_cache_mode")
     ids, tokens = inputs["img_ids"], inputs["hidden_states"].shape[1]
     thw = read_once(ids, lambda rows: position_grid(rows[0] if rows.ndim == 3 else rows, tokens))
-    problem = no_grid("img_ids") if thw is None else None
     text = inputs["encoder_hidden_states"].shape[1]
-    return TokenSequence(thw or (1, 1, tokens), text, timestep_of(inputs), no_grid=problem)
+    return TokenSequence.on_grid(thw, tokens, "img_ids", text=text, timestep=timestep_of(inputs))
 
 
 def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
     """Reads tokens with reference images after the generated one. Joint blocks' rotary tables pack text and images."""
-    sequence, references = _flux(transformer, inputs), inputs.get("image_cond_hidden_states")
-    if references is not None:
-        tokens = math.prod(sequence.thw) + references.shape[1]
-        sequence = replace(sequence, thw=(1, 1, tokens), no_grid=no_grid("image_cond_hidden_states"))
-    return replace(sequence, packed=torch.arange(sequence.text + math.prod(sequence.thw), device="cpu"))
+    own, references = _flux(transformer, inputs), inputs.get("image_cond_hidden_states")
+    tokens = math.prod(own.thw) + (0 if references is None else references.shape[1])
+    packed = torch.arange(own.text + tokens, device="cpu")
+    if references is None:
+        return replace(own, packed=packed)
+    others: dict[str, Any] = {"text": own.text, "timestep": own.timestep, "packed": packed}
+    return TokenSequence.on_grid(None, tokens, "image_cond_hidden_states", **others)
 
 
 _FLUX = Architecture(
@@ -56,12 +58,7 @@ _WITHOUT_PLAN = replace(
     _FLUX,
     shard_plan=ShardPlan(
         inputs={
-            "": {
-                "hidden_states": ShardSpec("video", 1),
-                "encoder_hidden_states": ShardSpec("text", 1),
-                "img_ids": ShardSpec("video", 0),
-                "txt_ids": ShardSpec("text", 0),
-            }
+            "": {**STREAMS, "img_ids": ShardSpec("video", 0), "txt_ids": ShardSpec("text", 0)},
         },
         gathered=OUTPUT,
     ),
@@ -70,16 +67,13 @@ _WITHOUT_PLAN = replace(
 
 def _qwen(transformer: Any, inputs: Inputs) -> TokenSequence:
     reject_arguments(inputs, "controlnet_block_samples")
-    shapes = {tuple(map(tuple, one)) if isinstance(one, list) else (tuple(one),) for one in inputs["img_shapes"]}
-    if len(shapes) > 1:
-        raise UserError("img_shapes must be the same for all items of a batch; run the others one after the other")
-    (images,) = shapes
+    shapes = (tuple(map(tuple, one)) if isinstance(one, list) else (tuple(one),) for one in inputs["img_shapes"])
+    images = one_for_all(shapes, "img_shapes must be the same for all items of a batch")
     mask = inputs.get("encoder_hidden_states_mask")
     text = inputs["encoder_hidden_states"].shape[1] if mask is None else valid_tokens(mask)
-    if len(images) == 1:
-        return TokenSequence(images[0], text, timestep_of(inputs))
-    tokens = sum(map(math.prod, images))  # layers, and what is edited
-    return TokenSequence((1, 1, tokens), text, timestep_of(inputs), no_grid=no_grid("img_shapes"))
+    thw = images[0] if len(images) == 1 else None  # else there are layers, or what is edited
+    tokens = sum(map(math.prod, images))
+    return TokenSequence.on_grid(thw, tokens, "img_shapes", text=text, timestep=timestep_of(inputs))
 
 
 _FILLED_TO = 32
@@ -92,8 +86,7 @@ def _z_image(transformer: Any, inputs: Inputs) -> TokenSequence:
     images, captions = inputs["x"], inputs["cap_feats"]
     if isinstance(images[0], list):
         raise UserError("db-SP does not support Z-Image with more images than the generated one; call `disable` first")
-    if len(set(_z_image_sizes(inputs))) > 1:
-        raise UserError("the images or prompts of one batch differ in size; run them one after the other")
+    one_for_all(_z_image_sizes(inputs), "the images or prompts of one batch differ in size")
     patch, patch_t = int(inputs.get("patch_size") or 2), int(inputs.get("f_patch_size") or 1)
     _, frames, height, width = images[0].shape
     thw = frames // patch_t, height // patch, width // patch
@@ -119,22 +112,20 @@ def _krea2(transformer: Any, inputs: Inputs) -> TokenSequence:
     mask, positions = inputs.get("encoder_attention_mask"), inputs["position_ids"]
     thw = read_once(positions, lambda rows: position_grid(rows[text:], tokens))
     valid = torch.arange(text, device="cpu") if mask is None else valid_slots(mask)
-    return TokenSequence(
-        thw or (1, 1, tokens),
-        len(valid),
-        timestep_of(inputs),
+    return TokenSequence.on_grid(
+        thw,
+        tokens,
+        "position_ids",
+        text=len(valid),
+        timestep=timestep_of(inputs),
         packed=torch.cat([valid, torch.arange(text, text + tokens, device="cpu")]),
         packed_length=text + tokens,
-        no_grid=no_grid("position_ids") if thw is None else None,
     )
 
 
 def _ernie(transformer: Any, inputs: Inputs) -> TokenSequence:
     """Packs the image and text, with its padding at the end; batches are along the second dimension."""
-    lengths = set(_ernie_lengths(inputs))
-    if len(lengths) > 1:
-        raise UserError("the texts of one batch differ in length; run them one after the other")
-    text, thw = lengths.pop(), sample_grid(transformer, inputs)
+    text, thw = one_for_all(_ernie_lengths(inputs), TEXTS_DIFFER), sample_grid(transformer, inputs)
     tokens = math.prod(thw)
     packed = torch.cat([torch.arange(tokens, tokens + text, device="cpu"), torch.arange(tokens, device="cpu")])
     length = tokens + inputs["text_bth"].shape[1]
@@ -157,10 +148,7 @@ IMAGE_MODELS = {
         sequence=_flux3,
         shard_plan=ShardPlan(
             inputs={
-                "single_transformer_blocks.0": {
-                    "hidden_states": ShardSpec("video", 1),
-                    "encoder_hidden_states": ShardSpec("text", 1),
-                },
+                "single_transformer_blocks.0": STREAMS,
                 "single_transformer_blocks.*": {
                     "temb_mod": ShardSpec("video", 1),
                     "temb_mod_context": ShardSpec("text", 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,9 +24,11 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import outside_inference
 
 __all__ = [
+    "TEXTS_DIFFER",
     "Inputs",
+    "Readings",
     "TokenSequence",
-    "no_grid",
+    "one_for_all",
     "position_grid",
     "read_once",
     "reject_arguments",
@@ -41,6 +43,9 @@ Inputs = Mapping[str, Any]
 """A forward pass's arguments by name."""
 
 Value = TypeVar("Value")
+TEXTS_DIFFER = "the texts of one batch differ in length"
+_SEPARATELY = "give the transformer those of one kind at a time, or run them one after the other"
+_NO_GRID = "is not one grid of tokens: there are others in addition to the generated ones (references, edits)"
 _PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SolSource, SpargeSource)
 """Sources whose masks do not depend on where tokens are, unless they are given a token order that does."""
 
@@ -65,6 +70,17 @@ class TokenSequence:
     packed: torch.Tensor | None = None
     packed_length: int | None = None
     no_grid: str | None = None
+
+    @classmethod
+    def on_grid(cls, thw: tuple[int, int, int] | None, tokens: int, what: str, **others: Any) -> TokenSequence:
+        """Returns tokens on this grid; if it is None, tokens without one, for which the model's input `what` is named.
+
+        `others` are further attributes.
+        """
+        if thw is not None:
+            return cls(thw, **others)
+        reason = f"{what} {_NO_GRID}"
+        return cls((1, 1, tokens), no_grid=reason, **others)
 
     def require_grid(self, source: MaskSource) -> None:
         """Raises UserError where a source's masks depend on where tokens are, and they make no grid."""
@@ -122,10 +138,7 @@ def valid_tokens(mask: torch.Tensor) -> int:
         rows = mask.bool().cpu()
         valid = int(rows[0].sum())
         if not (rows[:, :valid].all() and not rows[:, valid:].any()):
-            raise UserError(
-                "the texts of one batch differ in length, or have padding before their end; give the transformer "
-                "prompts of one length at a time, or run them one after the other"
-            )
+            raise UserError(f"{TEXTS_DIFFER}, or have padding before their end; {_SEPARATELY}")
         return valid
 
     return read_once(mask, count)
@@ -140,10 +153,7 @@ def valid_slots(mask: torch.Tensor) -> torch.Tensor:
     def slots(mask: torch.Tensor) -> torch.Tensor:
         rows = mask.bool().cpu()
         if not (rows == rows[:1]).all():
-            raise UserError(
-                "the texts of one batch differ in length; give the transformer prompts of one length at a time, or "
-                "run them one after the other"
-            )
+            raise UserError(f"{TEXTS_DIFFER}; {_SEPARATELY}")
         return rows[0].nonzero().squeeze(1)
 
     return read_once(mask, slots)
@@ -169,12 +179,16 @@ def require_position_grid(positions: torch.Tensor, tokens: int, what: str) -> tu
     """Calls `position_grid`; raises UserError, which names the model's input `what`, if there is none."""
     thw = position_grid(positions, tokens)
     if thw is None:
-        raise UserError(no_grid(what))
+        raise UserError(f"{what} {_NO_GRID}")
     return thw
 
 
-def no_grid(what: str) -> str:
-    return f"{what} is not one grid of tokens: there are others in addition to the generated ones (references, edits)"
+def one_for_all(found: Iterable[Value], difference: str) -> Value:
+    """Returns what is found of all items of a batch. Raises UserError, which names the difference, if it differs."""
+    first, *others = set(found)
+    if others:
+        raise UserError(f"{difference}; {_SEPARATELY}")
+    return first
 
 
 def _run(values: torch.Tensor) -> int:
@@ -183,19 +197,35 @@ def _run(values: torch.Tensor) -> int:
     return len(values) if len(others) == 0 else int(others[0])
 
 
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Each tensor's version and what was read from it: pipelines pass the same tensor at each step, and reading waits for
-the device."""
+class Readings:
+    """What was made from tensors, kept for each as long as it lives and is not written to.
+
+    Pipelines pass the same tensors at each step, and reading them waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._of_version: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def of(self, tensor: torch.Tensor) -> dict[Any, Any]:
+        """Returns what is kept for a tensor, to be added to. Inference tensors count no writes: nothing is kept."""
+        if tensor.is_inference():
+            return {}
+        version, found = self._of_version.get(tensor, (None, {}))
+        if version != tensor._version:
+            found = {}
+            self._of_version[tensor] = tensor._version, found
+        return found
+
+
+_readings = Readings()
 
 
 def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -> Value:
-    """Calls function(tensor) once for a tensor that is not written to. One function a tensor."""
-    version = 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
-    known = None if tensor.is_inference() else _read.get(tensor)
-    if known is None or known[0] != version:
-        known = version, outside_inference(function)(tensor)
-        _read[tensor] = known
-    value: Value = known[1]
+    """Calls function(tensor) once for a tensor that is not written to; functions have different qualified names."""
+    found, key = _readings.of(tensor), function.__qualname__
+    if key not in found:
+        found[key] = outside_inference(function)(tensor)
+    value: Value = found[key]
     return value
 
 

@@ -10,11 +10,21 @@ import torch
 
 from dbsp_core.sources import MaskSource, NablaSource
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.architecture import OUTPUT, Architecture, DerivedShardPlan, OwnMask, ShardPlan, ShardSpec
+from dbsp_diffusers.models.architecture import (
+    OUTPUT,
+    ROTARY,
+    STREAMS,
+    Architecture,
+    DerivedShardPlan,
+    OwnMask,
+    ShardPlan,
+    ShardSpec,
+)
 from dbsp_diffusers.models.token_sequence import (
+    TEXTS_DIFFER,
     Inputs,
     TokenSequence,
-    no_grid,
+    one_for_all,
     position_grid,
     read_once,
     reject_arguments,
@@ -116,7 +126,7 @@ def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
             sizes = inputs[name].shape[2:]
             tokens += math.prod(-(-size // step) for size, step in zip(sizes, patch, strict=True))
     text = inputs["image_embeds"].shape[1] + valid_tokens(inputs["encoder_attention_mask"])
-    return TokenSequence((1, 1, tokens), text, timestep_of(inputs), no_grid=no_grid("the video with its history"))
+    return TokenSequence.on_grid(None, tokens, "the video with its history", text=text, timestep=timestep_of(inputs))
 
 
 def _hunyuan_image(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -126,14 +136,10 @@ def _hunyuan_image(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _two_texts(inputs: Inputs) -> int:
-    """Tokens of two prompts, of which the model itself puts the valid ones first."""
-    text = 0
-    for name in ("encoder_attention_mask", "encoder_attention_mask_2"):
-        lengths = set(read_once(inputs[name], lambda mask: mask.bool().sum(dim=1).tolist()))
-        if len(lengths) > 1:
-            raise UserError("the texts of one batch differ in length; run them one after the other")
-        text += lengths.pop()
-    return text
+    """Counts the tokens of two prompts, of which the model itself puts the valid ones first."""
+    masks = (inputs[name] for name in ("encoder_attention_mask", "encoder_attention_mask_2"))
+    lengths = (read_once(mask, lambda mask: mask.bool().sum(dim=1).tolist()) for mask in masks)
+    return sum(one_for_all(of_items, TEXTS_DIFFER) for of_items in lengths)
 
 
 def _token_replace(transformer: Any) -> str | None:
@@ -142,17 +148,11 @@ def _token_replace(transformer: Any) -> str | None:
     return None
 
 
+_HUNYUAN_VIDEO = {"x_embedder": {0: ShardSpec("video", 1)}, "rope": ROTARY}
 _HUNYUAN = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     sequence=_hunyuan,
-    shard_plan=ShardPlan(
-        outputs={
-            "x_embedder": {0: ShardSpec("video", 1)},
-            "context_embedder": {0: ShardSpec("text", 1)},
-            "rope": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)},
-        },
-        gathered=OUTPUT,
-    ),
+    shard_plan=ShardPlan(outputs={"context_embedder": {0: ShardSpec("text", 1)}, **_HUNYUAN_VIDEO}, gathered=OUTPUT),
     text="last",
     padded_text=True,
     unsupported=_token_replace,
@@ -163,8 +163,7 @@ def _ltx(transformer: Any, inputs: Inputs) -> TokenSequence:
     tokens, coordinates = inputs["hidden_states"].shape[1], inputs.get("video_coords")
     if coordinates is not None:
         thw = read_once(coordinates, lambda rows: position_grid(_starts(rows[0]), tokens))
-        problem = no_grid("video_coords") if thw is None else None
-        return TokenSequence(thw or (1, 1, tokens), timestep=timestep_of(inputs), no_grid=problem)
+        return TokenSequence.on_grid(thw, tokens, "video_coords", timestep=timestep_of(inputs))
     frames, height, width = (int(inputs.get(name) or 0) for name in ("num_frames", "height", "width"))
     if frames * height * width != tokens:
         raise UserError(
@@ -288,13 +287,8 @@ VIDEO_MODELS = {
         _COGVIDEOX,
         sequence=_easyanimate,
         shard_plan=ShardPlan(
-            inputs={
-                "transformer_blocks.0": {
-                    "hidden_states": ShardSpec("video", 1),
-                    "encoder_hidden_states": ShardSpec("text", 1),
-                }
-            },
-            outputs={"rope_embedding": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}},
+            inputs={"transformer_blocks.0": STREAMS},
+            outputs={"rope_embedding": ROTARY},
             gathered=OUTPUT,
         ),
     ),
@@ -308,10 +302,7 @@ VIDEO_MODELS = {
                 "transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)},
                 "transformer_blocks.*": {"attention_mask": ShardSpec("text", 1)},
             },
-            outputs={
-                "x_embedder": {0: ShardSpec("video", 1)},
-                "rope": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)},
-            },
+            outputs=_HUNYUAN_VIDEO,
             gathered=OUTPUT,
         ),
     ),
@@ -320,10 +311,7 @@ VIDEO_MODELS = {
         sequence=_framepack,
         shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {
-                    "hidden_states": ShardSpec("video", 1),
-                    "encoder_hidden_states": ShardSpec("text", 1),
-                },
+                "transformer_blocks.0": STREAMS,
                 "transformer_blocks.*": {"freqs_cis": ShardSpec("video", 0)},
                 "single_transformer_blocks.*": {"image_rotary_emb": ShardSpec("video", 0)},
             },
@@ -337,10 +325,7 @@ VIDEO_MODELS = {
         sequence=_hunyuan_image,
         shard_plan=ShardPlan(
             inputs={"transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)}},
-            outputs={
-                "x_embedder": {0: ShardSpec("video", 1)},
-                "rope": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)},
-            },
+            outputs=_HUNYUAN_VIDEO,
             gathered=OUTPUT,
         ),
     ),
@@ -382,7 +367,7 @@ VIDEO_MODELS = {
                 "transformer_blocks.*": {"extra_pos_emb": ShardSpec("video", 1), **_COSMOS_TIMES},
                 "norm_out": _COSMOS_TIMES,
             },
-            outputs={"rope": {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}},
+            outputs={"rope": ROTARY},
             gathered=OUTPUT,
         ),
     ),

@@ -6,15 +6,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from dbsp_diffusers.models.token_sequence import Readings
 
 __all__ = ["join_parts", "part_of", "parts_by_size"]
 
 Items = tuple[int, ...]
 """Positions of items in a batch, ascending."""
 
-_parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By a tensor of integers its version and its parts by items: what was read from a part once need not be again."""
+_parts = Readings()
+"""By a tensor of integers its parts by items: what was read from a part once need not be again."""
 
 
 def parts_by_size(sizes: Sequence[Hashable]) -> list[Items]:
@@ -50,12 +51,9 @@ def _taken(value: Any, items: Items, batch: int) -> Any:
         return [value[item] for item in items]
     if not isinstance(value, torch.Tensor) or value.shape[:1] != (batch,):
         return value
-    if value.is_floating_point() or value.is_inference():
+    if value.is_floating_point():
         return _rows(value, items)
-    version, known = _parts.get(value, (None, {}))
-    if version != value._version:
-        known = {}
-        _parts[value] = value._version, known
+    known = _parts.of(value)
     if items not in known:
         known[items] = _rows(value, items)
     return known[items]

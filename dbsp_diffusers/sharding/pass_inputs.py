@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from dbsp_diffusers.models.token_sequence import Readings
 
 __all__ = ["Constants", "named_tensors", "plain_values", "with_tensors"]
 
@@ -59,20 +60,18 @@ class Constants:
     """
 
     def __init__(self) -> None:
-        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """By the pipeline's tensor its version, and its substitute from the second pass on."""
+        self._known = Readings()
+        """By the pipeline's tensor, its substitute from the second pass on."""
 
     def substitute(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of these values, the same one as long as `tensor` is not written to."""
-        if tensor.is_inference():  # inference tensors keep no version
+        known = self._known.of(tensor)
+        if not known:
+            known["substitute"] = None
             return values
-        known = self._known.get(tensor)
-        if known is None or known[0] != tensor._version:
-            self._known[tensor] = tensor._version, None
-            return values
-        if known[1] is None:
-            known = self._known[tensor] = tensor._version, values.clone()
+        if known["substitute"] is None:
+            known["substitute"] = values.clone()
         else:
-            known[1].data.copy_(values)  # which is no new version: the values are as before
-        substitute: torch.Tensor = known[1]
+            known["substitute"].data.copy_(values)  # which is no new version: the values are as before
+        substitute: torch.Tensor = known["substitute"]
         return substitute
