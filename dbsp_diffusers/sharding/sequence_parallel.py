@@ -35,8 +35,8 @@ from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
 __all__ = ["shard_transformer"]
 
-Streams = Mapping[str, StreamShards]
-"""Shards of text and of video, by name."""
+Streams = Mapping[str, Any]
+"""`StreamShards` of "text" and "video", and `PackedShards` of both as "packed" for a model that packs them."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -56,69 +56,19 @@ def shard_transformer(transformer: nn.Module, session: AttentionSession, patches
     return sharding.together
 
 
-class _Pass:
-    """A forward pass: what holds a video's tokens is cut, and the output gathered.
-
-    Args:
-        streams: Shards of text and of video; None: several samples, which `dbsp_diffusers.packed` cuts and gathers.
-        packed: Those of both in one sequence, for a model that packs them.
-    """
-
-    def __init__(self, streams: Streams | None, packed: PackedShards | None = None) -> None:
-        self._streams, self._packed = streams, packed
-
-    @property
-    def video(self) -> StreamShards:
-        """The shards of the video."""
-        return self._stream("video")
-
-    def _stream(self, name: str) -> StreamShards:
-        if self._streams is None:
-            raise RuntimeError("a packed pass has no shards of one video")
-        if name not in self._streams:
-            raise RuntimeError("a part of the transformer was called outside its forward pass")
-        return self._streams[name]
-
-    def _shards(self, spec: ShardSpec) -> StreamShards | PackedShards:
-        return self._packed if spec.stream == "packed" and self._packed is not None else self._stream(spec.stream)
-
-    def spec(self, value: Any, spec: ShardSpec) -> Any:
-        """Returns this rank's shard of a tensor, or of each tensor in a list or mapping."""
-        if self._streams is None:
-            return value
-        if isinstance(value, Mapping):
-            return {name: self.spec(one, spec) for name, one in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.spec(one, spec) for one in value)
-        if not isinstance(value, torch.Tensor) or spec.ndim not in (None, value.ndim):
-            return value
-        shards = self._shards(spec)
-        if spec.grid:
-            return shards.take(value.flatten(spec.dim, spec.dim + 2), spec.dim).unflatten(spec.dim, (-1, 1, 1))
-        if spec.after_text:
-            text, video = value.tensor_split([value.shape[spec.dim] - self.video.tokens], spec.dim)
-            return torch.cat([text, self.video.take(video, spec.dim)], spec.dim)
-        if spec.stream == "text" and isinstance(shards, StreamShards):
-            value = value.narrow(spec.dim, 0, min(shards.tokens, value.shape[spec.dim]))
-        return shards.take(value, spec.dim)
-
-    def gather(self, output: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        """Gathers all ranks' shards of an output. Collective."""
-        return output if self._streams is None else self._shards(spec).gather(output, spec.dim)
-
-
 class _SequenceSharding:
     """The hooks on one transformer."""
 
     def __init__(self, transformer: nn.Module, session: AttentionSession) -> None:
-        self.together = ForwardRanks(session.group, lambda: self._pass.video, self._reached)
+        self.together = ForwardRanks(session.group, lambda: self._shards("video"), self._reached)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
         self._shard_plan = self._architecture.shard_plan.for_transformer(transformer)
         self._session = session
         self._attention: AttentionSession | Sharing = session
         self._bags = BagSessions(session)
-        self._pass = _Pass({})
+        self._streams: Streams | None = {}
+        """Shards in the current pass; None: of several samples, which `dbsp_diffusers.packed` cuts and gathers."""
         self._parts: list[tuple[int, ...]] = []
         """Items of each size in the current pass's batch."""
         self._hooks = HooksByPath(transformer)
@@ -132,18 +82,16 @@ class _SequenceSharding:
         to_video = self._architecture.attentions_to_video_of(self._transformer)
         self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)
         self._branch = current_cfg_pass(self._transformer, patches)
-        self._cut_own = self._arguments_changed(
-            self._transformer, self._shard_plan.inputs.get("", {}), self._cut_share
-        )
+        self._shard_own = self._changing(self._shard_plan.inputs.get("", {}), self._shard, self._transformer)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         hooks, shard_plan = self._hooks, self._shard_plan
         patches.on_detach(hooks.remove)
         for path, arguments in shard_plan.inputs.items():  # the transformer's own are cut once the pass has begun
-            hooks.before(path, functools.partial(self._changing, arguments, self._cut_share))
+            hooks.before(path, functools.partial(self._changing, arguments, self._shard))
         for path, arguments in shard_plan.gathered_inputs.items():
             hooks.before(path, functools.partial(self._changing, arguments, self._gather_for_all))
         for path, outputs in shard_plan.outputs.items():
-            hooks.after(path, self._changing_outputs(outputs, self._cut_share))
+            hooks.after(path, self._changing_outputs(outputs, self._shard))
         for path, spec in shard_plan.gathered.items():
             hooks.after(path, self._changing_outputs({0: spec}, self._gather))
         for path, early in shard_plan.gathered_early.items():
@@ -179,7 +127,7 @@ class _SequenceSharding:
                 "enable db-SP alone"
             )
         if args and isinstance(args[0], PackedBatch):
-            self._pass = _Pass(None)
+            self._streams = None
             return (self._begin_packed(module, args[0]),), kwargs
         inputs, sizes = signature_of(module).bind(*args, **kwargs).arguments, self._architecture.sizes
         self._parts = [] if sizes is None else parts_by_size(sizes(inputs))
@@ -203,9 +151,11 @@ class _SequenceSharding:
             cfg_branch=self._branch(),
             streams=self._architecture.text,
         )
-        self._pass, self._attention = self._pass_of(layout, sequence, device), self._session
+        self._streams, self._attention = self._streams_of(layout, sequence, device), self._session
         own = self._architecture.own_mask
-        return self._cut_own(*(args, kwargs) if own is None else without_argument(module, args, kwargs, own.argument))
+        if own is not None:
+            args, kwargs = without_argument(module, args, kwargs, own.argument)
+        return self._shard_own(module, args, kwargs)
 
     def _require_separable(self, module: nn.Module) -> None:
         """Raises UserError where items of several sizes cannot be run one size after another."""
@@ -253,24 +203,15 @@ class _SequenceSharding:
         return replace(batch, sharing=sharing)
 
     @torch.compiler.disable
-    def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._attention.attend(layer, q, k, v, scale=scale, gate=gate)
+    def _attend(self, layer: int, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self._attention.attend(layer, *qkv, **options)
 
     @torch.compiler.disable
     def _attend_to_video(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
         """Attends from q [B, H, n, D], which every rank has, to k and v [B, H, shard, D] of the video's tokens."""
-        here, scale = self._pass.video.tokens_here, q.shape[-1] ** -0.5 if scale is None else scale
+        here, scale = self._shards("video").tokens_here, q.shape[-1] ** -0.5 if scale is None else scale
         return attend_shared_keys(q, k[:, :, :here], v[:, :, :here], scale, self._session.group)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
@@ -284,8 +225,8 @@ class _SequenceSharding:
             )
         return None
 
-    def _pass_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> _Pass:
-        """Begins a pass of a sequence, whose shards are made once for each layout that the session keeps."""
+    def _streams_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> Streams:
+        """Returns the shards of a sequence, which are made once for each layout that the session keeps."""
         if layout not in self._made:
             group, first = self._session.group, sequence.text
             self._made[layout] = {
@@ -294,25 +235,46 @@ class _SequenceSharding:
             }
         streams = self._made[layout]
         if sequence.packed is None:
-            return _Pass(streams)
+            return streams
         length = sequence.packed_length or len(sequence.packed)
-        return _Pass(streams, PackedShards(streams["text"], streams["video"], sequence.packed.to(device), length))
+        packed = PackedShards(streams["text"], streams["video"], sequence.packed.to(device), length)
+        return {**streams, "packed": packed}
 
-    def _cut_share(self, value: Any, spec: ShardSpec) -> Any:
-        """Shards an argument. Not torch.compiler.disable'd: what is sharded at a block is compiled with it."""
-        return self._pass.spec(value, spec)
+    def _shards(self, stream: str) -> Any:
+        """Returns the shards of a stream in the current pass."""
+        if self._streams is None:
+            raise RuntimeError("a packed pass has no shards of one video")
+        if stream not in self._streams:
+            raise RuntimeError("a part of the transformer was called outside its forward pass")
+        return self._streams[stream]
+
+    def _shard(self, value: Any, spec: ShardSpec) -> Any:
+        """Returns this rank's shard of a tensor, or of each tensor in a list or mapping.
+
+        Not torch.compiler.disable'd: what is sharded at a block is compiled with it.
+        """
+        if self._streams is None:
+            return value
+        if isinstance(value, Mapping):
+            return {name: self._shard(one, spec) for name, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._shard(one, spec) for one in value)
+        if not isinstance(value, torch.Tensor) or spec.ndim not in (None, value.ndim):
+            return value
+        shards, dim = self._shards(spec.stream), spec.dim
+        if spec.grid:
+            return shards.take(value.flatten(dim, dim + 2), dim).unflatten(dim, (-1, 1, 1))
+        if spec.after_text:
+            text, video = value.tensor_split([value.shape[dim] - shards.tokens], dim)
+            return torch.cat([text, shards.take(video, dim)], dim)
+        if spec.stream == "text":
+            value = value.narrow(dim, 0, min(shards.tokens, value.shape[dim]))
+        return shards.take(value, dim)
 
     def _changing(
         self, arguments: Mapping[str, ShardSpec], change: Callable[[Any, ShardSpec], Any], module: nn.Module
     ) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
-        """Returns a hook that changes arguments of a module's forward."""
-        changed = self._arguments_changed(module, arguments, change)
-        return lambda module, args, kwargs: changed(args, kwargs)
-
-    def _arguments_changed(
-        self, module: nn.Module, arguments: Mapping[str, ShardSpec], change: Callable[[Any, ShardSpec], Any]
-    ) -> Callable[[Args, Kwargs], Arguments]:
-        """Changes arguments of a module's forward, positional or by name as they came."""
+        """Returns a hook that changes arguments of a module's forward, positional or by name as they came."""
         names = list(signature_of(module).parameters)
         unknown = [name for name in arguments if name not in names]
         if unknown:
@@ -322,7 +284,7 @@ class _SequenceSharding:
             )
         positions = {name: names.index(name) for name in arguments}
 
-        def changed(args: Args, kwargs: Kwargs) -> Arguments:
+        def changed(module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
             given, named = list(args), dict(kwargs)
             for name, part in arguments.items():
                 if name in named:
@@ -349,12 +311,16 @@ class _SequenceSharding:
         return changed
 
     def _gather(self, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        return self._pass.gather(value, spec)
+        """Gathers all ranks' shards of an output. Collective."""
+        if self._streams is None:
+            return value
+        whole: torch.Tensor = self._shards(spec.stream).gather(value, spec.dim)
+        return whole
 
     @torch.compiler.disable
     def _gather_for_all(self, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         """Makes a tensor whole for what all ranks compute identically: of its gradient each has its part of a sum."""
-        return sum_gradient(self._pass.gather(value, spec), self._session.group)
+        return sum_gradient(self._gather(value, spec), self._session.group)
 
     @torch.compiler.disable
     def _count_gradient_once(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
