@@ -121,6 +121,11 @@ _DIFFUSERS = (
         says=('hasattr(hook, "new_forward")', "fn_ref.original_forward"),
     ),
     PrivateName(
+        f"{_HOOKS}.hooks:HookRegistry.reset_stateful_hooks",
+        "dbsp_diffusers.sharding.step_caches",
+        says=("hook._is_stateful", "hook.reset_state(self._module_ref)"),
+    ),
+    PrivateName(
         f"{_HOOKS}.first_block_cache:FBCHeadBlockHook.__init__",
         "dbsp_diffusers.sharding.step_caches",
         says=("self.state_manager =", "self.threshold ="),
