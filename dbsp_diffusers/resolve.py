@@ -74,12 +74,13 @@ def log_config(
 
     Args:
         title: The model in words.
+        head_dim: Size of a head; 0 if the transformer's configuration does not name it.
         like: A tensor of the model's device and dtype, for which the kernel is chosen.
     """
     if group.rank != 0:
         return
     try:
-        needs = KernelRequirements(head_dim=head_dim)
+        needs = KernelRequirements(head_dim=head_dim or None)
         wanted = kernel_order(config.kernel, config.machine, like.device)
         kernel = choose_kernel(wanted, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together

@@ -287,7 +287,7 @@ def model_title(signature: ModelSignature, class_name: str | None = None) -> str
         return f"{TINY}{tiny}"
     layers, heads, head_dim, _ = signature.sizes
     named = f"a {class_name or signature.pipeline}"
-    if not heads:  # a class whose configuration has other names for them
+    if not heads or not head_dim:  # a class whose configuration has other names for them
         return named
     return f"{named} with {layers} layers and {heads} heads of {head_dim}"
 

@@ -9,9 +9,20 @@ import torch
 
 from dbsp_core import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.signature import model_signature
+from dbsp_core.models.table import MODEL_SPECS, model_title
 from dbsp_diffusers import resolve
 from dbsp_kernels import KERNELS
+
+
+def test_model_with_other_names_for_its_sizes_is_logged_with_its_kernel(monkeypatch):
+    said = []
+    monkeypatch.setattr(resolve, "_log_once", said.append)
+    monkeypatch.delenv("DBSP_KERNEL", raising=False)
+    ernie = model_signature("ErnieImagePipeline", {"hidden_size": 144, "num_attention_heads": 6, "num_layers": 2})
+    resolve.log_config(DbspConfig(), model_title(ernie), ernie.sizes[2], SequenceGroup(0, 1), None, torch.empty(0))
+    assert said[0].startswith("a ErnieImagePipeline on 1 rank, ")
+    assert said[0].endswith("kernel cpu")
 
 
 def test_kernel_in_the_log_is_chosen_for_the_models_dtype_and_head_size(monkeypatch):
