@@ -198,7 +198,7 @@ def _run(values: torch.Tensor) -> int:
 
 
 class Readings:
-    """What was made from tensors, kept for each as long as it lives and is not written to.
+    """Results read from tensors, kept for each tensor as long as it lives and is not written to.
 
     Pipelines pass the same tensors at each step, and reading them waits for the device.
     """
