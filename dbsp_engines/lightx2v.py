@@ -24,7 +24,7 @@ from dbsp_core.utils.process import not_compiled
 __all__ = ["EXPECTED", "DbspAttention", "register"]
 
 _NAME = "dbsp"
-"""The attention in `seq_p_attn_type` and `self_attn_1_type`, and the setting beside it."""
+"""The attention in `seq_p_attn_type` and `self_attn_1_type`, and the setting next to it."""
 EXPECTED = ExpectedHost(
     "LightX2V",
     package="lightx2v",
@@ -82,10 +82,10 @@ class DbspAttention:
         """Computes attention of q, k, v [this rank's tokens, H, D], padding of the last rank included.
 
         Returns:
-            [this rank's tokens, H · D], and None: no model with tokens that all ranks hold is served.
+            [this rank's tokens, H · D], and None: models with tokens that all ranks hold are not supported.
         """
         if any(options.get(name) is not None for name in ("aux_q", "aux_k", "aux_v")):
-            raise UserError("dbsp does not serve models whose ranks all hold the text; use seq_p_attn_type ulysses")
+            raise UserError("dbsp does not support models whose ranks all hold the text; use seq_p_attn_type ulysses")
         if quant_scheme is not None:
             raise UserError(
                 f"seq_p_quant_scheme {quant_scheme} is for LightX2V's own exchange; leave it out, and set exchange: "
@@ -98,8 +98,8 @@ class DbspAttention:
         """Computes on one GPU what `apply_new` does, of all tokens."""
         if "seq_p_group" in context:
             raise UserError(
-                "this model calls LightX2V's older interface of sequence parallelism, which dbsp does not serve; use "
-                "seq_p_attn_type ulysses"
+                "this model calls LightX2V's older interface of sequence parallelism, which dbsp does not support; "
+                "use seq_p_attn_type ulysses"
             )
         return self._attend(q, k, v, SequenceGroup(0, 1), context)
 
@@ -109,7 +109,7 @@ class DbspAttention:
         layer, grid = context.get("block_idx"), context.get("grid_sizes")
         if layer is None or grid is None or q.shape != k.shape:
             raise UserError(
-                "dbsp serves self-attention over a grid of video tokens, as LightX2V's Wan has it; this model gives "
+                "dbsp supports self-attention over a grid of video tokens, as LightX2V's Wan has it; this model gives "
                 "none, or keeps keys of earlier frames; use seq_p_attn_type ulysses"
             )
         if layer == 0:
@@ -124,7 +124,7 @@ class DbspAttention:
     def _begin(self, video: Video, q: torch.Tensor, group: SequenceGroup, scheduler: Any) -> None:
         if self._session is None:
             config = scheduler.config
-            _refuse(config, group.size)
+            _reject(config, group.size)
             setting = (config.get("parallel") or {}).get(_NAME, config.get(_NAME))
             of_model = Strategy(group.size, 1), q.shape[1], config["num_layers"]
             self._session = EngineSession(group, *of_model, setting, transformer=_transformer_of(scheduler))
@@ -155,7 +155,7 @@ def _transformer_of(scheduler: Any) -> str:
     return "transformer_2" if second else "transformer"
 
 
-def _refuse(config: Mapping[str, Any], ranks: int) -> None:
+def _reject(config: Mapping[str, Any], ranks: int) -> None:
     """Raises UserError for settings of LightX2V that db-SP does not go with."""
     if config.get("tensor_parallel", False):
         raise UserError("dbsp does not go with LightX2V's tensor parallelism; leave out parallel.tensor_p_size")

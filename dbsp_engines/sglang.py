@@ -2,7 +2,7 @@
 
 SGLang has a closed list of attention backends; what it has for third parties are hooks on functions that they name.
 Each worker calls `register`, entry point `sglang.multimodal_gen.plugins`, and puts the hooks on itself, until it ends.
-SGLang's layer keeps everything else: it is told that it exchanges nothing (Wan's by `skip_sequence_parallel`), so it
+SGLang's layer keeps everything else: it is set to exchange nothing (Wan's by `skip_sequence_parallel`), so it
 calls its kernel with the shard as it is, and the kernel is `DbspImpl`. What hooks need is imported when a hook runs:
 before, SGLang forbids it.
 """
@@ -29,8 +29,8 @@ __all__ = ["EXPECTED", "DbspImpl", "attach", "register"]
 
 _within_block: ContextVar[bool] = ContextVar("_within_block", default=False)
 _SESSION = "_dbsp_session"
-"""Attribute of a transformer that `attach` has served."""
-_SERVED = "db-SP serves SGLang's own Wan and MiniMax-H3"
+"""Attribute of a transformer that `attach` has changed."""
+_SUPPORTED = "db-SP supports SGLang's own Wan and MiniMax-H3"
 _INSTEAD = "unset DBSP_CONFIG to run this model without db-SP"
 
 
@@ -90,7 +90,7 @@ def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -
     """Wraps build_pipeline, which each worker calls once: a session for each of its transformers. Collective.
 
     Raises:
-        UserError: On all ranks, for a transformer that is not served, which SGLang would run dense.
+        UserError: On all ranks, for a transformer that is not supported, which SGLang would run dense.
     """
     from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
     from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
@@ -101,14 +101,14 @@ def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -
     transformers = {name: module for name, module in pipeline.modules.items() if name.startswith(kinds)}
     role = getattr(get_global_server_args(), "disagg_role", RoleType.MONOLITHIC)
     if not transformers and role in (RoleType.MONOLITHIC, RoleType.DENOISER):
-        raise UserError(f"{_SERVED}, and this is {type(pipeline).__name__}; {_INSTEAD}")
+        raise UserError(f"{_SUPPORTED}, and this is {type(pipeline).__name__}; {_INSTEAD}")
     for name, transformer in transformers.items():
         attach(transformer, name)
     return pipeline
 
 
 def attach(transformer: Any, name: str = "transformer") -> None:
-    """Gives a transformer its session. Collective. Raises UserError, on all ranks, for one that is not served.
+    """Gives a transformer its session. Collective. Raises UserError, on all ranks, for one that is not supported.
 
     Args:
         name: Of the transformer in its pipeline, by which it may have settings of its own.
@@ -125,7 +125,7 @@ def attach(transformer: Any, name: str = "transformer") -> None:
 
     kernels_of = {WanTransformer3DModel: _kernels_of_wan, MiniMaxH3DiTModel: _kernels_of_h3}.get(type(transformer))
     if kernels_of is None:
-        raise UserError(f"{_SERVED}, and this is {_name(transformer)}; {_INSTEAD}")
+        raise UserError(f"{_SUPPORTED}, and this is {_name(transformer)}; {_INSTEAD}")
     kernels = kernels_of(transformer)
     settings = get_global_server_args()
     if get_tp_world_size() > 1:
@@ -150,8 +150,9 @@ def _kernels_of_wan(transformer: Any) -> list[DbspImpl]:
         kernel = getattr(block.attn1, "attn_impl", None)
         if not isinstance(kernel, DbspImpl):
             raise UserError(
-                f"this Wan's self-attention is {_name(block.attn1)} in {_name(block)}, which has parts besides its "
-                "softmax; leave out --attention-backend video_sparse_attn, or unset DBSP_CONFIG for an SLA checkpoint"
+                f"this Wan's self-attention is {_name(block.attn1)} in {_name(block)}, which has parts in addition to "
+                "its softmax; leave out --attention-backend video_sparse_attn, or unset DBSP_CONFIG for an SLA "
+                "checkpoint"
             )
         kernels.append(kernel)
     return kernels
@@ -164,12 +165,13 @@ def _kernels_of_h3(transformer: Any) -> list[DbspImpl]:
     transformer._resolve_attention_backend_once()
     if transformer._resolved_attention_backend is AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3:
         raise UserError(
-            "MiniMax-H3's VSA has a gated branch besides its softmax; leave out --attention-backend video_sparse_attn"
+            "MiniMax-H3's VSA has a gated branch in addition to its softmax; "
+            "leave out --attention-backend video_sparse_attn"
         )
     kernels: list[DbspImpl] = []
     for block in transformer.blocks:
         if block.attn.hybrid is not None:
-            raise UserError(f"this MiniMax-H3 has linear attention besides its softmax (VDN-H3); {_INSTEAD}")
+            raise UserError(f"this MiniMax-H3 has linear attention in addition to its softmax (VDN-H3); {_INSTEAD}")
         kernels.append(DbspImpl(block.attn.softmax_scale))
         block.attn._attention_impl = kernels[-1]
         block.attn._attention_backend_enum = AttentionBackendEnum.TORCH_SDPA  # for which SGLang pipelines nothing
@@ -202,7 +204,7 @@ def _begin(model: Any, device: torch.device, tokens_of: Callable[[Any, int], Vid
 
     session: EngineSession | None = getattr(model, _SESSION, None)
     if session is None:
-        return  # which its first attention refuses
+        return  # which its first attention rejects
     context = get_forward_context()
     request = context.forward_batch
     negative = getattr(request, "is_cfg_negative", None)

@@ -39,7 +39,7 @@ _AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
 
 
 class DbspTransformer:
-    """One transformer: told of each forward pass by a hook, of each layer's attention by `DbspImpl`."""
+    """One transformer: a hook reports each forward pass to it, and `DbspImpl` each layer's attention."""
 
     def __init__(self, module: torch.nn.Module, session: EngineSession) -> None:
         self._session = session
@@ -184,7 +184,7 @@ def attach(
 ) -> None:
     """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
 
-    Their exchange of vLLM-Omni's own is switched off: a layer hands over its rank's shard as it is. Attention outside
+    Their exchange of vLLM-Omni's own is switched off: a layer passes on its rank's shard as it is. Attention outside
     the model's repeated blocks, such as that of refiners, and what it calls outside the sharded sequence get
     vLLM-Omni's default backend.
 
@@ -204,7 +204,7 @@ def attach(
     if not layers:
         return
     for layer in layers:
-        _require_served(layer)
+        _require_supported(layer)
     parallel = config.parallel_config
     if getattr(parallel, "allgather_degree", 1) > 1:
         raise UserError("DBSP takes Ulysses × Ring, not AllGather-KV; set --allgather-degree 1 and --usp or --ring")
@@ -230,7 +230,7 @@ def _give_back(layer: Attention) -> None:
     layer.attention = layer.attn_backend.get_impl_cls()(**{name: getattr(layer, name) for name in names})
 
 
-def _require_served(layer: Attention) -> None:
+def _require_supported(layer: Attention) -> None:
     reasons = {
         f"is {layer.role} attention": layer.role != "self",
         "is causal": layer.causal,

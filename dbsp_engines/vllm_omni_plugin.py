@@ -53,7 +53,7 @@ def register() -> None:
     """Adds backend DBSP. Nothing changes for models that do not name it. Called again, it does nothing.
 
     For another vLLM-Omni than expected it only logs a line: vLLM-Omni would stop for models without DBSP too, and
-    refuses the name DBSP itself.
+    rejects the name DBSP itself.
     """
     if _undo:
         return
@@ -149,6 +149,6 @@ def _check_fasth3(stock: Callable[..., None], contract: Any, *, od_config: Any, 
 
 
 def _names_dbsp(config: Any) -> bool:
-    """Returns True if self-attention of a model that is served with this configuration is DBSP's."""
+    """Returns True if self-attention of a model that is supported with this configuration is DBSP's."""
     spec = None if config is None else config.diffusion_attention_config.resolve_with_source(role="self")[0]
     return spec is not None and spec.backend.upper() == "DBSP"

@@ -84,7 +84,7 @@ def test_a_program_reads_what_it_is_given_and_writes_while_it_runs():
     assert (program.forked, program.returncode, program.poll()) == (True, 0, 0)
 
 
-def test_it_can_be_told_to_end_and_is_ended_with_what_it_started():
+def test_program_ends_on_a_signal_and_is_ended_with_its_children():
     line = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
     with Program(line, stdout=subprocess.PIPE) as program:
         assert program.stdout.readline() == b"1\n"
@@ -101,7 +101,7 @@ PARENT = """
 import atexit, os, signal, subprocess, sys, threading, warnings
 import diffusers, my_module, torch
 atexit.register(print, "the parent's")
-signal.signal(signal.SIGTERM, lambda *_: print("told"))
+signal.signal(signal.SIGTERM, lambda *_: print("terminated"))
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 diffusers.WanPipeline = torch.ones = None
 sys.excepthook = print

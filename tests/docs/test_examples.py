@@ -63,7 +63,7 @@ def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
         (folder / "original.py").write_text(text)
         text = ON_CPU.format(file=str(folder / "original.py"))
     (folder / name).write_text(text)
-    for helper in ("denoise_packed.py", "encode_evenly.py"):
+    for helper in ("denoise_packed.py", "encode_balanced.py"):
         shutil.copy(EXAMPLES / helper, folder)
     logs = folder / f"{name}.logs"  # a log a rank: two ranks' lines in one pipe may run into each other
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
@@ -170,7 +170,7 @@ def test_training_in_two_stages_ends_under_predicted_masks(folder):
 
 
 @pytest.mark.long
-def test_encoders_of_packed_training_run_evenly(folder):
+def test_encoders_of_packed_training_share_their_work(folder):
     """One rank loads a clip of nine frames and an image, the other one five images."""
     said = start(folder, "train_packed.py")
     found = [re.findall(r"rank \d: loaded (\d), encoded (\d) prompts and (\d) clips\n", said[rank]) for rank in "01"]
@@ -180,19 +180,19 @@ def test_encoders_of_packed_training_run_evenly(folder):
 
 ENCODED = """import torch
 import torch.distributed as dist
-from encode_evenly import encode_evenly, gathered
+from encode_balanced import encode_balanced, gathered
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 sizes = {loads}[rank]
-items = [torch.full((size, 3), 10.0 * rank + place) + torch.arange(3) for place, size in enumerate(sizes)]
+items = [torch.full((size, 3), 10.0 * rank + at) + torch.arange(3) for at, size in enumerate(sizes)]
 worked = []
 
 def encode(item):
     worked.append(len(item))
     return item.cumsum(0)[: len(item) // 2 + 1] @ torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 
-found, count = encode_evenly(items, sizes, encode, "cpu")
+found, count = encode_balanced(items, sizes, encode, "cpu")
 assert count == len(worked)
 busy = gathered(sum(worked))
 assert len(found) == len(items)
@@ -211,9 +211,9 @@ dist.destroy_process_group()
         ([[5], [5]], [5, 5]),
     ],
 )
-def test_items_are_encoded_evenly_with_the_results_of_one_process(tmp_path, loads, busy):
+def test_items_are_encoded_with_balanced_work_and_the_results_of_one_process(tmp_path, loads, busy):
     (tmp_path / "encoded.py").write_text(ENCODED.format(loads=loads))
-    shutil.copy(EXAMPLES / "encode_evenly.py", tmp_path)
+    shutil.copy(EXAMPLES / "encode_balanced.py", tmp_path)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = run([sys.executable, *launch, "encoded.py"], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]

@@ -27,17 +27,7 @@ PRODUCT = (
 SOURCES = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
 OTHER_CODE = [path for folder in ("tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 RETIRED = (
-    *(
-        "HomeLayout",
-        "home layout",
-        "fragment",
-        "fragments",
-        "lagged",
-        "foresee",
-        "foresight",
-        "forecast",
-        "look-ahead",
-    ),
+    *("fragment", "fragments", "lagged", "foresee", "foresight", "forecast", "look-ahead"),
     *("seam", "seams", "dealt", "deal out", "sole run", "copy runs", "mask feed"),
 )
 """Words that have been replaced."""

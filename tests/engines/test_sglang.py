@@ -38,12 +38,12 @@ def test_it_equals_one_process(ulysses, ring):
 
 @pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 2, 5), (2, 1, 4), (2, 2, 4)])
 def test_minimax_h3(ulysses, ring, heads):
-    """Text, audio and a first frame before the video; of 128 places, the last of four ranks has padding alone."""
+    """Text, audio and a first frame before the video; of 128 slots, the last of four ranks has padding alone."""
     cases = Case(heads, (UNEQUAL, EVEN), KNOWN, model="h3"), Case(heads, (UNEQUAL,), PREDICTED, model="h3_keyframe")
     assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
 
 
-def test_minimax_h3_with_heads_that_its_ulysses_refuses(tmp_path):
+def test_minimax_h3_runs_with_heads_that_its_ulysses_rejects(tmp_path):
     """SGLang has a ring of two, and db-SP's configuration says how they share 5 heads."""
     settings = tmp_path / "ulysses.yaml"
     settings.write_text(f"mask: {KNOWN}\nstrategy: U2R1\n", encoding="utf-8")
@@ -51,14 +51,14 @@ def test_minimax_h3_with_heads_that_its_ulysses_refuses(tmp_path):
     assert_exact([case], run(ENGINE, 1, 2, case))
 
 
-def test_minimax_h3_with_more_than_a_softmax_is_refused():
+def test_minimax_h3_with_more_than_a_softmax_is_rejected():
     sparse = SimpleNamespace(_resolved_attention_backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3)
     sparse._resolve_attention_backend_once = lambda: None
-    with pytest.raises(UserError, match="gated branch besides its softmax; leave out --attention-backend"):
+    with pytest.raises(UserError, match="gated branch in addition to its softmax; leave out --attention-backend"):
         _kernels_of_h3(sparse)
     linear = SimpleNamespace(_resolved_attention_backend=None, _resolve_attention_backend_once=lambda: None)
     linear.blocks = [SimpleNamespace(attn=SimpleNamespace(hybrid=object()))]
-    with pytest.raises(UserError, match="linear attention besides its softmax"):
+    with pytest.raises(UserError, match="linear attention in addition to its softmax"):
         _kernels_of_h3(linear)
 
 
@@ -93,7 +93,8 @@ def test_its_own_command_makes_the_video_of_one_process(tmp_path):
 
 def test_what_is_not_its_own_wan_stops_the_worker_in_one_line(tmp_path):
     with pytest.raises(
-        RuntimeError, match="UserError: db-SP serves SGLang's own Wan and MiniMax-H3, and this is DiffusersPipeline; "
+        RuntimeError,
+        match="UserError: db-SP supports SGLang's own Wan and MiniMax-H3, and this is DiffusersPipeline; ",
     ):
         generate(ENGINE, tmp_path, "rejected", 1, True, "--backend", "diffusers")
 

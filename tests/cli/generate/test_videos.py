@@ -130,16 +130,16 @@ def test_several_videos_are_those_of_their_seeds(tmp_path):
     assert not torch.equal(latents_of(tmp_path / "report" / "7"), latents_of(tmp_path / "alone"))
 
 
-def test_what_rank_0_has_is_left_out_whatever_this_node_has(tmp_path, monkeypatch):
-    """One process: rank 0's answer, of another node, is stood in for."""
+def test_files_of_rank_0_decide_what_is_left_on_all_nodes(tmp_path, monkeypatch):
+    """One process: a stub gives the answer of rank 0 on another node."""
     import torch.distributed as dist
 
     (tmp_path / "7.mp4").write_bytes(b"of this node")
     asked = decided(tmp_path, videos=2, resume=True, out=str(tmp_path / "{seed}.mp4"))
     assert [output.seed for output in asked.left] == [8]
 
-    def of_rank_0(marks: torch.Tensor, src: int) -> None:
-        marks.copy_(torch.tensor([1, 0]))
+    def of_rank_0(flags: torch.Tensor, src: int) -> None:
+        flags.copy_(torch.tensor([1, 0]))
 
     monkeypatch.setattr(dist, "broadcast", of_rank_0)
     assert [output.seed for output in videos.outputs_left(asked, torch.device("cpu"))] == [7]
@@ -211,7 +211,7 @@ def test_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
 
 
 def test_quantized_weights_are_asked_for_by_transformer(monkeypatch):
-    """No weights: torchao stands in where it is not installed."""
+    """No weights are loaded: torchao is a stub."""
     import sys
     import types
 
@@ -242,7 +242,7 @@ def test_wans_vae_is_in_float32_and_cogvideox_in_the_dtype_of_all(tmp_path):
         assert (pipe.transformer.dtype, pipe.vae.dtype) == (torch.bfloat16, expected)
 
 
-class TestPlaces:
+class TestPaths:
     @pytest.fixture
     def pictures(self):
         return list(np.zeros((3, 16, 16, 3), dtype=np.float32))
@@ -288,7 +288,7 @@ class TestPlaces:
         assert signal.signal(number, before) is signal.SIG_DFL, "the handler before is back"
         assert names(tmp_path) == {"ball.mp4"}
 
-    def test_a_video_without_a_place_is_kept_and_named(self, tmp_path, pictures):
+    def test_video_that_cannot_be_moved_to_its_path_is_kept_and_named(self, tmp_path, pictures):
         (tmp_path / "ball.mp4").mkdir()
         with pytest.raises(OSError, match=r"cannot be moved to its path \(.*it is kept: ") as raised:
             videos._write(pictures, tmp_path / "ball.mp4", 16)
@@ -301,8 +301,8 @@ class TestPlaces:
         older.write_text('"an older report"')
         (tmp_path / "report" / "report.html").mkdir()
         sizes = [part for change in SMALL for part in ("--set", change)]
-        places = ["--out", tmp_path / "ball.mp4", "--report", tmp_path / "report"]
-        code, out, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", 1, *sizes, *places)
+        paths = ["--out", tmp_path / "ball.mp4", "--report", tmp_path / "report"]
+        code, out, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", 1, *sizes, *paths)
         assert code == 3
         assert f"dbsp: no report in {tmp_path / 'report'}: " in err
         assert out.startswith(f"wrote {tmp_path / 'ball.mp4'}, but no report\n1 video in ")
