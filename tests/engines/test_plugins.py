@@ -66,7 +66,7 @@ def test_lightx2v_equals_one_process(world):
     ("changed", "said"),
     [
         ({"aux_k": torch.zeros(1)}, "whose ranks all hold the text"),
-        ({"quant_scheme": "fp8"}, "exchange: {precision: int8}"),
+        ({"quant_scheme": "fp8"}, "set precision: int8 in"),
         ({"attention_kwargs": {"block_idx": 0, "scheduler": None, "grid_sizes": None}}, "a grid of video tokens"),
         ({"k": torch.zeros(100, HEADS, 8)}, "keys of earlier frames"),
     ],
