@@ -136,9 +136,9 @@ class Generations:
     def hook(self, transformer: nn.Module, session: AttentionSession, patches: PatchSet, *, always: bool) -> None:
         """Gives the transformer the first rank's inputs on all ranks, which compare what each was given.
 
-        Ranks compare at the beginning of each generation, where inputs are of new shapes, and after a pass that
-        failed: at the pass's first attention. Where gradients flow through the inputs, and in training, they compare
-        at every pass, and each computes with its own.
+        Ranks compare at the beginning of each generation, where inputs are of new shapes, and after a pass that has
+        failed, each time at the pass's first attention. Where gradients flow through the inputs, and in training, they
+        compare at every pass, and each computes with its own.
 
         Call it before anything that cuts the inputs is hooked.
 
