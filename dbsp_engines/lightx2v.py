@@ -88,8 +88,8 @@ class DbspAttention:
             raise UserError("dbsp does not support models whose ranks all hold the text; use seq_p_attn_type ulysses")
         if quant_scheme is not None:
             raise UserError(
-                f"seq_p_quant_scheme {quant_scheme} is for LightX2V's own exchange; leave it out, and set exchange: "
-                "{precision: int8} in db-SP's configuration"
+                f"seq_p_quant_scheme {quant_scheme} is for LightX2V's own exchange; leave it out, and set "
+                "precision: int8 in db-SP's configuration"
             )
         return self._attend(q, k, v, SequenceGroup.from_group(seq_p_group), attention_kwargs or {}), None
 

@@ -99,7 +99,7 @@ class _Run:
 
 
 def _step(model: Any, runs: Sequence[_Run], index: int, time: float) -> None:
-    """Takes one step of the runs that this transformer serves; `time` falls from step to step."""
+    """Takes one step of the runs that are at this transformer; `time` falls from step to step."""
     if not runs:
         return
     with model.cache_context("cond"):

@@ -40,38 +40,38 @@ def plan_balanced(work: np.ndarray, source: np.ndarray, ulysses: int, ring: int)
         load[load.argmin()] += work[h].sum()
     # 2. Split heads where whole heads don't balance. A split has a price: both columns receive the head's k and v.
     head = np.arange(len(work)).repeat(len(source))
-    column = even_out(column.ravel(), work.ravel(), head, ulysses).reshape(work.shape)
+    column = balance(column.ravel(), work.ravel(), head, ulysses).reshape(work.shape)
     # 3. Rows to the ring ranks of their column: they stay in the ring row of their source if balance allows.
     ring_row = np.tile(source // ulysses, (len(work), 1))
     for u in range(ulysses):
         here = column == u
-        ring_row[here] = even_out(ring_row[here], work[here], np.zeros(here.sum()), ring)
+        ring_row[here] = balance(ring_row[here], work[here], np.zeros(here.sum()), ring)
     return ring_row * ulysses + column
 
 
-def even_out(place: np.ndarray, work: np.ndarray, head: np.ndarray, places: int) -> np.ndarray:
-    """Moves rows from the fullest place to the emptiest, one at a time, until no step helps. Returns new places.
+def balance(part: np.ndarray, work: np.ndarray, head: np.ndarray, parts: int) -> np.ndarray:
+    """Moves rows from the heaviest part to the lightest, one at a time, until no step helps. Returns each row's part.
 
-    A step may swap two rows of one head. Heads with rows in both places are preferred, so that few heads are split.
-    All arrays are [R], for R rows; places are numbers below `places`.
+    A step may swap two rows of one head. Heads with rows in both parts are preferred, so that few heads are split.
+    All arrays are [R], for R rows; parts are numbers below `parts`.
     """
-    place = place.copy()
+    part = part.copy()
     while True:
-        load = np.bincount(place, work, places)
+        load = np.bincount(part, work, parts)
         full, empty, mean = load.argmax(), load.argmin(), load.mean()
-        give, take = np.flatnonzero((place == full) & (work > 0)), np.flatnonzero(place == empty)
+        give, take = np.flatnonzero((part == full) & (work > 0)), np.flatnonzero(part == empty)
         change = work[give, None] - np.append(0, work[take])  # [give, 1 + take]: in column 0 nothing is swapped
         allowed = (change > 0) & (change < load[full] - load[empty])
         allowed[:, 1:] &= head[give, None] == head[take]
         if load[full] <= TOLERANCE * mean or not allowed.any():
-            return place
-        # The best change settles one of both places. A step that splits another head comes last.
+            return part
+        # The best change brings one of both parts to the mean. A step that splits another head comes last.
         miss = abs(change - min(load[full] - mean, mean - load[empty]))
         miss += work.sum() * ~np.isin(head[give], head[take])[:, None]
         i, j = np.unravel_index(np.where(allowed, miss, np.inf).argmin(), miss.shape)
-        place[give[i]] = empty
+        part[give[i]] = empty
         if j > 0:
-            place[take[j - 1]] = full
+            part[take[j - 1]] = full
 
 
 def imbalance(work: np.ndarray, owner: np.ndarray) -> float:
@@ -111,7 +111,7 @@ def index(pairs: list[np.ndarray]) -> tuple[np.ndarray, ...]:
 
 
 def exchange(packed: Tensor, sends: list, receives: list) -> Callable[[], Tensor]:
-    """Starts one uneven all-to-all of blocks [n, B, ...]. The returned function waits and returns what arrived."""
+    """Starts an all-to-all of blocks [n, B, ...], any number per rank. Returns a function that waits for them."""
     arrived = packed.new_empty(sum(map(len, receives)), *packed.shape[1:])
     work = dist.all_to_all_single(arrived, packed, [*map(len, receives)], [*map(len, sends)], async_op=True)
     return lambda: (work.wait(), arrived)[1]
@@ -121,7 +121,7 @@ def exchange(packed: Tensor, sends: list, receives: list) -> Callable[[], Tensor
 def attention(q: Tensor, kv: Tensor, mask: np.ndarray, tokens: int, route: Route, chunks: list[Route]) -> Tensor:
     """Returns block-sparse attention of this rank's shard, [H, b, B, D].
 
-    Takes q [H, b, B, D], k beside v [H, b, B, 2D], and the mask, bool [H, N, N]; keys beyond `tokens` are padding.
+    Takes q [H, b, B, D], k and v joined [H, b, B, 2D], and the mask, bool [H, N, N]; keys beyond `tokens` are padding.
     """
     sends, receives = route
     # 1. Dispatch: q rows to their owners.
@@ -139,9 +139,9 @@ def attention(q: Tensor, kv: Tensor, mask: np.ndarray, tokens: int, route: Route
         real = key_block[:, None] * q.shape[2] + np.arange(q.shape[2]) < tokens  # [C, B]
         attend(out, lse, rows, keys, values, torch.from_numpy(seen[..., None] & real))
     # 4. Combine: outputs go back the way that the q rows came.
-    home = torch.zeros_like(q)
-    home[index(sends)] = exchange(out, receives, sends)()
-    return home
+    local = torch.zeros_like(q)
+    local[index(sends)] = exchange(out, receives, sends)()
+    return local
 
 
 def attend(out: Tensor, lse: Tensor, rows: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> None:
@@ -164,7 +164,7 @@ def compare(ulysses: int, heads: int, tokens: int, block: int) -> dict[str, list
     seen = torch.from_numpy(mask).repeat_interleave(block, 1).repeat_interleave(block, 2)[..., :tokens]
     scores = (q @ k[:, :tokens].mT * 32**-0.5).masked_fill(~seen, -torch.inf)
     dense = scores.softmax(-1).nan_to_num() @ v[:, :tokens]
-    source = np.arange(blocks) * ranks // blocks  # uneven shards
+    source = np.arange(blocks) * ranks // blocks  # unequal shards
     q, kv, dense = (x.unflatten(1, (blocks, block))[:, source == rank] for x in (q, torch.cat((k, v), -1), dense))
     work, results, usp = mask.sum(2), {}, plan_usp(heads, source, ulysses)
     balanced = plan_balanced(work, source, ulysses, ranks // ulysses)

@@ -1,7 +1,7 @@
 """Trains Wan on images and videos together, from pixels and captions: torchrun --nproc_per_node 8 train_packed.py
 
-Every rank's loader gives what it has. Text encoder and autoencoder run evenly on all ranks (encode_evenly.py), and so
-does the transformer (docs/training.md).
+Every rank's loader gives what it has. Text encoder and autoencoder balance their work over all ranks
+(encode_balanced.py), and so does the transformer (docs/training.md).
 """
 
 import os
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import WanPipeline
-from encode_evenly import encode_evenly
+from encode_balanced import encode_balanced
 
 import dbsp_diffusers
 from dbsp_diffusers import PackedSample, packed_forward_local
@@ -50,8 +50,8 @@ for step in range(STEPS):
     clips = [torch.rand(3, *size, device=device) * 2 - 1 for size in LOADERS[rank % len(LOADERS)]]  # yours
     padded = {"padding": "max_length", "max_length": 512, "truncation": True, "return_tensors": "pt"}
     prompts = [pipe.tokenizer(CAPTION, **padded).input_ids[0].to(device) for _ in clips]
-    texts, own_texts = encode_evenly(prompts, [1] * len(prompts), encode_text, device)
-    latents, own_clips = encode_evenly(clips, [clip.numel() for clip in clips], encode_clip, device)
+    texts, own_texts = encode_balanced(prompts, [1] * len(prompts), encode_text, device)
+    latents, own_clips = encode_balanced(clips, [clip.numel() for clip in clips], encode_clip, device)
     print(f"rank {rank}: loaded {len(clips)}, encoded {own_texts} prompts and {own_clips} clips\n", end="", flush=True)
     noises = [torch.randn_like(clean) for clean in latents]
     levels = [torch.rand((), device=device) for _ in latents]

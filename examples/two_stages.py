@@ -2,7 +2,7 @@
 
 Stage 1 trains with dense attention and records queries and keys, until low-rank projections of them predict attention
 well enough. Stage 2 trains under the masks that these predict. (Tan et al., 2025, section 5.2. DSV trains its
-projections beside the model; here they are fitted to what was recorded.)
+projections together with the model; here they are fitted to what was recorded.)
 """
 
 import os

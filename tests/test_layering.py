@@ -231,16 +231,16 @@ ORDER = {
 def upward(root: Path, order: tuple[str, ...]) -> set[str]:
     """Imports of a part of a package by one that is lower. The package itself, its `__init__`, is above all parts."""
     ours = modules(root)
-    places = {f"{root.name}.{part}": place for place, part in enumerate(order)} | {root.name: len(order)}
+    levels = {f"{root.name}.{part}": level for level, part in enumerate(order)} | {root.name: len(order)}
 
-    def place(name: str) -> int:
-        return places[".".join(name.split(".")[:2])]
+    def level_of(name: str) -> int:
+        return levels[".".join(name.split(".")[:2])]
 
     return {
         f"{name} imports {other}"
         for name, path in ours.items()
         for other in imported(path, ours)
-        if place(other) > place(name)
+        if level_of(other) > level_of(name)
     }
 
 
@@ -292,7 +292,7 @@ def test_the_blocked_imports_are_blocked():
         assert "ModuleNotFoundError" in python(f"import {name}").stderr
 
 
-def test_everything_imports_without_hosts_and_doctor_names_them_and_the_fix():
+def test_everything_imports_without_frameworks_and_doctor_names_them_and_the_fix():
     everything = f"import {', '.join(PACKAGES)}, dbsp_cli.cli, dbsp_core.reports.run_report"
     done = python(f"{everything}; from dbsp_cli.cli import main; sys.argv = ['dbsp', 'doctor', '--json']; main()")
     assert done.returncode == 0, done.stderr
@@ -303,13 +303,13 @@ def test_everything_imports_without_hosts_and_doctor_names_them_and_the_fix():
     assert f"to generate, {install_command('diffusers')}" in json.loads(done.stdout)["verdict"]
 
 
-def test_setuptools_is_told_every_package_and_no_folder_lacks_its_init_file():
+def test_pyproject_lists_every_package_and_no_folder_lacks_its_init_file():
     """Or else it leaves a folder out of the wheel. `configs` has no code: it is one by its name in the list alone."""
     (text,) = re.findall(r"^packages = \[([^]]*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
-    told = re.findall(r'"([\w.]+)"', text)
+    listed = re.findall(r'"([\w.]+)"', text)
     found = {path: folder_of(package) for package in PACKAGES for path in files(package)}
     folders = {".".join(path.parent.relative_to(top.parent).parts): path.parent for path, top in found.items()}
-    assert sorted(told) == sorted([*folders, "dbsp_core.configs"])
+    assert sorted(listed) == sorted([*folders, "dbsp_core.configs"])
     assert [name for name, folder in folders.items() if not (folder / "__init__.py").is_file()] == []
     assert {path.name for path in (ROOT / "configs").rglob("*") if path.suffix != ".yaml"} == {"hardware"}
 

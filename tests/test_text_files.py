@@ -31,8 +31,8 @@ def without_encoding(source: str) -> Iterator[int]:
         if name in ENCODING and method and len(call.args) <= ENCODING[name]:
             yield call.lineno
         if name in MODE and not (name == "open" and owner in OTHERS):
-            place = MODE[name] - (1 if method and owner != "os" else 0)
-            given = [*call.args[place : place + 1], *(word.value for word in call.keywords if word.arg == "mode")]
+            at = MODE[name] - (1 if method and owner != "os" else 0)
+            given = [*call.args[at : at + 1], *(word.value for word in call.keywords if word.arg == "mode")]
             mode = given[0].value if given and isinstance(given[0], ast.Constant) else "r"
             if "b" not in str(mode):
                 yield call.lineno

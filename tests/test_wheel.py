@@ -109,13 +109,13 @@ def borrow(target: Path, hidden: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("extra", NEEDS)
 def test_an_extra_alone_is_enough_away_from_the_checkout(tmp_path, wheel, extra):
     pytest.importorskip("para_attn")
-    hidden = tuple(name for host, names in FRAMEWORKS.items() if host not in NEEDS[extra] for name in names)
+    hidden = tuple(name for framework, names in FRAMEWORKS.items() if framework not in NEEDS[extra] for name in names)
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
-    place = subprocess.run(
+    found = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
     )
-    borrow(Path(place.stdout.strip()), (*hidden, *OF_NONE))
+    borrow(Path(found.stdout.strip()), (*hidden, *OF_NONE))
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     subprocess.run(install, check=True, capture_output=True, env=outside)
@@ -137,6 +137,6 @@ def test_an_extra_alone_is_enough_away_from_the_checkout(tmp_path, wheel, extra)
     )
     assert done.returncode == 0, (done.stdout[-3000:], done.stderr[-3000:])
     assert str(ROOT) not in done.stdout, "something of the checkout was used"
-    for host, names in (("xDiT", "xdit"), ("ParaAttention", "para"), ("diffusers", "diffusers")):
-        (state,) = re.findall(rf"^(ok|missing) +{host}\b", done.stdout, re.M)
-        assert (state == "ok") == (names in NEEDS[extra]), host
+    for framework, names in (("xDiT", "xdit"), ("ParaAttention", "para"), ("diffusers", "diffusers")):
+        (state,) = re.findall(rf"^(ok|missing) +{framework}\b", done.stdout, re.M)
+        assert (state == "ok") == (names in NEEDS[extra]), framework

@@ -1,6 +1,6 @@
 """The first picture of README.md, and those of docs/how-it-works.md: masks, and what plans make of them.
 
-Work is counted in dense blocks and time in the slowest rank's blocks: nothing here is timed.
+Work is counted in active blocks and time in the slowest rank's blocks: nothing here is timed.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.reports.style import INK, PLANNERS, STYLE, WIDTH, heading
+from dbsp_core.reports.style import INK, STYLE, WIDTH, heading
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.sources.synthetic.source import PRESETS
+from scripts.reproduce.common import preset_blocks, preset_model
+from scripts.results.colours import PLANNERS
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 NAMES = {"contiguous": "Plain sequence parallelism", "dbsp": "db-SP"}
 MODEL, LAYER, STRATEGY = "wan2.1-t2v-14b", 6, "U8R1"
-"""Of the first picture: a layer that is less uneven than the mean of all forty, whose ρ_s is 1.318 (table1.csv)."""
+"""Layer of the first picture: less imbalanced than the mean of all forty, whose ρ_s is 1.318 (table1.csv)."""
 
 rcParams.update(STYLE)
 
 
 def example_mask() -> BlockMask:
-    """Five uneven heads over 24 × 24 blocks."""
+    """Five heads with unequal work over 24 × 24 blocks."""
     source = SyntheticSource(density=0.35, spread=0.6, profile_correlation=0.9, seed=7, block_q=64, block_k=64)
     return source.mask(MaskRequest(0, 5, (6, 16, 16)))
 
 
 def model_mask() -> BlockMask:
     """One layer's of Wan2.1-14B at 720p, under the synthetic masks that are fitted to the paper's numbers."""
-    preset = PRESETS[MODEL]
-    source = SyntheticSource(preset=MODEL, block_q=preset.block_q, block_k=preset.block_k)
-    return source.mask(MaskRequest(LAYER, preset.model.heads, preset.model.thw, preset.model.text_tokens))
+    source, model = SyntheticSource(preset=MODEL, **preset_blocks(MODEL)), preset_model(MODEL)
+    return source.mask(MaskRequest(LAYER, model.heads, model.thw, model.text_tokens))
 
 
 def plan_of(mask: BlockMask, strategy: str, planner: str) -> Plan:
@@ -66,7 +66,7 @@ def waiting_picture(mask: BlockMask) -> Figure:
         5.4,
         f"With db-SP hardly a GPU waits: the same attention ends {percent(earlier)} earlier",
         f"One block-sparse attention of Wan2.1-14B at 720p on {STRATEGY[1]} GPUs, density {mask.density:.2f} "
-        "(synthetic)\nTime is counted in the plans' dense blocks, not measured; exchanges are not in it",
+        "(synthetic)\nTime is counted in the plans' active blocks, not measured; exchanges are not in it",
     )
     axes = figure.subplots(2, 1, sharex=True)
     for axis, (planner, plan) in zip(axes, plans.items(), strict=True):
@@ -95,7 +95,9 @@ def waiting_picture(mask: BlockMask) -> Figure:
 
 def masks_picture(mask: BlockMask) -> Figure:
     """The mask itself, head by head."""
-    figure = figure_of(2.9, "Heads keep unlike blocks, and unlike numbers of them", "Dark: a dense block, computed")
+    figure = figure_of(
+        2.9, "Heads keep different blocks, and different numbers of them", "Dark: an active block, computed"
+    )
     axes = figure.subplots(1, mask.heads)
     for head, axis in enumerate(axes):
         bits = mask.bits[head].numpy()
@@ -108,7 +110,7 @@ def masks_picture(mask: BlockMask) -> Figure:
 
 
 def owners_of(mask: BlockMask, strategy: str) -> Figure:
-    """Who computes each (head, query block) row, and how many dense blocks that makes for each rank."""
+    """Who computes each (head, query block) row, and how many active blocks that makes for each rank."""
     plans = [(NAMES[planner], plan_of(mask, strategy, planner)) for planner in NAMES]
     figure: Figure = owners_picture(f"{strategy}, {mask.heads} heads", plans)
     return figure
@@ -116,14 +118,14 @@ def owners_of(mask: BlockMask, strategy: str) -> Figure:
 
 def call_picture() -> Figure:
     """One call, from the layout outside attention and back."""
-    figure = figure_of(2.5, "One call: every query goes to its owner, and its output comes home")
+    figure = figure_of(2.5, "One call: every query goes to its owner, and its output comes back")
     axis = figure.subplots()
     axis.set(xlim=(0, 100), ylim=(4, 27))
     axis.axis("off")
     steps = (
         (1, "q, k, v\nsharded", "each rank: its shard\nof the sequence"),
-        (18, "mask\nand plan", "the same bits\non every rank"),
-        (35, "dispatch\nto owners", "one uneven\nall-to-all"),
+        (18, "mask\nand plan", "identical\non every rank"),
+        (35, "dispatch\nto owners", "one\nall-to-all"),
         (52, "chunk 0 … y−1", "kernel on one chunk of keys\n∥ the next in flight"),
         (72, "merge\nby LSE", "with the chunk's\nkernel"),
         (87, "combine", "the same\nbackwards"),

@@ -13,10 +13,11 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
-from dbsp_core.reports.style import INK, PLANNERS, SOFT, STYLE, WIDTH, heading
+from dbsp_core.reports.style import INK, SOFT, STYLE, WIDTH, heading
 from dbsp_core.runtime.plan_keeper import replay
 from scripts.reproduce.common import arguments
 from scripts.reproduce.fig11 import STRATEGY, masks_by_step, plans_on
+from scripts.results.colours import PLANNERS
 
 PICTURES = Path(__file__).resolve().parent
 THRESHOLD = 1.10
@@ -41,7 +42,7 @@ def reuse_picture(masks: list[BlockMask]) -> Figure:
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     heading(
         figure,
-        f"{len(made)} plans serve {len(masks)} denoising steps",
+        f"{len(made)} plans cover {len(masks)} denoising steps",
         "A plan is kept while ρ_s of the step's mask under it stays below the threshold, else it is made again\n"
         f"One layer, {STRATEGY}; counted on drifting synthetic masks (Wan2.1-14B under SpargeAttn)",
     )

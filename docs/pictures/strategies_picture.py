@@ -1,4 +1,4 @@
-"""docs/pictures/strategies.png: how Ulysses, Ring and UxRy cut one attention over four GPUs, and what travels.
+"""docs/pictures/strategies.png: how Ulysses, Ring and UxRy cut one attention over four GPUs, and what is sent.
 
 Everything is read off plans of the contiguous planner: which rank has which tokens, rows and keys, and bytes that are
 counted as the latency model counts them, in units of one GPU's share of q.
@@ -47,7 +47,7 @@ def keys_of(plan: Plan, chunk: int) -> np.ndarray:
     return found
 
 
-def travels(plan: Plan, layout: SequenceLayout) -> str:
+def transfers(plan: Plan, layout: SequenceLayout) -> str:
     """What a GPU receives, in words, as the mean over GPUs; a number is how many times its share of q."""
     traffic = traffic_of(plan, layout)
     share = plan.heads * plan.grid.tokens
@@ -55,11 +55,11 @@ def travels(plan: Plan, layout: SequenceLayout) -> str:
     def received(sent: np.ndarray) -> float:
         return float(sent.sum() - sent.trace()) / share
 
-    first, fetched = received(traffic.dispatch), sum(received(sent) for sent in traffic.key_exchanges[1:])
+    first, fetched = received(traffic.dispatch), sum(received(sent) for sent in 2 * traffic.keys[1:])
     exchange = f"all-to-all, q, k and v: {first:g}" if first else "nothing"
     further = plan.strategy.ring - 1
     chunks = f"k and v, {further} chunk{'s' if further > 1 else ''}: {fetched:g}" if fetched else "no further keys"
-    back = f"all-to-all, outputs: {received(traffic.combine):g}" if first else "nothing"
+    back = f"all-to-all, outputs: {received(traffic.queries):g}" if first else "nothing"
     return f"before: {exchange}     during: {chunks}     after: {back}"
 
 
@@ -75,10 +75,10 @@ def strategies_picture() -> Figure:
     for part, (strategy, words) in zip(parts, CUTS.items(), strict=True):
         plan, layout = plan_of(strategy)
         part.suptitle(f"{strategy}  {words}", x=0.012, ha="left", weight="bold", size=12.5)
-        part.supxlabel(travels(plan, layout), x=0.012, ha="left", size=10)
+        part.supxlabel(transfers(plan, layout), x=0.012, ha="left", size=10)
         axes = part.subplots(1, 3, sharey=True)
-        home = np.broadcast_to(layout.rank[::BLOCK], (HEADS, BLOCKS))
-        for axis, name, ranks in zip(axes, COLUMNS, (home, plan.owner, keys_of(plan, 0)), strict=True):
+        shard = np.broadcast_to(layout.rank[::BLOCK], (HEADS, BLOCKS))
+        for axis, name, ranks in zip(axes, COLUMNS, (shard, plan.owner, keys_of(plan, 0)), strict=True):
             _ranks(axis, ranks)
             later = ", chunk 0" if plan.strategy.ring > 1 and name == COLUMNS[-1] else ""
             axis.set_title(name + later, size=10, weight="normal")

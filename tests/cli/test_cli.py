@@ -63,6 +63,13 @@ class TestPlan:
         assert all(few["kv_received"] <= all_["kv_received"] for few, all_ in zip(needed, every, strict=True))
         assert every[2]["kv_received"] == pytest.approx(2 * 3, rel=0.1), "three chunks of a share of K and of V each"
 
+    def test_needed_keys_are_fewer_in_a_ring_if_rows_attend_to_their_neighbours(self, dbsp, tmp_path):
+        near = np.abs(2 * np.arange(GRID.nq)[:, None] - np.arange(GRID.nk)) <= 2
+        save_mask(tmp_path / "m.safetensors", BlockMask(np.broadcast_to(near, (4, *near.shape)).copy(), GRID))
+        given = ("plan", tmp_path / "m.safetensors", "--gpus", 4, "--strategy", "U1R4", "--json")
+        (every,), (needed,) = (json.loads(dbsp(*given, "--keys", keys)[1])["plans"] for keys in ("all", "needed"))
+        assert 0 < needed["kv_received"] < every["kv_received"]
+
     @pytest.mark.parametrize("gpus", [1, 6, 8])
     def test_all_strategies_are_planned_by_default(self, dbsp, mask_file, gpus):
         plans = json.loads(dbsp("plan", mask_file, "--gpus", gpus, "--json")[1])["plans"]

@@ -177,7 +177,7 @@ def test_layers_are_sampled_equally():
 
 def test_heads_are_drawn_from_the_emptiest_to_the_densest(file):
     densities = densities_of(MaskSeries.read(file), (0, 1, 2))
-    drawn = [densities[place] for place in heads_to_draw(densities)]
+    drawn = [densities[at] for at in heads_to_draw(densities)]
     assert drawn[0] == densities.min()
     assert drawn[-1] == densities.max()
     assert drawn == sorted(drawn)
@@ -285,8 +285,8 @@ MISTAKES = [
 def test_a_mistake_is_one_line_and_exit_code_2(mistake, file, recording, monkeypatch, args, message):
     monkeypatch.chdir(file.parent)
     before = sorted(file.parent.rglob("*"))
-    places = {"FILE": file, "RECORDING": recording}
-    assert message in mistake("masks", *(places.get(arg, arg) for arg in args))
+    paths = {"FILE": file, "RECORDING": recording}
+    assert message in mistake("masks", *(paths.get(arg, arg) for arg in args))
     assert sorted(file.parent.rglob("*")) == before
 
 

@@ -88,7 +88,7 @@ class TestForms:
             token_permutation = replace(GRID, orders=(order,)).token_permutation(order)
             assert positions.permute(axes[number]).flatten().tolist() == token_permutation.tolist()
 
-    def test_a_short_last_block_of_a_sparse_plan_is_dense_unless_told_otherwise(self, tmp_path):
+    def test_a_short_last_block_of_a_sparse_plan_is_dense_by_default(self, tmp_path):
         grid = BlockGrid(42, 0, 8, 8)
         sparse = torch.zeros(1, 2, 6, 6, dtype=torch.bool)
         options = replace(OPTIONS, thw=None, tokens=42)
@@ -118,13 +118,13 @@ class TestForms:
             assert int(file.layer(layer).bits[head].sum()) == (11 if empty[layer, head] else 36)
 
     def test_heads_that_were_reordered_come_back_in_their_order(self, tmp_path):
-        bits, places = bits_of(2, 4), torch.tensor([[2, 0, 3, 1], [0, 3, 1, 2]])
-        reordered = torch.stack([one[place] for one, place in zip(bits, places, strict=True)])
-        torch.save(places, tmp_path / "perm_idx_all.pt")
+        bits, order = bits_of(2, 4), torch.tensor([[2, 0, 3, 1], [0, 3, 1, 2]])
+        reordered = torch.stack([one[heads] for one, heads in zip(bits, order, strict=True)])
+        torch.save(order, tmp_path / "perm_idx_all.pt")
         options = replace(OPTIONS, head_permutation=str(tmp_path / "perm_idx_all.pt"), orders="thw,hwt,wht,twh")
         file = convert(tmp_path, reordered, options)
         assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
-        torch.save(places.clamp(max=2), tmp_path / "perm_idx_all.pt")
+        torch.save(order.clamp(max=2), tmp_path / "perm_idx_all.pt")
         with pytest.raises(ValueError, match="every head from 0 to 3 once"):
             convert(tmp_path, reordered, options)
 
@@ -168,8 +168,8 @@ def row_lists(bits, encoding, padding):
     lut = torch.full((heads, nq, nk + 2), padding)
     for head, row in np.ndindex(heads, nq):
         before = 0
-        for place, block in enumerate(torch.nonzero(bits[head, row]).flatten().tolist()):
-            lut[head, row, place] = block if encoding == "absolute" else block - before
+        for slot, block in enumerate(torch.nonzero(bits[head, row]).flatten().tolist()):
+            lut[head, row, slot] = block if encoding == "absolute" else block - before
             before = block
     return lut, bits.sum(dim=-1)
 
@@ -177,7 +177,7 @@ def row_lists(bits, encoding, padding):
 class TestLists:
     @given(SEEDS, st.sampled_from(["absolute", "delta"]), st.sampled_from([-1, 0, 7, 99]))
     @examples(60)
-    def test_lists_with_counts_are_read_whatever_pads_them(self, seed, encoding, padding):
+    def test_lists_with_counts_are_read_with_any_padding(self, seed, encoding, padding):
         bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, 7)) < 0.4)
         lut, counts = row_lists(bits, encoding, padding)
         assert torch.equal(lut_bits(lut, counts, encoding, 7), bits)
@@ -187,7 +187,7 @@ class TestLists:
     def test_without_counts_padding_that_names_no_block_is_enough(self, seed, form):
         bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, 7)) < 0.4)
         if form[1] == 0:
-            bits[:, :, 3] = True  # a row of zeros alone cannot be told from block 0
+            bits[:, :, 3] = True  # a row of zeros alone reads as block 0
         assert torch.equal(lut_bits(row_lists(bits, *form)[0], None, form[0], 7), bits)
 
     def test_files_with_lists(self, tmp_path):
@@ -311,7 +311,7 @@ def hostile(kind):
     return write
 
 
-class TestRefused:
+class TestRejected:
     @pytest.mark.parametrize("inside", [lambda mask: mask, lambda mask: {"sparse": mask}, lambda mask: [mask]])
     def test_a_small_file_that_claims_to_be_huge(self, tmp_path, inside):
         mask = torch.zeros(1, dtype=torch.uint8).expand(40, 20_000, 20_000)

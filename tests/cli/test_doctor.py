@@ -1,4 +1,4 @@
-"""`dbsp doctor`: what it calls ok has been imported; and what the extras install is what their hosts need."""
+"""`dbsp doctor`: what it calls ok has been imported; and the extras install what their frameworks need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.repository import ROOT
 MISSING = Importable("nothing", ("dbsp_no_such_module",), "xdit")
 
 
-def test_a_line_says_it_all_and_a_fix_stands_by_whatever_is_not_ok(dbsp):
+def test_findings_that_are_not_ok_have_a_fix_and_the_last_line_is_the_verdict(dbsp):
     with children_forked():
         code, out, err = dbsp("doctor", "--json")
     said = json.loads(out)
@@ -32,8 +32,8 @@ def test_a_line_says_it_all_and_a_fix_stands_by_whatever_is_not_ok(dbsp):
     assert all(list(finding) == ["state", "detail", "fix", "ok"] for finding in findings.values())
     assert all(bool(finding["fix"]) != finding["ok"] for finding in findings.values())
     assert said["verdict"].startswith(f"db-SP {findings['db-SP']['detail']} ")
-    for host in FRAMEWORKS:
-        assert (host.what in said["verdict"]) is findings[host.what]["ok"]
+    for framework in FRAMEWORKS:
+        assert (framework.what in said["verdict"]) is findings[framework.what]["ok"]
     if not torch.cuda.is_available():
         assert findings["kernel triton"]["state"] == findings["accelerator"]["state"] == "not here"
         assert findings["kernel triton"]["detail"] == "needs a GPU"
@@ -165,7 +165,7 @@ def node(monkeypatch, tmp_path):
     def make(address: str | None = "10.0.0.7", names: tuple[str, ...] = INTERFACES, **variables: str) -> None:
         def resolve(*_: object, **__: object) -> list[tuple]:
             if address is None:
-                raise OSError("unknown host")
+                raise OSError("unknown name")
             return [(None, None, None, "", (address, 0))]
 
         (tmp_path / "eth7").mkdir(exist_ok=True)
@@ -201,7 +201,7 @@ def test_the_interfaces_that_reach_other_nodes_are_named(node):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", None])
-def test_a_host_name_on_loopback_is_told_with_the_variable_that_helps(node, address):
+def test_host_name_on_loopback_is_reported_with_the_variable_that_helps(node, address):
     node(address, names=("lo", "docker0"))
     gloo, nccl = doctor._between_nodes()
     assert (gloo.state, nccl.state) == ("not here", "not here")
@@ -221,7 +221,7 @@ def test_a_host_name_on_loopback_is_told_with_the_variable_that_helps(node, addr
         ("^eth,ib,docker", "missing", "not here"),
     ],
 )
-def test_a_variable_that_names_no_interface_to_other_nodes_is_told(node, given, gloo, nccl):
+def test_variable_that_names_no_interface_to_other_nodes_is_reported(node, given, gloo, nccl):
     node(GLOO_SOCKET_IFNAME=given, NCCL_SOCKET_IFNAME=given)
     checks = doctor._between_nodes()
     assert [check.state for check in checks] == [gloo, nccl]

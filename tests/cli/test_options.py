@@ -33,6 +33,7 @@ def test_all_commands_together_have_at_most_40_options():
     counted = {" ".join(words) or "dbsp": options_of(command) for words, command in COMMANDS.items()}
     others = {name: options for name, options in counted.items() if name != "generate"}
     assert sum(map(len, others.values())) <= MOST_OPTIONS["others"], others
+    assert len(counted["generate"]) <= MOST_OPTIONS["generate"], counted["generate"]
 
 
 @pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("generate",)], ids=" ".join)

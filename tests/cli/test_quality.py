@@ -1,4 +1,4 @@
-"""The quality guard: the error it reports is the error there is, and it tells right masks from wrong ones."""
+"""The quality guard: it reports the true error, and separates right masks from wrong ones."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def test_the_installed_commands_are_there():
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts) == {"dbsp"}
-    for place in scripts.values():
-        module, name = place.split(":")
+    for target in scripts.values():
+        module, name = target.split(":")
         assert callable(getattr(import_module(module), name))
 
 

@@ -16,7 +16,7 @@ from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-PLACES = {"ascii": {"PYTHONIOENCODING": "ascii"}, "latin-1": {"PYTHONIOENCODING": "latin-1"}, "a C locale": ASCII}
+ENCODINGS = {"latin-1": {"PYTHONIOENCODING": "latin-1"}, "a C locale": ASCII}
 ESCAPES = "\x1b]0;title\x07\x1b[31m"
 
 
@@ -35,11 +35,11 @@ def mask_file(tmp_path):
     return tmp_path / "m.safetensors"
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_an_encoding_lacks_is_replaced(mask_file, place):
-    done = dbsp("plan", mask_file, "--gpus", 2, env=PLACES[place])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_an_encoding_lacks_is_replaced(mask_file, encoding):
+    done = dbsp("plan", mask_file, "--gpus", 2, env=ENCODINGS[encoding])
     assert (done.returncode, done.stderr) == (0, b"")
-    text = done.stdout.decode(PLACES[place].get("PYTHONIOENCODING", "ascii"))
+    text = done.stdout.decode(ENCODINGS[encoding].get("PYTHONIOENCODING", "ascii"))
     assert "2 heads, 4" in text
     assert "?_s" in text, "ρ_s"
 
@@ -64,7 +64,7 @@ def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, what, code, number
     said = {name: (tmp_path / name).read_bytes() for name in heard}
     assert done.returncode == code, said
     assert b"Traceback" not in said["stderr"]
-    assert (b"most even" in said["stdout"] or b"U2R1" in said["stdout"]) == (number != 1 and code == 0)
+    assert (b"U2R1" in said["stdout"]) == (number != 1 and code == 0)
     assert target.is_file() == (code == 0)
     assert not target.is_file() or target.read_bytes().startswith(b"\x89PNG")
 

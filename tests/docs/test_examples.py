@@ -11,14 +11,17 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.lowrank import LowRankProjections
+from tests.support.ports import free_port
 from tests.support.programs import run
 from tests.support.repository import ROOT, python_path
 
@@ -63,7 +66,7 @@ def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
         (folder / "original.py").write_text(text)
         text = ON_CPU.format(file=str(folder / "original.py"))
     (folder / name).write_text(text)
-    for helper in ("denoise_packed.py", "encode_evenly.py"):
+    for helper in ("denoise_packed.py", "encode_balanced.py"):
         shutil.copy(EXAMPLES / helper, folder)
     logs = folder / f"{name}.logs"  # a log a rank: two ranks' lines in one pipe may run into each other
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
@@ -111,20 +114,41 @@ def test_the_method_prints_what_both_plans_give(tmp_path):
     assert said["1"] == ""
 
 
-def test_the_method_fails_if_outputs_differ_from_dense_attention(tmp_path, monkeypatch):
+def load_method(text: str) -> ModuleType:
+    """Returns method.py, or another version of its text, as a module."""
+    module = ModuleType("method")
+    exec(compile(text, "method.py", "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("power", ["-0.5", "-0.4"], ids=["right scale", "wrong scale"])
+def test_the_method_fails_if_outputs_differ_from_dense_attention(monkeypatch, capsys, power):
+    """On one rank, in this process."""
     text, scale = (EXAMPLES / "method.py").read_text(), "rows.shape[-1] ** -0.5"
     assert text.count(scale) == 1
-    wrong = tmp_path / "wrong"
-    shutil.copytree(EXAMPLES, wrong)
-    (wrong / "method.py").write_text(text.replace(scale, "rows.shape[-1] ** -0.4"))
-    monkeypatch.setattr(sys.modules[__name__], "EXAMPLES", wrong)
-    with pytest.raises(AssertionError, match=r"plain USP: largest difference from dense attention is .*, above 1e-5"):
-        start(tmp_path, "method.py", "--tokens", "203")
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["method.py", "--ulysses", "1", "--tokens", "203"])
+    method = load_method(text.replace(scale, f"rows.shape[-1] ** {power}"))
+    if power == "-0.5":
+        method.main()
+        assert capsys.readouterr().out.count(", difference ") == 2
+        return
+    with pytest.raises(SystemExit, match=r"^plain USP: largest difference from dense attention is \S+, above 1e-5$"):
+        method.main()
+    dist.destroy_process_group()
 
 
-def test_the_method_rejects_degrees_that_do_not_fit(tmp_path):
-    with pytest.raises(AssertionError, match="--ulysses 3 does not divide 2 ranks; choose a divisor"):
-        start(tmp_path, "method.py", "--ulysses", "3")
+def test_the_method_rejects_degrees_that_do_not_fit(monkeypatch, capsys):
+    method = load_method((EXAMPLES / "method.py").read_text())
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sys, "argv", ["method.py", "--ulysses", "3"])
+    with pytest.raises(SystemExit) as stopped:
+        method.main()
+    assert stopped.value.code == 2
+    assert "--ulysses 3 does not divide 2 ranks; choose a divisor" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -170,7 +194,7 @@ def test_training_in_two_stages_ends_under_predicted_masks(folder):
 
 
 @pytest.mark.long
-def test_encoders_of_packed_training_run_evenly(folder):
+def test_encoders_of_packed_training_share_their_work(folder):
     """One rank loads a clip of nine frames and an image, the other one five images."""
     said = start(folder, "train_packed.py")
     found = [re.findall(r"rank \d: loaded (\d), encoded (\d) prompts and (\d) clips\n", said[rank]) for rank in "01"]
@@ -180,44 +204,39 @@ def test_encoders_of_packed_training_run_evenly(folder):
 
 ENCODED = """import torch
 import torch.distributed as dist
-from encode_evenly import encode_evenly, gathered
-
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-sizes = {loads}[rank]
-items = [torch.full((size, 3), 10.0 * rank + place) + torch.arange(3) for place, size in enumerate(sizes)]
-worked = []
+from encode_balanced import encode_balanced, gathered
 
 def encode(item):
     worked.append(len(item))
     return item.cumsum(0)[: len(item) // 2 + 1] @ torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 
-found, count = encode_evenly(items, sizes, encode, "cpu")
-assert count == len(worked)
-busy = gathered(sum(worked))
-assert len(found) == len(items)
-assert all(torch.equal(one, encode(item)) for one, item in zip(found, items))
-print(f"rank {{rank}}: {{busy}}")
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+for loads, busy in (
+    ([[7, 2, 3], [1, 1]], [7, 7]),
+    ([[4, 4, 4, 4], []], [8, 8]),
+    ([[], []], [0, 0]),
+    ([[5], [5]], [5, 5]),
+):
+    sizes, worked = loads[rank], []
+    items = [torch.full((size, 3), 10.0 * rank + at) + torch.arange(3) for at, size in enumerate(sizes)]
+    found, count = encode_balanced(items, sizes, encode, "cpu")
+    assert count == len(worked)
+    assert gathered(sum(worked)) == busy, loads
+    assert len(found) == len(items)
+    assert all(torch.equal(one, encode(item)) for one, item in zip(found, items))
+    print(f"rank {rank}: {busy}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("loads", "busy"),
-    [
-        ([[7, 2, 3], [1, 1]], [7, 7]),
-        ([[4, 4, 4, 4], []], [8, 8]),
-        ([[], []], [0, 0]),
-        ([[5], [5]], [5, 5]),
-    ],
-)
-def test_items_are_encoded_evenly_with_the_results_of_one_process(tmp_path, loads, busy):
-    (tmp_path / "encoded.py").write_text(ENCODED.format(loads=loads))
-    shutil.copy(EXAMPLES / "encode_evenly.py", tmp_path)
+def test_items_are_encoded_with_balanced_work_and_the_results_of_one_process(tmp_path):
+    (tmp_path / "encoded.py").write_text(ENCODED)
+    shutil.copy(EXAMPLES / "encode_balanced.py", tmp_path)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = run([sys.executable, *launch, "encoded.py"], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(f": {busy}") == 2
+    assert len(re.findall(r"rank \d: \[\d, \d\]\n", done.stdout)) == 2 * 4
 
 
 def test_the_mask_is_what_its_words_say(monkeypatch):

@@ -43,8 +43,8 @@ def broken_links(page: Path, root: Path = ROOT) -> list[str]:
     """Targets of a page that lead nowhere, or out of the repository."""
     broken = []
     for target in links_in(page.read_text(encoding="utf-8")):
-        place, _, anchor = target.partition("#")
-        file = (page.parent / unquote(place)).resolve() if place else page
+        file_name, _, anchor = target.partition("#")
+        file = (page.parent / unquote(file_name)).resolve() if file_name else page
         found = file.is_relative_to(root) and file.exists()
         if found and anchor:
             found = file.suffix == ".md" and unquote(anchor) in anchors_of(file.read_text(encoding="utf-8"))

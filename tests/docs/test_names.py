@@ -26,18 +26,10 @@ PRODUCT = (
 )
 SOURCES = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
 OTHER_CODE = [path for folder in ("tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
+PRESENT = [path for path in PAGES if path.name != "CHANGES.md"]
+"""Pages without the one that names what is gone."""
 RETIRED = (
-    *(
-        "HomeLayout",
-        "home layout",
-        "fragment",
-        "fragments",
-        "lagged",
-        "foresee",
-        "foresight",
-        "forecast",
-        "look-ahead",
-    ),
+    *("fragment", "fragments", "lagged", "foresee", "foresight", "forecast", "look-ahead"),
     *("seam", "seams", "dealt", "deal out", "sole run", "copy runs", "mask feed"),
 )
 """Words that have been replaced."""
@@ -47,7 +39,9 @@ FROM_OTHERS = {
     # Files of other projects, and what users may call or set there.
     *("sparse_reordered_all.pt", "cogvideo_lut.pt", "load_lora_weights", "NCCL_SOCKET_IFNAME", "ball.rankn.log"),
     *("xFuserArgs.add_cli_args", "advanced_uaa", "WorkerProc._async_output_loop"),
-    *("_sp_plan", "custom_attention", "vsa_h3_sparsity"),
+    *("_sp_plan", "custom_attention", "vsa_h3_sparsity", "attention_type", "dense_layers", "reorder"),
+    # Programs.
+    *("nvcc", "nohup", "mpirun"),
 }
 """Names that our texts quote and our code does not have."""
 _QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -69,9 +63,9 @@ def prose_of(path: Path) -> str:
 
 
 def quoted_names(text: str) -> list[str]:
-    """What a text has in code quotes that looks like code: with an underscore or a dot, called, or in CamelCase."""
+    """Words that a text has in code quotes, with dots or not; words of one or two letters left out."""
     names = [quoted.strip() for quoted in _QUOTED.findall(text) if _NAME.fullmatch(quoted.strip())]
-    return [name for name in names if re.search(r"_|\.|\(\)$|[a-z][A-Z]", name)]
+    return [name for name in names if len(name) > 2]
 
 
 @cache
@@ -165,18 +159,47 @@ def _exists_elsewhere(name: str) -> bool:
 
 
 def test_names_in_code_quotes_exist():
-    texts = {path: prose_of(path) for path in SOURCES + PAGES}
+    texts = {path: prose_of(path) for path in SOURCES + PRESENT}
     wrong = {path: [name for name in quoted_names(text) if not exists(name)] for path, text in texts.items()}
     assert {str(path.relative_to(ROOT)): names for path, names in wrong.items() if names} == {}
 
 
 def test_names_that_do_not_exist_are_found():
     text = "`SequenceGroup.alone` `SequenceGroup.gone` `planning.nothing_there` `torch.no_grad()` `torch.gone` `a - b`"
+    text += " `Plan` `Nosuchclass` `NOSUCHTABLE` `U2R2`"
     assert [name for name in quoted_names(text) if not exists(name)] == [
         "SequenceGroup.gone",
         "planning.nothing_there",
         "torch.gone",
+        "Nosuchclass",
+        "NOSUCHTABLE",
     ]
+
+
+@cache
+def settings() -> set[str]:
+    """Keys of the configuration: those of the tables of its page, which are made from the code."""
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `.*", page, re.M)
+    return {"source"}.union(*(re.findall(r"`(\w+)`", row) for row in rows))
+
+
+def unknown_settings(text: str) -> list[str]:
+    """Keys that a text asks to set, in a quote such as `key: value` or as "set key: value", and that do not exist."""
+    asked = re.findall(r"(?:(?<!`)`\{?|\bset )(\w+): [^`\s]", text)
+    return [key for key in asked if key not in settings() | FROM_OTHERS]
+
+
+def test_settings_that_a_text_asks_for_exist():
+    texts = {path: prose_of(path) for path in PRESENT}
+    texts |= {path: "\n".join(strings_of(path)) for path in SOURCES}
+    found = {str(path.relative_to(ROOT)): unknown_settings(text) for path, text in texts.items()}
+    assert {path: keys for path, keys in found.items() if keys} == {}
+
+
+def test_settings_that_do_not_exist_are_found():
+    text = "`exchange: {precision: int8}`, or set layout: local; `mask: dense`, `{source: sparge, cdf: 0.9}`"
+    assert unknown_settings(text) == ["exchange", "layout"]
 
 
 def test_retired_words_do_not_come_back():

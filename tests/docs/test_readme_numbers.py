@@ -18,7 +18,7 @@ IN_USE = ("slow drift, 50 steps", "trained model, 50 steps")
 
 
 def said(pattern: str) -> list[float]:
-    """The numbers of the one place in README that a pattern finds."""
+    """The numbers in the only match of a pattern in README."""
     (found,) = re.findall(pattern, TEXT)
     return [float(one) for one in ([found] if isinstance(found, str) else found)]
 

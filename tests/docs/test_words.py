@@ -1,4 +1,4 @@
-"""Words that have a plainer one stay out of the packages, and docstrings begin with a verb or a noun."""
+"""Words that have a plainer one stay out of the packages and pages, and docstrings begin with a verb or a noun."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.repository import ROOT
-from tests.support.texts import nodes_of
+from tests.support.texts import PAGES, nodes_of, without_code_blocks
 
 FOLDERS = ("kernels", "dbsp_core", "dbsp_diffusers", "dbsp_xdit", "dbsp_para", "dbsp_cli")
 ENGINES = sorted((ROOT / "dbsp_engines").rglob("*.py"))
 """Of which the openings of docstrings are looked at: their words are the engines'."""
-FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+OWN = Path(__file__)
+"""Which has the words to look for."""
+FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if path != OWN]
 INSTEAD = {
     r"travel\w*": "be sent",
     r"(kept|added|needed) keys|keys by need": "cached, delta or selective KV exchange",
@@ -48,15 +50,17 @@ INSTEAD = {
 """What to write instead of a word, by its pattern."""
 ALLOWED = {
     r"homes?": r"HF_HOME|CUDA_HOME|XDG_CACHE_HOME|Path\.home|home folder",
-    r"marks?": r"byte order mark|_mark\b|mark_non_differentiable",
+    r"campaigns?|nursery": r"campaign\.json|scripts/campaign",
+    r"marks?": r"byte order mark|high-water mark|_mark\b|mark_non_differentiable",
     r"places?|placed": r"in.place|(take|takes|took|taking) (its )?place|place_pipeline_components",
     r"hosts?": r"gethostname|[Hh]ost.?name|localhost|getaddrinfo|(on|in|to|from|and|make|the) host\b|host's|host sync|"
-    r"HostEvent|ExpectedHost|expected.host|_host_?",
+    r"[Hh]ost waits|HostEvent|ExpectedHost|expected.host|_host_?",
 }
 """Senses in which a word may be used: a line with one of these may have it."""
 _KINDS = {tokenize.NAME, tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 _WORDS = {pattern: re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I) for pattern in INSTEAD}
 _ANY = re.compile("|".join(INSTEAD), re.I)
+_NO_PROSE = re.compile(r"`[^`]+`|(?<=\])\([^)]*\)|https?://\S+")
 _QUESTIONS = {"what", "which", "how", "where", "who", "why", "when", "whether"}
 _NO_VERBS = {"this", "as", "is", "its", "was", "always", "places", "columns", "less", "us"}
 
@@ -69,10 +73,24 @@ def words_in(text: str) -> Iterator[tuple[int, str, str]]:
         for number, line in enumerate(token.string.split("\n"), token.start[0]):
             words = re.sub(r"_|(?<=[a-z])(?=[A-Z])", " ", line)
             whole = token.line if token.type == tokenize.NAME else line
-            for pattern, word in _WORDS.items():
-                allowed = ALLOWED.get(pattern)
-                if word.search(words) and not (allowed and re.search(allowed, whole)):
-                    yield number, INSTEAD[pattern], line.strip()
+            for instead in instead_of(words, whole):
+                yield number, instead, line.strip()
+
+
+def words_on(page: str) -> Iterator[tuple[int, str, str]]:
+    """Yields the same for a page's prose: outside of code blocks, code quotes and the targets of links."""
+    for number, line in enumerate(without_code_blocks(page).split("\n"), 1):
+        prose = _NO_PROSE.sub(" … ", line)
+        for instead in instead_of(prose, prose):
+            yield number, instead, line.strip()
+
+
+def instead_of(words: str, whole: str) -> Iterator[str]:
+    """Yields what to write instead of each word, unless `whole`, the line, has a sense of it that is allowed."""
+    for pattern, word in _WORDS.items():
+        allowed = ALLOWED.get(pattern)
+        if word.search(words) and not (allowed and re.search(allowed, whole)):
+            yield INSTEAD[pattern]
 
 
 def openings_of(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
@@ -102,6 +120,21 @@ def _is_help(path: Path) -> bool:
 
 def test_words_that_have_a_plainer_one_are_not_used():
     assert found({path: list(words_in(path.read_text(encoding="utf-8"))) for path in FILES}) == {}
+
+
+def test_words_that_have_a_plainer_one_are_not_used_on_pages():
+    texts = [*PAGES, *(ROOT / "configs").glob("*.yaml"), ROOT / "docs" / "results" / "evidence.yaml"]
+    assert found({path: list(words_on(path.read_text(encoding="utf-8"))) for path in texts}) == {}
+
+
+def test_a_word_is_found_in_the_prose_of_a_page_alone():
+    page = (
+        "# Refusals\n\n```\nkeys travel\n```\n[`marks`](place.md) and `in turn` on the host,\nas told: *in place*.\n"
+    )
+    assert [(number, word) for number, word, _ in words_on(page)] == [
+        (1, "reject, raise, not supported"),
+        (7, "given, inferred from, distinguish"),
+    ]
 
 
 def test_a_word_is_found_in_names_comments_and_strings():

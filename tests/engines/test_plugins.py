@@ -66,12 +66,12 @@ def test_lightx2v_equals_one_process(world):
     ("changed", "said"),
     [
         ({"aux_k": torch.zeros(1)}, "whose ranks all hold the text"),
-        ({"quant_scheme": "fp8"}, "exchange: {precision: int8}"),
+        ({"quant_scheme": "fp8"}, "set precision: int8 in"),
         ({"attention_kwargs": {"block_idx": 0, "scheduler": None, "grid_sizes": None}}, "a grid of video tokens"),
         ({"k": torch.zeros(100, HEADS, 8)}, "keys of earlier frames"),
     ],
 )
-def test_what_lightx2v_asks_for_and_is_not_served_is_rejected_in_one_line(changed, said):
+def test_lightx2v_setting_that_is_not_supported_is_rejected_in_one_line(changed, said):
     q = torch.zeros(75, HEADS, 8)
     call = {"q": q, "k": q, "v": q, "attention_kwargs": {"block_idx": 0, "scheduler": scheduler(), "grid_sizes": THW}}
     with pytest.raises(UserError, match=said) as rejected:
@@ -102,7 +102,7 @@ def test_settings_that_do_not_go_with_it_are_rejected_on_every_rank(settings, sa
 
 
 @pytest.fixture
-def host(tmp_path, monkeypatch):
+def engine(tmp_path, monkeypatch):
     """A stub on the path for an engine, of version 1.2.3, which cannot be imported; and what is expected of it."""
     package = tmp_path / "engine_stub" / "inner"
     package.mkdir(parents=True)
@@ -116,42 +116,44 @@ def host(tmp_path, monkeypatch):
     return ExpectedHost("Engine", "engine", "1.2", (*of_package, "engine_stub:renamed"))
 
 
-def test_a_host_that_is_as_expected_is_read_and_not_imported(host):
-    assert host.problem() is None
+def test_engine_that_is_as_expected_is_read_and_not_imported(engine):
+    assert engine.problem() is None
     assert "engine_stub" not in sys.modules
 
 
 @pytest.mark.parametrize(
     "gone", ["inner.layer:Layer.gone", "inner.layer:Gone", "inner.gone:Layer", "inner.layer:gone"]
 )
-def test_a_name_that_is_gone_is_found_and_said_in_one_line(host, gone):
-    problem = replace(host, names=(*host.names, f"engine_stub.{gone}")).problem()
+def test_a_name_that_is_gone_is_found_and_said_in_one_line(engine, gone):
+    problem = replace(engine, names=(*engine.names, f"engine_stub.{gone}")).problem()
     assert problem.startswith(f"db-SP expects engine_stub.{gone}, which this Engine (1.2.3) does not define; install")
     assert "\n" not in problem
 
 
-def test_a_host_that_is_not_installed_or_of_no_release_is_a_problem_by_its_names_alone(host, monkeypatch):
+def test_engine_that_is_not_installed_or_of_no_release_is_a_problem_by_its_names_alone(engine, monkeypatch):
     monkeypatch.setattr(expected_host, "installed_version", lambda package: None)
-    assert "this is of unknown version; install" in host.problem()
-    assert replace(host, version=None).problem() is None
-    assert "expects no_such_engine:Layer" in replace(host, version=None, names=("no_such_engine:Layer",)).problem()
+    assert "this is of unknown version; install" in engine.problem()
+    assert replace(engine, version=None).problem() is None
+    assert "expects no_such_engine:Layer" in replace(engine, version=None, names=("no_such_engine:Layer",)).problem()
 
 
 @pytest.mark.parametrize("known", ["1.2.3", "1.2", "1"])
-def test_a_release_admits_its_corrections(host, known):
-    assert replace(host, version=known).problem() is None
+def test_a_release_admits_its_corrections(engine, known):
+    assert replace(engine, version=known).problem() is None
 
 
 @pytest.mark.parametrize("known", ["1.2.30", "1.20", "1.2.3.4", "0.1"])
-def test_another_release_is_a_problem(host, known):
+def test_another_release_is_a_problem(engine, known):
     assert (
-        replace(host, version=known).problem().startswith(f"db-SP expects Engine {known}, and this is 1.2.3; install")
+        replace(engine, version=known)
+        .problem()
+        .startswith(f"db-SP expects Engine {known}, and this is 1.2.3; install")
     )
 
 
 @pytest.fixture
-def gone(host):
-    return replace(host, names=("engine_stub:gone",))
+def gone(engine):
+    return replace(engine, names=("engine_stub:gone",))
 
 
 def test_sglang_is_left_alone_without_a_configuration(monkeypatch, gone):

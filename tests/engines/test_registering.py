@@ -169,7 +169,7 @@ def test_vllm_omni_has_image_and_text_in_one_sequence(vllm_omni):
     ],
     ids=["another length, as with a reference image", "padding of text before the image"],
 )
-def test_vllm_omni_with_another_order_is_refused(vllm_omni, tokens, shard):
+def test_vllm_omni_with_another_order_is_rejected(vllm_omni, tokens, shard):
     with pytest.raises(UserError, match="do not hold this model's"):
         vllm_omni._layout_of(tokens, False, shard, 4)
 

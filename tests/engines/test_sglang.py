@@ -38,12 +38,12 @@ def test_it_equals_one_process(ulysses, ring):
 
 @pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 2, 5), (2, 1, 4), (2, 2, 4)])
 def test_minimax_h3(ulysses, ring, heads):
-    """Text, audio and a first frame before the video; of 128 places, the last of four ranks has padding alone."""
+    """Text, audio and a first frame before the video; of 128 slots, the last of four ranks has padding alone."""
     cases = Case(heads, (UNEQUAL, EVEN), KNOWN, model="h3"), Case(heads, (UNEQUAL,), PREDICTED, model="h3_keyframe")
     assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
 
 
-def test_minimax_h3_with_heads_that_its_ulysses_refuses(tmp_path):
+def test_minimax_h3_runs_with_heads_that_its_ulysses_rejects(tmp_path):
     """SGLang has a ring of two, and db-SP's configuration says how they share 5 heads."""
     settings = tmp_path / "ulysses.yaml"
     settings.write_text(f"mask: {KNOWN}\nstrategy: U2R1\n", encoding="utf-8")
@@ -51,7 +51,7 @@ def test_minimax_h3_with_heads_that_its_ulysses_refuses(tmp_path):
     assert_exact([case], run(ENGINE, 1, 2, case))
 
 
-def test_minimax_h3_with_more_than_a_softmax_is_refused():
+def test_minimax_h3_with_more_than_a_softmax_is_rejected():
     sparse = SimpleNamespace(_resolved_attention_backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3)
     sparse._resolve_attention_backend_once = lambda: None
     with pytest.raises(UserError, match="gated branch in addition to its softmax; leave out --attention-backend"):

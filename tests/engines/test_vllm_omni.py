@@ -58,7 +58,7 @@ def test_it_equals_one_process(ulysses, ring):
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), *SPLITS])
 def test_models_with_text_in_self_attention(ulysses, ring):
-    """3 and 5 heads, two sizes in turn; padding of text in Qwen-Image and HunyuanVideo-1.5, which is no key.
+    """3 and 5 heads, two sizes alternately; padding of text in Qwen-Image and HunyuanVideo-1.5, which is no key.
 
     Z-Image packs image and text in one sequence, each filled up with tokens that are keys.
     """
@@ -79,7 +79,7 @@ def test_models_with_text_in_self_attention(ulysses, ring):
 
 @pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 1, 3), (1, 2, 5), (2, 1, 4), (2, 2, 4)])
 def test_minimax_h3(ulysses, ring, heads):
-    """Text and audio before the video, and references; of 128 places, the last of four ranks has padding alone."""
+    """Text and audio before the video, and references; of 128 slots, the last of four ranks has padding alone."""
     cases = (
         Case(heads, (UNEQUAL, EVEN), KNOWN, model="h3"),
         Case(heads, (UNEQUAL,), PREDICTED, model="h3_references"),

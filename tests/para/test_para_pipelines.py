@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 BAND = {
     "source": "callable",
-    "function": "tests.support.user_masks:band_unless_told",
+    "function": "tests.support.user_masks:band_that_may_fail",
     "depends_on": "step",
     "block_q": 8,
     "block_k": 8,

@@ -90,21 +90,21 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A case on one rank. full: q, k, v of all tokens; local: this rank's; mine, places: its tokens, and where"""
+    """A case on one rank. full: q, k, v of all tokens; local: this rank's; mine, slots: its tokens, and their slots"""
 
     mask: BlockMask
     layout: SequenceLayout
     full: list[torch.Tensor]
     local: list[torch.Tensor]
     mine: torch.Tensor
-    places: torch.Tensor
+    slots: torch.Tensor
 
     @classmethod
     def from_case(cls, case: Case, rank: int) -> Inputs:
         mask, full = whole(case.attention)
         layout = _layout(case.attention, case.strategy, case.layout, case.streams)
-        local, mine, places = shards(full, layout, rank, case.padded)
-        return cls(mask, layout, full, local, mine, places)
+        local, mine, slots = shards(full, layout, rank, case.padded)
+        return cls(mask, layout, full, local, mine, slots)
 
 
 def shards(
@@ -166,7 +166,7 @@ def run_case_apart(rank: int, world: int, case: Case) -> float:
 
 
 def _error(case: Case, given: Inputs, expected: torch.Tensor) -> float:
-    full, mine, places = given.full, given.mine, given.places
+    full, mine, slots = given.full, given.mine, given.slots
     if case.sabotage == "local tokens only":
         keys, values = (t[:, :, mine] for t in full[1:])
         alone = dense_attention(full[0][:, :, mine], keys, values, given.mask, mine, keys=mine)
@@ -174,8 +174,8 @@ def _error(case: Case, given: Inputs, expected: torch.Tensor) -> float:
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = attend(case, given.mask, given.layout, given.local)
     assert out.shape == given.local[0].shape
-    assert not at_padding(out, places).any(), "padding must come back as zeros"
-    return largest_difference(out[:, :, places], expected)
+    assert not at_padding(out, slots).any(), "padding must come back as zeros"
+    return largest_difference(out[:, :, slots], expected)
 
 
 def attend(
@@ -213,21 +213,21 @@ def random_owners(like: Plan, mask: BlockMask, seed: int) -> Plan:
     """Any owner of any row; blocks come in any chunk, other ones in heads whose token orders differ."""
     rng, strategy, grid = np.random.default_rng(seed), like.strategy, like.grid
     owner = rng.integers(strategy.world, size=like.owner.shape)
-    home = np.empty((like.heads, grid.nk), dtype=np.int64)
+    ring_row = np.empty((like.heads, grid.nk), dtype=np.int64)
     for _, heads in grid.order_groups(like.heads):
-        home[heads] = rng.integers(strategy.ring, size=grid.nk)
+        ring_row[heads] = rng.integers(strategy.ring, size=grid.nk)
     if like.chunks.keys == NEEDED:
-        return replace(like, owner=owner, chunks=Chunks.of_rows(owner, home, strategy, mask))
-    return replace(like, owner=owner, chunks=Chunks.of_heads(owner, home, strategy))
+        return replace(like, owner=owner, chunks=Chunks.of_rows(owner, ring_row, strategy, mask))
+    return replace(like, owner=owner, chunks=Chunks.of_heads(owner, ring_row, strategy))
 
 
 def without_a_block(plan: Plan, mask: BlockMask) -> Plan:
     """The same, but a rank is not sent the block of its last chunk that most of its rows attend to."""
     chunks = plan.chunks
     readers = mask.counts.columns_by_rank(plan.owner, plan.strategy.world)
-    last = [(rank, *place) for rank in range(len(readers)) for place in zip(*chunks.blocks_for(rank)[-1], strict=True)]
+    last = [(rank, *block) for rank in range(len(readers)) for block in zip(*chunks.blocks_for(rank)[-1], strict=True)]
     sent = chunks.sent.copy()
-    sent[max(last, key=lambda place: readers[place])] = False
+    sent[max(last, key=lambda block: readers[block])] = False
     return replace(plan, chunks=replace(chunks, sent=sent))
 
 

@@ -52,9 +52,7 @@ def masks(
         tokens = draw(st.integers(1, 20 + more_tokens))
         sizes.append((tokens, draw(st.integers(0, tokens))))
     each = [BlockGrid(*size, first.block_q, first.block_k) for size in sizes]
-    return BlockMask.packed(
-        [BlockMask(random_bits(count, grid, seed + place), grid) for place, grid in enumerate(each)]
-    )
+    return BlockMask.packed([BlockMask(random_bits(count, grid, seed + at), grid) for at, grid in enumerate(each)])
 
 
 @st.composite

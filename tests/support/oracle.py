@@ -20,14 +20,14 @@ def token_mask(mask: BlockMask, queries: torch.Tensor | None = None) -> torch.Te
     )
     heads = []
     for head in range(mask.heads):
-        place = place_in_order(mask.grid, head)
-        rows = place if queries is None else place[queries]
-        heads.append(mask.bits[head][q_block[rows]][:, k_block[place]])
+        slot = slot_in_order(mask.grid, head)
+        rows = slot if queries is None else slot[queries]
+        heads.append(mask.bits[head][q_block[rows]][:, k_block[slot]])
     return torch.stack(heads)
 
 
-def place_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
-    """int64[N]: where in a head's blocks each token stands, counted token by token."""
+def slot_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
+    """int64[N]: each token's slot in a head's blocks, counted token by token."""
     order = grid.orders[head if len(grid.orders) > 1 else 0]
     if order == "thw" or grid.thw is None:
         return torch.arange(grid.tokens)
@@ -38,9 +38,9 @@ def place_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
     else:
         keys = [[at["thw".index(axis)] for axis in order] for at in coordinates]
     token_permutation = sorted(range(len(keys)), key=keys.__getitem__)
-    place = torch.empty(len(token_permutation), dtype=torch.long)
-    place[torch.tensor(token_permutation)] = torch.arange(len(token_permutation))
-    return torch.cat([torch.arange(grid.text_tokens), grid.text_tokens + place])
+    slot = torch.empty(len(token_permutation), dtype=torch.long)
+    slot[torch.tensor(token_permutation)] = torch.arange(len(token_permutation))
+    return torch.cat([torch.arange(grid.text_tokens), grid.text_tokens + slot])
 
 
 def dense_attention(

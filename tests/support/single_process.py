@@ -37,7 +37,7 @@ def attach_single_process(
 
     Args:
         config: A `DbspConfig`, a mapping, the path of a YAML file, or None for the settings shipped for the
-            transformer's checkpoint, dense where none are shipped: as in the hosts.
+            transformer's checkpoint, dense where none are shipped: as in the frameworks.
         steps: Returns the number of denoising steps, for dense_schedule.last_steps.
         clock: The counter of steps, which transformers that take turns share.
     """
@@ -71,15 +71,15 @@ def attach_single_process(
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends in token order; padding of text, which a stock model would mask, gives zeros."""
-        places = sequence.slots(q.shape[2], architecture.text).to(q.device)
-        key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, places) for x in (q, k, v))
+        slots = sequence.slots(q.shape[2], architecture.text).to(q.device)
+        key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, slots) for x in (q, k, v))
         mask = None if key is None else cache.get(key)
         if mask is None:
-            gates = None if gate is None else gate.index_select(2, places)
+            gates = None if gate is None else gate.index_select(2, slots)
             mask = provider.mask(layer, LocalQK.alone(qs, ks, scale, vs, gates))
         if key is not None:
             cache[key] = mask
-        return torch.zeros_like(q).index_copy_(2, places, masked_attention(qs, ks, vs, mask, scale))
+        return torch.zeros_like(q).index_copy_(2, slots, masked_attention(qs, ks, vs, mask, scale))
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for attention, gate in gates.items():
@@ -121,7 +121,7 @@ def token_mask(mask: BlockMask) -> torch.Tensor:
     q_block, k_block = (torch.from_numpy(axis.block_of) for axis in (grid.q_axis, grid.k_axis))
     allowed = torch.empty(mask.heads, grid.tokens, grid.tokens, dtype=torch.bool, device=mask.bits.device)
     for order, heads in grid.order_groups(mask.heads):
-        place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # of each token
-        rows, columns = q_block[place].to(mask.bits.device), k_block[place].to(mask.bits.device)
+        slot = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # of each token
+        rows, columns = q_block[slot].to(mask.bits.device), k_block[slot].to(mask.bits.device)
         allowed[heads] = mask.square(heads)[:, rows][:, :, columns]
     return allowed

@@ -1,4 +1,4 @@
-"""What the workers run: a step in the middle of a denoising, watched for whatever would wait for a device."""
+"""Run by the workers: a step in the middle of a denoising, watched for waits of the host for a device."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
 
 
 def without_code_blocks(page: str) -> str:
-    """A page without what is between its fences."""
-    return _FENCE.sub("", page)
+    """A page with empty lines for what is between its fences."""
+    return _FENCE.sub(lambda found: "\n" * found.group().count("\n"), page)
 
 
 def tree_of(path: Path) -> ast.Module:

@@ -95,7 +95,7 @@ class Meeting:
             return [self.parcels.pop(key) for key in wanted]
 
     def leave(self, rank: int, why: str, *, failed: bool) -> None:
-        """Tells the others that a rank makes no more calls; in auxiliary groups, too, if it has `failed`."""
+        """Notes that a rank makes no more calls; in auxiliary groups, too, if it has `failed`."""
         with self.lock:
             self.gone[rank] = why
             self._wake()
@@ -132,7 +132,7 @@ class Meeting:
 
 @dataclass(eq=False)
 class Member:
-    """One rank's place in a meeting, which represents its process group.
+    """One rank of a meeting, which represents its process group.
 
     Attributes:
         over_gloo: True for an auxiliary group, which is one of gloo's for any group's own backend.
@@ -161,7 +161,7 @@ class Member:
 
 @dataclass(eq=False)
 class Transfer:
-    """A transfer in flight, in place of `dist.Work`: `wait` fills `received` from its `sources` one after another."""
+    """A transfer in flight, in target of `dist.Work`: `wait` fills `received` from its `sources` one after another."""
 
     member: Member
     number: int
@@ -178,10 +178,10 @@ class Transfer:
         if not torch.equal(_bytes(self.sent), _bytes(self.copy)):
             raise RuntimeError("what a rank sends was changed before it waited")
         parcels = self.member.meeting.read(self.member.rank, self.number, self.sources)
-        for place, parcel in zip(self.received.split(list(self.lengths)), parcels, strict=True):
-            if place.shape != parcel.shape:
-                raise RuntimeError(f"{tuple(parcel.shape)} was sent where {tuple(place.shape)} is received")
-            place.copy_(parcel)
+        for target, parcel in zip(self.received.split(list(self.lengths)), parcels, strict=True):
+            if target.shape != parcel.shape:
+                raise RuntimeError(f"{tuple(parcel.shape)} was sent where {tuple(target.shape)} is received")
+            target.copy_(parcel)
         self.done = True
 
 

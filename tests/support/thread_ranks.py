@@ -40,7 +40,7 @@ class ThreadRanks:
         meeting = Meeting(self.world, self.patience_s)
         answers: list[Any] = [(False, "Hang", f"no answer from rank {rank}", "") for rank in range(self.world)]
 
-        def serve(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             torch.set_num_threads(1)
             _HERE.member = Member(rank, meeting)
             try:
@@ -51,7 +51,7 @@ class ThreadRanks:
                 answers[rank] = (False, type(error).__name__, str(error), traceback.format_exc())
                 meeting.leave(rank, f"rank {rank} has failed", failed=True)
 
-        ranks = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(self.world)]
+        ranks = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.world)]
         with mock.patch.object(SequenceGroup, "from_group", classmethod(_from_group)):
             for thread in ranks:
                 thread.start()

@@ -62,13 +62,13 @@ def band_of_other_branch(grid, request):
     return band(grid, replace(request, cfg_branch=1 - request.cfg_branch))
 
 
-TOLD_TO_FAIL: set[tuple[int, int]] = set()
-"""(rank, step) of what `band_unless_told` must not survive."""
+FAILS_AT: set[tuple[int, int]] = set()
+"""(rank, step) at which `band_that_may_fail` raises."""
 
 
-def band_unless_told(grid, request):
-    if (dist.get_rank() if dist.is_initialized() else 0, request.step) in TOLD_TO_FAIL:
-        raise RuntimeError("told to")
+def band_that_may_fail(grid, request):
+    if (dist.get_rank() if dist.is_initialized() else 0, request.step) in FAILS_AT:
+        raise RuntimeError("as asked")
     return band(grid, request)
 
 

@@ -51,7 +51,7 @@ class WorkerPool:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
+            process = context.Process(target=_run_worker, args=(rank, world, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -84,7 +84,7 @@ class WorkerPool:
         )
 
     def close(self) -> None:
-        """Ends the workers as programs end, where they can be told to, so that what watches them can take notes."""
+        """Ends the workers as programs end, where the method of starting allows, so that coverage is recorded."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -125,7 +125,7 @@ class WorkerPools:
         self._pools.clear()
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _run_worker(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 

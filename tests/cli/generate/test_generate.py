@@ -27,7 +27,7 @@ from tests.support.single_process import attach_single_process
 
 TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"
-SIZES = {"height": 64, "width": 96, "num_frames": 17, "steps": 2, "guidance_scale": 2.0}
+SIZES = {"height": 64, "width": 96, "num_frames": 9, "steps": 2, "guidance_scale": 2.0}
 SMALL = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
 SUMMARY = (
     r"attention \d+% of [\d.]+ m?s, density 0\.\d{3}, ρ_s \d\.\d{3} → \d\.\d{3}, times on CPUs say nothing about GPUs"

@@ -1,4 +1,4 @@
-"""What is said before a rank is started: what cannot be served here, a checkpoint that is not there, one too large."""
+"""Messages before a rank is started: settings that cannot work here, checkpoints that are missing or too large."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
         ({"machine": "h300"}, ("machine",), "no hardware 'h300'; use a800"),
     ],
 )
-def test_what_cannot_be_served_is_rejected_with_its_setting(settings, path, message):
+def test_setting_that_cannot_work_here_is_rejected_with_its_path(settings, path, message):
     with pytest.raises(SettingError, match=message) as raised:
         require_possible(DbspConfig.load(settings))
     assert raised.value.path == path
 
 
-def test_what_can_be_served_is_not():
+def test_setting_that_can_work_is_accepted():
     require_possible(DbspConfig.load({"mask": {"source": "radial"}, "machine": "a800"}))
 
 
@@ -162,7 +162,7 @@ def test_a_published_model_on_a_cpu_is_warned_of(tmp_path, monkeypatch, gpu, mod
 
 
 def test_parameters_are_those_of_the_models():
-    """Transformers are counted on the meta device; text encoders stand in the table as published."""
+    """Transformers are counted on the meta device; the table has text encoders as published."""
     diffusers = pytest.importorskip("diffusers")
     for spec in (
         spec for spec in MODEL_SPECS.values() if any(one in spec.name for one in ("wan2.1-t2v", "t2v-a14b", "cog"))

@@ -30,12 +30,12 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 @pytest.fixture
 def exported(monkeypatch):
-    """exported(place): the variables that a rank leaves for torch.distributed."""
+    """exported(info): the variables that a rank leaves for torch.distributed."""
 
-    def variables(place: RankInfo) -> dict[str, str]:
+    def variables(info: RankInfo) -> dict[str, str]:
         for name in (*TORCHRUN, *MEETING):
             monkeypatch.setenv(name, "")  # restored after the test
-        place.export()
+        info.export()
         return {name: os.environ[name] for name in (*TORCHRUN, *MEETING)}
 
     return variables
@@ -54,9 +54,9 @@ class TestJoining:
         ],
     )
     def test_each_launcher_is_understood(self, exported, environment, local_world, address, port):
-        place = RankInfo.from_environment(environment)
-        assert place == RankInfo(3, 4, 1, local_world, address, port)
-        assert exported(place) == {
+        info = RankInfo.from_environment(environment)
+        assert info == RankInfo(3, 4, 1, local_world, address, port)
+        assert exported(info) == {
             "RANK": "3",
             "WORLD_SIZE": "4",
             "LOCAL_RANK": "1",

@@ -1,4 +1,4 @@
-"""What a request for a video means, and what is rejected before anything is made: prompts, paths, places."""
+"""What a request for a video means, and what is rejected before anything is made: prompts and paths."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dbsp_core.utils.errors import UserError
 SIZE = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
 
 
-def decided(folder: Path, place: RankInfo = RankInfo(), **given: object) -> Generation:  # noqa: B008  it is frozen
+def decided(folder: Path, info: RankInfo = RankInfo(), **given: object) -> Generation:  # noqa: B008  it is frozen
     """What a request means, for a rank."""
     usual = {"config": "tiny-wan", "prompt": "a red ball", "out": str(folder / "v.mp4"), "changes": SIZE}
-    return resolve(GenerationRequest(**usual | given), place)
+    return resolve(GenerationRequest(**usual | given), info)
 
 
 class TestPrompts:
@@ -222,7 +222,7 @@ def test_features_with_numbers():
     assert (features.cache_threshold(), Features(cache="first-block").cache_threshold()) == (0.2, 0.05)
 
 
-class TestPlaces:
+class TestPaths:
     @pytest.mark.parametrize(
         ("changed", "message"),
         [
@@ -234,7 +234,7 @@ class TestPlaces:
             ({"config": "{}/my.yaml"}, r"my.yaml:2: report .*/file is a file; give the name of a folder"),
         ],
     )
-    def test_a_place_that_is_none_is_rejected(self, tmp_path, changed, message):
+    def test_path_that_cannot_be_written_is_rejected(self, tmp_path, changed, message):
         (tmp_path / "folder.mp4").mkdir()
         (tmp_path / "file").touch()
         (tmp_path / "my.yaml").write_text(f"model: tiny-wan\nreport: {tmp_path}/file\n")
@@ -276,7 +276,7 @@ class TestPlaces:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize(
-        ("place", "said"),
+        ("path", "said"),
         [
             ("v.mp4", "--out and --report are the same path"),
             ("link", "--out and --report are the same path"),
@@ -284,11 +284,11 @@ class TestPlaces:
         ],
     )
     @pytest.mark.parametrize("by", ["option", "setting"])
-    def test_two_results_in_one_place_are_rejected(self, tmp_path, place, said, by):
+    def test_two_results_at_one_path_are_rejected(self, tmp_path, path, said, by):
         (tmp_path / "link").symlink_to("v.mp4")
-        changes = SIZE if by == "option" else (*SIZE, f"report={tmp_path / place}")
+        changes = SIZE if by == "option" else (*SIZE, f"report={tmp_path / path}")
         with pytest.raises(UserError, match=said):
-            decided(tmp_path, report=tmp_path / place if by == "option" else None, changes=changes)
+            decided(tmp_path, report=tmp_path / path if by == "option" else None, changes=changes)
 
     def test_masks_are_not_recorded_over_the_video_or_a_file(self, tmp_path, monkeypatch):
         monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "v.mp4"))
@@ -314,29 +314,29 @@ class TestPlaces:
         assert decided(tmp_path, report=tmp_path).report == tmp_path
 
 
-class TestHome:
+class TestUsersFolder:
     @pytest.fixture
-    def home(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        (tmp_path / "home").mkdir()
+    def folder(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path / "user"))
+        (tmp_path / "user").mkdir()
         monkeypatch.chdir(tmp_path)
-        return tmp_path / "home"
+        return tmp_path / "user"
 
-    def test_a_checkpoint_is_found_there(self, home):
-        make_tiny("wan", home / "wan")
-        by_option = decided(home, config=None, model="~/wan")
-        by_setting = decided(home, changes=(*SIZE, "model=~/wan"))
-        assert by_option.model == by_setting.model == str(home / "wan")
-        with pytest.raises(UserError, match=f"--model {home}/won: neither a model that"):
-            decided(home, config=None, model="~/won")
+    def test_a_checkpoint_is_found_there(self, folder):
+        make_tiny("wan", folder / "wan")
+        by_option = decided(folder, config=None, model="~/wan")
+        by_setting = decided(folder, changes=(*SIZE, "model=~/wan"))
+        assert by_option.model == by_setting.model == str(folder / "wan")
+        with pytest.raises(UserError, match=f"--model {folder}/won: neither a model that"):
+            decided(folder, config=None, model="~/won")
 
-    def test_options_of_the_command_are_read_so(self, home, dbsp, mistake):
+    def test_options_of_the_command_are_read_so(self, folder, dbsp, mistake):
         asked = ("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", "1", "--dry-run")
         sizes = [part for size in SIZE for part in ("--set", size)]
         code, out, _ = dbsp(*asked, *sizes, "--out=~/v.mp4", "--report=~/r")
         assert code == 0
-        assert f"# {home}/v.mp4: seed 42, 'x'\n" in out
-        assert f"\nreport: {home}/r\n" in out
+        assert f"# {folder}/v.mp4: seed 42, 'x'\n" in out
+        assert f"\nreport: {folder}/r\n" in out
         for option in ("--out", "--report", "--image", "--video"):
             said = f"{option}'?: path '' is empty; give the name of a file or folder, or leave it out"
             assert re.search(said, mistake(*asked, *sizes, option, ""))
@@ -344,18 +344,18 @@ class TestHome:
     @pytest.mark.parametrize(
         ("command", "said"),
         [
-            (("plan", "~/m", "--gpus", 2), "mask file HOME/m does not exist"),
-            (("plan", "x", "--gpus", 2, "--picture", "~/m/p"), "--picture HOME/m/p: HOME/m is a file"),
-            (("masks", "info", "~/m"), "mask file HOME/m does not exist"),
-            (("masks", "convert", "~/m.npy", "out", "tokens=64"), "file HOME/m.npy does not exist"),
-            (("masks", "fit", "x", "~/m"), "HOME/m holds no recording"),
-            (("report", "~/m"), "report HOME/m does not exist; a run leaves one in"),
+            (("plan", "~/m", "--gpus", 2), "mask file FOLDER/m does not exist"),
+            (("plan", "x", "--gpus", 2, "--picture", "~/m/p"), "--picture FOLDER/m/p: FOLDER/m is a file"),
+            (("masks", "info", "~/m"), "mask file FOLDER/m does not exist"),
+            (("masks", "convert", "~/m.npy", "out", "tokens=64"), "file FOLDER/m.npy does not exist"),
+            (("masks", "fit", "x", "~/m"), "FOLDER/m holds no recording"),
+            (("report", "~/m"), "report FOLDER/m does not exist; a run leaves one in"),
         ],
     )
-    def test_other_commands_too(self, home, mistake, command, said):
+    def test_other_commands_too(self, folder, mistake, command, said):
         if "--picture" in command:
-            (home / "m").touch()
-        assert said.replace("HOME", str(home)) in mistake(*command)
+            (folder / "m").touch()
+        assert said.replace("FOLDER", str(folder)) in mistake(*command)
 
 
 LONG = "a" * 300

@@ -1,4 +1,4 @@
-"""A real video for ranks that stand in for real ones."""
+"""A real video for ranks that are stubs."""
 
 from __future__ import annotations
 

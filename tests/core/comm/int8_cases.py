@@ -93,7 +93,7 @@ def error_with(rank: int, world: int, case: Case, fault: str) -> float:
     attend = DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.from_group(), n_local=n_local)
     q, k, v = as_sent(case, given.full)
     expected = dense_attention(q[:, :, given.mine], k, v, given.mask, given.mine)
-    return largest_difference(attend(*given.local)[:, :, given.places], expected)
+    return largest_difference(attend(*given.local)[:, :, given.slots], expected)
 
 
 def rows_at_owners(rank: int, world: int, case: Case, fault: str | None = None) -> list[tuple[Any, torch.Tensor]]:
@@ -158,4 +158,4 @@ def without_gradients(rank: int, world: int) -> float:
         out = dual_balanced_attention(q, k, v, given.mask, "U1R2", layout=given.layout, precision="int8")
     full = as_sent(case, given.full)
     expected = dense_attention(full[0][:, :, given.mine], *full[1:], given.mask, given.mine)
-    return largest_difference(out[:, :, given.places], expected)
+    return largest_difference(out[:, :, given.slots], expected)

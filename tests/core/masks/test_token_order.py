@@ -12,7 +12,7 @@ from dbsp_core import BlockGrid
 from dbsp_core.masks.grid import AXIS_ORDERS
 from dbsp_core.planning.planners import balanced_majority_rank, majority_rank
 from tests.support.generators import examples
-from tests.support.oracle import place_in_order
+from tests.support.oracle import slot_in_order
 
 SIZES = st.tuples(*[st.integers(1, 7)] * 3)
 ORDERS = st.sampled_from(AXIS_ORDERS) | SIZES.map(lambda tile: "tile:{}x{}x{}".format(*tile))
@@ -23,7 +23,7 @@ ORDERS = st.sampled_from(AXIS_ORDERS) | SIZES.map(lambda tile: "tile:{}x{}x{}".f
 def test_standing_is_the_order_written_out(thw, text_tokens, order):
     grid = BlockGrid(text_tokens + int(np.prod(thw)), text_tokens, 4, 4, thw, (order,))
     token_permutation = torch.from_numpy(grid.token_permutation(order).copy())
-    assert torch.equal(torch.argsort(token_permutation), place_in_order(grid, 0))
+    assert torch.equal(torch.argsort(token_permutation), slot_in_order(grid, 0))
 
 
 @pytest.mark.parametrize("order", ["", "tthw", "thx", "tile:4x4", "tile:0x4x4", "tile:4x4x4 "])

@@ -10,7 +10,7 @@ import numpy as np
 
 from dbsp_core import BlockGrid
 from dbsp_core.sources import MaskRequest
-from tests.support.oracle import place_in_order
+from tests.support.oracle import slot_in_order
 
 Place = tuple[int, int, int]
 Rule = Callable[[Place, Place], bool]
@@ -86,7 +86,7 @@ def active_blocks(rules: list[Rule], grid: BlockGrid, request: MaskRequest) -> n
     bits = np.zeros((len(rules), grid.nq, grid.nk), dtype=bool)
     tokens = [None] * request.text_tokens + list(itertools.product(*map(range, request.thw)))
     for head, rule in enumerate(rules):
-        stands_at = place_in_order(grid, head).tolist()
+        stands_at = slot_in_order(grid, head).tolist()
         rows, columns = (
             [next(b for b, start in reversed(list(enumerate(axis.starts))) if start <= place) for place in stands_at]
             for axis in (grid.q_axis, grid.k_axis)

@@ -172,10 +172,10 @@ def _ltx(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
 
 
 def _ltx_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    places = torch.stack(torch.meshgrid(*map(torch.arange, thw), indexing="ij")).flatten(1).float() * 8
+    positions = torch.stack(torch.meshgrid(*map(torch.arange, thw), indexing="ij")).flatten(1).float() * 8
     sizes = dict.fromkeys(("num_frames", "height", "width"))
     timestep = _ti2v(noise, thw, batch)["timestep"]
-    return _ltx(noise, thw, batch) | sizes | {"video_coords": places.expand(batch, 3, -1), "timestep": timestep}
+    return _ltx(noise, thw, batch) | sizes | {"video_coords": positions.expand(batch, 3, -1), "timestep": timestep}
 
 
 def _ltx2(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:

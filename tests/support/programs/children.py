@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from tests.support.programs.command import Command
 from tests.support.programs.ending import run_to_its_end
-from tests.support.programs.fresh import FOLDER, Beginning, close_files, open_files, place_streams, run_program
+from tests.support.programs.fresh import FOLDER, Beginning, close_files, open_files, run_program, set_streams
 
 _PARAMETERS = 23  # of subprocess._fork_exec, from Python 3.11 on
 
@@ -78,7 +78,7 @@ class _Start:
         run_to_its_end(lambda: self._begin(beginning), FOLDER)
 
     def _begin(self, beginning: Beginning) -> None:
-        place_streams(self.streams)
+        set_streams(self.streams)
         kept = {number for number in self.kept if number != self.error_pipe}
         for number in kept:
             os.set_inheritable(number, True)

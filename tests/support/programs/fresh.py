@@ -217,12 +217,12 @@ def close_files(kept: Iterable[int]) -> None:
         os.close(number)
 
 
-def place_streams(streams: Iterable[int]) -> None:
+def set_streams(streams: Iterable[int]) -> None:
     """Makes files the standard streams 0, 1, 2; -1 leaves one as it is."""
     apart = [number if number < 0 else _dup_above(number) for number in streams]
-    for place, number in enumerate(apart):
+    for target, number in enumerate(apart):
         if number >= 0:
-            os.dup2(number, place)
+            os.dup2(number, target)
 
 
 def _dup_above(number: int) -> int:

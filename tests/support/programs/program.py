@@ -40,14 +40,14 @@ class _Server:
 
     def start(self, request: dict[str, Any], streams: Sequence[int]) -> tuple[int, int]:
         """Forks a program with these standard streams. Returns its number, and the file that its status comes from."""
-        told, tell = os.pipe()
+        status, write = os.pipe()
         try:
             with self._lock:
                 self._pipe.send(request)
-                socket.send_fds(self._ours, [b"x"], [*streams, tell])
-                return self._pipe.recv(), told
+                socket.send_fds(self._ours, [b"x"], [*streams, write])
+                return self._pipe.recv(), status
         finally:
-            os.close(tell)
+            os.close(write)
 
     def _close(self) -> None:
         self._pipe.close()

@@ -41,7 +41,7 @@ def _preload() -> None:
 
 
 class Server:
-    """Forks a program for each request, and tells its end to whom it was asked by."""
+    """Forks a program for each request, and reports its exit status to the process that asked."""
 
     def __init__(self, asked: socket.socket) -> None:
         from tests.support.programs.fresh import Beginning
@@ -57,7 +57,7 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
-    def serve(self) -> None:
+    def run(self) -> None:
         """Until nobody asks any more; nothing that was started outlives that."""
         gc.collect()
         gc.freeze()
@@ -65,7 +65,7 @@ class Server:
             ready, _, _ = select.select([self._asked, self._woken], [], [])
             if self._woken in ready:
                 os.read(self._woken, 1 << 12)
-                self._tell()
+                self._report()
             if self._asked in ready:
                 try:
                     request = self._requests.recv()
@@ -91,7 +91,7 @@ class Server:
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        place_streams(streams)
+        set_streams(streams)
         close_files([0, 1, 2, *self._beginning.files])
         os.chdir(request["folder"])
         if request["new_session"]:
@@ -99,7 +99,7 @@ class Server:
         fork_children(self._beginning)
         run_program(self._beginning, request["command"], request["environment"])
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         while self._waiting:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
@@ -138,6 +138,6 @@ if __name__ == "__main__":
     # Not before: they import torch.
     from tests.support.programs.children import fork_children
     from tests.support.programs.ending import run_to_its_end
-    from tests.support.programs.fresh import FOLDER, close_files, place_streams, run_program
+    from tests.support.programs.fresh import FOLDER, close_files, run_program, set_streams
 
-    run_to_its_end(Server(socket.socket(fileno=int(sys.argv[1]))).serve)
+    run_to_its_end(Server(socket.socket(fileno=int(sys.argv[1]))).run)

@@ -61,18 +61,18 @@ def _weights(attention: Case) -> torch.Tensor:
 def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
     """Largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k and v."""
     given = Inputs.from_case(case, rank)
-    mine, places = given.mine, given.places
+    mine, slots = given.mine, given.slots
     expected, expected_gradients = reference(case.attention)
     local = [t.requires_grad_(True) for t in given.local]
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = attend(case, given.mask, given.layout, local)
-        (out[:, :, places] * _weights(case)[:, :, mine]).sum().backward()
-    errors = [largest_difference(out[:, :, places], expected[:, :, mine])]
+        (out[:, :, slots] * _weights(case)[:, :, mine]).sum().backward()
+    errors = [largest_difference(out[:, :, slots], expected[:, :, mine])]
     for here, everywhere in zip(local, expected_gradients, strict=True):
         assert here.grad is not None
-        errors.append(largest_difference(here.grad[:, :, places], everywhere[:, :, mine]))
+        errors.append(largest_difference(here.grad[:, :, slots], everywhere[:, :, mine]))
         padding = torch.ones(here.shape[2], dtype=torch.bool)
-        padding[places] = False
+        padding[slots] = False
         assert not here.grad[:, :, padding].any(), "padding must have no gradient"
     return errors[0], max(errors[1:])
 

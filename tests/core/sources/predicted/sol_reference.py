@@ -8,14 +8,14 @@ import numpy as np
 
 from dbsp_core import BlockGrid
 from tests.core.sources.predicted.sparge_reference import pooled
-from tests.support.oracle import place_in_order
+from tests.support.oracle import slot_in_order
 
 
 def predict(
     q: np.ndarray, k: np.ndarray, grid: BlockGrid, *, tau=1.0, thresh_type="diag", attention_sink=False
 ) -> tuple[np.ndarray, np.ndarray]:
     """q, k: float[H, N, D] in canonical order. Returns (bool[H, nq, nk], how far scores are from thresholds)."""
-    token_permutation = np.argsort(place_in_order(grid, 0).numpy())
+    token_permutation = np.argsort(slot_in_order(grid, 0).numpy())
     bits = np.zeros((len(q), grid.nq, grid.nk), dtype=bool)
     margins = np.zeros(bits.shape)
     to_base_2 = q.shape[-1] ** -0.5 * math.log2(math.e)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dbsp_core import BlockGrid
-from tests.support.oracle import place_in_order
+from tests.support.oracle import slot_in_order
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ def predict(
 ):
     """q, k: float[H, N, D], tokens in canonical order. Returns (bool[H, nq, nk], margins)."""
     heads = len(q)
-    token_permutation = np.argsort(place_in_order(grid, 0).numpy())
+    token_permutation = np.argsort(slot_in_order(grid, 0).numpy())
     bits = np.zeros((heads, grid.nq, grid.nk), dtype=bool)
     margins = Margins(
         np.full(bits.shape, np.inf), np.full((heads, grid.nq), np.inf), np.full((heads, grid.nk), np.inf)

@@ -1,4 +1,4 @@
-"""Text encoder and autoencoder on all ranks at once, evenly, whatever each rank's data loader holds.
+"""Runs text encoder and autoencoder with balanced work on all ranks, for any number of items per data loader.
 
 KnapFormer's online balancers of T5 and VAE (Zhang et al., 2025, appendix A.2). Used by train_packed.py.
 """
@@ -11,7 +11,7 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import plan_sequences
 
 
-def encode_evenly(items, costs, encode, device):
+def encode_balanced(items, costs, encode, device):
     """Encodes all ranks' items, each on the rank that has least to do. Collective; without gradients.
 
     Args:
@@ -39,7 +39,7 @@ def encode_evenly(items, costs, encode, device):
     with torch.no_grad():
         results = {number: encode(item).contiguous() for number, item in came.items()}
     made = gathered({number: (result.shape, result.dtype) for number, result in results.items()})
-    kinds = [made[place][number] for number, place in enumerate(encoder)]
+    kinds = [made[maker][number] for number, maker in enumerate(encoder)]
     back = sent(results, encoder, loader, kinds, device)
     return [back[number] for number in own], len(results)
 
