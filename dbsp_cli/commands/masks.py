@@ -100,7 +100,7 @@ def record(
     except OSError as error:
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
     print(_summary(folder), file=sys.stderr)
-    raise typer.Exit(code)
+    raise typer.Exit(code if code >= 0 else 128 - code)  # of a signal, as shells have it
 
 
 @masks_app.command()

@@ -61,6 +61,8 @@ class MaskSeries:
         """Reads a recording (a folder) or a mask file. Raises UserError for anything else."""
         if not os.path.isdir(path):
             file = MaskFile(path)
+            if branch:
+                raise UserError(f"{path} is a mask file, whose masks are of every pass; leave out --branch")
             starts = file.groups.starts if file.groups else (0,)
             layers = tuple(range(file.layers))
             return cls(starts, layers, lambda step, layer: file.layer(layer, starts.index(step)))

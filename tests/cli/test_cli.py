@@ -160,6 +160,17 @@ HUGE = "99999999999999999999"
 MISTAKES = [
     (["plan", "--gpus", "2"], "dbsp plan needs either a mask file or --model"),
     (["plan", "MASK", "--model", "wan2.1-t2v-14b", "--gpus", "8"], "dbsp plan needs either a mask file or --model"),
+    (
+        ["plan", "MASK", "--gpus", "2", "--machine", "h100"],
+        "--machine is for --model, not for a mask file",
+    ),
+    *(
+        (
+            ["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given],
+            f"{given[0]} is for a mask file, not for --model",
+        )
+        for given in (["--strategy", "U8R1"], ["--planner", "dbsp"], ["--keys", "all"], ["--picture", "x.png"])
+    ),
     (["plan", "--model", "wan2.1-t2v-14c", "--gpus", "8"], "did you mean 'wan2.1-t2v-14b'?"),
     (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),
     (["plan", "--sequences=g2b1i128"], "dbsp plan --sequences was removed; write bags: auto"),

@@ -251,10 +251,15 @@ class TestRecord:
         assert "nothing was recorded" in err
         assert not (tmp_path / "out").exists()
 
+    def test_exit_code_of_a_command_that_a_signal_ended_is_the_shells(self, dbsp, tmp_path):
+        killed = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+        assert dbsp("masks", "record", tmp_path / "out", "--", *killed)[0] == 128 + 9
+
 
 MISTAKES = [
     (["info", "none.safetensors"], "none.safetensors does not exist"),
     (["info", "."], "is no recording of masks"),
+    (["info", "FILE", "--branch", "1"], "is a mask file, whose masks are of every pass; leave out --branch"),
     (["info", "FILE", "--planner", "snake"], "dbsp masks info --planner was removed; leave it out; dbsp plan"),
     (["info", "FILE", "--gpus", "0"], "at least 1, got 0"),
     (["info", "RECORDING", "--branch", "2"], "has no masks of branch 2; it has branches [0, 1]"),

@@ -55,7 +55,7 @@ class TestJoining:
     )
     def test_each_launcher_is_understood(self, exported, environment, local_world, address, port):
         place = RankInfo.from_environment(environment)
-        assert place == RankInfo(3, 4, 1, local_world, address, port)
+        assert place == RankInfo(3, 4, 1, local_world, 4 // local_world, address, port)
         assert exported(place) == {
             "RANK": "3",
             "WORLD_SIZE": "4",
@@ -94,6 +94,14 @@ class TestJoining:
     def test_a_port_that_is_none_is_the_users_to_mend(self, port):
         with pytest.raises(UserError, match=f"^MASTER_PORT='{port}' is no port"):
             RankInfo.from_environment(TORCHRUN | MEETING | {"MASTER_PORT": port})
+
+    def test_ranks_of_unequal_nodes_take_one_strategy(self, tmp_path):
+        asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
+        nodes = {"WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+        first = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        last = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        chosen = [str(resolve(asked, RankInfo.from_environment(nodes | one)).config.strategy) for one in (first, last)]
+        assert chosen == ["U3R1", "U3R1"]
 
     def test_heads_are_divided_within_a_node_and_blocks_between_nodes(self, tmp_path):
         asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
