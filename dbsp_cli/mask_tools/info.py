@@ -210,7 +210,7 @@ class MaskInfo:
     def picture(self, title: str, series: MaskSeries) -> bytes:
         """Draws a PNG; see `mask_picture`."""
         chosen = [(self.layers[row], head) for row, head in heads_to_draw(self.densities)]
-        drawn = [(layer, head, series.first(layer)) for layer, head in chosen]
+        drawn = [(layer, head % series.first(layer).heads, series.first(layer)) for layer, head in chosen]
         similarity = [(f"layer {each.layer}", each.steps, each.iou) for each in self.drift if each.iou]
         return mask_picture(title, self.layers, self.densities, drawn, similarity)
 

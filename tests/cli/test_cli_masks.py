@@ -157,6 +157,17 @@ class TestInfo:
         assert image.shape[1] > 1000
         assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 50
 
+    def test_picture_of_a_dense_layer_with_fewer_heads_than_sparse_ones_is_drawn(self, dbsp, tmp_path):
+        """Sparse layers have masks of two batch items, which count as heads; a dense layer has one of its own."""
+        recorder = MaskRecorder(RecordSettings(str(tmp_path / "recording")), 2)
+        recorder.begin(DenoisingStep(0, 0))
+        for layer, mask in enumerate((BlockMask(random_bits(8, GRID, 0), GRID), BlockMask.dense(4, GRID))):
+            recorder.mask_made(layer, layer, mask, False)
+            recorder.mask_used(layer, layer)
+        code, _, err = dbsp("masks", "info", tmp_path / "recording", "--picture", tmp_path / "masks.png")
+        assert code == 0, err
+        assert (tmp_path / "masks.png").is_file()
+
     def test_without_matplotlib_the_fix_is_named(self, mistake, file, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)

@@ -222,6 +222,12 @@ def test_features_that_cannot_be_had_are_rejected(tmp_path, monkeypatch, feature
         decided(tmp_path, features=Features(**features))
 
 
+def test_path_of_lora_weights_may_hold_an_equals_sign(tmp_path):
+    (tmp_path / "rank=16").mkdir()
+    one, other = str(tmp_path / "rank=16"), f"{tmp_path}/rank=16=0.5"
+    assert Features(lora=(one, other)).loras() == [(one, 1.0), (one, 0.5)]
+
+
 def test_features_with_numbers():
     features = Features(lora=("some/lora", "a.safetensors=0.5"), cache="first-block=0.2")
     assert features.loras() == [("some/lora", 1.0), ("a.safetensors", 0.5)]
