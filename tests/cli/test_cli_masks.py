@@ -200,12 +200,12 @@ class TestConvert:
         bits = torch.from_numpy(np.random.default_rng(0).random((2, 1, 3, 24, 24)) < 0.5)
         torch.save({"sparse": bits, "permute": torch.tensor([[0, 2, 5]])}, tmp_path / "plan.pth")
         out = tmp_path / "out.safetensors"
-        options = ("thw=3x8x16", "block_q=16", "block_k=16", "steps=10", "dense_steps=1", "packed=false")
+        options = ("thw=3x8x16", "block_q=16", "block_k=16", "steps=10")
         code, said, err = dbsp("masks", "convert", tmp_path / "plan.pth", out, *options)
         assert (code, said) == (0, "")
-        assert "step groups 1-4,5-9, 1 layers, 3 heads, 24×24 blocks, token orders hwt, thw, wth" in err
+        assert "step groups 0-4,5-9, 1 layers, 3 heads, 24×24 blocks, token orders hwt, thw, wth" in err
         file = MaskFile(out)
-        assert (file.packed, file.layer(0, 1).grid.orders) == (False, ("thw", "hwt", "wth"))
+        assert (file.packed, file.layer(0, 1).grid.orders) == (True, ("thw", "hwt", "wth"))
         assert err.startswith(f"wrote {out}: ")
         assert dbsp("masks", "convert", tmp_path / "plan.pth", out, *options)[2].startswith(f"replaced {out}: ")
         assert torch.equal(file.layer(0, 1).bits, bits[1, 0])
