@@ -271,7 +271,7 @@ MISTAKES = [
     (["info", "none.safetensors"], "none.safetensors does not exist"),
     (["info", "."], "is no recording of masks"),
     (["info", "FILE", "--branch", "1"], "is a mask file, whose masks are of every pass; leave out --branch"),
-    (["info", "FILE", "--planner", "snake"], "dbsp masks info --planner was removed; leave it out; dbsp plan"),
+    (["info", "FILE", "--planner", "snake"], "dbsp masks info --planner was removed; dbsp plan"),
     (["info", "FILE", "--gpus", "0"], "at least 1, got 0"),
     (["info", "RECORDING", "--branch", "2"], "has no masks of branch 2; it has branches [0, 1]"),
     (["convert", "FILE"], "OUT"),
