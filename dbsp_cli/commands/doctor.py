@@ -86,7 +86,7 @@ class Importable:
             return Check(self.what, "missing", f"lacks {', '.join(lacking)}", fix)
         code = self.code or f"import {', '.join(self.needs)}"
         code = f"import sys; sys.path[:] = filter(None, sys.path)\n{code}"  # nothing of the current folder
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace")
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             return Check(self.what, "missing", f"cannot be imported: {reason}", fix)

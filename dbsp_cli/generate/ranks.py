@@ -72,8 +72,8 @@ class RankInfo:
             rank, world, local = (environment_number(name, environment) for name in names)
             if rank is None or world is None or local is None or world < 2:
                 continue
-            here = re.match(r"[1-9]\d{0,8}", environment.get(local_world, ""))  # of Slurm's "2(x3),1"
-            on_this_node = int(here[0]) if here else world
+            node = environment_number("SLURM_NODEID", environment) or 0
+            on_this_node = _ranks_on(node, environment.get(local_world, "")) or world
             everywhere = environment_number(nodes, environment) or max(1, world // on_this_node)
             address = environment.get("MASTER_ADDR") or _address(environment, on_this_node == world)
             return cls(rank, world, local, on_this_node, everywhere, address, _port(environment))
@@ -89,6 +89,16 @@ class RankInfo:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
+
+
+def _ranks_on(node: int, given: str) -> int | None:
+    """Returns how many ranks a node has, by a number for all nodes, or by Slurm's "2(x3),1" for each."""
+    counts = re.findall(r"([1-9]\d{0,8})(?:\(x(\d{1,9})\))?", given)
+    for count, nodes in counts:
+        node -= int(nodes or 1)
+        if node < 0:
+            return int(count)
+    return int(counts[0][0]) if counts else None
 
 
 def _port(environment: Mapping[str, str]) -> int:

@@ -65,6 +65,15 @@ class TestJoining:
             "MASTER_PORT": str(port),
         }
 
+    @pytest.mark.parametrize(("node", "ranks"), [(0, 2), (1, 2), (2, 1)])
+    def test_ranks_of_slurm_know_how_many_their_own_node_has(self, node, ranks):
+        uneven = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NUM_NODES": "3"}
+        place = RankInfo.from_environment(SLURM | uneven | {"SLURM_NODEID": str(node)})
+        assert (place.local_world, place.nodes) == (ranks, 3)
+
+    def test_torchrun_inside_slurm_is_asked_for_its_own_ranks(self):
+        assert RankInfo.from_environment(SLURM | {"SLURM_NODEID": "1"} | TORCHRUN | MEETING).local_world == 2
+
     @pytest.mark.parametrize(
         ("nodes", "first"),
         [("node0", "node0"), ("a,b[1-2]", "a"), ("n[3,5-7]", "n3"), ("n[01-16],m1", "n01"), ("r[1-2]n[1-4]", "r1n")],
