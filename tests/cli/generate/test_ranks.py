@@ -13,6 +13,7 @@ from dbsp_cli.generate.ranks import RankInfo, processes_here
 from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
+from tests.cli.generate.output_cases import videos_to_make
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -127,6 +128,15 @@ class TestStarting:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         with pytest.raises(UserError, match="--nproc 3 is more than the 2 GPUs of this computer; a GPU runs one"):
             processes_here(3)
+
+
+def test_ranks_of_nodes_with_other_files_make_the_videos_of_rank_0(tmp_path, pool):
+    for rank, prompts in enumerate(("a ball\na sea", "a sea")):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "prompts").write_text(prompts)
+    (tmp_path / "0" / "a-ball7.mp4").write_bytes(b"made before")
+    expected = [("a ball", 8), ("a sea", 7), ("a sea", 8)]
+    assert pool(2).run(videos_to_make, str(tmp_path)) == [expected, expected]
 
 
 LOST = f"CommunicationError: {BROKE_OFF}: one of the other ranks may have died"

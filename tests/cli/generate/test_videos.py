@@ -130,21 +130,6 @@ def test_several_videos_are_those_of_their_seeds(tmp_path):
     assert not torch.equal(latents_of(tmp_path / "report" / "7"), latents_of(tmp_path / "alone"))
 
 
-def test_what_rank_0_has_is_left_out_whatever_this_node_has(tmp_path, monkeypatch):
-    """One process: rank 0's answer, of another node, is stood in for."""
-    import torch.distributed as dist
-
-    (tmp_path / "7.mp4").write_bytes(b"of this node")
-    asked = decided(tmp_path, videos=2, resume=True, out=str(tmp_path / "{seed}.mp4"))
-    assert [output.seed for output in asked.left] == [8]
-
-    def of_rank_0(marks: torch.Tensor, src: int) -> None:
-        marks.copy_(torch.tensor([1, 0]))
-
-    monkeypatch.setattr(dist, "broadcast", of_rank_0)
-    assert [output.seed for output in videos.outputs_left(asked, torch.device("cpu"))] == [7]
-
-
 def test_when_resuming_only_what_is_missing_is_made(tmp_path, capsys):
     (tmp_path / "7.mp4").write_bytes(b"made before")
     brief = (*SMALL, "generate.steps=1")
