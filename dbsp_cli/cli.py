@@ -62,37 +62,26 @@ _REMOVED = {
     "python -m scripts.reproduce.clusters in a checkout",
     "generate --host": "leave it out: it runs diffusers' pipelines, and xdit … --sp-backend dbsp runs xDiT's",
     "generate --last-image": "give --image a second time",
-    "generate --timeout": "leave it out: ranks wait for one another as long as torch has it",
     "generate --json": "read report.json in the folder of --report",
     **dict.fromkeys(
         (f"generate --{name}" for name in ("nnodes", "node-rank", "master-addr", "rdzv-backend", "rdzv-endpoint")),
         "start it on each node: torchrun --nnodes … -m dbsp_cli generate …",
     ),
     "calibrate": "dbsp bench MODEL measures this machine, and writes the file that runs look for",
-    "plan --target-rho": "leave it out: planner dbsp balances to 1.002, or as far as is worth its keys",
-    "plan --reward": "leave it out: R_b is an argument of dbsp_core.planning.planners.paper",
-    "plan --equal-heads": "leave it out: equal_heads is an argument of dbsp_core.planning.planners.paper",
     "plan --sequences": "write bags: auto in the configuration, which takes the fastest topology for the sequences",
-    "plan --layout": "leave it out: the layout is the planner's own",
-    "plan --precision": "leave it out: int8 sends (D + 4) / 2D of the bytes, by the same plan",
     "tiny --trained": "write dbsp tiny wan-trained FOLDER",
-    "tiny --seed": "leave it out: weights are the same every time",
     "masks fit --out": "write the file first: dbsp masks fit OUT RECORDING…",
     "masks fit -o": "write the file first: dbsp masks fit OUT RECORDING…",
-    "masks fit --json": "leave it out: the table has all",
     "masks record --every": "set $DBSP_RECORD_EVERY",
     "masks record --layers": "set $DBSP_RECORD_LAYERS",
     "masks record --limit": "set $DBSP_RECORD_LIMIT",
-    "masks info --planner": "leave it out; dbsp plan FILE --planner all compares planners",
-    "masks info --threshold": "leave it out: plans are counted at P_s 1.02",
-    "masks info --sample": "leave it out: four layers are planned",
-    "masks info --limit": "leave it out: errors above 0.1 are warned of",
+    "masks info --planner": "dbsp plan FILE --planner all compares planners",
     "masks info --thw": "write thw=T,H,W when you convert the masks",
 } | {
     f"masks convert --{name.replace('_', '-')}": f"write {name}=VALUE after OUT"
     for name in (*setting_names(ConvertOptions), *setting_names(RecordingOptions))
 }
-"""Commands and options that earlier versions had, and what to use instead."""
+"""Commands and options that earlier versions had and that something replaces, and what it is."""
 _SETTINGS = {
     **{name: name for name in setting_names(GenerateSettings) if name not in ("prompt", "seed", "image")},
     "num_inference_steps": "steps",

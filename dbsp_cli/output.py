@@ -9,7 +9,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -17,8 +16,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
-from rich.markup import escape
 
 from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import require_path, user_path
@@ -36,7 +33,6 @@ __all__ = [
     "require_apart",
     "require_file_path",
     "require_picture_path",
-    "working",
 ]
 
 MOST_GPUS = 4096
@@ -82,11 +78,6 @@ class TextTable:
 def options_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Picks those of a command's options (its `context.params`) that are fields of a dataclass."""
     return {field.name: given[field.name] for field in fields(kind) if field.name in given}
-
-
-def working(what: str) -> AbstractContextManager[object]:
-    """Shows on a terminal, for as long as the block runs, what is being done."""
-    return Console(stderr=True).status(escape(what))
 
 
 def require_picture_path(picture: Path | None, others: Mapping[str, Path]) -> None:

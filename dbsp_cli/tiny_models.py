@@ -131,44 +131,21 @@ def _wan_transformer(cls: str = "WanTransformer3DModel", **sizes: Any) -> Any:
     return getattr(diffusers, cls)(**usual | sizes)
 
 
-def _wan() -> Any:
-    """Makes Wan2.1 text-to-video."""
-    from diffusers import WanPipeline
+def _pipeline(cls: str, **parts: Any) -> Any:
+    import diffusers
 
-    return WanPipeline(**_wan_parts())
-
-
-def _wan_2_2() -> Any:
-    """Makes Wan2.2 A14B text-to-video: a second transformer for the steps with little noise."""
-    from diffusers import WanPipeline
-
-    return WanPipeline(**_wan_parts(), transformer_2=_wan_transformer(), boundary_ratio=0.875)
-
-
-def _wan_ti2v() -> Any:
-    """Makes Wan2.2 TI2V: a timestep for each token, and a video from text alone or with its first frame."""
-    from diffusers import WanPipeline
-
-    return WanPipeline(**_wan_parts(), expand_timesteps=True)
+    return getattr(diffusers, cls)(**parts)
 
 
 def _wan_i2v() -> Any:
     """Makes Wan2.1 image-to-video: the image joins the noise as channels, and cross-attention as CLIP's embedding."""
-    from diffusers import WanImageToVideoPipeline
     from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
     sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=8))
     processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     parts = _wan_parts(in_channels=36, image_dim=20, added_kv_proj_dim=12 * 24)
-    return WanImageToVideoPipeline(**parts, image_encoder=encoder, image_processor=processor)
-
-
-def _wan_vace() -> Any:
-    """Makes Wan2.1 VACE: 2 of the 4 layers take a control video."""
-    from diffusers import WanVACEPipeline
-
-    return WanVACEPipeline(**_wan_parts("WanVACETransformer3DModel", vace_layers=[0, 2], vace_in_channels=96))
+    return _pipeline("WanImageToVideoPipeline", **parts, image_encoder=encoder, image_processor=processor)
 
 
 def _cogvideox() -> Any:
@@ -281,12 +258,17 @@ def _tokenizer(max_length: int) -> Any:
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "wan": _wan,
+    "wan": lambda: _pipeline("WanPipeline", **_wan_parts()),
     "wan-trained": _trained_wan,
-    "wan2.2": _wan_2_2,
-    "wan-ti2v": _wan_ti2v,
+    # a second transformer for the steps with little noise
+    "wan2.2": lambda: _pipeline("WanPipeline", **_wan_parts(), transformer_2=_wan_transformer(), boundary_ratio=0.875),
+    # a timestep for each token, and a video from text alone or with its first frame
+    "wan-ti2v": lambda: _pipeline("WanPipeline", **_wan_parts(), expand_timesteps=True),
     "wan-i2v": _wan_i2v,
-    "wan-vace": _wan_vace,
+    # 2 of the 4 layers take a control video
+    "wan-vace": lambda: _pipeline(
+        "WanVACEPipeline", **_wan_parts("WanVACETransformer3DModel", vace_layers=[0, 2], vace_in_channels=96)
+    ),
     "cogvideox": _cogvideox,
     "hunyuan1.5": _hunyuan_15,
 }

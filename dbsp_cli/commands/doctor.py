@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
-from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
+from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
@@ -32,7 +33,7 @@ __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
 
 def doctor_command(as_json: JsonFlag = False) -> None:
     """Say what works on this machine, what is missing, and the fix."""
-    with working("importing what is installed"):
+    with Console(stderr=True).status("importing what is installed"):  # on a terminal
         checks = run_checks()
     if as_json:
         print_json(verdict=verdict(checks), findings=[asdict(one) | {"ok": one.ok} for one in checks])
@@ -85,7 +86,7 @@ class Importable:
             return Check(self.what, "missing", f"lacks {', '.join(lacking)}", fix)
         code = self.code or f"import {', '.join(self.needs)}"
         code = f"import sys; sys.path[:] = filter(None, sys.path)\n{code}"  # nothing of the current folder
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace")
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             return Check(self.what, "missing", f"cannot be imported: {reason}", fix)

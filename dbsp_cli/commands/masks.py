@@ -100,7 +100,7 @@ def record(
     except OSError as error:
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
     print(_summary(folder), file=sys.stderr)
-    raise typer.Exit(code)
+    raise typer.Exit(code if code >= 0 else 128 - code)  # of a signal, as shells have it
 
 
 @masks_app.command()
@@ -159,8 +159,8 @@ def _summary(folder: Path) -> str:
         recording = Recording.read(folder)
     except UserError:
         return (
-            f"nothing was recorded to {folder}: no attention of db-SP ran on rank 0 (is it on, with --sp_backend dbsp "
-            "or dbsp_para.parallelize_pipe?)"
+            f"nothing was recorded to {folder}: no attention of db-SP ran on rank 0 (is it on, with --sp-backend "
+            "dbsp, dbsp_diffusers.enable or dbsp_para.parallelize_pipe?)"
         )
     size = sum(path.stat().st_size for path in folder.iterdir())
     stopped = f"; stopped early: {recording.stopped}" if recording.stopped else ""

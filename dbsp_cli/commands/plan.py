@@ -34,6 +34,7 @@ _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 
 def plan_command(
+    context: typer.Context,
     gpus: Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="Number of GPUs.")],
     file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors); or give --model.", **PATH)] = None,
     model: Annotated[str | None, typer.Option(help="Instead of FILE: model the seconds of this one's video.")] = None,
@@ -54,11 +55,16 @@ def plan_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Plan one attention of a mask file: how balanced the work is before and after, and what migrates."""
-    if model is not None and file is None:
-        _show_model(model, gpus, machine, as_json)
-        return
-    if file is None or model is not None:
+    if (model is None) is (file is None):
         raise UserError("dbsp plan needs either a mask file or --model; for example --model wan2.1-t2v-14b")
+    kinds = ("--model", "a mask file")
+    this, other = kinds if file is None else kinds[::-1]
+    for name in ("strategy", "planner", "keys", "layer", "picture") if file is None else ("machine",):
+        if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
+            raise UserError(f"--{name} is for {other}, not for {this}; leave it out")
+    if file is None:
+        _show_model(str(model), gpus, machine, as_json)
+        return
     require_picture_path(picture, {"the mask file": file})
     source = MaskFile(file)
     mask = source.layer(layer)

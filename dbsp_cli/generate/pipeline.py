@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +79,9 @@ class Features:
 
 
 def _split_number(text: str, option: str, usual: float) -> tuple[str, float]:
-    """Returns the name and the number of "NAME=NUMBER", the usual number of "NAME"."""
+    """Returns the name and the number of "NAME=NUMBER", the usual number of "NAME" or of a path with "=" in it."""
     name, equals, number = text.rpartition("=")
-    if not equals:
+    if not equals or os.path.exists(text):
         return text, usual
     try:
         return name, float(number)

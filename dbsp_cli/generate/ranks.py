@@ -25,12 +25,15 @@ from dbsp_core.utils.process import ERROR, NOTICE, environment_number, printable
 __all__ = ["ENDING", "RankInfo", "ending_in_order", "processes_here", "run_ranks"]
 
 _STARTERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # of srun, not of sbatch
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),  # torchrun
+    (  # of srun, not of sbatch
+        *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+        *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES"),
+    ),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),  # MPICH, Intel MPI
 )
-"""Variables that say rank, ranks, rank on this node, and ranks on each node."""
+"""Variables that say rank, ranks, rank on this node, ranks on each node, and, if the launcher has it, nodes."""
 _PORT = 29500  # torchrun's default
 _PROGRAM = Path(dbsp_cli.__file__).with_name("__main__.py")
 _TAIL = 30  # lines
@@ -46,6 +49,7 @@ class RankInfo:
     Attributes:
         local: Rank on this node.
         local_world: Number of ranks on this node.
+        nodes: Number of nodes, the same on all ranks.
         address: Host name of rank 0, where ranks meet at `port`; any free port for 0, of one rank alone.
     """
 
@@ -53,6 +57,7 @@ class RankInfo:
     world: int = 1
     local: int = 0
     local_world: int = 1
+    nodes: int = 1
     address: str = "127.0.0.1"
     port: int = 0
 
@@ -63,19 +68,16 @@ class RankInfo:
         Raises:
             UserError: Nothing says where ranks of several nodes meet, or MASTER_PORT is no port.
         """
-        for *names, local_world in _STARTERS:
+        for *names, local_world, nodes in _STARTERS:
             rank, world, local = (environment_number(name, environment) for name in names)
             if rank is None or world is None or local is None or world < 2:
                 continue
-            here = re.match(r"[1-9]\d{0,8}", environment.get(local_world, ""))  # of Slurm's "2(x3),1"
-            on_this_node = int(here[0]) if here else world
+            node = environment_number("SLURM_NODEID", environment) or 0
+            on_this_node = _ranks_on(node, environment.get(local_world, "")) or world
+            everywhere = environment_number(nodes, environment) or max(1, world // on_this_node)
             address = environment.get("MASTER_ADDR") or _address(environment, on_this_node == world)
-            return cls(rank, world, local, on_this_node, address, _port(environment))
+            return cls(rank, world, local, on_this_node, everywhere, address, _port(environment))
         return None
-
-    @property
-    def nodes(self) -> int:
-        return max(1, self.world // self.local_world)
 
     def export(self) -> None:
         """Sets the environment variables that torch.distributed and `use_local_device` read."""
@@ -87,6 +89,16 @@ class RankInfo:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
+
+
+def _ranks_on(node: int, given: str) -> int | None:
+    """Returns how many ranks a node has, by a number for all nodes, or by Slurm's "2(x3),1" for each."""
+    counts = re.findall(r"([1-9]\d{0,8})(?:\(x(\d{1,9})\))?", given)
+    for count, nodes in counts:
+        node -= int(nodes or 1)
+        if node < 0:
+            return int(count)
+    return int(counts[0][0]) if counts else None
 
 
 def _port(environment: Mapping[str, str]) -> int:

@@ -102,7 +102,7 @@ class Generation:
         frames: Images of the first frame and the last that the video is made from, in its size.
         outputs: All videos that are asked for.
         resume: True if those that are there already are left out.
-        report: Folder for reports; with several videos, each has a folder in it.
+        report: Folder for reports; with several videos, each has a folder in it, named as its file.
         warnings: Warnings for the user, shown before.
     """
 
@@ -127,7 +127,8 @@ class Generation:
         """Returns the folder of one video's report."""
         if self.report is None or len(self.outputs) == 1:
             return self.report
-        return self.report / output.path.stem
+        common = os.path.commonpath([one.path.parent for one in self.outputs])
+        return self.report / output.path.with_suffix("").relative_to(common)
 
     @property
     def effective(self) -> dict[str, Any]:
@@ -328,6 +329,7 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
 
 
 def _default_strategy(rank_info: RankInfo, config: DbspConfig) -> Strategy:
-    """Divides heads within a node, and blocks between nodes where the kernel can."""
-    ring = rank_info.nodes if supports(config.kernel, KernelRequirements(lse=True)) else 1
+    """Divides heads within a node, and blocks between nodes where these have equally many ranks and the kernel can."""
+    equal = rank_info.world % rank_info.nodes == 0
+    ring = rank_info.nodes if equal and supports(config.kernel, KernelRequirements(lse=True)) else 1
     return Strategy(rank_info.world // ring, ring)

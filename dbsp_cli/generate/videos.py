@@ -59,13 +59,10 @@ def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
 
 
 def outputs_left(generation: Generation, device: torch.device) -> tuple[Output, ...]:
-    """Returns the videos to make, by rank 0's files: other nodes may not have them. Collective."""
-    if not generation.resume:
-        return generation.outputs
-    there = set(generation.left)
-    found = torch.tensor([output in there for output in generation.outputs], dtype=torch.uint8, device=device)
-    dist.broadcast(found, src=0)
-    return tuple(output for output, left in zip(generation.outputs, found.tolist(), strict=True) if left)
+    """Returns the videos to make, by rank 0's prompts and files: other nodes may have others. Collective."""
+    found = [generation.left]
+    dist.broadcast_object_list(found, src=0, device=device)
+    return found[0]
 
 
 def _require_runnable(generation: Generation) -> None:

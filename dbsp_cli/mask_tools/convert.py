@@ -88,23 +88,15 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     return bits[..., :nk]
 
 
-def even_groups(groups: int, steps: int, dense_steps: int = 0) -> StepGroups:
+def even_groups(groups: int, steps: int) -> StepGroups:
     """Returns groups as PAROAttention maps steps to masks: step s of n gets mask floor(s · groups / n).
 
-    Leading `dense_steps` are taken from the first group.
-
     Raises:
-        UserError: There are fewer steps than groups, or the first group is left without steps.
+        UserError: There are fewer steps than groups.
     """
-    if not 1 <= groups <= steps or not 0 <= dense_steps < steps:
-        raise UserError(f"{groups} step groups don't fit into {steps} steps, {dense_steps} of them dense")
-    starts = [-(-group * steps // groups) for group in range(groups)]
-    if dense_steps and dense_steps >= (starts[1] if groups > 1 else steps):
-        raise UserError(
-            f"{dense_steps} dense steps leave none for the first of {groups} groups over {steps} steps; leave the "
-            "dense steps to the configuration, paro.dense_steps"
-        )
-    return StepGroups((dense_steps, *starts[1:]), steps)
+    if not 1 <= groups <= steps:
+        raise UserError(f"{groups} step groups don't fit into {steps} steps")
+    return StepGroups(tuple(-(-group * steps // groups) for group in range(groups)), steps)
 
 
 _MASKS = ("", "mask", "sparse", "masks", "lut")
@@ -137,7 +129,6 @@ class ConvertOptions:
         head_permutation: Path of a file with [L, H] or [H]: the head at each position, if heads were reordered.
         groups: Step groups, such as "5-9,10-24,25-49".
         steps: Denoising steps, divided equally over the file's groups, as PAROAttention does it.
-        dense_steps: Leading steps to be dense, with `steps`.
         lut: "absolute" or "delta" where the tensor lists each row's key blocks.
         counts: Name of the tensor with the lengths of these lists.
         joined_text: True if blocks run on from text into video; None for whichever fits.
@@ -156,8 +147,6 @@ class ConvertOptions:
     head_permutation: str | None = None
     groups: str | None = None
     steps: int | None = None
-    dense_steps: int = 0
-    packed: bool = True
     lut: str | None = None
     counts: str | None = None
     joined_text: bool | None = None
@@ -171,10 +160,8 @@ class ConvertOptions:
                 "the file does not say how many tokens there are; give thw=T,H,W in tokens (with text_tokens=N), "
                 "or tokens=N"
             )
-        if self.groups is not None and (self.steps is not None or self.dense_steps):
-            raise UserError("groups says which steps groups have; leave out steps and dense_steps")
-        if self.dense_steps and self.steps is None:
-            raise UserError("dense_steps needs steps, the number of denoising steps")
+        if self.groups is not None and self.steps is not None:
+            raise UserError("groups says which steps groups have; leave out steps")
         if self.lut is not None and self.lut not in ENCODINGS:
             raise UserError(f"unknown lut encoding {self.lut!r}; use one of {', '.join(ENCODINGS)}")
 
@@ -234,7 +221,7 @@ def convert_masks(
             yield bits
 
     layout = MaskLayout(grid, shape[-3], shape[-4] if masks.ndim > 3 else None, groups, orders)
-    write_masks(target, layout, converted(), options.packed)
+    write_masks(target, layout, converted(), packed=True)
     return layout
 
 
@@ -245,15 +232,16 @@ class RecordingOptions:
     Attributes:
         step: The denoising step; not needed where only one was recorded.
         branch: The CFG pass of the step.
-        packed: True if eight blocks are in a byte.
     """
 
     step: int | None = None
     branch: int = 0
-    packed: bool = True
 
 
-CONVERT_KEYS = (*setting_names(ConvertOptions), *(f"{name} of a recording" for name in ("step", "branch")))
+CONVERT_KEYS = (
+    *setting_names(ConvertOptions),
+    *(f"{name} of a recording" for name in setting_names(RecordingOptions)),
+)
 """What `dbsp masks convert` takes after its files, in words."""
 
 
@@ -291,7 +279,7 @@ def convert_recording(
             raise UserError(f"{folder}: layers differ in their {what} at step {moment.step}; record fewer layers")
     orders = tuple(one_or_each(grid.orders) for grid, _ in found)
     layout = MaskLayout(grids.pop(), heads.pop(), recording.layers, orders=orders)
-    write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), options.packed)
+    write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed=True)
     return layout
 
 
@@ -344,7 +332,7 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
             raise UserError(f"masks of shape {list(shape)} have no step groups; leave out groups and steps")
         return None
     if options.steps is not None:
-        return even_groups(shape[0], options.steps, options.dense_steps)
+        return even_groups(shape[0], options.steps)
     if options.groups is None:
         raise UserError(
             f"masks have {shape[0]} step groups; say which steps they are for: steps=50 distributes 50 equally, "

@@ -61,6 +61,8 @@ class MaskSeries:
         """Reads a recording (a folder) or a mask file. Raises UserError for anything else."""
         if not os.path.isdir(path):
             file = MaskFile(path)
+            if branch:
+                raise UserError(f"{path} is a mask file, whose masks are of every pass; leave out --branch")
             starts = file.groups.starts if file.groups else (0,)
             layers = tuple(range(file.layers))
             return cls(starts, layers, lambda step, layer: file.layer(layer, starts.index(step)))
@@ -208,7 +210,7 @@ class MaskInfo:
     def picture(self, title: str, series: MaskSeries) -> bytes:
         """Draws a PNG; see `mask_picture`."""
         chosen = [(self.layers[row], head) for row, head in heads_to_draw(self.densities)]
-        drawn = [(layer, head, series.first(layer)) for layer, head in chosen]
+        drawn = [(layer, head % series.first(layer).heads, series.first(layer)) for layer, head in chosen]
         similarity = [(f"layer {each.layer}", each.steps, each.iou) for each in self.drift if each.iou]
         return mask_picture(title, self.layers, self.densities, drawn, similarity)
 

@@ -167,6 +167,17 @@ HUGE = "99999999999999999999"
 MISTAKES = [
     (["plan", "--gpus", "2"], "dbsp plan needs either a mask file or --model"),
     (["plan", "MASK", "--model", "wan2.1-t2v-14b", "--gpus", "8"], "dbsp plan needs either a mask file or --model"),
+    (
+        ["plan", "MASK", "--gpus", "2", "--machine", "h100"],
+        "--machine is for --model, not for a mask file",
+    ),
+    *(
+        (
+            ["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given],
+            f"{given[0]} is for a mask file, not for --model",
+        )
+        for given in (["--strategy", "U8R1"], ["--planner", "dbsp"], ["--keys", "all"], ["--picture", "x.png"])
+    ),
     (["plan", "--model", "wan2.1-t2v-14c", "--gpus", "8"], "did you mean 'wan2.1-t2v-14b'?"),
     (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),
     (["plan", "--sequences=g2b1i128"], "dbsp plan --sequences was removed; write bags: auto"),
@@ -186,8 +197,6 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
     (["plan", "MASK", "--gpus", "4", "--planner", "paper,greedy"], "unknown planner 'greedy'; use one of"),
-    (["plan", "MASK", "--gpus", "4", "--layout", "striped"], "dbsp plan --layout was removed; leave it out"),
-    (["plan", "MASK", "--gpus", "4", "--reward", "1"], "dbsp plan --reward was removed; "),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),

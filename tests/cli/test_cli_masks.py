@@ -157,6 +157,17 @@ class TestInfo:
         assert image.shape[1] > 1000
         assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 50
 
+    def test_picture_of_a_dense_layer_with_fewer_heads_than_sparse_ones_is_drawn(self, dbsp, tmp_path):
+        """Sparse layers have masks of two batch items, which count as heads; a dense layer has one of its own."""
+        recorder = MaskRecorder(RecordSettings(str(tmp_path / "recording")), 2)
+        recorder.begin(DenoisingStep(0, 0))
+        for layer, mask in enumerate((BlockMask(random_bits(8, GRID, 0), GRID), BlockMask.dense(4, GRID))):
+            recorder.mask_made(layer, layer, mask, False)
+            recorder.mask_used(layer, layer)
+        code, _, err = dbsp("masks", "info", tmp_path / "recording", "--picture", tmp_path / "masks.png")
+        assert code == 0, err
+        assert (tmp_path / "masks.png").is_file()
+
     def test_without_matplotlib_the_fix_is_named(self, mistake, file, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
@@ -189,12 +200,12 @@ class TestConvert:
         bits = torch.from_numpy(np.random.default_rng(0).random((2, 1, 3, 24, 24)) < 0.5)
         torch.save({"sparse": bits, "permute": torch.tensor([[0, 2, 5]])}, tmp_path / "plan.pth")
         out = tmp_path / "out.safetensors"
-        options = ("thw=3x8x16", "block_q=16", "block_k=16", "steps=10", "dense_steps=1", "packed=false")
+        options = ("thw=3x8x16", "block_q=16", "block_k=16", "steps=10")
         code, said, err = dbsp("masks", "convert", tmp_path / "plan.pth", out, *options)
         assert (code, said) == (0, "")
-        assert "step groups 1-4,5-9, 1 layers, 3 heads, 24×24 blocks, token orders hwt, thw, wth" in err
+        assert "step groups 0-4,5-9, 1 layers, 3 heads, 24×24 blocks, token orders hwt, thw, wth" in err
         file = MaskFile(out)
-        assert (file.packed, file.layer(0, 1).grid.orders) == (False, ("thw", "hwt", "wth"))
+        assert (file.packed, file.layer(0, 1).grid.orders) == (True, ("thw", "hwt", "wth"))
         assert err.startswith(f"wrote {out}: ")
         assert dbsp("masks", "convert", tmp_path / "plan.pth", out, *options)[2].startswith(f"replaced {out}: ")
         assert torch.equal(file.layer(0, 1).bits, bits[1, 0])
@@ -251,11 +262,16 @@ class TestRecord:
         assert "nothing was recorded" in err
         assert not (tmp_path / "out").exists()
 
+    def test_exit_code_of_a_command_that_a_signal_ended_is_the_shells(self, dbsp, tmp_path):
+        killed = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+        assert dbsp("masks", "record", tmp_path / "out", "--", *killed)[0] == 128 + 9
+
 
 MISTAKES = [
     (["info", "none.safetensors"], "none.safetensors does not exist"),
     (["info", "."], "is no recording of masks"),
-    (["info", "FILE", "--planner", "snake"], "dbsp masks info --planner was removed; leave it out; dbsp plan"),
+    (["info", "FILE", "--branch", "1"], "is a mask file, whose masks are of every pass; leave out --branch"),
+    (["info", "FILE", "--planner", "snake"], "dbsp masks info --planner was removed; dbsp plan"),
     (["info", "FILE", "--gpus", "0"], "at least 1, got 0"),
     (["info", "RECORDING", "--branch", "2"], "has no masks of branch 2; it has branches [0, 1]"),
     (["convert", "FILE"], "OUT"),

@@ -72,9 +72,9 @@ class TestForms:
         sparse = bits_of(4, 2, 6)
         permute = torch.stack([torch.arange(6), torch.arange(6).flip(0)])
         torch.save({"permute": permute, "empty": torch.zeros(2, 6)}, tmp_path / "permute_plan.pth")
-        options = replace(OPTIONS, steps=10, dense_steps=2, orders=str(tmp_path / "permute_plan.pth"))
+        options = replace(OPTIONS, steps=10, orders=str(tmp_path / "permute_plan.pth"))
         file = convert(tmp_path, {"sparse": sparse, "dense_rate": torch.rand(4, 2, 6)}, options, ".pth")
-        assert str(file.groups) == "2-2,3-4,5-7,8-9"
+        assert str(file.groups) == "0-2,3-4,5-7,8-9"
         for group, layer in itertools.product(range(4), range(2)):
             mask = file.layer(layer, group)
             assert torch.equal(mask.bits, sparse[group, layer])
@@ -101,9 +101,9 @@ class TestForms:
         assert convert(tmp_path, {"mask": sparse}, options).grid == grid
 
     def test_groups_in_full_and_orders_in_words(self, tmp_path):
-        options = replace(OPTIONS, groups="5-9,10-", orders="hwt,thw,tile:2x2x2", packed=False)
+        options = replace(OPTIONS, groups="5-9,10-", orders="hwt,thw,tile:2x2x2")
         file = convert(tmp_path, bits_of(2, 1, 3), options)
-        assert (str(file.groups), file.packed) == ("5-9,10-", False)
+        assert (str(file.groups), file.packed) == ("5-9,10-", True)
         assert file.layer(0, 1).grid.orders == ("hwt", "thw", "tile:2x2x2")
 
     def test_one_group_alone_needs_no_steps(self, tmp_path):
@@ -397,7 +397,6 @@ class TestRejected:
         [
             ({}, "thw=T,H,W"),
             ({"tokens": 4, "groups": "0-", "steps": 4}, "leave out steps"),
-            ({"tokens": 4, "dense_steps": 4}, "needs steps"),
             ({"tokens": 4, "lut": "relative"}, "use one of absolute, delta"),
         ],
     )

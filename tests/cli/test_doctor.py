@@ -59,6 +59,14 @@ def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatc
     assert check.fix == install_command("xdit")
 
 
+def test_package_whose_error_is_not_text_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import os, sys\nos.write(2, b'\\xff\\n')\nsys.exit(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = Importable("broken", ("broken_package",), "xdit").check()
+    assert (check.state, check.detail) == ("missing", "cannot be imported: \ufffd")
+
+
 @pytest.mark.parametrize(
     ("installed", "command"),
     [(True, "pip install 'dbsp-attention[xdit]'"), (False, "pip install '.[xdit]' in db-SP's repository")],

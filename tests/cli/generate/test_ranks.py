@@ -13,6 +13,7 @@ from dbsp_cli.generate.ranks import RankInfo, processes_here
 from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
+from tests.cli.generate.output_cases import videos_to_make
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -55,7 +56,7 @@ class TestJoining:
     )
     def test_each_launcher_is_understood(self, exported, environment, local_world, address, port):
         info = RankInfo.from_environment(environment)
-        assert info == RankInfo(3, 4, 1, local_world, address, port)
+        assert info == RankInfo(3, 4, 1, local_world, 4 // local_world, address, port)
         assert exported(info) == {
             "RANK": "3",
             "WORLD_SIZE": "4",
@@ -64,6 +65,15 @@ class TestJoining:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
+
+    @pytest.mark.parametrize(("node", "ranks"), [(0, 2), (1, 2), (2, 1)])
+    def test_ranks_of_slurm_know_how_many_their_own_node_has(self, node, ranks):
+        uneven = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NUM_NODES": "3"}
+        place = RankInfo.from_environment(SLURM | uneven | {"SLURM_NODEID": str(node)})
+        assert (place.local_world, place.nodes) == (ranks, 3)
+
+    def test_torchrun_inside_slurm_is_asked_for_its_own_ranks(self):
+        assert RankInfo.from_environment(SLURM | {"SLURM_NODEID": "1"} | TORCHRUN | MEETING).local_world == 2
 
     @pytest.mark.parametrize(
         ("nodes", "first"),
@@ -95,6 +105,14 @@ class TestJoining:
         with pytest.raises(UserError, match=f"^MASTER_PORT='{port}' is no port"):
             RankInfo.from_environment(TORCHRUN | MEETING | {"MASTER_PORT": port})
 
+    def test_ranks_of_unequal_nodes_take_one_strategy(self, tmp_path):
+        asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
+        nodes = {"WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+        first = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        last = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        chosen = [str(resolve(asked, RankInfo.from_environment(nodes | one)).config.strategy) for one in (first, last)]
+        assert chosen == ["U3R1", "U3R1"]
+
     def test_heads_are_divided_within_a_node_and_blocks_between_nodes(self, tmp_path):
         asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
         assert str(resolve(asked, RankInfo.from_environment(SLURM)).config.strategy) == "U2R2"
@@ -110,6 +128,15 @@ class TestStarting:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         with pytest.raises(UserError, match="--nproc 3 is more than the 2 GPUs of this computer; a GPU runs one"):
             processes_here(3)
+
+
+def test_ranks_of_nodes_with_other_files_make_the_videos_of_rank_0(tmp_path, pool):
+    for rank, prompts in enumerate(("a ball\na sea", "a sea")):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "prompts").write_text(prompts)
+    (tmp_path / "0" / "a-ball7.mp4").write_bytes(b"made before")
+    expected = [("a ball", 8), ("a sea", 7), ("a sea", 8)]
+    assert pool(2).run(videos_to_make, str(tmp_path)) == [expected, expected]
 
 
 LOST = f"CommunicationError: {BROKE_OFF}: one of the other ranks may have died"

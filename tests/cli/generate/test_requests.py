@@ -169,6 +169,12 @@ class TestVideos:
         assert [output.path.stem for output in made.left] == ["0", "2"]
         assert (len(made.outputs), made.report_of(made.left[1])) == (3, tmp_path / "r" / "2")
 
+    def test_videos_of_one_name_in_several_folders_have_reports_of_their_own(self, tmp_path):
+        made = decided(tmp_path, videos=2, out=str(tmp_path / "{seed}" / "ball.mp4"), report=tmp_path / "r")
+        assert [made.report_of(output) for output in made.outputs] == [
+            tmp_path / "r" / str(output.seed) / "ball" for output in made.outputs
+        ]
+
     def test_files_that_are_replaced_are_named(self, tmp_path):
         assert decided(tmp_path, out=str(tmp_path / "new.mp4")).warnings == ()
         for name in ("0.mp4", "1.mp4"):
@@ -214,6 +220,12 @@ def test_features_that_cannot_be_had_are_rejected(tmp_path, monkeypatch, feature
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         decided(tmp_path, features=Features(**features))
+
+
+def test_path_of_lora_weights_may_hold_an_equals_sign(tmp_path):
+    (tmp_path / "rank=16").mkdir()
+    one, other = str(tmp_path / "rank=16"), f"{tmp_path}/rank=16=0.5"
+    assert Features(lora=(one, other)).loras() == [(one, 1.0), (one, 0.5)]
 
 
 def test_features_with_numbers():

@@ -132,21 +132,6 @@ def test_several_videos_are_those_of_their_seeds(tmp_path):
     assert not torch.equal(latents_of(tmp_path / "report" / "7"), latents_of(tmp_path / "alone"))
 
 
-def test_files_of_rank_0_decide_what_is_left_on_all_nodes(tmp_path, monkeypatch):
-    """One process: a stub gives the answer of rank 0 on another node."""
-    import torch.distributed as dist
-
-    (tmp_path / "7.mp4").write_bytes(b"of this node")
-    asked = decided(tmp_path, videos=2, resume=True, out=str(tmp_path / "{seed}.mp4"))
-    assert [output.seed for output in asked.left] == [8]
-
-    def of_rank_0(flags: torch.Tensor, src: int) -> None:
-        flags.copy_(torch.tensor([1, 0]))
-
-    monkeypatch.setattr(dist, "broadcast", of_rank_0)
-    assert [output.seed for output in videos.outputs_left(asked, torch.device("cpu"))] == [7]
-
-
 def test_when_resuming_only_what_is_missing_is_made(tmp_path, capsys):
     (tmp_path / "7.mp4").write_bytes(b"made before")
     brief = (*SMALL, "generate.steps=1")

@@ -130,11 +130,6 @@ class TestStepGroups:
         groups = even_groups(count, steps)
         assert [groups.find(step) for step in range(steps)] == [step * count // steps for step in range(steps)]
 
-    def test_dense_steps_come_out_of_the_first_group(self):
-        assert str(even_groups(2, 10, 3)) == "3-4,5-9"
-        with pytest.raises(ValueError, match="leave none for the first of 2 groups"):
-            even_groups(2, 10, 5)
-
 
 def write(path, metadata=None, **tensors):
     usual = {"tokens": "37", "text_tokens": "7", "block_q": "4", "block_k": "3", "thw": "2,3,5"}
