@@ -103,7 +103,7 @@ def run_after_failures(
 ) -> tuple[list[str], list[float]]:
     """(how generations failed on this rank, differences of the ones after each from one process)."""
     pipe = load(model, folder)
-    user_masks.TOLD_TO_FAIL.clear()
+    user_masks.FAILS.clear()
     expected = expected_alone(pipe, model, config)
     dbsp_para.parallelize_pipe(pipe, config=config)
     failures, differences = [], []
@@ -120,13 +120,13 @@ def run_after_failures(
         with pytest.raises((ValueError, KeyboardInterrupt)) as caught:
             latents(pipe, **options)
         failures.append(f"{type(caught.value).__name__}: {caught.value}")
-        user_masks.TOLD_TO_FAIL.clear()
+        user_masks.FAILS.clear()
         differences.append(difference(latents(pipe), expected))
 
     fails(callback_on_step_end=stop(0))
     fails(callback_on_step_end=stop(1))
     for step in (2, 3):  # whose masks are not kept from the videos before
-        user_masks.TOLD_TO_FAIL.add((1, step))
+        user_masks.FAILS.add((1, step))
         fails(num_inference_steps=step + 1)
     dbsp_para.unparallelize(pipe)
     return failures, differences

@@ -62,13 +62,13 @@ def band_of_other_branch(grid, request):
     return band(grid, replace(request, cfg_branch=1 - request.cfg_branch))
 
 
-TOLD_TO_FAIL: set[tuple[int, int]] = set()
-"""(rank, step) of what `band_unless_told` must not survive."""
+FAILS: set[tuple[int, int]] = set()
+"""(rank, step) of what `band_unless_failing` must not survive."""
 
 
-def band_unless_told(grid, request):
-    if (dist.get_rank() if dist.is_initialized() else 0, request.step) in TOLD_TO_FAIL:
-        raise RuntimeError("told to")
+def band_unless_failing(grid, request):
+    if (dist.get_rank() if dist.is_initialized() else 0, request.step) in FAILS:
+        raise RuntimeError("set to fail")
     return band(grid, request)
 
 
