@@ -115,19 +115,18 @@ def test_other_architecture_equals_one_process(gpu_node: GpuNode, arch: int) -> 
 
 
 STEADY = {"sparge": {"mask": SPARGE, "reuse": 100.0}, "window": {"mask": WINDOW}}
-LAUNCHES = {("U4R1", "window"): 9, ("U4R1", "sparge"): 18, ("U2R2", "window"): 24, ("U2R2", "sparge"): 33}
+LAUNCHES = {("U4R1", "window"): 9, ("U4R1", "sparge"): 18, ("U2R2", "window"): 14, ("U2R2", "sparge"): 23}
 """Triton launches and NCCL's collectives of one attention on one rank, at most."""
-OPERATORS = {("U4R1", "window"): 2, ("U4R1", "sparge"): 17, ("U2R2", "window"): 5, ("U2R2", "sparge"): 20}
+OPERATORS = {("U4R1", "window"): 2, ("U4R1", "sparge"): 17, ("U2R2", "window"): 3, ("U2R2", "sparge"): 18}
 """Operators of torch that compute on the device, at most."""
-VARIANTS = {"copy_kernel": 4, "forward_kernel": 2}
+VARIANTS = {"copy_kernel": 3, "forward_kernel": 2}
 """Compiled variants of a kernel over all ranks and steps, at most; of the others one."""
 
 
 @pytest.mark.parametrize(("strategy", "name"), LAUNCHES)
-def test_steady_step_waits_for_nothing_and_launches_little(gpu_node: GpuNode, strategy: str, name: str) -> None:
+def test_steady_step_makes_no_host_wait_and_few_launches(gpu_node: GpuNode, strategy: str, name: str) -> None:
     """But for the row counts of the step before, whose copy to the host began one step ago."""
     step = gpu_node.run(4, steady_step, STEADY[name], strategy, 4)[0]
-    print(step)
     assert step.waits == {}
     assert step.past_waits == (name == "sparge")
     assert step.launches <= LAUNCHES[strategy, name], step
