@@ -11,10 +11,10 @@ from tests.simulated.pipeline_cases import Generation, generated_on_gpus
 CASES = {
     "from prompt to frames": (2, Generation(steps=3, output="pt")),
     "predicted masks": (2, Generation("predicted", "U1R2", steps=4)),
-    "two transformers": (2, Generation("predicted", steps=6, settled=4, second=True)),
+    "two transformers": (2, Generation(steps=6, settled=4, second=True)),
     "tiled decode": (2, Generation(steps=1, guidance=1.0, tiled=True, output="pt")),
     "tiled decode on four ranks": (4, Generation(steps=1, strategy="U2R2", tiled=True, output="pt")),
-    "guidance on two halves": (4, Generation("predicted", steps=4, tiled=True, guided=True, output="pt")),
+    "guidance on two halves": (4, Generation(steps=4, tiled=True, guided=True, output="pt")),
     "parts that are on the GPU while they run": (2, Generation(steps=1, offload=True, output="pt")),
 }
 
