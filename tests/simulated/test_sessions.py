@@ -149,7 +149,7 @@ def source_with_file(name: str, folder: Path) -> dict[str, Any]:
     if name == "file":
         save_mask(path, BlockMask(bits[0], BlockGrid(tokens, 0, 16, 8, THW)))
     if name == "paro":
-        grid = BlockGrid(tokens, 0, 16, 8, THW, ("thw", "wht", "hwt", "twh", "htw"))
+        grid = BlockGrid(tokens, 0, 16, 8, THW, ("thw", "wht", "htw"))
         save_mask(path, [[BlockMask(one, grid)] for one in bits], groups="0-0,1-1", packed=True)
     if name == "lowrank":
         draws = torch.Generator().manual_seed(1)
