@@ -26,8 +26,10 @@ MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 class CacheCase:
     """A few denoising steps in float64, once for each threshold, with the cache enabled before or after db-SP.
 
-    cache:  a name in CACHES;  host: "para", "xdit", or "wrapper": xDiT's own transformer
-    left_alone: whether cache-dit decides by itself
+    Attributes:
+        cache: A name in `CACHES`.
+        framework: "para", or "xdit" with its own transformer.
+        left_alone: Whether cache-dit decides by itself.
     """
 
     cache: str
@@ -35,7 +37,7 @@ class CacheCase:
     thresholds: tuple[float, ...] = (0.0,)
     first: bool = False
     strategy: str = "U2R1"
-    host: str = "para"
+    framework: str = "para"
     batch: int = 2
     steps: int = 6
     left_alone: bool = False
@@ -48,37 +50,27 @@ class CacheCase:
 
 @dataclass(frozen=True)
 class Cache:
-    """enable(transformer, threshold, clock); clock tells the timestep."""
+    """enable(transformer, threshold) and disable(transformer)."""
 
-    enable: Callable[[Any, float, Callable[[], int]], None]
+    enable: Callable[[Any, float], None]
     disable: Callable[[Any], None] = lambda transformer: transformer.disable_cache()
 
 
-def _first_block(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+def _first_block(transformer: Any, threshold: float) -> None:
     from diffusers.hooks import FirstBlockCacheConfig
 
     transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
 
 
-def _mag(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
-    from diffusers.hooks import MagCacheConfig
-
-    ratios = [1.0, 1.0, 0.99, 0.98, 0.98, 0.97]
-    config = {"retention_ratio": 0.2, "threshold": 0.3, "max_skip_steps": 2}
-    transformer.enable_cache(MagCacheConfig(num_inference_steps=6, mag_ratios=ratios, **config))
-
-
-def _cache_dit(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+def _cache_dit(transformer: Any, threshold: float) -> None:
     os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
     import cache_dit
 
-    cogvideox = type(transformer).__name__.startswith("Cog")
-    pattern = cache_dit.ForwardPattern.Pattern_0 if cogvideox else cache_dit.ForwardPattern.Pattern_2
     adapter = cache_dit.BlockAdapter(
         pipe=None,
         transformer=transformer,
-        blocks=transformer.transformer_blocks if cogvideox else transformer.blocks,
-        forward_pattern=pattern,
+        blocks=transformer.blocks,
+        forward_pattern=cache_dit.ForwardPattern.Pattern_2,
         check_forward_pattern=False,
         has_separate_cfg=False,
     )
@@ -94,7 +86,6 @@ def _without_cache_dit(transformer: Any) -> None:
 
 CACHES = {
     "first block": Cache(_first_block),
-    "mag": Cache(_mag),
     "cache-dit": Cache(_cache_dit, _without_cache_dit),
 }
 
@@ -104,14 +95,13 @@ class Denoising:
 
     def __init__(self, case: CacheCase) -> None:
         self.case = case
-        self.timestep = 0
         self.inputs = Inputs.random(case.model, (3, 5, 7), case.batch, 7).arguments
         for name, value in self.inputs.items():
             self.inputs[name] = _in_float64(value)
         self.transformer = make_transformer(case.model, num_layers=3).double()
 
     def enable(self, threshold: float) -> None:
-        CACHES[self.case.cache].enable(self.transformer, threshold, lambda: self.timestep)
+        CACHES[self.case.cache].enable(self.transformer, threshold)
 
     def disable(self) -> None:
         CACHES[self.case.cache].disable(self.transformer)
@@ -127,19 +117,19 @@ class Denoising:
         handles = [
             (block.ffn if hasattr(block, "ffn") else block.ff).register_forward_hook(computed) for block in blocks
         ]
-        takes_places = (
+        takes_moments = (
             "kwargs" in inspect.signature(type(self.transformer).cache_context).parameters
         )  # newer diffusers
         with torch.no_grad():
             for step in range(self.case.steps):
                 passes.append(0)
-                self.timestep = 900 - 100 * step
-                place = {"step_index": step, "sigma": self.timestep / 1000, "num_inference_steps": self.case.steps}
+                timestep = 900 - 100 * step
+                moment = {"step_index": step, "sigma": timestep / 1000, "num_inference_steps": self.case.steps}
                 arguments = self.inputs | {
                     "hidden_states": sample,
-                    "timestep": torch.full((self.case.batch,), self.timestep),
+                    "timestep": torch.full((self.case.batch,), timestep),
                 }
-                with self.transformer.cache_context("cond", **(place if takes_places else {})):
+                with self.transformer.cache_context("cond", **(moment if takes_moments else {})):
                     sample = sample - 0.5**step * self.transformer(**arguments)[0]
         for handle in handles:
             handle.remove()
@@ -186,7 +176,7 @@ def run_cache_case(rank: int, world: int, case: CacheCase) -> list[Outcome]:
             return run_cache_case(rank, world, replace(case, left_alone=False))
     (uncached, all_computed), references = one_process(case.alone)
     ours = Denoising(case)
-    if case.host == "wrapper":
+    if case.framework == "xdit":
         from tests.xdit.xdit_cases import hosted_transformer
 
         ours.transformer = hosted_transformer(case.model, num_layers=3).double()
@@ -194,7 +184,7 @@ def run_cache_case(rank: int, world: int, case: CacheCase) -> list[Outcome]:
     ours.disable()  # which leaves a trace of its own: each forward as an attribute
     _forget_registries(ours.transformer)
     before = _state_of(ours.transformer)
-    attach, detach = _host(case, ours.transformer, world)
+    attach, detach = _framework(case, ours.transformer, world)
     if not case.first:
         attach()
     outcomes = []
@@ -227,9 +217,9 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def _host(case: CacheCase, transformer: Any, world: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _framework(case: CacheCase, transformer: Any, world: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     config = {"mask": MASK, "strategy": case.strategy}
-    if case.host != "para":
+    if case.framework == "xdit":
         from dbsp_xdit import attach, detach
 
         pipe = types.SimpleNamespace(transformer=transformer)
@@ -275,7 +265,7 @@ def rejection(rank: int, world: int, kind: str) -> tuple[str, str]:
     for first in (True, False):
         case = UNSUPPORTED[kind]
         ours = Denoising(case)
-        attach, detach = _host(case, ours.transformer, world)
+        attach, detach = _framework(case, ours.transformer, world)
         message = ""
         try:
             if not first:
@@ -305,15 +295,15 @@ def _enable(kind: str, ours: Denoising) -> None:
 
 
 UNSUPPORTED = {
-    "unknown": CacheCase("first block", "wan", host="para"),
-    "another version": CacheCase("first block", "wan", host="para"),
+    "unknown": CacheCase("first block", "wan"),
+    "another version": CacheCase("first block", "wan"),
 }
 
 
 def important_tokens(rank: int, world: int) -> str:
     """What is said of cache-dit's decision by single tokens."""
     ours = Denoising(CacheCase("cache-dit", "wan"))
-    attach, detach = _host(ours.case, ours.transformer, world)
+    attach, detach = _framework(ours.case, ours.transformer, world)
     attach()
     ours.enable(0.2)
     for context in ours.transformer._context_manager._cached_context_manager.values():

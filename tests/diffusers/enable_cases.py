@@ -129,10 +129,10 @@ def run_repeated_timesteps(
     return difference(out, expected), *asked
 
 
-def enabled_pipeline(host: str, folder: str, mask: dict[str, Any]) -> Any:
+def enabled_pipeline(framework: str, folder: str, mask: dict[str, Any]) -> Any:
     """After a call, with db-SP still on it, which holds masks' plans and closures of all kinds."""
     pipe = load("wan", folder)
-    if host == "para":
+    if framework == "para":
         dbsp_para.parallelize_pipe(pipe, config={"mask": mask})
     else:
         dbsp_diffusers.enable(pipe, {"mask": mask}, strategy="U1R2")

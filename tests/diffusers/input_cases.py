@@ -58,12 +58,12 @@ def differing_by_rounding(rank: int, world: int) -> list[float]:
             if enabled:
                 dbsp_diffusers.enable(transformer, CONFIG)
             outputs, text = [], _inputs()["encoder_hidden_states"]
-            for place, timestep in enumerate((900, 500, 400, 300)):
+            for step, timestep in enumerate((900, 500, 400, 300)):
                 inputs = _inputs(timestep) | {"encoder_hidden_states": text}
                 if enabled:
-                    error = 1 + (0.5 if place > 1 else 1e-3) * rank
+                    error = 1 + (0.5 if step > 1 else 1e-3) * rank
                     inputs["hidden_states"] = inputs["hidden_states"] * error
-                    inputs["encoder_hidden_states"] = text * (1 + 1e-3 * rank) if place < 2 else text
+                    inputs["encoder_hidden_states"] = text * (1 + 1e-3 * rank) if step < 2 else text
                 outputs.append(transformer(**inputs)[0])
             if single is not None:
                 single.detach()

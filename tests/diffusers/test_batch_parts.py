@@ -31,7 +31,7 @@ def test_schedule_of_timesteps_is_read_once():
         ("cache", "with a step cache, items of one"),
     ],
 )
-def test_what_needs_items_of_one_size_is_rejected(change, message):
+def test_feature_that_needs_items_of_one_size_is_rejected(change, message):
     assert unsupported("ernie-image", change).startswith(message)
 
 

@@ -48,7 +48,7 @@ def loaded(folder):
     return [str(path.relative_to(folder)) for path in Checkpoint.read(folder).weights()]
 
 
-def test_a_whole_one(folder):
+def test_whole_checkpoint_has_nothing_missing(folder):
     write(folder, f"{ENCODER}.safetensors", f"{ENCODER}.fp16.safetensors", f"{TRANSFORMER}.safetensors")
     assert found(folder) == (None, ())
     assert loaded(folder) == [f"{ENCODER}.safetensors", f"{TRANSFORMER}.safetensors"]
@@ -59,13 +59,13 @@ def test_old_files_are_weights_too(folder):
     assert found(folder) == (None, ())
 
 
-def test_what_is_missing_is_named(folder):
+def test_missing_file_is_named(folder):
     (folder / "tokenizer").rmdir()
     write(folder, f"{ENCODER}.safetensors")
     assert found(folder) == (None, ("tokenizer/", f"{TRANSFORMER}.safetensors"))
 
 
-def test_all_files_of_an_index_are_needed(folder):
+def test_checkpoint_needs_all_files_of_its_index(folder):
     write(folder, f"{ENCODER}.safetensors", f"{TRANSFORMER}-00001-of-00002.safetensors")
     shards = [f"diffusion_pytorch_model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     assert found(folder) == (None, (f"{TRANSFORMER}.safetensors",)), "files without an index are not loaded"
@@ -94,7 +94,7 @@ def test_all_files_of_an_index_are_needed(folder):
         ],
     ],
 )
-def test_a_variant_is_found_in_both_forms_of_names(folder, shards):
+def test_variant_is_found_in_both_forms_of_names(folder, shards):
     write(folder, f"{ENCODER}.fp16.safetensors", *(f"transformer/{shard}" for shard in shards))
     index(folder, f"{TRANSFORMER}.safetensors.index.fp16.json", *shards)
     assert found(folder) == ("fp16", ())

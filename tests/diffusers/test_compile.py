@@ -18,7 +18,7 @@ MASKS = {
 @pytest.mark.parametrize(
     ("model", "mask"), [("wan", "sparge"), pytest.param("cogvideox", "window", marks=pytest.mark.long)]
 )
-def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask):
+def test_compiled_transformer_equals_uncompiled_with_few_graphs(pool, model, mask):
     graphs = {}
     for layers in (1, 2):
         config = {"mask": MASKS[mask], "strategy": "U1R2"}
@@ -40,7 +40,7 @@ def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask
         pytest.param("hunyuan1.5", "window", 5, marks=pytest.mark.long),
     ],
 )
-def test_repeated_blocks_are_compiled_without_a_break(pool, model, mask, graphs):
+def test_repeated_blocks_compile_without_a_graph_break(pool, model, mask, graphs):
     """`fullgraph=True` raises where there is one. 12 layers of Wan are one graph, as the layer that an attention is of
     is a tensor: with an integer, each would be compiled anew."""
     config = {"mask": MASKS[mask], "strategy": "U1R2"}
@@ -67,7 +67,7 @@ def test_transformer_compiled_before_db_sp_equals_uncompiled(pool, model, how):
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_transformer_compiled_in_place_computes_one_guidance_pass_per_half(pool, first):
+def test_transformer_compiled_in_place_computes_one_cfg_pass_per_half(pool, first):
     for difference, runs, halved, left_compiled in pool(2).run(run_compiled_guided, first, {"mask": MASKS["window"]}):
         assert difference <= 1e-5
         assert runs > 0, "what a half computes must be compiled"

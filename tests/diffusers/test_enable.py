@@ -1,4 +1,4 @@
-"""dbsp_diffusers as a host of its own: enabled, undone without a trace, and what sessions tell."""
+"""dbsp_diffusers by itself: enabled, undone without a trace, and what sessions report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_ranks(pool, world, function, *arguments):
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, None), (2, None), (2, "U1R2")])
-def test_a_transformer(pool, world, strategy):
+def test_transformer_equals_one_process(pool, world, strategy):
     for from_single, from_dense, statistics in on_ranks(pool, world, run_transformer, strategy):
         assert from_single <= TOLERANCE
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
@@ -41,7 +41,7 @@ def test_a_transformer(pool, world, strategy):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_pipeline(pool, folder, world):
+def test_pipeline_equals_one_process(pool, folder, world):
     results = on_ranks(pool, world, run_pipeline, folder)
     for from_single, from_dense, _ in results:
         assert from_single <= TOLERANCE
@@ -49,13 +49,13 @@ def test_a_pipeline(pool, folder, world):
     assert len({total for *_, total in results}) == 1, "ranks must share their noise"
 
 
-def test_a_pipeline_that_only_diffusers_runs(pool, tmp_path):
+def test_pipeline_of_diffusers_alone_equals_one_process(pool, tmp_path):
     for from_single, from_dense in pool(2).run(run_hunyuan_15, str(make_tiny("hunyuan1.5", tmp_path / "hunyuan"))):
         assert from_single <= TOLERANCE
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
-def test_a_repeated_timestep_is_another_step_and_no_cfg_pass(pool, folder):
+def test_repeated_timestep_is_another_step_and_not_a_cfg_pass(pool, folder):
     for from_single, one_process, here in pool(2).run(run_repeated_timesteps, folder, 3):
         assert from_single <= TOLERANCE
         assert one_process == here == [(step, branch) for step in range(5) for branch in range(2)]
@@ -83,7 +83,7 @@ def test_ranks_compare_three_times_from_enable_to_the_first_attention(pool, fold
         assert first.count("broadcast") == second.count("broadcast") == 4, "two headers, random numbers, inputs"
 
 
-def test_a_transformer_compiled_since_has_its_session():
+def test_transformer_compiled_after_enable_has_its_session():
     transformer = make_transformer("wan")
     session = dbsp_diffusers.enable(transformer, CONFIG)
     assert session.statistics() == {"calls": 0, "plans": 0, "mean_rho": 1.0, "worst_rho": 1.0}
@@ -96,7 +96,7 @@ def test_a_transformer_compiled_since_has_its_session():
     dbsp_diffusers.disable(compiled)
 
 
-def test_what_is_no_pipeline_is_rejected():
+def test_object_that_is_not_a_pipeline_is_rejected():
     with pytest.raises(ValueError, match="int has none"):
         dbsp_diffusers.enable(3)
 
@@ -123,7 +123,7 @@ def test_ranks_that_have_not_met_are_rejected(monkeypatch, enable):
         ({"mask": {"source": "dense"}}, None),
     ],
 )
-def test_a_call_that_gains_nothing_says_so(folder, capfd, config, said):
+def test_call_that_gains_nothing_is_logged(folder, capfd, config, said):
     import diffusers
 
     blocks = {} if config["mask"]["source"] == "dense" else {"block_q": 8, "block_k": 8}
@@ -137,21 +137,21 @@ def test_a_call_that_gains_nothing_says_so(folder, capfd, config, said):
     assert said is None or said in lines[0]
 
 
-@pytest.mark.parametrize("host", ["diffusers", "para"])
+@pytest.mark.parametrize("framework", ["diffusers", "para"])
 @pytest.mark.parametrize("mask", [{"source": "window"}, {"source": "sparge", "cdf": 0.6}], ids=["window", "sparge"])
-def test_an_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder, host, mask):
+def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder, framework, mask):
     """Nobody has to disable it first: a group that is left when Python ends may abort it."""
     mask = mask | {"block_q": 16, "block_k": 16}
-    for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, host, folder, mask):
+    for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, framework, folder, mask):
         assert (there, left) == (2, []), "one to attend in and one to agree in"
 
 
-def test_a_caught_rejection_keeps_no_destroyed_group_alive(pool, tmp_path):
+def test_caught_rejection_keeps_no_destroyed_group_alive(pool, tmp_path):
     for _, left in pool(2).run(left_alive, str(tmp_path), unsupported):
         assert left == []
 
 
-def test_after_its_group_is_destroyed_it_says_so_and_can_be_enabled_anew(pool):
+def test_transformer_of_a_destroyed_group_is_an_error_until_enabled_anew(pool):
     for said, from_single in pool(2).run(enabled_in_a_second_life):
         assert said.startswith("the process group that this was made for is destroyed; ")
         assert from_single <= TOLERANCE

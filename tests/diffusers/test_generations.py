@@ -36,7 +36,7 @@ def test_calls_that_differ_raise_on_all_ranks_and_the_next_one_is_right(pool, fo
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_a_call_that_failed_on_one_rank_mixes_no_requests(pool, folder, debug):
+def test_call_after_a_failed_one_mixes_no_requests(pool, folder, debug):
     (others, _), (odd, _) = answers = pool(2).run(failing_on_one, folder, debug)
     mixed = "the ranks are not at the same call: rank(s) [1] have begun another number of them"
     assert odd[0] == "out of memory on one rank"
@@ -47,13 +47,13 @@ def test_a_call_that_failed_on_one_rank_mixes_no_requests(pool, folder, debug):
     assert all(difference == 0.0 for _, difference in answers)
 
 
-def test_a_pipeline_made_from_an_enabled_one_must_have_the_same_noise(pool, folder):
+def test_pipeline_made_from_an_enabled_one_needs_identical_noise(pool, folder):
     for said, difference in pool(2).run(second_pipeline, folder):
         assert said.startswith("the latents that a generation begins with differ on rank(s) [1]; give all ranks the")
         assert difference <= TOLERANCE
 
 
-def test_a_transformer_alone_is_compared_where_timesteps_rise(pool):
+def test_transformer_without_pipeline_is_compared_when_timesteps_rise(pool):
     for first, second, odd, *others, generations in pool(2).run(passes_alone):
         assert odd.startswith("the latents")
         assert {first, second, *others} == {"nothing"}
@@ -76,7 +76,7 @@ def test_enable_that_is_rejected_on_one_rank_is_rejected_on_all(pool, fault):
 
 
 @pytest.mark.parametrize(("strength", "steps"), [(1.0, 10), (0.8, 8), (0.5, 5)])
-def test_the_last_steps_are_dense_where_strength_leaves_out_the_first(folder, strength, steps):
+def test_last_steps_are_dense_when_strength_leaves_out_the_first(folder, strength, steps):
     from diffusers import WanPipeline, WanVideoToVideoPipeline
 
     parts = WanPipeline.from_pretrained(folder).components

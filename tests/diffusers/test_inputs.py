@@ -45,7 +45,7 @@ def test_inputs_that_differ_in_magnitude_raise_on_all_ranks(pool):
             assert said.startswith(text), (name, said)
 
 
-def test_all_ranks_compute_with_the_first_rank_s_inputs(pool):
+def test_inputs_off_by_rounding_are_replaced_by_the_first_ranks(pool):
     for found in pool(2).run(differing_by_rounding):
         assert max(found) <= TOLERANCE, found
 
@@ -66,7 +66,7 @@ def test_noise_of_a_scheduler_is_that_of_one_process_on_all_ranks(pool, folder):
         assert max(found) <= 1e-4, found
 
 
-def test_enable_within_a_call_counts_the_scheduler_s_steps(pool, folder):
+def test_enable_within_a_call_counts_the_schedulers_steps(pool, folder):
     for difference, shifted in pool(2).run(enabled_within_a_call, folder):
         assert difference <= 1e-4 < shifted
 
@@ -113,7 +113,7 @@ class WithSlots:
     __init__, __call__ = Own.__init__, Own.__call__
 
 
-def test_a_pipeline_of_another_kind_can_be_enabled():
+def test_pipeline_of_another_kind_can_be_enabled():
     pipe = Own(make_transformer("wan"))
     expected = pipe()
     dbsp_diffusers.enable(pipe, DENSE)
@@ -122,7 +122,7 @@ def test_a_pipeline_of_another_kind_can_be_enabled():
     assert float((found - expected).abs().max()) <= TOLERANCE
 
 
-def test_a_pipeline_without_room_for_attributes_is_rejected():
+def test_pipeline_with_slots_is_rejected():
     with pytest.raises(UserError, match="WithSlots has __slots__"):
         dbsp_diffusers.enable(WithSlots(make_transformer("wan")), DENSE)
 
@@ -137,7 +137,7 @@ class WithReferences(Own):
         self.transformer_ref = make_transformer("wan")
 
 
-def test_transformers_of_other_names_are_enabled_too():
+def test_transformers_of_other_names_are_enabled():
     pipe = WithReferences()
     dbsp_diffusers.enable(pipe, DENSE)
     assert list(dbsp_diffusers.sessions_of(pipe)) == ["transformer", "transformer_ref"]
@@ -180,7 +180,7 @@ def test_tensors_within_arguments_are_named_and_replaced():
     assert with_tensors(given, {}) is given
 
 
-def test_a_constant_has_one_substitute_with_the_values_of_each_pass():
+def test_constant_has_one_substitute_with_the_values_of_each_pass():
     constants, own = Constants(), torch.zeros(3)
     first, *later = (constants.substitute(own, torch.full((3,), float(value))) for value in range(3))
     assert later[0] is later[1] is not first

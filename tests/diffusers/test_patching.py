@@ -51,7 +51,7 @@ def test_one_pipe_s_calls_are_wrapped_in_order_and_as_before_afterwards(cls):
     assert vars(pipe) == {}
 
 
-def test_what_is_wrapped_around_the_class_meanwhile_stays():
+def test_wrapper_added_to_the_class_meanwhile_stays():
     class Own(Pipe):
         pass
 
@@ -65,7 +65,7 @@ def test_what_is_wrapped_around_the_class_meanwhile_stays():
     assert pipe("a") == ["a", "!", "theirs"]
 
 
-def test_what_is_wrapped_around_the_pipe_s_own_class_stays():
+def test_wrapper_added_to_the_pipes_own_class_stays():
     pipe, attachment = Pipe(), PatchSet()
     around_calls(pipe, saying("ours"), attachment)
     ours = type(pipe).__call__
@@ -76,7 +76,7 @@ def test_what_is_wrapped_around_the_pipe_s_own_class_stays():
 
 
 @pytest.mark.parametrize("cls", [Pipe, Heir])
-def test_a_class_is_as_before_once_its_wrapped_pipes_are_dropped(cls):
+def test_class_is_restored_once_its_wrapped_pipes_are_dropped(cls):
     before, pipe, other = dict(vars(cls)), cls(), cls()
     for one, words in ((pipe, "ab"), (other, "c")):
         for word in words:
@@ -90,7 +90,7 @@ def test_a_class_is_as_before_once_its_wrapped_pipes_are_dropped(cls):
 
 
 @pytest.mark.parametrize("detached_first", [False, True])
-def test_a_pipeline_is_freed_when_nobody_holds_it(tmp_path, detached_first):
+def test_pipeline_without_references_is_freed(tmp_path, detached_first):
     from diffusers import WanPipeline
 
     before = dict(vars(WanPipeline))
@@ -106,7 +106,7 @@ def test_a_pipeline_is_freed_when_nobody_holds_it(tmp_path, detached_first):
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_transformer_is_not_copied_while_db_sp_is_on_it(make):
+def test_transformer_is_not_copied_while_db_sp_is_enabled(make):
     transformer = make_transformer("wan")
     dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
     with pytest.raises(UserError, match="before `enable`, or after `disable`"):

@@ -84,20 +84,20 @@ def test_all_ranks_end_when_one_fails(tmp_path, fails, code, said):
 
 
 @pytest.mark.parametrize("aborts", ["None", "threading.Event().wait()"], ids=["", "abort hangs"])
-def test_after_a_failure_nccl_is_aborted_and_not_destroyed(tmp_path, aborts):
+def test_nccl_after_a_failure_is_aborted_and_not_destroyed(tmp_path, aborts):
     body = "with fast_exit(), join():\n    raise ValueError('a fault')\n"
     code, out, err = ended(start(OVER_NCCL.format(aborts=aborts) + body, tmp_path / "store"))
     assert (code, out) == (1, "aborted\n" if aborts == "None" else "")
     assert err.endswith("ValueError: a fault\n")
 
 
-def test_a_failure_that_is_raised_on_leaves_no_communicator(tmp_path):
+def test_failure_that_is_caught_outside_leaves_no_communicator(tmp_path):
     body = "try:\n    with join():\n        1 / 0\nexcept ZeroDivisionError:\n    print('raised')\n"
     code, out, _ = ended(start(OVER_NCCL.format(aborts="None") + body, tmp_path / "store"))
     assert (code, out) == (0, "aborted\nraised\n")
 
 
-def test_after_a_success_the_groups_are_destroyed(tmp_path):
+def test_groups_after_a_success_are_destroyed(tmp_path):
     body = "with fast_exit(), join():\n    print('done', flush=True)\n"
     code, out, err = ended(start(OVER_NCCL.format(aborts="None") + body, tmp_path / "store"))
     assert (code, out) == (0, "done\ndestroyed\n"), err

@@ -37,7 +37,7 @@ def published(name: str):
 
 
 @pytest.mark.parametrize("name", MODEL_SPECS)
-def test_without_a_configuration_a_known_model_has_its_own(name):
+def test_known_model_without_a_configuration_has_its_own(name):
     pipe, transformer = published(name)
     config = resolve_config(None, transformer, pipe=pipe)
     if name == "cogvideox-5b":
@@ -49,7 +49,7 @@ def test_without_a_configuration_a_known_model_has_its_own(name):
 
 
 @pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", None])
-def test_the_single_process_reference_has_the_same(name):
+def test_single_process_reference_has_the_same_configuration(name):
     """Without a configuration: what is shipped for the checkpoint, dense where nothing is."""
     expected = DbspConfig.load(f"{name}-sparge" if name else {})
     if name is None:
@@ -65,14 +65,14 @@ def test_the_single_process_reference_has_the_same(name):
     assert feed.call_args.args[:2] == (expected.mask, expected.dense_schedule)
 
 
-def test_a_configuration_of_another_model_is_rejected():
+def test_configuration_of_another_model_is_rejected():
     pipe, transformer = published("wan2.1-t2v-1.3b")
     with pytest.raises(ValueError, match=r"sparge\) is for wan2\.1-t2v-14b, the model is wan2\.1-t2v-1\.3b"):
         resolve_config("wan2.1-t2v-14b-sparge", transformer, pipe=pipe)
     resolve_config({"mask": {"source": "radial"}}, transformer, pipe=pipe)
 
 
-def test_all_ranks_reject_together(pool):
+def test_mistake_is_rejected_by_all_ranks(pool):
     for said in pool(2).run(attach_to_another_model, "wan2.1-t2v-14b-window"):
         assert "is for wan2.1-t2v-14b, the model is a WanPipeline with" in said
     same = {"mask": {"source": "window"}, "strategy": "U1R2"}
@@ -100,7 +100,7 @@ def test_xdit_without_a_configuration():
         asked("Wan2.1-T2V", "cogvideox1.5-5b-sparge")
 
 
-class TestGenerateRefuses:
+class TestGenerateRejects:
     """Before a process is launched, with one line."""
 
     @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ class TestWhatWouldBeMade:
         assert (said["strategy"], said["generate"]["seed"]) == ("auto", 3)
         assert said["dense_schedule"]["first_steps"] == 1
 
-    def test_an_unknown_local_model_runs_dense(self, dbsp, tmp_path):
+    def test_unknown_local_model_runs_dense(self, dbsp, tmp_path):
         folder = tmp_path / "model"
         (folder / "transformer").mkdir(parents=True)
         (folder / "model_index.json").write_text('{"_class_name": "WanPipeline"}')

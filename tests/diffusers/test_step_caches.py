@@ -41,9 +41,10 @@ def assert_as_in_one_process(results, skips: bool = True):
     return results
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["enabled before", "enabled after"])
-@pytest.mark.parametrize("cache", ["first block", "cache-dit"])
-def test_decisions_by_what_has_changed_are_taken_by_all_ranks(pool, cache, first):
+@pytest.mark.parametrize(
+    ("cache", "first"), [("first block", True), ("cache-dit", False)], ids=["enabled before", "enabled after"]
+)
+def test_decisions_by_what_has_changed_are_those_of_one_process(pool, cache, first):
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
     case = CacheCase(cache, "wan", FOUR, first, strategy="U2R2", batch=1)
@@ -51,14 +52,12 @@ def test_decisions_by_what_has_changed_are_taken_by_all_ranks(pool, cache, first
     assert len({tuple(outcome.ours) for outcome in outcomes[:-1]}) == len(FOUR), "each must skip other steps"
 
 
-@pytest.mark.parametrize(
-    ("cache", "first", "threshold"), [("first block", True, 0.21), ("cache-dit", False, 0.3), ("mag", False, 0.0)]
-)
-def test_on_xdit_s_own_transformer(pool, cache, first, threshold):
-    """Where its runner puts cache-dit after db-SP."""
+def test_cache_on_xfusers_own_transformer_skips_what_one_process_skips(pool):
+    """Its runner puts cache-dit on after db-SP."""
+    pytest.importorskip("cache_dit")
     workers = pool(4)
     workers.run(start_xfuser)
-    case = CacheCase(cache, "wan", (threshold,), first, strategy="U2R2", host="wrapper", batch=1)
+    case = CacheCase("cache-dit", "wan", (0.3,), False, strategy="U2R2", framework="xdit", batch=1)
     assert_as_in_one_process(workers.run(run_cache_case, case))
 
 
@@ -68,7 +67,7 @@ def test_passes_before_enable_or_disable_leave_nothing_in_a_cache(pool):
 
 
 @pytest.mark.parametrize(("cache", "first"), [("first block", False), ("cache-dit", True)])
-def test_whole_pipelines(pool, folder, cache, first):
+def test_cached_pipeline_equals_one_process(pool, folder, cache, first):
     """Whose two CFG passes have a cache each."""
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
@@ -93,11 +92,11 @@ def test_cache_dit_left_to_itself_skips_other_steps(pool):
         ("another version", *["does not know the first-block cache in this version of diffusers"] * 2),
     ],
 )
-def test_what_could_differ_between_ranks_is_rejected_by_all(pool, kind, before, after):
+def test_cache_that_could_differ_between_ranks_is_rejected(pool, kind, before, after):
     assert_said(pool(2).run(rejection, kind), before, after)
 
 
-def test_cache_dit_s_choice_of_single_tokens_is_rejected(pool):
+def test_cache_dits_choice_of_single_tokens_is_rejected(pool):
     pytest.importorskip("cache_dit")
     for said in pool(2).run(important_tokens):
         assert said.startswith("UserError: cache-dit's important_condition_threshold")
@@ -127,7 +126,7 @@ def test_padding_and_unequal_shards_weigh_nothing():
 class TestWhatIsKnownOfOtherLibraries:
     """Fails where another version has it otherwise: sharding/step_caches.py must then be looked at again."""
 
-    def test_every_hook_of_diffusers_that_may_skip(self):
+    def test_hooks_of_diffusers_that_may_skip_are_known(self):
         hooks = importlib.import_module("diffusers.hooks")
         for module in pkgutil.iter_modules(hooks.__path__):
             importlib.import_module(f"diffusers.hooks.{module.name}")
@@ -137,7 +136,7 @@ class TestWhatIsKnownOfOtherLibraries:
         unsupported = {name for name in skipping if name in named} - {DECIDING, *IDENTICAL}
         assert unsupported == {"AttentionProcessorSkipHook"}
 
-    def test_which_of_diffusers_hooks_look_at_data(self):
+    def test_hooks_of_diffusers_that_look_at_data_are_known(self):
         """A decision from data takes a number off the device: `.item()`, `float(…)` or `.tolist()`."""
         hooks = importlib.import_module("diffusers.hooks")
         for cls in heirs(hooks.ModelHook):
@@ -151,7 +150,7 @@ class TestWhatIsKnownOfOtherLibraries:
             printed = ["ratio = (curr_norm / (prev_norm + 1e-8)).mean().item()"]  # when calibrating, and only printed
             assert taken == (printed if cls.__name__ == "MagCacheBlockHook" else []), cls
 
-    def test_the_first_block_cache(self):
+    def test_first_block_cache_has_the_expected_names(self):
         cache = importlib.import_module("diffusers.hooks.first_block_cache")
         hook = cache.FBCHeadBlockHook(cache.StateManager(cache.FBCSharedBlockState), 0.1)
         assert list(inspect.signature(hook._should_compute_remaining_blocks).parameters) == ["hidden_states_residual"]
@@ -160,7 +159,7 @@ class TestWhatIsKnownOfOtherLibraries:
         assert hook.state_manager.get_state().head_block_residual is None
         assert "self._should_compute_remaining_blocks(" in inspect.getsource(cache.FBCHeadBlockHook.new_forward)
 
-    def test_cache_dit(self):
+    def test_cache_dit_has_the_expected_names(self):
         pytest.importorskip("cache_dit")
         module = importlib.import_module("cache_dit.caching.cache_contexts.cache_manager")
         manager = module.CachedContextManager

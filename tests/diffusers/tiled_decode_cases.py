@@ -30,5 +30,5 @@ def decoded_by_pipelines(rank: int, world: int, folder: str) -> tuple[bool, bool
     try:
         dbsp_diffusers.enable(pipe.transformer, CONFIG, vae=True)
     except ValueError as error:
-        told = f"ValueError: {error}"
-    return all(torch.equal(one, frames[0]) for one in frames), undone, told
+        unsupported = f"ValueError: {error}"
+    return all(torch.equal(one, frames[0]) for one in frames), undone, unsupported

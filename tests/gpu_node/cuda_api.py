@@ -29,7 +29,7 @@ def architecture(arch: int | None = None) -> int:
 
 
 class Device:
-    """Stands for torch.cuda.device: the current device within a block."""
+    """Replaces torch.cuda.device: the current device within a block."""
 
     def __init__(self, device: Any) -> None:
         self.idx = -1 if device is None else device if isinstance(device, int) else _index(device)

@@ -1,4 +1,4 @@
-"""What CUDA would answer with an error, and what it would do slowly: both with the place in the code under test."""
+"""What CUDA would answer with an error, and what it would do slowly: both with the line in the code under test."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["DeviceFault", "Record", "place_of_caller", "recorded"]
+__all__ = ["DeviceFault", "Record", "line_of_caller", "recorded"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_NOT_PLACES = (str(_ROOT / "tests" / "gpu_node"), str(_ROOT / "tests" / "support"))
+_NOT_CALLERS = (str(_ROOT / "tests" / "gpu_node"), str(_ROOT / "tests" / "support"))
 
 
 _PRODUCT = ("dbsp_", "kernels/")
@@ -26,8 +26,8 @@ class Record:
     Attributes:
         host_waits: Waits of the host for a device, by "what at file:line"; those of threads that are no rank's own,
             whom nobody waits for, by "what in thread NAME at file:line".
-        past_waits: Waits of the host, by place, for events from before the last `begin_step`: for work of an earlier
-            step, which a device that keeps up has done.
+        past_waits: Waits of the host, by line of code, for events from before the last `begin_step`: for work of an
+            earlier step, which a device that keeps up has done.
         launches: Triton launches by kernel, and NCCL's collectives.
         operators: Operators of torch that compute on a device, by name; of ranks' own threads, as launches.
         variants: Of each kernel, the specialisations that its launches asked for.
@@ -51,7 +51,7 @@ class Record:
         self.operators: Counter[str] = Counter()
 
     def waits_of_product(self) -> dict[str, int]:
-        """Returns the host waits of ranks' own threads in the product's files, by place."""
+        """Returns the host waits of ranks' own threads in the product's files, by line of code."""
         waits = self.host_waits.items()
         return {
             at: times
@@ -60,10 +60,10 @@ class Record:
         }
 
     def host_wait(self, what: str, *, past: bool = False) -> None:
-        place, thread = place_of_caller(), _worker_thread()
+        line, thread = line_of_caller(), _worker_thread()
         what += f" in thread {thread}" if thread else ""
         with self._lock:
-            (self.past_waits if past else self.host_waits)[f"{what} at {place}"] += 1
+            (self.past_waits if past else self.host_waits)[f"{what} at {line}"] += 1
 
     def launch(self, kernel: str, variant: object) -> None:
         with self._lock:
@@ -84,7 +84,7 @@ def _worker_thread() -> str:
     return name if name.startswith("dbsp-") else ""
 
 
-def place_of_caller() -> str:
+def line_of_caller() -> str:
     """Returns file:line of the innermost frame that is neither the simulation's nor torch's.
 
     It is in this repository, or in a library that the repository calls and that waits by itself, such as diffusers.
@@ -94,7 +94,7 @@ def place_of_caller() -> str:
         name = frame.f_code.co_filename
         _, _, library = name.rpartition("/site-packages/")
         if library == name:
-            if name.startswith(str(_ROOT)) and not name.startswith(_NOT_PLACES):
+            if name.startswith(str(_ROOT)) and not name.startswith(_NOT_CALLERS):
                 return f"{Path(name).relative_to(_ROOT)}:{frame.f_lineno}"
         elif not library.startswith(("torch/", "triton/")):
             return f"{library}:{frame.f_lineno}"

@@ -18,7 +18,7 @@ __all__ = ["MOST_SHARED_BYTES", "checked", "one_at_a_time"]
 MOST_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """By architecture: shared memory that one program may have (CUDA C++ Programming Guide, technical specifications)."""
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
-_LOCK = threading.RLock()  # the interpreter keeps the place in the grid in a global, and Python's parser its depth
+_LOCK = threading.RLock()  # the interpreter keeps the position in the grid in a global, and Python's parser its depth
 
 
 def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,8 +112,8 @@ def _check_shared_bytes(name: str, kwargs: dict[str, Any], itemsize: int) -> Non
 def _variant(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
     """Returns what Triton would compile a variant for, as far as the values of arguments decide it."""
     kernel = executor.fn.__globals__.get(executor.fn.__name__)
-    told = getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()  # names or places
-    free = {executor.arg_names[one] if isinstance(one, int) else one for one in told}
+    unspecialized = getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()  # names or positions
+    free = {executor.arg_names[one] if isinstance(one, int) else one for one in unspecialized}
     given = [*zip(executor.arg_names, args, strict=False), *sorted(kwargs.items())]
     return tuple((name, _type_of(value) if name in free else _specialised(value)) for name, value in given)
 

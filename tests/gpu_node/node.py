@@ -35,7 +35,7 @@ class GpuNode:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")  # torch must not be there yet
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_run_calls, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -79,7 +79,7 @@ def start_devices() -> None:
     cuda_api.activate(library, DEVICES)
 
 
-def _serve(pipe: Connection) -> None:
+def _run_calls(pipe: Connection) -> None:
     start_devices()
     from tests.gpu_node import cuda_api
     from tests.gpu_node.faults import recorded

@@ -62,7 +62,7 @@ def _over_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _object_device(group: dist.ProcessGroup | None = None) -> str:
-    """Stands for `_get_object_coll_device`: where a group's tensors with pickled objects are."""
+    """Replaces `_get_object_coll_device`: where a group's tensors with pickled objects are."""
     return "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
 
 

@@ -28,7 +28,7 @@ class GpuProcesses:
         for rank in range(world):
             ours, theirs = context.Pipe()
             environment = launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(target=_serve, args=(theirs, environment), daemon=True)
+            process = context.Process(target=_run_calls, args=(theirs, environment), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -64,7 +64,7 @@ class GpuProcesses:
             process.join()
 
 
-def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+def _run_calls(pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     from tests.gpu_node.program import become_rank
 

@@ -83,7 +83,7 @@ def require_own(index: int, what: str) -> None:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     def __init__(
         self, device: torch.device | int | str | None = None, priority: int = 0, *, number: int | None = None
@@ -141,7 +141,7 @@ class Stream:
 
 
 class Event:
-    """Stands for torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}

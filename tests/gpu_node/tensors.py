@@ -264,10 +264,10 @@ def _sizes_unknown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DeviceTensor]:
     """Returns the arguments that the operator writes."""
     written: list[DeviceTensor] = []
-    for place, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
         written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, DeviceTensor)]
     return written
 

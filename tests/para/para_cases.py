@@ -11,7 +11,6 @@ import torch
 
 import dbsp_para
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
@@ -91,7 +90,7 @@ def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> li
         for step, (dense, sparse) in enumerate(expected):
             inputs["timestep"] = _timestep(case, step)
             out = inputs["hidden_states"] = transformer(**inputs)[0]
-            records = session_of(transformer).records
+            records = dbsp_para.session_of(transformer).records
             density = sum(record.density for record in records.values()) / len(records)
             results.append((float((out - sparse).abs().max()), float((out - dense).abs().max()), density))
         dbsp_para.unparallelize(transformer)
@@ -113,10 +112,6 @@ def _passes_alone(case: ParaCase, steps: int) -> list[tuple[torch.Tensor, torch.
 
 def _timestep(case: ParaCase, step: int) -> torch.Tensor:
     return torch.full((case.batch,), 900 - 100 * step)
-
-
-def session_of(transformer: torch.nn.Module) -> AttentionSession:
-    return dbsp_para.session_of(transformer)
 
 
 def run_through_para_attn(rank: int, world: int, ring: int, config: dict[str, Any]) -> float:

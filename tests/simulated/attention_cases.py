@@ -44,11 +44,11 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
     torch.cuda.set_device(device)
     mask, full, weight, expected = once(lambda: _whole(case))
     layout = SequenceLayout.contiguous(case.tokens, world)
-    mine, places = (torch.from_numpy(one) for one in layout.tokens_at(rank))
+    mine, slots = (torch.from_numpy(one) for one in layout.tokens_at(rank))
     local = []
     for whole in full:
         shard = torch.zeros(case.batch, case.heads, layout.shard, case.width, dtype=case.dtype)
-        shard[:, :, places] = whole.detach()[:, :, mine].to(case.dtype)
+        shard[:, :, slots] = whole.detach()[:, :, mine].to(case.dtype)
         local.append(shard.to(device).requires_grad_(case.gradients))
     if case.sabotage == "another head":
         local[1] = local[1].roll(1, dims=1)
@@ -64,15 +64,15 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
         kernel=case.kernel,
     )
     assert (out.device, out.dtype) == (device, case.dtype)
-    errors = [float((out.detach().cpu()[:, :, places].double() - expected[0][:, :, mine]).abs().max())]
+    errors = [float((out.detach().cpu()[:, :, slots].double() - expected[0][:, :, mine]).abs().max())]
     if case.gradients:
         shard = torch.zeros(case.batch, case.heads, layout.shard, case.width, dtype=case.dtype)
-        shard[:, :, places] = weight[:, :, mine].to(case.dtype)
+        shard[:, :, slots] = weight[:, :, mine].to(case.dtype)
         (out * shard.to(device)).sum().backward()
         for one, right in zip(local, expected[1:], strict=True):
             assert one.grad is not None
             assert one.grad.device == device
-            apart = one.grad.cpu()[:, :, places].double() - right[:, :, mine]
+            apart = one.grad.cpu()[:, :, slots].double() - right[:, :, mine]
             errors.append(float(apart.abs().max() / right.abs().max()))
     return errors
 

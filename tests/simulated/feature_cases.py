@@ -21,7 +21,7 @@ from tests.simulated.model_cases import MASKS, apart, brief, brief_inputs, moved
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
-HOST = torch.device("cpu")
+CPU = torch.device("cpu")
 CONFIG = {"mask": MASKS["static"] | {"block_q": 24, "block_k": 24}, "strategy": "U2R1"}
 _ONE_AT_A_TIME = threading.Lock()  # backends are chosen, and random weights drawn, for the whole process
 
@@ -29,7 +29,7 @@ _ONE_AT_A_TIME = threading.Lock()  # backends are chosen, and random weights dra
 class Denoising:
     """Steps of a tiny transformer, in which it changes its input by less and less."""
 
-    def __init__(self, model: str, steps: int, batch: int = 1, device: torch.device = HOST) -> None:
+    def __init__(self, model: str, steps: int, batch: int = 1, device: torch.device = CPU) -> None:
         with _ONE_AT_A_TIME:
             self.transformer = brief(model, num_layers=2 if steps > 2 else 1)
         self.steps, self.device, self.timestep = steps, device, 0
@@ -54,9 +54,9 @@ class Denoising:
             for step in range(self.steps):
                 computed.append(0)
                 self.timestep = 900 - 100 * step
-                place = {"step_index": step, "sigma": self.timestep / 1000, "num_inference_steps": self.steps}
+                moment = {"step_index": step, "sigma": self.timestep / 1000, "num_inference_steps": self.steps}
                 given = {"hidden_states": sample, "timestep": torch.full_like(self.inputs["timestep"], self.timestep)}
-                with self.transformer.cache_context("cond", **place):
+                with self.transformer.cache_context("cond", **moment):
                     sample = sample - 0.5**step * self.transformer(**self.inputs | given)[0]
                 samples.append(sample.cpu())
         for handle in handles:
@@ -104,12 +104,12 @@ def _sequential_offload(run: Denoising) -> None:
 
 
 def _group_offload(**options: Any) -> PutOn:
-    return lambda run: run.transformer.enable_group_offload(run.device, HOST, **options)
+    return lambda run: run.transformer.enable_group_offload(run.device, CPU, **options)
 
 
 def _streamed_offload(run: Denoising) -> None:
     torch.cuda.set_device(run.device)  # on which diffusers makes its stream
-    run.transformer.enable_group_offload(run.device, HOST, offload_type="leaf_level", use_stream=True)
+    run.transformer.enable_group_offload(run.device, CPU, offload_type="leaf_level", use_stream=True)
 
 
 def _lora(run: Denoising) -> None:
@@ -234,7 +234,7 @@ FEATURES: dict[str, Feature] = {
 _compiles = functools.partial(Feature, keeps="._compiled_call_impl.")
 COMPILED = {
     "compiled by blocks": _compiles(lambda run: run.transformer.compile_repeated_blocks(backend="eager")),
-    "compiled in place": _compiles(lambda run: run.transformer.compile(backend="eager")),
+    "compiled in moment": _compiles(lambda run: run.transformer.compile(backend="eager")),
 }
 """On the CPU: torch.compile does not trace simulated devices."""
 
@@ -315,7 +315,7 @@ def one_process(order: Order, names: tuple[str, ...]) -> tuple[Samples, list[int
 def alone(rank: int, world: int, order: Order, simulated: bool = True) -> None:
     """Raises what features raise by themselves, without db-SP. On rank 0."""
     if rank == 0:
-        never_enabled(order, torch.device("cuda", 0) if simulated else HOST).run()
+        never_enabled(order, torch.device("cuda", 0) if simulated else CPU).run()
         one_process(order, order.acting)
 
 
@@ -332,7 +332,7 @@ def never_enabled(order: Order, device: torch.device) -> Denoising:
 
 def together(rank: int, world: int, order: Order, simulated: bool = True) -> Together:
     """Runs features together with db-SP, and alone after `disable`, on simulated devices or the CPU."""
-    device = torch.device("cuda", rank) if simulated else HOST
+    device = torch.device("cuda", rank) if simulated else CPU
     before, after = order.parts[: order.before], order.parts[order.before :]
     without, _ = one_process(order, ())
     expected, computed = one_process(order, order.acting)
@@ -356,9 +356,9 @@ def together(rank: int, world: int, order: Order, simulated: bool = True) -> Tog
     wanted, dense = traces(never.transformer), never.run()[0]
     kept = [one.keeps for one in order.parts if one.keeps]
     left = [
-        f"{place}: {there.get(place)}, not {wanted.get(place)}"
-        for place in sorted(there.keys() | wanted.keys())
-        if there.get(place) != wanted.get(place) and not any(name in place for name in kept)
+        f"{path}: {there.get(path)}, not {wanted.get(path)}"
+        for path in sorted(there.keys() | wanted.keys())
+        if there.get(path) != wanted.get(path) and not any(name in path for name in kept)
     ]
     identical_bits = all(torch.equal(one, other) for one, other in zip(again, dense, strict=True))
     return Together(apart(found, expected), apart(expected, without), blocks, computed, left, identical_bits)
@@ -373,7 +373,7 @@ def _put_on(features: Sequence[Feature], run: Denoising, others: Sequence[Featur
 
 
 def traces(transformer: nn.Module) -> dict[str, str]:
-    """Returns all that modules hold, by place: classes, attributes, hooks, forward methods, and who made them."""
+    """Returns all that modules hold, by path: classes, attributes, hooks, forward methods, and who made them."""
     found: dict[str, str] = {}
     for name, part in transformer.named_modules():
         found[name] = f"{type(part).__module__}.{type(part).__qualname__}"
@@ -385,14 +385,14 @@ def _without_addresses(value: Any) -> str:
     return re.sub(r"\d{12,}", "…", str(value))
 
 
-def _describe(value: Any, place: str, found: dict[str, str], seen: set[int], depth: int) -> None:
+def _describe(value: Any, path: str, found: dict[str, str], seen: set[int], depth: int) -> None:
     """Adds what a value is made of to `found`, but for numbers that differ between any two transformers."""
     if isinstance(value, (nn.Module, type, float, torch.cuda.Stream)) or not depth or id(value) in seen:
-        found[place] = type(value).__qualname__
+        found[path] = type(value).__qualname__
         return
     parts: dict[Any, Any] = {}
     if isinstance(value, torch.Tensor):
-        found[place] = f"{type(value).__qualname__} {value.dtype} {value.device} {value.requires_grad}"
+        found[path] = f"{type(value).__qualname__} {value.dtype} {value.device} {value.requires_grad}"
     elif isinstance(value, dict):
         numbered = all(isinstance(key, int) for key in value)
         parts = (
@@ -400,20 +400,20 @@ def _describe(value: Any, place: str, found: dict[str, str], seen: set[int], dep
             if numbered
             else {_without_addresses(key): one for key, one in value.items()}
         )
-        found[place] = f"{type(value).__qualname__} of {sorted(parts)}"
+        found[path] = f"{type(value).__qualname__} of {sorted(parts)}"
     elif isinstance(value, (list, tuple)):
-        parts, found[place] = dict(enumerate(value)), f"{type(value).__qualname__} of {len(value)}"
+        parts, found[path] = dict(enumerate(value)), f"{type(value).__qualname__} of {len(value)}"
     elif isinstance(value, types.FunctionType):
-        found[place] = f"{value.__module__}.{value.__qualname__}"
+        found[path] = f"{value.__module__}.{value.__qualname__}"
         cells = value.__closure__ or ()
         parts = dict(zip(value.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
     elif isinstance(value, types.MethodType):
-        parts, found[place] = {"function": value.__func__, "self": value.__self__}, "method"
+        parts, found[path] = {"function": value.__func__, "self": value.__self__}, "method"
     elif isinstance(value, functools.partial):
-        parts, found[place] = {"function": value.func, "args": value.args}, "partial"
+        parts, found[path] = {"function": value.func, "args": value.args}, "partial"
     elif isinstance(value, (str, int, type(None), torch.dtype, torch.device)):
-        found[place] = _without_addresses(value)
+        found[path] = _without_addresses(value)
     else:
-        parts, found[place] = getattr(value, "__dict__", {}), type(value).__qualname__
+        parts, found[path] = getattr(value, "__dict__", {}), type(value).__qualname__
     for name, part in parts.items():
-        _describe(part, f"{place}.{name}", found, seen | {id(value)}, depth - 1)
+        _describe(part, f"{path}.{name}", found, seen | {id(value)}, depth - 1)

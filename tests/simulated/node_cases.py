@@ -188,8 +188,8 @@ def waits(rank: int, world: int) -> dict[str, int]:
     values[1:].sum() + 1
     found = {}
     for text, times in recorded.host_waits.items():
-        what, _, place = text.partition(" at ")
-        found[f"{what}, line {int(place.rpartition(':')[2]) - first}"] = times
+        what, _, line = text.partition(" at ")
+        found[f"{what}, line {int(line.rpartition(':')[2]) - first}"] = times
     return found
 
 

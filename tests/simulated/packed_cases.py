@@ -89,7 +89,7 @@ def _apart(found: Any, expected: Any) -> float:
 
 
 def steady_waits(rank: int, world: int, model: str, bags: str | None) -> dict[str, int]:
-    """Returns the host waits in the product's packages, by place, of the third of three packed calls."""
+    """Returns the host waits in the product's packages, by line of code, of the third of three packed calls."""
     device = own_device(rank)
     transformer, samples = brief(model).to(device), samples_of(model, device)
     dbsp_diffusers.enable(transformer, {"mask": MASKS["static"]} | ({} if bags is None else {"bags": bags}))

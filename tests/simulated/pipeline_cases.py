@@ -88,8 +88,8 @@ def on_one_process(generation: Generation, folder: str) -> torch.Tensor:
     return generation.call(pipe)
 
 
-def generated_on_gpus(rank: int, world: int, generation: Generation, folder: str) -> tuple[float, dict[str, int]]:
-    """Returns the largest difference from one process on the CPU, and the product's host waits in settled steps."""
+def generated_on_gpus(rank: int, world: int, generation: Generation, folder: str) -> tuple[float, int, dict[str, int]]:
+    """Returns the largest difference from one process on the CPU, and the number and host waits of settled steps."""
     device = own_device(rank)
     expected, pipe = on_one_process(generation, folder), generation.pipe(folder)
     if generation.offload:
@@ -101,19 +101,20 @@ def generated_on_gpus(rank: int, world: int, generation: Generation, folder: str
     steps = SteadySteps(generation)
     found = generation.call(pipe, callback_on_step_end=steps)
     dbsp_diffusers.disable(pipe)
-    return apart([found], [expected]), steps.waits
+    return apart([found], [expected]), steps.steady, steps.waits
 
 
 class SteadySteps:
     """A callback of a pipeline that counts the product's host waits in its settled steps."""
 
     def __init__(self, generation: Generation) -> None:
-        self.waits: Counter[str] = Counter()
+        self.steady, self.waits = 0, Counter[str]()
         self._generation, self._group = generation, SequenceGroup.from_group().auxiliary("steps of tests")
 
     def __call__(self, pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
         self._group.barrier()
         if step >= self._generation.settled:
+            self.steady += 1
             self.waits.update(recorded.waits_of_product())
         self._group.barrier()
         recorded.begin_step()

@@ -1,4 +1,4 @@
-"""What processes with simulated GPUs run: programs and hosts that make groups of torch.distributed."""
+"""What processes with simulated GPUs run: programs and frameworks that make groups of torch.distributed."""
 
 from __future__ import annotations
 

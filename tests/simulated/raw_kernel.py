@@ -10,5 +10,5 @@ with interpreter.interpreted():
 
     @triton.jit
     def double_kernel(out_ptr, in_ptr, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        place = tl.arange(0, SIZE)
-        tl.store(out_ptr + place, 2 * tl.load(in_ptr + place, mask=place < count), mask=place < count)
+        offset = tl.arange(0, SIZE)
+        tl.store(out_ptr + offset, 2 * tl.load(in_ptr + offset, mask=offset < count), mask=offset < count)

@@ -12,7 +12,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.reports.observer import observed_session
-from tests.core.runtime.session_cases import HEADS, WIDTH, Session
+from tests.core.runtime.session_cases import WIDTH, Session
 from tests.gpu_node.faults import recorded
 
 THW = (3, 3, 5)
@@ -38,18 +38,19 @@ class SessionCase:
     strategy: str
     calls: tuple[Call, ...] = (Call(900.0), Call(800.0))
     layers: int = 1
+    heads: int = 3
     dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank's share of a steady forward pass was.
+    """What a steady forward pass cost.
 
     Attributes:
-        waits: Host waits of the ranks' own threads in the product's files, by place.
-        past_waits: Those for work of the step before, a rank.
-        launches: Triton launches and NCCL calls a rank.
-        operators: Torch's operators a rank.
+        waits: Host waits of the ranks' own threads in the product's files, by line of code.
+        past_waits: Host waits for work of the step before, per rank.
+        launches: Triton launches and NCCL calls per rank.
+        operators: Torch's operators per rank.
         variants: Compiled variants by kernel, since the session began.
         new_variants: Kernels of which the step asked for a variant that was not there.
     """
@@ -62,12 +63,16 @@ class Step:
     new_variants: tuple[str, ...] = ()
 
 
-def largest_errors(rank: int, world: int, case: SessionCase) -> list[float]:
-    """Returns how far this rank's output is from one process's, by forward pass."""
+def largest_errors(rank: int, world: int, case: SessionCase) -> tuple[list[float], list[int]]:
+    """Returns how far this rank's output is from one process's, and the plans made so far, by forward pass."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    session = Session(case.settings, case.strategy, case.layers, device=device, dtype=case.dtype)
-    return [session.attend(call.timestep, call.batch, call.thw, call.text_tokens, call.settle) for call in case.calls]
+    session = Session(case.settings, case.strategy, case.layers, heads=case.heads, device=device, dtype=case.dtype)
+    errors, plans = [], []
+    for call in case.calls:
+        errors.append(session.attend(call.timestep, call.batch, call.thw, call.text_tokens, call.settle))
+        plans.append(session.inner.reuse.plans)
+    return errors, plans
 
 
 def steady_step(
@@ -108,4 +113,4 @@ def steady_step(
     return found
 
 
-__all__ = ["HEADS", "Call", "SessionCase", "Step", "largest_errors", "steady_step"]
+__all__ = ["Call", "SessionCase", "Step", "largest_errors", "steady_step"]

@@ -13,13 +13,14 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.reports.observer import observed_session
 from tests.core.runtime.session_cases import WIDTH
 from tests.gpu_node.faults import recorded
-from tests.simulated.session_cases import THW
 
-STEPS, HEADS = 3, 3
+STEPS, HEADS = 3, 2
+THW = (2, 3, 4)
+"""Host waits do not depend on how many blocks there are: two of queries, three of keys."""
 
 
 def waits_of_a_pass(rank: int, world: int, settings: dict[str, Any], strategy: str, training: bool) -> dict[str, int]:
-    """Returns the host waits of one pass, and its backward, in the middle of the second generation, by place."""
+    """Returns the host waits of one pass of the second generation, and its backward, by line of code."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     group = SequenceGroup.from_group()

@@ -15,7 +15,7 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature_goes_together_with_db_sp(gpu_node: GpuNode, name: str, first: bool) -> None:
+def test_feature_on_gpus_equals_one_process_and_leaves_no_trace(gpu_node: GpuNode, name: str, first: bool) -> None:
     feature = FEATURES[name]
     if name == "cache-dit":
         pytest.importorskip("cache_dit")

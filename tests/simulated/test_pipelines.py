@@ -9,20 +9,13 @@ from tests.gpu_node.node import GpuNode
 from tests.simulated.pipeline_cases import Generation, generated_on_gpus
 
 CASES = {
-    "from prompt to frames": (2, Generation(output="pt")),
-    "predicted masks": (2, Generation("predicted", "U1R2")),
-    "four ranks": (4, Generation(strategy="U2R2")),
-    "two transformers": (2, Generation("predicted", second=True)),
-    "tiled decode": (2, Generation(steps=1, guidance=1.0, tiled=True, output="pt")),
-    "tiled decode on four ranks": (4, Generation(steps=1, guidance=1.0, strategy="U4R1", tiled=True, output="pt")),
-    "guidance on two halves": (4, Generation("predicted", tiled=True, guided=True, output="pt")),
-    "parts that are on the GPU while they run": (2, Generation(steps=1, offload=True, output="pt")),
-}
-STEADY = {
-    "static masks": (2, Generation(steps=4)),
-    "predicted masks": (2, Generation("predicted", steps=4)),
+    "from prompt to frames": (2, Generation(steps=3, output="pt")),
+    "predicted masks": (2, Generation("predicted", "U1R2", steps=4)),
     "two transformers": (2, Generation(steps=6, settled=4, second=True)),
-    "guidance on two halves": (4, Generation(steps=4, guided=True)),
+    "tiled decode": (2, Generation(steps=1, guidance=1.0, tiled=True, output="pt")),
+    "tiled decode on four ranks": (4, Generation(steps=1, strategy="U2R2", tiled=True, output="pt")),
+    "guidance on two halves": (4, Generation(steps=4, tiled=True, guided=True, output="pt")),
+    "parts that are on the GPU while they run": (2, Generation(steps=1, offload=True, output="pt")),
 }
 
 
@@ -32,14 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pipeline_on_gpus_equals_one_process(gpu_node: GpuNode, folder: str, name: str) -> None:
+def test_pipeline_on_gpus_equals_one_process_without_host_waits(gpu_node: GpuNode, folder: str, name: str) -> None:
     world, generation = CASES[name]
-    for difference, _ in gpu_node.run(world, generated_on_gpus, generation, folder):
+    for difference, steady, waits in gpu_node.run(world, generated_on_gpus, generation, folder):
         assert difference <= 1e-5
-
-
-@pytest.mark.parametrize("name", STEADY)
-def test_steady_steps_make_no_host_wait(gpu_node: GpuNode, folder: str, name: str) -> None:
-    world, generation = STEADY[name]
-    for _, waits in gpu_node.run(world, generated_on_gpus, generation, folder):
-        assert waits == {}, waits
+        assert steady == max(0, generation.steps - generation.settled), "as many steps must have been looked at"
+        assert waits == {}

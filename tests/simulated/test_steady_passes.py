@@ -1,4 +1,4 @@
-"""No pass of a generation that a session has seen before makes the host wait for its GPU; nor does training."""
+"""Host waits of passes of a generation like one before, and of training: there must be none."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TRAINING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("settings", "strategy"), PASSES.values(), ids=PASSES)
-def test_a_pass_of_a_known_generation_waits_for_nothing(
+def test_pass_of_known_generation_makes_no_host_wait(
     gpu_node: GpuNode, settings: dict[str, Any], strategy: str
 ) -> None:
     assert gpu_node.run(2, waits_of_a_pass, settings, strategy, False)[0] == {}
 
 
 @pytest.mark.parametrize(("settings", "strategy"), TRAINING.values(), ids=TRAINING)
-def test_training_waits_for_nothing(gpu_node: GpuNode, settings: dict[str, Any], strategy: str) -> None:
+def test_training_makes_no_host_wait(gpu_node: GpuNode, settings: dict[str, Any], strategy: str) -> None:
     assert gpu_node.run(2, waits_of_a_pass, settings, strategy, True)[0] == {}

@@ -30,7 +30,7 @@ FLAG = ["--model", "m", "--sp-backend", "dbsp"]
         (["python", "/venv/bin/xdit", "--help"], 2),
     ],
 )
-def test_xfuser_runs_with_a_flag_of_ours_or_help_are_recognised(command, words):
+def test_xfuser_run_with_a_db_sp_flag_or_help_is_recognized(command, words):
     assert requested(command, words)
 
 
@@ -48,11 +48,11 @@ def test_xfuser_runs_with_a_flag_of_ours_or_help_are_recognised(command, words):
         (["python"], 3),
     ],
 )
-def test_other_processes_are_left_alone(command, words):
+def test_other_process_is_not_recognized(command, words):
     assert not requested(command, words)
 
 
-def test_importing_torch_without_the_flag_imports_and_prints_nothing(tmp_path):
+def test_torch_import_without_the_flag_imports_and_prints_nothing(tmp_path):
     """Neither in xfuser's own runs nor elsewhere."""
     (tmp_path / "xdit").write_text(
         "import sys, torch\nfrom dbsp_cli.autoload import autoload\nautoload()\n"
@@ -76,7 +76,7 @@ def test_failure_in_an_xfuser_run_is_one_line(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("off", [False, True])
-def test_it_can_be_turned_off(monkeypatch, off):
+def test_autoload_can_be_turned_off(monkeypatch, off):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "para_attn.context_parallel.diffusers_adapters", raising=False)
     monkeypatch.setenv("DBSP_AUTOLOAD", "0" if off else "1")
@@ -85,7 +85,7 @@ def test_it_can_be_turned_off(monkeypatch, off):
     assert len(sys.meta_path) == before + (not off)
 
 
-def test_what_fails_is_said_and_para_attn_stays_importable(monkeypatch, capfd):
+def test_failure_is_reported_and_para_attn_stays_importable(monkeypatch, capfd):
     def broken(name: str) -> None:
         raise ImportError(f"no {name}")
 

@@ -1,4 +1,4 @@
-"""dbsp_xdit and CogVideoX: xfuser's own pipeline and diffusers' stock one, over 1 to 4 ranks, equal one process."""
+"""dbsp_xdit and CogVideoX: xfuser's own pipeline and diffusers' stock one, over 2 and 3 ranks, equal one process."""
 
 from __future__ import annotations
 
@@ -31,22 +31,19 @@ def assert_equal(workers, case):
 @pytest.mark.parametrize(
     ("world", "strategy", "mask", "own"),
     [
-        (1, "U1R1", MASK, True),
         (2, "U1R2", CDF, True),
-        (3, "U3R1", MASK, False),
-        (3, "auto", CDF, False),
-        pytest.param(4, "U2R2", CDF, False, marks=pytest.mark.long),
+        (3, "auto", MASK, False),
     ],
 )
-def test_a_pipeline_equals_one_process(pool, tiny, world, strategy, mask, own):
-    """5 rows of 7 tokens, which no number of ranks divides, and 4 or 6 heads over 3 or 4 ranks."""
+def test_pipeline_equals_one_process(pool, tiny, world, strategy, mask, own):
+    """5 rows of 7 tokens, which no number of ranks divides."""
     workers = pool(world)
     workers.run(start_xfuser)
     config = {"mask": mask, "strategy": strategy, "machine": "a800"}
     assert_equal(workers, PipelineCase(tiny, config, height=80, width=112, own=own))
 
 
-def test_a_script_leaves_a_report_of_the_whole_video(pool, tiny, tmp_path):
+def test_script_with_report_writes_the_whole_video(pool, tiny, tmp_path):
     workers = pool(2)
     workers.run(start_xfuser)
     config = {"mask": MASK, "strategy": "U1R2", "report": str(tmp_path / "report")}
@@ -59,7 +56,7 @@ def test_a_script_leaves_a_report_of_the_whole_video(pool, tiny, tmp_path):
     assert (report["world_size"], len(set(report["calls"]["layer"]))) == (2, 2)
 
 
-def test_prompts_are_distributed_by_xfuser_before(pool, tiny):
+def test_prompts_distributed_by_xfuser_equal_one_process(pool, tiny):
     """Each group of ranks is given one of two prompts; both make the same video, by the same seed."""
     workers = pool(4)
     workers.run(start_xfuser, 1, 2)

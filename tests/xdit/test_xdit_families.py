@@ -23,7 +23,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_equals_one_process(pool, model):
+def test_family_equals_one_process(pool, model):
     workers = pool(2)
     workers.run(start_xfuser)
     for difference, from_dense, calls in workers.run(run_family, model, FAMILIES[model]):

@@ -59,7 +59,7 @@ def test_attach_rejects_on_all_ranks_before_any_collective(pool, kind, config, e
     assert_identical(workers.run(attach_error, kind, config), expected)
 
 
-def test_guidance_in_parallel_needs_a_pipeline_that_has_it(pool):
+def test_guidance_in_parallel_without_a_pipeline_that_has_it_is_rejected(pool):
     workers = pool(2)
     workers.run(start_xfuser, 2)
     for kind in ("stock", "wrapper", "cogvideox"):
@@ -71,7 +71,7 @@ def test_guidance_in_parallel_needs_a_pipeline_that_has_it(pool):
 
 
 @pytest.mark.parametrize("model", ["wan", "cogvideox"])
-def test_a_size_that_the_mask_rejects(pool, tmp_path, model):
+def test_size_that_the_mask_rejects_is_an_error_on_all_ranks(pool, tmp_path, model):
     grid = BlockGrid.uniform(64, block=16)
     save_mask(tmp_path / "masks.safetensors", [BlockMask(np.ones((6, grid.nq, grid.nk), dtype=bool), grid)] * 2)
     workers = pool(2)
@@ -80,15 +80,14 @@ def test_a_size_that_the_mask_rejects(pool, tmp_path, model):
     assert_identical(workers.run(run_until_error, model, config), "64")
 
 
-def test_a_cache_that_outlives_detach_calls_xfuser_s_own_forward(pool):
+def test_cache_that_outlives_detach_calls_xfusers_own_forward(pool):
     workers = pool(2)
     workers.run(start_xfuser)
     assert workers.run(kept_forward) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("where", ["in a layer", "between steps"])
-def test_after_a_failed_generation_the_next_one_is_right(pool, tiny, own, where):
+@pytest.mark.parametrize(("own", "where"), [(True, "in a layer"), (False, "between steps")])
+def test_generation_after_a_failed_one_equals_one_process(pool, tiny, own, where):
     """Its masks are by step: a step counted on from the one that failed would have another."""
     workers = pool(2)
     workers.run(start_xfuser)

@@ -58,7 +58,7 @@ ON_A_RING = ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]
     ],
     ids=["ring", "compiled", "really started"],
 )
-def test_a_video_from_the_command_line(tmp_path, tiny, expected, start, options):
+def test_command_line_makes_the_video_of_one_process(tmp_path, tiny, expected, start, options):
     size = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
     settings = tmp_path / "dbsp.yaml"
     settings.write_text(yaml.safe_dump({"mask": MASK, "report": str(tmp_path / "report")}))

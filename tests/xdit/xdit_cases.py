@@ -172,16 +172,16 @@ def hosted_transformer(model: str, **options: Any) -> Any:
     return wrapped
 
 
-def run_family(rank: int, world: int, model: str, place: str) -> tuple[float, float, int]:
+def run_family(rank: int, world: int, model: str, subclass: str) -> tuple[float, float, int]:
     """A tiny transformer in xfuser's subclass of diffusers' class, two ranks sharing the sequence.
 
-    place: the subclass's module and name.
+    subclass: the module and name.
     returns: difference from one process, of that from dense attention, attentions that db-SP computed
     """
     from dbsp_xdit import attach, detach
 
     stock, inputs = make_tiny_transformer(model), tiny_inputs(model)
-    module, name = place.split(":")
+    module, name = subclass.split(":")
     cls = getattr(importlib.import_module(f"xfuser.model_executor.models.transformers.{module}"), name)
     known = inspect.signature(cls.__init__).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())

@@ -47,7 +47,7 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
         mock.patch("dbsp_core.comm.consistency.check_consistent", compared),
         mock.patch("dbsp_core.runtime.consistency_checks.check_consistent", compared),
         mock.patch("dbsp_diffusers.attach.use_model_device"),
-        mock.patch("dbsp_core.runtime.consistency_checks.number_nodes", lambda group, marks: [0] * group.size),
+        mock.patch("dbsp_core.runtime.consistency_checks.number_nodes", lambda group, fingerprints: [0] * group.size),
         mock.patch("dbsp_diffusers.attach.resolve_config", lambda given, *_, **__: DbspConfig.load(given)),
         mock.patch.multiple(SequenceGroup, all_gather=rejected, all_to_all=rejected),
     ):

@@ -1,19 +1,16 @@
-"""What the workers run: xfuser's guidance and data parallelism around db-SP, and torch.compile."""
+"""What the workers run: xfuser's guidance and data parallelism around db-SP."""
 
 from __future__ import annotations
 
 import functools
-import types
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch._dynamo
 
-from tests.support.models.transformers_for_tests import GraphCounter, Inputs
 from tests.support.references import kept_from_rank_0, pass_alone
 from tests.support.single_process import attach_single_process
-from tests.xdit.xdit_cases import XditCase, differences_of, hosted_transformer
+from tests.xdit.xdit_cases import XditCase, differences_of
 
 
 def run_image_to_video(rank: int, world: int, folder: str, config: dict[str, Any]) -> tuple[float, float]:
@@ -84,24 +81,3 @@ def run_data_parallel(rank: int, world: int, case: XditCase, data: int) -> list[
     group = rank * data // world
     case = replace(case, seed=1 + group)
     return [differences_of(case, *pass_alone(case.model, case.inputs, case.config)) for _ in range(1 + group)]
-
-
-def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[str, Any]) -> tuple[float, int, int]:
-    """(largest difference from the same uncompiled, graphs a forward pass runs, graphs compiled in a second pass)."""
-    from dbsp_xdit import attach, detach, session_of
-
-    transformer = hosted_transformer(model, num_layers=layers)
-    pipe = types.SimpleNamespace(transformer=transformer)
-    inputs = Inputs.random(model, (3, 5, 7), 1, 7).arguments
-    graphs = GraphCounter()
-    torch._dynamo.reset()
-    with torch.no_grad():
-        session = attach(pipe, config)
-        expected = transformer(**inputs)[0]
-        pipe.transformer = torch.compile(transformer, backend=graphs)  # as xfuser's runner does
-        assert session_of(pipe) is session
-        pipe.transformer(**inputs)
-        graphs.runs, before = 0, graphs.compiled
-        out = pipe.transformer(**inputs)[0]
-        detach(pipe)
-    return float((out - expected).abs().max()), graphs.runs, graphs.compiled - before

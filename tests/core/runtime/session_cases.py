@@ -56,12 +56,13 @@ class Drifting(BlockSizes):
 
 @dataclass
 class Session:
-    """One rank of a session that attends and compares. strategy: UxRy or auto; device, dtype: of its q, k and v"""
+    """One rank of a session that attends and compares. strategy: UxRy or auto; device, dtype: of its q, k and v."""
 
     settings: dict[str, Any]
     strategy: str
     layers: int = 1
     steps: int = 50
+    heads: int = HEADS
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     inner: AttentionSession = field(init=False)
@@ -73,14 +74,14 @@ class Session:
             None if self.strategy == "auto" else Strategy.parse(self.strategy),
         )
         self.inner = observed_session(
-            config, SequenceGroup.from_group(), strategy, HEADS, self.layers, lambda: self.steps
+            config, SequenceGroup.from_group(), strategy, self.heads, self.layers, lambda: self.steps
         )
         self.feed = once(self._feed_alone)
 
     def _feed_alone(self) -> MaskProvider:
         """The masks of one process, from a source of its own."""
         config = DbspConfig(**self.settings)
-        return MaskProvider(config.mask, config.dense_schedule, HEADS, self.layers, lambda: self.steps)
+        return MaskProvider(config.mask, config.dense_schedule, self.heads, self.layers, lambda: self.steps)
 
     def attend(
         self,
@@ -96,10 +97,10 @@ class Session:
         layout = self.inner.begin(Video(thw, text_tokens), timestep=timestep, device=self.device)
         once(lambda: self.feed.begin([Video(thw, text_tokens)], timestep))
         token, place = (torch.from_numpy(one) for one in layout.tokens_at(self.inner.group.rank))
-        shape, worst = (batch, HEADS, layout.tokens, WIDTH), 0.0
+        shape, worst = (batch, self.heads, layout.tokens, WIDTH), 0.0
         for layer in range(self.layers):
             full, expected = once(partial(self._alone, layer, shape, self.layers * int(timestep) + layer))
-            local = [torch.zeros(batch, HEADS, layout.shard, WIDTH) for _ in full]
+            local = [torch.zeros(batch, self.heads, layout.shard, WIDTH) for _ in full]
             for shard, whole in zip(local, full, strict=True):
                 shard[:, :, place] = whole[:, :, token]
             out = self.inner.attend(layer, *(shard.to(self.device, self.dtype) for shard in local)).cpu()

@@ -26,7 +26,7 @@ def compute(transformer: Any, batch: int, **changes: Any) -> torch.Tensor:
 def by_itself(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What the model makes of it with its own `nablaT_v2`, and without a mask.
 
-    Stands for flex attention, which on a CPU ignores block masks unless it is compiled: torch's own attention under
+    Replaces flex attention, which on a CPU ignores block masks unless it is compiled: torch's own attention under
     the mask that the model made.
     """
     from torch.nn.attention.flex_attention import BlockMask

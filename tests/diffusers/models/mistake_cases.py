@@ -49,7 +49,7 @@ def run_mesh(rank: int, world: int) -> tuple[str, list[float]]:
 
 
 class Pipe:
-    """Stands for a pipeline."""
+    """A stub of a pipeline."""
 
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
@@ -162,7 +162,7 @@ MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
         _pass("ltx2", {}, video_self_attention_mask=torch.ones(2, 105, 105)),
         "with video_self_attention_mask",
     ),
-    "padding in different places": (
+    "padding at different positions": (
         _pass("krea2", {}, encoder_attention_mask=torch.eye(13)[:2].bool()),
         "the texts of one batch differ in length",
     ),

@@ -21,6 +21,8 @@ MASKS = {
 DENSE: dict[str, Any] = {"mask": {"source": "dense", "block_q": 16, "block_k": 16}}
 WITHOUT_GRID = {"flux-reference", "flux3-reference", "framepack", "ltx-condition", "qwen-edit", "qwen-layered"}
 """Models whose inputs' tokens make no grid."""
+BATCHES = {"synthetic": (2,), "sparge": (2, 1), "stock": (1,)}
+"""By mask source, one forward pass after another."""
 SKIPPED = {("ltx2.3", 1): 1}
 """By model and batch: layers in which its inputs say that nothing is attended to."""
 
@@ -66,7 +68,7 @@ def run_model(rank: int, world: int, model: str, strategy: str) -> dict[tuple[st
     with torch.no_grad():
         for name, config in configs.items():
             session = dbsp_diffusers.enable(transformer, config)
-            for batch in (2, 1) if name == "sparge" else (1, 2):
+            for batch in BATCHES[name]:
                 out = outputs(transformer, tiny_inputs(model, batch=batch))
                 assert len(session.end()) == session.layers - SKIPPED.get((model, batch), 0)
                 found[name, batch] = apart(out, expected[batch][name]), apart(out, expected[batch]["stock"])

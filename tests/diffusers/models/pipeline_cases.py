@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 
 class Stub(torch.nn.Module):
-    """Stands for a part of a pipeline that is not used."""
+    """A stub of a part of a pipeline that is not used."""
 
     device = torch.device("cpu")
 
@@ -34,7 +34,7 @@ class Stub(torch.nn.Module):
 
 
 class StubVae(Stub):
-    """What pipelines ask of their VAE, which has nothing to say here. Stands for published weights."""
+    """A stub of a VAE with what pipelines ask of it, instead of published weights."""
 
     temporal_compression_ratio, spatial_compression_ratio, temperal_downsample = 4, 8, (False, True, True)
     config = SimpleNamespace(
@@ -179,14 +179,14 @@ def _kandinsky() -> dict[str, Any]:
 
 
 class StubConnectors(Stub):
-    """Stands for LTX-2's connectors, which make text of each kind from the text encoder's."""
+    """A stub of LTX-2's connectors, which make text of each kind from the text encoder's."""
 
     def forward(self, text: torch.Tensor, mask: torch.Tensor, **others: Any) -> tuple[torch.Tensor, ...]:
         return text, text.flip(1), mask
 
 
 class StubAudioVae(StubVae):
-    """Stands for LTX-2's VAE of sound."""
+    """A stub of LTX-2's VAE of sound."""
 
     mel_compression_ratio, temporal_compression_ratio = 4, 4
     config = SimpleNamespace(sample_rate=16000, mel_hop_length=160, mel_bins=16, latent_channels=2)
@@ -213,8 +213,8 @@ def _qwen_text(tokens: int = 9) -> dict[str, torch.Tensor]:
 
 def _small_images(module: str, *more: None) -> AbstractContextManager[Any]:
     """Edited images are brought to a megapixel, here to 64 × 48. more: results that the pipeline leaves aside"""
-    place = f"diffusers.pipelines.qwenimage.{module}.calculate_dimensions"
-    return mock.patch(place, return_value=(64, 48, *more))
+    function = f"diffusers.pipelines.qwenimage.{module}.calculate_dimensions"
+    return mock.patch(function, return_value=(64, 48, *more))
 
 
 def _text_encoder(dtype: torch.dtype) -> dict[str, Any]:
@@ -510,10 +510,10 @@ def _layers(tiny: str, number: int) -> dict[str, Any]:
 
 
 def run_pipeline(
-    rank: int, world: int, place: int, config: dict[str, Any], dtype: torch.dtype = torch.float32
+    rank: int, world: int, number: int, config: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> tuple[float, float]:
     """Two steps of a pipeline of `CASES`: (largest difference from one process, from dense attention)."""
-    case = CASES[place]
+    case = CASES[number]
     torch.manual_seed(0)
     pipe = make_pipe(case, dtype)
 

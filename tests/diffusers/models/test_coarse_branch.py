@@ -1,4 +1,4 @@
-"""A Wan with the gates of FastWan: sparse attention and its coarse branch as in one process, on every host of ours."""
+"""A Wan with the gates of FastWan: sparse attention and its coarse branch as in one process, in every framework."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tokens_of_a_tile_get_the_same_times_their_gates():
     assert float(apart_in_tile.max()) < 1e-4 < float(branch[tile].abs().max())
 
 
-def test_a_wan_without_gates_says_so_once(monkeypatch):
+def test_wan_without_gates_warns_once(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(vsa.log, "warning", said.append)
     vsa._say_without_gate.cache_clear()

@@ -14,7 +14,7 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_goes_together_with_db_sp(pool, name, first):
+def test_feature_with_db_sp_equals_one_process(pool, name, first):
     if name.startswith("torchao"):
         pytest.importorskip("torchao")
     for from_one_process, effect, left in pool(2).run(run_feature, name, first):
@@ -23,7 +23,7 @@ def test_goes_together_with_db_sp(pool, name, first):
         assert effect > 100 * TOLERANCE or name == "FSDP2", "the feature must matter"
 
 
-def test_an_image_prompt_of_an_ip_adapter(pool):
+def test_image_prompt_of_an_ip_adapter_equals_one_process(pool):
     for from_one_process, effect in pool(2).run(run_ip_adapter):
         assert from_one_process <= TOLERANCE
         assert effect > 1000 * TOLERANCE
@@ -39,7 +39,7 @@ def test_backend_set_before_disable_without_a_pass_is_kept():
     assert {attention.processor._attention_backend for attention in attentions} == {"_native_math"}
 
 
-def test_self_attention_is_native_and_cross_attention_the_user_s(pool):
+def test_backend_of_cross_attention_is_the_users_and_of_self_attention_native(pool):
     for orders in pool(2).run(run_backends):
         for self_attention, cross_attention, difference in orders:
             assert set(self_attention) == {"native"}

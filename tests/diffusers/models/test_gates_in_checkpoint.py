@@ -120,7 +120,7 @@ def test_layers_are_like_those_next_to_them(checkpoint, wan):
             assert not gate.training
 
 
-def test_without_a_bias(wan, tmp_path):
+def test_gates_without_a_bias_have_none(wan, tmp_path):
     wan.save_pretrained(tmp_path)
     add_to_checkpoint(tmp_path, {name: one for name, one in named_gates(wan).items() if name.endswith("weight")})
     gates = gates_in_checkpoint(load(tmp_path), DbspConfig.load({"mask": VSA}).mask)
@@ -164,7 +164,7 @@ def unsupported(rank: int, world: int, transformers: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["a layer is missing", "another shape", "whole numbers", "a shard is missing"])
-def test_what_is_wrong_on_one_rank_is_rejected_on_all(threads, wan, checkpoint, tmp_path, kind):
+def test_mistake_on_one_rank_is_rejected_on_all(threads, wan, checkpoint, tmp_path, kind):
     expected = spoil(kind, tmp_path, wan)
     transformers = [load(checkpoint), load(tmp_path)]
     if kind == "a shard is missing":
@@ -183,7 +183,7 @@ def test_ranks_must_all_find_them(threads, wan, checkpoint, tmp_path):
         )
 
 
-def test_of_two_transformers_each_has_its_own(wan, tmp_path):
+def test_gates_of_two_transformers_are_their_own(wan, tmp_path):
     for number, name in enumerate(("transformer", "transformer_2")):
         save_gated(wan, tmp_path / name, seed=number)
     mask = DbspConfig.load({"mask": VSA}).mask
@@ -200,7 +200,7 @@ def test_of_two_transformers_each_has_its_own(wan, tmp_path):
     assert gates_in_checkpoint(load(tmp_path / "transformer_2"), mask)
 
 
-def test_a_checkpoint_without_gates_is_as_before(threads, wan, tmp_path, monkeypatch):
+def test_checkpoint_without_gates_is_unchanged(threads, wan, tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(vsa.log, "warning", said.append)
     vsa._say_without_gate.cache_clear()

@@ -52,7 +52,7 @@ def test_first_block_cache_skips_what_one_process_skips(threads):
         assert found.calls == pytest.approx((1 + 1 / 2 + 1 / 2) / 3), "of two layers, after the first step"
 
 
-def test_pass_without_a_second_one_is_told(threads, caplog):
+def test_pass_without_a_second_one_is_logged(threads, caplog):
     caplog.set_level("WARNING", "dbsp")
     threads(2).run(run_guided, Guided("QwenImagePipeline", "sparge", call=(("true_cfg_scale", 1.0),)))
     assert [one.getMessage() for one in caplog.records if "without a second one" in one.getMessage()]

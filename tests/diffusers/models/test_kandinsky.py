@@ -1,4 +1,4 @@
-"""Kandinsky 5 with NABLA: what the model does by itself, on several ranks; and other masks in its place."""
+"""Kandinsky 5 with NABLA: what the model does by itself, on several ranks; and with other masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN = ("no mask named", "its own, named", "in a union")
 
 
 @pytest.mark.parametrize("name", ["no mask named", "its own, named", "dense, named"])
-def test_in_one_process_it_does_what_the_model_does_by_itself(name):
+def test_nabla_in_one_process_equals_the_models_own(name):
     transformer = make_tiny_transformer(MODEL)
     single = attach_single_process(transformer, CONFIGS[name])
     out = compute(transformer, 2)
@@ -38,7 +38,7 @@ def test_in_one_process_it_does_what_the_model_does_by_itself(name):
         (3, "U3R1", "others of NABLA's numbers", 1),
     ],
 )
-def test_on_several_ranks_it_is_what_was_asked_for(threads, world, strategy, name, batch):
+def test_nabla_on_several_ranks_equals_one_process_with_that_mask(threads, world, strategy, name, batch):
     is_own, is_dense, is_sparge = name in OWN, name.startswith("dense"), name == "sparge"
     for found in threads(world).run(run_nabla, strategy, name, batch):
         for what, same in (("own", is_own), ("dense", is_dense), ("sparge", is_sparge)):
@@ -46,7 +46,7 @@ def test_on_several_ranks_it_is_what_was_asked_for(threads, world, strategy, nam
             assert same or found[what] > 1e-3, (what, found)
 
 
-def test_its_pipeline_equals_one_process(pool):
+def test_pipeline_with_nabla_equals_one_process(pool):
     for from_single, from_dense, reached in pool(2).run(run_pipeline, "U1R2"):
         assert from_single <= 1e-5
         assert from_dense > 1e-3, "the mask must matter"
@@ -57,7 +57,7 @@ def settled(config):
     return resolve_config(config, make_tiny_transformer(MODEL))
 
 
-def test_numbers_that_are_not_given_are_the_checkpoint_s():
+def test_nabla_settings_left_out_are_the_checkpoints():
     of_checkpoint = NablaSource(cdf=0.4, window=(1, 1, 3))
     assert settled(None).mask == settled({"strategy": "U1R1"}).mask == settled("nabla").mask == of_checkpoint
     assert settled("nabla:window=[3,3,3]").mask == NablaSource(cdf=0.4, window=(3, 3, 3))
@@ -65,13 +65,13 @@ def test_numbers_that_are_not_given_are_the_checkpoint_s():
     assert settled("dense").mask == DbspConfig().mask
 
 
-def test_a_checkpoint_without_it_stays_dense():
+def test_checkpoint_without_nabla_stays_dense():
     dense = make_tiny_transformer("kandinsky5")
     assert resolve_config({}, dense).mask == DbspConfig().mask
     assert resolve_config("nabla", dense).mask == NablaSource()
 
 
-def test_bits_are_the_models_own():
+def test_nabla_bits_are_the_models_own():
     """Block by block: from the queries and keys of the model's own layers."""
     from diffusers.models.transformers import transformer_kandinsky
 

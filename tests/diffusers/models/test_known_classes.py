@@ -24,13 +24,13 @@ def made(name: str, *bases: type) -> nn.Module:
     return type(name, bases or (nn.Module,), {})()
 
 
-def test_a_rejection_gives_its_reason():
+def test_rejection_gives_its_reason():
     for cls in (made("SanaVideoTransformer3DModel"), made("Mine", type(made("SanaVideoTransformer3DModel")))):
         with pytest.raises(ValueError, match="its attention is linear"):
             architecture_of(cls)
 
 
-def test_what_is_registered_is_no_longer_rejected(monkeypatch):
+def test_registered_class_is_no_longer_rejected(monkeypatch):
     monkeypatch.setattr("dbsp_diffusers.models.table.ARCHITECTURES", dict(ARCHITECTURES))
     ours = ARCHITECTURES["WanTransformer3DModel"]
     register_architecture("PixArtTransformer2DModel", ours)

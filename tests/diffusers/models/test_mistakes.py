@@ -10,7 +10,7 @@ from tests.support.models.tiny_transformers import make_tiny_transformer
 TOLERANCE = 1e-5
 
 
-def test_a_mesh_may_have_other_dimensions(pool):
+def test_mesh_with_other_dimensions_is_accepted(pool):
     for strategy, (from_one_process, from_the_other) in pool(4).run(run_mesh):
         assert strategy == "U1R2"
         assert from_one_process <= TOLERANCE
@@ -25,7 +25,7 @@ def test_mistakes_are_rejected_on_all_ranks_in_one_line(pool, name):
         assert "\n" not in message
 
 
-def test_what_diffusers_keeps_on_transformers_and_processors():
+def test_attributes_of_transformers_and_processors_are_known():
     """If another version differs, see dbsp_diffusers/attach.py and sharding/attention.py."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 

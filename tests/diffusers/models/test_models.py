@@ -12,22 +12,22 @@ from tests.support.models.tiny_transformers import TINY
 TOLERANCE = 1e-5
 
 
-WAYS = ["U2R1", "U1R3", "U2R2"]
+STRATEGIES = ["U2R1", "U1R3", "U2R2"]
 CASES = [
     pytest.param(
         model,
         strategy,
-        "processes" if number % 6 == way == 0 else "threads",
-        marks=() if way == number % 3 else pytest.mark.long,
+        "processes" if number % 6 == turn == 0 else "threads",
+        marks=() if turn == number % 3 else pytest.mark.long,
     )
     for number, model in enumerate(TINY)
-    for way, strategy in enumerate(WAYS)
+    for turn, strategy in enumerate(STRATEGIES)
 ]
-"""Each model in one way, a third of the models in each; all of them in the long part."""
+"""Each model on one strategy, a third of the models on each; all pairs in the long part."""
 
 
 @pytest.mark.parametrize(("model", "strategy", "on"), CASES)
-def test_equals_one_process(pool, threads, model, strategy, on):
+def test_model_equals_one_process(pool, threads, model, strategy, on):
     """105 tokens of video or 35 of an image, and 9 of text, none of which the ranks divide."""
     ranks = (pool if on == "processes" else threads)(Strategy.parse(strategy).world)
     for found in ranks.run(run_model, model, strategy):

@@ -1,7 +1,7 @@
 """Denoising steps and CFG passes of every model's own pipeline, as diffusers calls it in its published dtype.
 
-Pipelines cast timesteps to their latents' dtype; of bfloat16's 8 bits, neighbours are equal. Steps must not be told
-from them.
+Pipelines cast timesteps to their latents' dtype; of bfloat16's 8 bits, neighbours are equal. Steps must not be
+inferred from them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _mask(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
-def test_steps_and_passes_of_a_pipeline_in_bfloat16(case):
+def test_pipeline_in_bfloat16_counts_its_steps_and_passes(case):
     torch.manual_seed(0)
     pipe, ends = make_pipe(case), {"first_steps": 3, "last_steps": 4}
     config = {"mask": _mask(case), "dense_schedule": ends}
@@ -59,7 +59,7 @@ def test_steps_and_passes_of_a_pipeline_in_bfloat16(case):
         assert dense == [step < 3 or step >= steps - 4 for step, _ in moments.seen]
 
 
-def test_the_pipelines_whose_loops_leave_out_the_last_step_are_known():
+def test_pipelines_whose_loops_leave_out_the_last_step_are_known():
     import diffusers
 
     families = ("chronoedit", "cogvideo", "flux", "flux2", "hunyuan_video", "hunyuan_video1_5", "kandinsky5", "ltx")
@@ -72,7 +72,7 @@ def test_the_pipelines_whose_loops_leave_out_the_last_step_are_known():
     assert {name for source in left_out for name in re.findall(r"class (\w+Pipeline)\(", source)} == set(LEFT_OUT)
 
 
-def test_their_steps_are_counted_without_it():
+def test_pipeline_that_leaves_out_the_last_step_has_one_less():
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     pipe = type(

@@ -13,11 +13,11 @@ COSMOS_TOLERANCE = 2**-15
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 4, "block_k": 4, "dense_text": False}
 
 
-@pytest.mark.parametrize("place", [marked(case, place) for place, case in enumerate(CASES)])
-def test_a_pipeline_equals_one_process(pool, place):
+@pytest.mark.parametrize("number", [marked(case, number) for number, case in enumerate(CASES)])
+def test_pipeline_equals_one_process(pool, number):
     """LTX-2 in float64: its guidance multiplies rounding, by which in float32 a predicted block is another one."""
     config = {"mask": SPARGE, "strategy": "U1R2"}
-    dtype = torch.float64 if CASES[place].pipeline.startswith("LTX2") else torch.float32
-    for from_single, from_dense in pool(2).run(run_pipeline, place, config, dtype):
-        assert from_single <= (COSMOS_TOLERANCE if CASES[place].pipeline.startswith("Cosmos") else TOLERANCE)
+    dtype = torch.float64 if CASES[number].pipeline.startswith("LTX2") else torch.float32
+    for from_single, from_dense in pool(2).run(run_pipeline, number, config, dtype):
+        assert from_single <= (COSMOS_TOLERANCE if CASES[number].pipeline.startswith("Cosmos") else TOLERANCE)
         assert from_dense > 100 * TOLERANCE, "the mask must matter"

@@ -19,12 +19,11 @@ SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "blo
         ("ti2v of an image", SPARGE),
         ("i2v of Wan2.1", MASK),
         ("i2v of Wan2.2", MASK),
-        ("vace", MASK),
         ("vace with references", SPARGE),
     ],
     ids=lambda part: part if isinstance(part, str) else part["source"],
 )
-def test_whole_pipelines_equal_one_process(pool, folder, kind, mask):
+def test_pipeline_equals_one_process(pool, folder, kind, mask):
     for from_single, from_dense, left in pool(2).run(run_kind, kind, folder, {"mask": mask, "strategy": "U1R2"}):
         assert from_single <= TOLERANCE
         assert from_dense > 100 * TOLERANCE, "the mask must matter"

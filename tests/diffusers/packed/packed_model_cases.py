@@ -93,7 +93,7 @@ def _one_of_wan(transformer: Any, sample: PackedSample) -> torch.Tensor:
 
 
 def _one_of_flux(transformer: Any, sample: PackedSample) -> torch.Tensor:
-    """With tokens and places as the pipeline makes them."""
+    """With tokens and positions as the pipeline makes them."""
     assert sample.pooled is not None
     apart = F.pixel_unshuffle(sample.latents[:, 0], 2)
     rows, columns = apart.shape[1:]

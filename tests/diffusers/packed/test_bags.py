@@ -15,12 +15,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
     ("world", "case"),
     [
         (4, BagCase("g1n4")),
-        (4, BagCase("g2n2", "dense", seed=1)),
+        (4, BagCase("g2n2", "dense", seed=1, planner="contiguous")),
         (4, BagCase("g4n1", "sparge", seed=2)),
-        (4, BagCase("g1n2+g2n1", seed=3, checkpointing=True)),
         (4, BagCase("g2n2", "sparge", samples=(1, 9, 1), seed=4, checkpointing=True)),
-        (4, BagCase("g2n2", seed=5, local=False)),
-        (4, BagCase("g2n2", seed=6, planner="contiguous")),
         (4, BagCase("auto", seed=7, dtype=torch.float32)),
         (4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, fsdp=True, checkpointing=True)),
         (4, BagCase("g1n2+g2n1", "sparge", samples=(2, 1), seed=8, model="flux", fsdp=True, checkpointing=True)),
@@ -29,20 +26,19 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
         (4, BagCase("g2n2", seed=13, model="wan-lora", checkpointing=True)),
         (4, BagCase("g4n1", samples=(4, 4, 4), seed=14, moved=True)),  # the same sizes in another layout
         (6, BagCase("g2n3", samples=(2, 12), seed=9)),
-        (8, BagCase("g4n2", "sparge", seed=11, dtype=torch.float32)),
         (6, BagCase("g1n2+g4n1", samples=(3, 20), seed=12)),
     ],
     ids=lambda value: f"{value.model} {value.bags}" if isinstance(value, BagCase) else str(value),
 )
-def test_predictions_and_gradients_are_those_of_one_by_one(pool, world, case):
+def test_samples_in_bags_equal_one_by_one(pool, world, case):
     for steps in pool(world).run(in_bags, case):
         for of_predictions, of_gradients, _ in steps:
             assert of_predictions <= TOLERANCE[case.dtype], steps
             assert of_gradients <= TOLERANCE[case.dtype], steps
 
 
-@pytest.mark.parametrize(("bags", "samples"), [("g2n2", 6), ("g4n1", 6), ("g1n4", 6), ("g1n2+g2n1", 1)])
-def test_int8_is_sent_within_bags_and_has_no_gradients(pool, bags, samples):
+@pytest.mark.parametrize(("bags", "samples"), [("g2n2", 6), ("g1n2+g2n1", 1)])
+def test_int8_in_bags_is_near_one_by_one_without_gradients(pool, bags, samples):
     """Rejected on all ranks, also where a bag has nothing to attend to."""
     errors, said = zip(*pool(4).run(int8_in_bags, BagCase(bags, "dense", samples=(samples,), seed=3)), strict=True)
     assert 1e-6 < max(errors) < 0.02
@@ -50,7 +46,7 @@ def test_int8_is_sent_within_bags_and_has_no_gradients(pool, bags, samples):
     assert all(rejection in one and "\n" not in one for one in said), said
 
 
-def test_a_bag_without_sequences_computes_nothing_and_another_all(pool):
+def test_bag_without_sequences_computes_nothing(pool):
     """Two samples and three bags, then one: every rank takes part in what all do."""
     case = BagCase("g1n2+g2n1", samples=(2, 1), seed=8)
     steps = list(zip(*pool(4).run(in_bags, case), strict=True))
@@ -60,9 +56,8 @@ def test_a_bag_without_sequences_computes_nothing_and_another_all(pool):
         assert max(calls) > 0
 
 
-@pytest.mark.parametrize("model", ["wan", "hunyuan"])
-def test_a_layout_that_the_bag_has_otherwise_is_found(pool, model):
-    ranks = pool(4).run(in_bags, BagCase("g2n2", seed=1, model=model, broken=True))
+def test_bag_with_another_layout_differs_from_one_by_one(pool):
+    ranks = pool(4).run(in_bags, BagCase("g2n2", seed=1, broken=True))
     found = [step for steps in ranks for step in steps]
     assert max(of_predictions for of_predictions, _, _ in found) > 1e-3
     assert min(of_gradients for _, of_gradients, _ in found) > 1e-3
@@ -74,7 +69,7 @@ def test_attention_stays_within_the_bag(pool):
         assert whole == [0, 1, 2, 3]
 
 
-def test_what_a_rank_can_hold_is_kept_to(pool):
+def test_tokens_per_rank_stay_within_max_tokens(pool):
     """Sequences of 24, 24 and 96 tokens: bags of two hold the last, and then none of the others, at 48 a rank."""
     for held in pool(4).run(tokens_held, {"topology": "g2n2", "max_tokens": 48}):
         assert held <= 48
@@ -94,5 +89,5 @@ def test_bad_bags_are_rejected_on_all_ranks(pool, kind, message):
     assert_all_raise(pool, 2, message, bad_bags, kind)
 
 
-def test_a_strategy_of_other_bags_is_rejected_on_all_ranks(pool):
+def test_strategy_of_other_bags_is_rejected_on_all_ranks(pool):
     assert_all_raise(pool, 4, "strategy U4R1 is for 4 ranks, and bags g2n2 have 2", bad_bags, "strategy")

@@ -25,24 +25,22 @@ CASES = [
     ("wan", 3, "synthetic", "U3R1", True, False, False),
     ("wan", 4, "synthetic", "U2R2", True, True, False),
     ("wan", 4, "dense", "U1R4", False, False, False),
-    ("wan", 4, "synthetic", "U4R1", True, True, True),
     ("flux", 2, "sparge", "U1R2", True, True, False),
     ("flux-dev", 4, "dense", "U2R2", True, True, True),
-    ("hunyuan", 2, "synthetic", "U2R1", False, False, False),
     ("hunyuan-lora", 3, "dense", "U1R3", True, False, False),
-    ("hunyuan", 4, "sparge", "U4R1", True, True, True),
+    ("hunyuan", 2, "sparge", "U2R1", True, True, False),
 ]
 
 
 @pytest.mark.parametrize(("model", "world", "rest"), [(model, world, rest) for model, world, *rest in CASES])
-def test_predictions_and_gradients_are_those_of_one_by_one(pool, model, world, rest):
+def test_packed_samples_equal_one_by_one(pool, model, world, rest):
     for predictions, gradients, partial in pool(world).run(packed_is_one_by_one, model, *rest):
         assert predictions <= 1e-12
         assert gradients <= 1e-12
         assert partial > 1e-4 or world == 1, "without the sum over ranks they are other ones"
 
 
-def test_in_float32(pool):
+def test_packed_samples_in_float32_equal_one_by_one(pool):
     case = ("wan", "synthetic", "U2R2", True, False, False, torch.float32)
     for predictions, gradients, _ in pool(4).run(packed_is_one_by_one, *case):
         assert max(predictions, gradients) <= 1e-5
@@ -52,19 +50,19 @@ def test_in_float32(pool):
     ("model", "checkpointing"),
     [("wan", True), ("wan-i2v", False), ("wan-ti2v", False), ("flux", True), ("hunyuan", False)],
 )
-def test_without_db_sp_a_stock_transformer_packs_on_one_process(pool, model, checkpointing):
+def test_packed_samples_without_db_sp_equal_one_by_one(pool, model, checkpointing):
     (found,) = pool(1).run(alone_is_one_by_one, model, checkpointing)
     assert max(found) <= 1e-12
 
 
-def test_packed_and_stock_calls_take_turns(pool):
+def test_stock_calls_between_packed_calls_are_unchanged(pool):
     for enabled, disabled, undone in pool(2).run(stock_calls_still_work):
         assert max(enabled, disabled) <= 1e-5
         assert undone
 
 
 @pytest.mark.parametrize("model", ["flux", "hunyuan"])
-def test_a_token_is_charged_the_weights_of_its_own_stream(model):
+def test_token_flops_are_those_of_its_own_stream(model):
     """Both kinds of blocks: 4·d² of projections and 8·d² of a feed-forward, two FLOP each (KnapFormer, Eq. 1)."""
     transformer = make_model(model, torch.float32)
     assert PACKINGS[type(transformer).__name__].token_flops(transformer) == 24 * (6 * 24) ** 2
