@@ -68,7 +68,7 @@ FAILS_AT: set[tuple[int, int]] = set()
 
 def band_that_may_fail(grid, request):
     if (dist.get_rank() if dist.is_initialized() else 0, request.step) in FAILS_AT:
-        raise RuntimeError("as asked")
+        raise RuntimeError("set to fail")
     return band(grid, request)
 
 
