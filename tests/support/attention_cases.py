@@ -90,21 +90,21 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A case on one rank. full: q, k, v of all tokens; local: this rank's; mine, places: its tokens, and where"""
+    """A case on one rank. full: q, k, v of all tokens; local: this rank's; mine, slots: its tokens, and where"""
 
     mask: BlockMask
     layout: SequenceLayout
     full: list[torch.Tensor]
     local: list[torch.Tensor]
     mine: torch.Tensor
-    places: torch.Tensor
+    slots: torch.Tensor
 
     @classmethod
     def from_case(cls, case: Case, rank: int) -> Inputs:
         mask, full = whole(case.attention)
         layout = _layout(case.attention, case.strategy, case.layout, case.streams)
-        local, mine, places = shards(full, layout, rank, case.padded)
-        return cls(mask, layout, full, local, mine, places)
+        local, mine, slots = shards(full, layout, rank, case.padded)
+        return cls(mask, layout, full, local, mine, slots)
 
 
 def shards(
@@ -166,7 +166,7 @@ def run_case_apart(rank: int, world: int, case: Case) -> float:
 
 
 def _error(case: Case, given: Inputs, expected: torch.Tensor) -> float:
-    full, mine, places = given.full, given.mine, given.places
+    full, mine, slots = given.full, given.mine, given.slots
     if case.sabotage == "local tokens only":
         keys, values = (t[:, :, mine] for t in full[1:])
         alone = dense_attention(full[0][:, :, mine], keys, values, given.mask, mine, keys=mine)
@@ -174,8 +174,8 @@ def _error(case: Case, given: Inputs, expected: torch.Tensor) -> float:
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = attend(case, given.mask, given.layout, given.local)
     assert out.shape == given.local[0].shape
-    assert not at_padding(out, places).any(), "padding must come back as zeros"
-    return largest_difference(out[:, :, places], expected)
+    assert not at_padding(out, slots).any(), "padding must come back as zeros"
+    return largest_difference(out[:, :, slots], expected)
 
 
 def attend(

@@ -20,13 +20,13 @@ def token_mask(mask: BlockMask, queries: torch.Tensor | None = None) -> torch.Te
     )
     heads = []
     for head in range(mask.heads):
-        place = place_in_order(mask.grid, head)
+        place = position_in_order(mask.grid, head)
         rows = place if queries is None else place[queries]
         heads.append(mask.bits[head][q_block[rows]][:, k_block[place]])
     return torch.stack(heads)
 
 
-def place_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
+def position_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
     """int64[N]: where in a head's blocks each token stands, counted token by token."""
     order = grid.orders[head if len(grid.orders) > 1 else 0]
     if order == "thw" or grid.thw is None:
