@@ -120,7 +120,7 @@ FAULTS = (
         "dbsp_core/masks/mask_file.py",
         "np.unpackbits(rows, axis=-1, count=one.nk)",
         'np.unpackbits(rows, axis=-1, count=one.nk, bitorder="little")',
-        "tests/core/masks/test_mask_file_forms.py",
+        "tests/core/masks/test_mask_file.py",
     ),
     Fault(
         "steps go on where a CFG pass is repeated",
@@ -155,7 +155,7 @@ FAULTS = (
         "dbsp_core/sources/sparge.py",
         "dense = rows[..., -1] <= self.similarity",
         "dense = rows[..., -1] > self.similarity",
-        "tests/core/sources/predicted/test_sparge.py -k paper",
+        "tests/core/sources/predicted/test_sparge.py -k of_the_paper",
     ),
     Fault(
         "predicted bits of all ranks' heads in order",

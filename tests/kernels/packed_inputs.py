@@ -29,7 +29,7 @@ class Packed:
         return block_attention(self.q, self.k, self.v, *tables, scale=scale, kernel=kernel, **options)
 
     def exact(self, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The reference's answer in float64."""
+        """Returns the reference kernel's result in float64."""
         return replace(self, q=self.q.double(), k=self.k.double(), v=self.v.double()).attend("reference", scale)
 
     def to(self, device: str) -> Packed:
@@ -53,7 +53,7 @@ def packed(rows=5, blocks=6, block_q=8, block_k=4, width=16, dtype=torch.float32
 
 
 def written_out(p: Packed, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float64, query by query."""
+    """Returns attention in float64, computed query by query."""
     scale = p.q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (t.double().numpy() for t in (p.q, p.k, p.v))
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
@@ -68,7 +68,7 @@ def written_out(p: Packed, scale: float | None = None) -> tuple[torch.Tensor, to
 
 
 def rounded_to_int8(p: Packed) -> Packed:
-    """The same attention in float64 of the queries and keys that kernel `triton-int8` multiplies."""
+    """Returns the attention in float64 of the queries and keys that kernel `triton-int8` multiplies."""
     real = torch.arange(p.k.shape[1], device=p.k.device) < p.kv_len[:, None]
     k = p.k.masked_fill(~real[..., None], 0)
     return replace(p, q=int8_and_back(p.q, (2,)), k=int8_and_back(k, (1, 2)), v=p.v.double())
@@ -83,7 +83,7 @@ def int8_and_back(tokens: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def kinder(p: Packed) -> Packed:
-    """The same rows with their full blocks first, so that `full_counts` may be given as a hint."""
+    """Returns the rows with their full blocks first, so that `full_counts` may be passed as a hint."""
     index = p.kv_index.clone()
     for row, count in enumerate(p.kv_count.tolist()):
         entries = index[row, :count].tolist()
@@ -92,13 +92,13 @@ def kinder(p: Packed) -> Packed:
 
 
 def full_counts(p: Packed) -> torch.Tensor:
-    """kv_full for rows whose full blocks come first."""
+    """Returns kv_full for rows whose full blocks come first."""
     listed = torch.arange(p.kv_index.shape[1]) < p.kv_count[:, None]
     full = p.kv_len[p.kv_index.long().clamp(min=0)] == p.k.shape[1]
     return (listed & full).sum(1).int()
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖out − expected‖ / ‖expected‖; NaN and missing values give infinity."""
+    """Returns ‖out − expected‖ / ‖expected‖, or infinity for NaN and missing values."""
     error = (out.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
     return float(error) if bool(error.isfinite()) else float("inf")

@@ -36,7 +36,7 @@ from dbsp_kernels.triton.prediction import (
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 from scripts.checks.machine_code.launches import gpu_of
 
-SIZES = (1, 7, 16, 33, 48, 1182)
+SIZES = (1, 7, 48, 1182)
 WIDTH, BLOCK, HEADS = 128, 64, 5
 MEANS = (1.0, 2.4, 9.0, 20.0, 40.0, 64.0)
 
@@ -52,7 +52,7 @@ class Launch:
 
 @contextlib.contextmanager
 def recorded(arch: int) -> Iterator[list[Launch]]:
-    """Tensors without memory seem to be on a GPU, and launches are added to the list and not compiled."""
+    """Makes tensors without memory seem to be on a GPU; adds launches to the list instead of compiling them."""
     found: list[Launch] = []
     entered: list[torch.device] = []
 
@@ -86,7 +86,7 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
 
 
 def table(*shape: int, offset: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """A table that starts `offset` elements behind an aligned address, as parts of larger tables do."""
+    """Returns a table that starts `offset` elements behind an aligned address, as parts of larger tables do."""
     return torch.empty(torch.Size(shape).numel() + offset, dtype=dtype)[offset:].view(shape)
 
 
@@ -116,8 +116,8 @@ def make_tables(rows: int, blocks: int, offset: int) -> None:
 
 def predict(rows: int, blocks: int, offset: int) -> None:
     tokens = table(1 + rows % 2, 64 * blocks, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2)
-    place, first = (table(n, offset=offset, dtype=torch.int64) for n in (64 * blocks, blocks + 1))
-    pool_rows_triton(sum_tokens_triton(tokens, place, first), first[1:])
+    order, first = (table(n, offset=offset, dtype=torch.int64) for n in (64 * blocks, blocks + 1))
+    pool_rows_triton(sum_tokens_triton(tokens, order, first), first[1:])
     pooled_scores_triton(table(HEADS, rows + blocks, WIDTH + 1, dtype=torch.float32), rows, 0.1, 0.5)
     chance, dense = table(HEADS, rows, 1182, dtype=torch.float64), table(HEADS, rows + 1182, dtype=torch.bool)
     select_blocks_triton(chance, dense, 0.9, 0)

@@ -22,7 +22,7 @@ def inputs_of(p: Packed, **options) -> KernelInputs:
 
 
 def supported_here(monkeypatch, name: str, capability: tuple[int, int]) -> None:
-    """As if there were such a GPU, and the kernel installed."""
+    """Makes such a GPU and the kernel seem to be installed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], why_unavailable=lambda: None))
@@ -30,7 +30,7 @@ def supported_here(monkeypatch, name: str, capability: tuple[int, int]) -> None:
 
 class TestSparge:
     def test_whole_heads_with_their_mask(self, monkeypatch):
-        """Against a stub for SpargeAttn's function: what arrives there is heads, tokens and a block mask."""
+        """Compares with a stub for SpargeAttn's function, which is passed heads, tokens and a block mask."""
         heads, tokens, block_q, block_k, width = 3, 29, 8, 6, 16
         generator = torch.Generator().manual_seed(0)
         bits = torch.rand(heads, 4, 5, generator=generator) < 0.5
@@ -62,19 +62,19 @@ class TestSparge:
 
 class TestWhatIsNotThere:
     @pytest.mark.parametrize("name", ["fa4", "flashinfer", "sparge"])
-    def test_what_is_not_installed_says_how_to(self, monkeypatch, name):
+    def test_missing_package_raises_with_an_install_command(self, monkeypatch, name):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         monkeypatch.setattr(importlib.metadata, "version", missing)
         with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*(pip install|build it)"):
             choose_kernel(name, "cuda", torch.bfloat16)
 
-    def test_a_build_whose_compiled_module_does_not_load(self, monkeypatch):
+    def test_build_whose_compiled_module_does_not_load_is_unavailable(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setitem(sys.modules, "spas_sage_attn", types.ModuleType("package"))
         monkeypatch.setitem(sys.modules, "spas_sage_attn._qattn", None)
         assert "compiled module cannot be loaded" in sparge.why_unavailable()
 
-    def test_a_build_for_other_gpus(self, monkeypatch):
+    def test_build_for_other_gpus_is_unavailable(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setitem(sys.modules, "spas_sage_attn", types.ModuleType("package"))
         monkeypatch.setitem(sys.modules, "spas_sage_attn._qattn", types.ModuleType("kernels"))
@@ -100,7 +100,7 @@ class TestWhatIsNotThere:
             ),
         ],
     )
-    def test_what_a_kernel_cannot_serve(self, monkeypatch, name, capability, needs, message):
+    def test_unsupported_request_is_rejected(self, monkeypatch, name, capability, needs, message):
         supported_here(monkeypatch, name, capability)
         with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*{message}.*; use "):
             choose_kernel(name, "cuda", torch.bfloat16, needs)
@@ -121,8 +121,8 @@ def missing(name: str) -> str:
 
 class TestFa4:
     @pytest.mark.parametrize("hint", [True, False])
-    def test_its_full_blocks_and_our_short_ones_are_the_whole(self, monkeypatch, hint):
-        """Against a stub for its function, by its documented meaning; short blocks run in Triton's interpreter."""
+    def test_full_and_short_blocks_together_equal_the_reference(self, monkeypatch, hint):
+        """Compares with a stub for its function, as documented; short blocks run in Triton's interpreter."""
         calls = []
 
         def stub(q, k, v, softmax_scale, block_sparse_tensors, return_lse):
@@ -163,10 +163,10 @@ class TestFlashInfer:
             (64, "bsa_attn_sm120", "bsa_attn_sm120_blk64_fwd"),
         ],
     )
-    def test_all_blocks_with_counts_and_lengths(self, monkeypatch, block, module, function):
-        """Against a stand-in for its function, by its documented layout, which leaves NaN in rows without blocks."""
+    def test_blocks_with_counts_and_lengths_equal_the_reference(self, monkeypatch, block, module, function):
+        """Uses a stub with the function's documented layout, which leaves NaN in rows without blocks."""
 
-        def stand_in(
+        def stub(
             q, k, v, *, q2k_block_index, q2k_block_nums, block_sparse_num, block_sizes, softmax_scale, return_lse
         ):
             assert q.shape == (1, 9 * block, 1, 16)
@@ -187,7 +187,7 @@ class TestFlashInfer:
         for name in ("flashinfer", "flashinfer.cute_dsl", package):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         of_block = types.ModuleType(f"{package}.{module}")
-        setattr(of_block, function, stand_in)
+        setattr(of_block, function, stub)
         monkeypatch.setitem(sys.modules, of_block.__name__, of_block)
         p = packed(rows=9, block_q=block, block_k=block, width=16)
         past = torch.arange(block) >= p.kv_len[:, None]
@@ -207,7 +207,7 @@ class TestFlashInfer:
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
 
-    def test_an_installation_that_lacks_what_it_needs(self, monkeypatch, tmp_path):
+    def test_incomplete_installation_is_unavailable(self, monkeypatch, tmp_path):
         (tmp_path / "flashinfer").mkdir()
         (tmp_path / "flashinfer/__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)

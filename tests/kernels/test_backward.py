@@ -20,7 +20,7 @@ BLOCKS = [(8, 4), (16, 16), (16, 32), (64, 64), (128, 64)]
 
 
 def transposed(p: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row by row."""
+    """Returns the rows of each block, and how many they are, found row by row."""
     readers = [[r for r, n in enumerate(p.kv_count.tolist()) if b in p.kv_index[r, :n]] for b in range(len(p.k))]
     rows = torch.full((len(p.k), max(1, len(p.q))), -3, dtype=torch.int32)
     for block, of_block in enumerate(readers):
@@ -74,8 +74,8 @@ def test_gradients_of_one_call(kernel, blocks):
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference", "triton"])
-def test_gradients_of_one_period_of_a_ring(kernel):
-    """Whose softmax spans keys that only other calls see."""
+def test_gradients_of_one_kv_step(kernel):
+    """Checks a call whose softmax spans keys that only other calls see."""
     one, other = (kinder(packed(5, 6, 16, 16, seed=seed)) for seed in (1, 2))
     other = replace(other, q=one.q)
     expected, inputs = expected_and_inputs(one, other)
@@ -90,7 +90,7 @@ def test_gradients_of_one_period_of_a_ring(kernel):
 
 
 def test_neighbours_that_attend_to_the_same_blocks(monkeypatch):
-    """On the CPU they are one sequence."""
+    """Checks that neighbours are one sequence on the CPU."""
     monkeypatch.setattr(cpu, "LONG", 16)
     lists = [[2, 1, 3], [2, 1, 3], [2, 1, 3], [1, 3], [5, 0], [5, 0]]
     index = torch.tensor([entries + [-7] * (3 - len(entries)) for entries in lists]).int()

@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("nk", [1, 16, 37])
 @pytest.mark.parametrize("limit", [(0.5, 0), (0.93, 0), (0.125, 0), (1e-9, 0), (None, 1), (None, 4), (None, 100)])
-def test_the_kernel_chooses_what_sorting_does(nk, limit):
+def test_triton_selection_equals_sorting(nk, limit):
     from dbsp_kernels.triton.prediction import select_blocks_triton
 
     generator = torch.Generator().manual_seed(nk)
@@ -29,7 +29,7 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit):
         assert torch.equal(found.cpu(), select_blocks(chance, dense, *limit, crossing))
 
 
-def test_what_is_dense_may_be_one_for_all_heads_and_chances_a_view():
+def test_selection_accepts_expanded_masks_and_views():
     from dbsp_kernels.triton.prediction import select_blocks_triton
 
     generator = torch.Generator().manual_seed(5)
@@ -41,7 +41,7 @@ def test_what_is_dense_may_be_one_for_all_heads_and_chances_a_view():
 
 
 @pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5), (40, 33, 128)])
-def test_the_kernel_s_scores_are_torch_s(nq, nk, width):
+def test_triton_scores_equal_torchs(nq, nk, width):
     from dbsp_kernels.triton.prediction import pooled_scores_triton
 
     rows = pooled(nq + nk, width)
@@ -71,7 +71,7 @@ def test_scores_are_those_of_the_means_but_for_rounding():
 
 
 def pooled(blocks: int, width: int, least: int = -44) -> torch.Tensor:
-    """float32[2, blocks, width + 1], rows of sizes from 10^least to 10^4, one of them 0."""
+    """Returns float32[2, blocks, width + 1], rows of sizes from 10^least to 10^4, one of them 0."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, blocks, width + 1, generator=generator) * torch.logspace(least, 4, blocks)[:, None]
     rows[0, 1], rows[..., -1] = 0.0, 1.0

@@ -101,8 +101,8 @@ def test_each_of_torchs_choices_returns_the_rows_attention(fused, name):
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-def test_without_a_fused_kernel_rows_are_left_to_the_block_kernel(fused, caplog, backend):
-    """Torch chooses none, or the one that it chooses raises; it is not asked again."""
+def test_dense_rows_without_a_fused_kernel_use_the_block_kernel(fused, caplog, backend):
+    """Tries a torch that chooses none, and one whose choice raises; neither is asked again."""
     fused.backend, fused.error = backend, RuntimeError("No available kernel")
     q, *_ = inputs(torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="dbsp.kernels"):

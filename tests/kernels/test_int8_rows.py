@@ -58,7 +58,7 @@ def test_halves_go_to_even_and_the_largest_number_is_127():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_token_with_a_number_that_is_not_finite_is_nan_and_no_other(bad):
+def test_token_that_is_not_finite_is_nan_alone(bad):
     tokens = torch.ones(3, 8)
     tokens[1, 2] = bad
     restored = restore_rows(rows_of_tokens(tokens), 8, torch.float32)
@@ -86,8 +86,8 @@ def packings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, np.nda
     if draw(st.booleans()):
         tokens = tokens.transpose(1, 2).contiguous().transpose(1, 2)
     less = torch.randn(batch, heads, width) if draw(st.booleans()) else None
-    places = int((to_token + length).max(initial=0)) + 2
-    return tokens, less, np.stack(columns, axis=1), (batch, 1, places, row_words(width))
+    slots = int((to_token + length).max(initial=0)) + 2
+    return tokens, less, np.stack(columns, axis=1), (batch, 1, slots, row_words(width))
 
 
 @given(packings(), st.booleans())

@@ -72,7 +72,7 @@ class TestAttention:
         assert_right(packed(), kernel, scale)
 
     @each_kernel
-    def test_no_blocks_at_all(self, kernel):
+    def test_no_blocks_give_zeros(self, kernel):
         p = packed()
         tables = {"kv_index": p.kv_index[:, :0], "kv_count": torch.zeros_like(p.kv_count), "kv_len": p.kv_len[:0]}
         out, lse = replace(p, k=p.k[:0], v=p.v[:0], **tables).attend(kernel)
@@ -191,7 +191,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_raises(mistake):
+def test_bad_input_raises(mistake):
     p, message, *options = mistake
     with pytest.raises(ValueError, match=message):
         p.attend("cpu", **(options[0] if options else {}))
@@ -209,7 +209,7 @@ def test_hints_that_are_true_change_nothing(kernel):
 class TestMerge:
     @staticmethod
     def parts(seed: int, count: int) -> tuple[Packed, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """An attention, and the partial results of its blocks in `count` parts, some of which have none."""
+        """Returns an attention, and partial results of its blocks in `count` parts, some of them empty."""
         p = packed(rows=6, seed=seed)
         part_of = torch.from_numpy(np.random.default_rng(seed).integers(count, size=p.kv_index.shape))
         results = []
@@ -228,7 +228,7 @@ class TestMerge:
         for first, second, third in itertools.permutations(results):
             torch.testing.assert_close(merge_states(*merge_states(*first, *second), *third), whole)
 
-    def test_two_sides_that_saw_nothing_give_nothing(self):
+    def test_merging_two_empty_sides_gives_nothing(self):
         nothing = torch.zeros(4, 8, 16), torch.full((4, 8), -torch.inf)
         assert all(map(torch.equal, merge_states(*nothing, *nothing), nothing))
 
@@ -258,7 +258,7 @@ class TestRegistry:
         KERNELS.clear()  # and not one by one: their order counts
         KERNELS.update(every)
 
-    def test_a_kernel_that_misses_something_is_not_available(self, monkeypatch):
+    def test_kernel_without_its_operator_is_unavailable(self, monkeypatch):
         broken = replace(KERNELS["cpu"], why_unavailable=lambda: "no operator here")
         monkeypatch.setitem(KERNELS, "cpu", broken)
         assert available("cpu") == ["reference"]
@@ -266,7 +266,7 @@ class TestRegistry:
         with pytest.raises(ValueError, match="'cpu' cannot be used here: no operator here; use reference"):
             choose_kernel("cpu", "cpu", torch.float32)
 
-    def test_the_environment_decides_for_auto_and_only_for_auto(self, monkeypatch):
+    def test_environment_decides_for_auto_alone(self, monkeypatch):
         monkeypatch.setenv("DBSP_KERNEL", "reference")
         assert choose_kernel("auto", "cpu", torch.float32).name == "reference"
         assert choose_kernel("cpu", "cpu", torch.float32).name == "cpu"
@@ -280,26 +280,26 @@ class TestRegistry:
         p = packed()
         assert torch.equal(p.attend("auto")[0], p.q + 1)
 
-    def test_a_chosen_kernel_supports_without_another_choice(self, monkeypatch):
+    def test_chosen_kernel_ignores_the_environment(self, monkeypatch):
         p = packed()
         expected, chosen = p.attend("cpu"), choose_kernel("auto", "cpu", torch.float32)
         monkeypatch.setenv("DBSP_KERNEL", "no such kernel")
         assert all(map(torch.equal, p.attend(chosen), expected))
 
     @pytest.mark.parametrize("through_environment", [True, False])
-    def test_an_unknown_kernel_raises_and_names_those_there_are(self, monkeypatch, through_environment):
+    def test_unknown_kernel_raises_with_those_that_exist(self, monkeypatch, through_environment):
         monkeypatch.setenv("DBSP_KERNEL", "fast")
         with pytest.raises(ValueError, match=r"unknown (kernel|DBSP_KERNEL) 'fast'; use one of auto, cpu, reference"):
             choose_kernel("auto" if through_environment else "fast", "cpu", torch.float32)
 
-    def test_a_kernel_that_cannot_serve_the_device_raises_and_names_one_that_can(self):
+    def test_kernel_for_another_device_raises_and_names_one_that_fits(self):
         with pytest.raises(
             ValueError, match="'cpu' cannot be used here: it runs on cpu, the tensors are on cuda; use r"
         ):
             choose_kernel("cpu", "cuda", torch.float32)
 
     @pytest.mark.parametrize("name", ["cpu", "auto"])
-    def test_a_dtype_that_no_kernel_takes_raises(self, name):
+    def test_unsupported_dtype_raises(self, name):
         with pytest.raises(ValueError, match=r"torch\.int32"):
             choose_kernel(name, "cpu", torch.int32)
 
@@ -337,7 +337,7 @@ class TestCapabilities:
             ),
         ],
     )
-    def test_a_plan_that_a_kernel_can_never_serve_is_rejected_by_name(self, monkeypatch, needs, message):
+    def test_plan_that_a_kernel_never_supports_is_rejected(self, monkeypatch, needs, message):
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
         with pytest.raises(ValueError, match=f"kernel 'sparge' does not support this plan: .*{message}"):
             require_supported("sparge", needs)
@@ -347,7 +347,7 @@ class TestCapabilities:
         with pytest.raises(ValueError, match="kernel 'sparge' does not support this plan"):
             require_supported("auto", needs)
 
-    def test_a_block_size_that_a_kernel_does_not_serve_raises_and_names_one_that_does(self, monkeypatch):
+    def test_unsupported_block_size_raises_and_names_a_kernel_that_fits(self, monkeypatch):
         small = replace(KERNELS["cpu"], name="small", blocks={90: frozenset({(16, 16)})})
         monkeypatch.setitem(KERNELS, "small", small)
         with pytest.raises(ValueError, match=r"it supports blocks of 16×16, not 8×4; use cpu or .*reference"):

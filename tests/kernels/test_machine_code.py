@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,24 +38,18 @@ SPILLED_ONCE_A_ROW = {"128x128": 64, "120x120": 160}
 """Most bytes per thread that the forward kernel spills outside its loops."""
 
 
-USUAL, LONG = ("64x64", "120x120"), ("64x128", "128x64", "128x128")
+USUAL, LONG = ("64x64",), ("120x120", "64x128", "128x64", "128x128")
 
 
-@functools.cache
-def on_hopper(blocks: tuple[str, ...]) -> list[dict]:
-    """Variants of blocks, compiled by one process."""
-    return variants("--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", "--jobs", "1", "--blocks", *blocks)
-
-
-@pytest.mark.parametrize("blocks", [*USUAL, *(pytest.param(blocks, marks=pytest.mark.long) for blocks in LONG)])
-def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills(blocks):
-    together = USUAL if blocks in USUAL else LONG
-    found = [v for v in on_hopper(together) if f"{v['block_q']}x{v['block_k']}" == blocks]
-    assert found
+@pytest.mark.parametrize("blocks", [USUAL, pytest.param(LONG, marks=pytest.mark.long)], ids=" ".join)
+def test_hopper_code_fetches_tiles_ahead_overlaps_products_and_spills_nothing(blocks):
+    found = variants("--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", "--jobs", "1", "--blocks", *blocks)
+    assert {f"{v['block_q']}x{v['block_k']}" for v in found} == set(blocks)
     for v in found:
         assert v.keys() >= FIELDS
-        if v["kernel"] == "triton" and blocks in SPILLED_ONCE_A_ROW:
-            assert (v["local_in_loops"], v["spills"] <= SPILLED_ONCE_A_ROW[blocks]) == (0, True), v
+        shape = f"{v['block_q']}x{v['block_k']}"
+        if v["kernel"] == "triton" and shape in SPILLED_ONCE_A_ROW:
+            assert (v["local_in_loops"], v["spills"] <= SPILLED_ONCE_A_ROW[shape]) == (0, True), v
         else:
             assert (v["local_accesses"], v["stack"], v["spills"]) == (0, 0, 0), v
         assert v["tile_distance"] >= 2, f"tiles of keys and values are fetched while others are worked on: {v}"
@@ -76,7 +70,7 @@ SHARED = {"sm80": 99 << 10, "sm90": 227 << 10, "sm120": 99 << 10}
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", SHARED)
-def test_every_shipped_shape_fits_the_smallest_gpus_and_lives_in_registers(arch):
+def test_every_shipped_shape_fits_the_smallest_gpus_and_registers(arch):
     found = variants("--arch", arch, "--dtype", "bf16", "--kernel", *ATTENTION)
     assert {(v["block_q"], v["block_k"], v["head_dim"]) for v in found} == set(SHIPPED)
     for v in found:
@@ -96,24 +90,15 @@ def test_every_shipped_shape_compiles_in_float32(arch):
 
 
 OTHERS = (
-    "sum-tokens",
-    "pool-rows",
-    "scores",
-    "select",
-    "merge",
-    "copy",
-    "quantise",
-    "quantise-blocks",
-    "restore",
-    "expand-rows",
-    "pack-rows",
+    *("sum-tokens", "pool-rows", "scores", "select", "merge", "copy", "quantise", "quantise-blocks", "restore"),
+    *("expand-rows", "pack-rows"),
 )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "sm120"])
-def test_loops_without_tensor_cores_live_in_registers(arch):
-    """From one of them written otherwise, Triton 3.9 makes code with 5.8 KB of a thread's memory."""
+def test_loops_without_tensor_cores_use_registers_alone(arch):
+    """Guards against a form of one loop from which Triton 3.9 makes code with 5.8 KB of a thread's memory."""
     found = variants("--arch", arch, "--dtype", "bf16", "--kernel", *OTHERS, "--jobs", "1")
     assert {v["kernel"] for v in found} == set(OTHERS)
     for v in found:
@@ -132,81 +117,56 @@ def test_no_loop_of_attention_has_local_memory(arch):
     assert [v for v in found if v["local_in_loops"]] == []
 
 
-PTXAS = """#!/bin/sh
-for of in "$@"; do case $of in *.ptx) grep -q bf16 "$of" && echo "no bf16 today" >&2 && exit 1;; esac; done
-exec "{}" "$@"
-"""
-
-
-def test_what_cannot_be_compiled_is_a_row_of_its_own(tmp_path):
-    """A compiler that rejects bf16 represents whatever may go wrong with one variant."""
+def with_broken_compiler(folder: Path, fault: str, *dtypes: str) -> dict[str, dict]:
+    """Returns variants by dtype from a compiler that runs a shell command if it is given bf16."""
     from triton import knobs
 
-    file = tmp_path / "ptxas"
-    file.write_text(PTXAS.format(knobs.nvidia.ptxas.path))
+    file = folder / "ptxas"
+    look = f'for of in "$@"; do case $of in *.ptx) grep -q bf16 "$of" && {fault};; esac; done'
+    file.write_text(f'#!/bin/sh\n{look}\nexec "{knobs.nvidia.ptxas.path}" "$@"\n')
     file.chmod(0o755)
-    options = (
-        "--arch",
-        "sm80",
-        "--kernel",
-        "sum-tokens",
-        "--head-dim",
-        "64",
-        "--dtype",
-        "bf16",
-        "fp32",
-        "--jobs",
-        "1",
-    )
-    compiled, rejected = sorted(
-        variants(*options, status=1, TRITON_PTXAS_PATH=str(file)), key=lambda v: v["dtype"], reverse=True
-    )
+    options = ("--arch", "sm80", "--kernel", "sum-tokens", "--head-dim", "64", "--jobs", "1", "--dtype", *dtypes)
+    return {v["dtype"]: v for v in variants(*options, status=1, TRITON_PTXAS_PATH=str(file))}
+
+
+def test_variant_that_cannot_be_compiled_has_a_row_of_its_own(tmp_path):
+    found = with_broken_compiler(tmp_path, 'echo "no bf16 today" >&2 && exit 1', "bf16", "fp32")
+    compiled, rejected = found["fp32"], found["bf16"]
     assert rejected["failed"]
     assert rejected["remark"].startswith("failed: ")
     assert "registers" not in rejected
-    assert (compiled["dtype"], compiled["remark"], compiled["products"]) == ("fp32", "no tensor cores", None)
+    assert (compiled["remark"], compiled["products"]) == ("no tensor cores", None)
     assert compiled["registers"] > 0
 
 
 @pytest.mark.long
-def test_a_compiler_that_ends_its_process_costs_only_its_variant(tmp_path):
-    from triton import knobs
-
-    file = tmp_path / "ptxas"
-    killing = 'grep -q bf16 "$of" && kill -9 $PPID;; esac; done'
-    file.write_text(
-        f'#!/bin/sh\nfor of in "$@"; do case $of in *.ptx) {killing}\nexec "{knobs.nvidia.ptxas.path}" "$@"\n'
-    )
-    file.chmod(0o755)
-    options = ("--arch", "sm80", "--kernel", "sum-tokens", "--head-dim", "64", "--jobs", "1")
-    found = {v["dtype"]: v for v in variants(*options, status=1, TRITON_PTXAS_PATH=str(file))}
+def test_compiler_that_ends_its_process_costs_only_its_variant(tmp_path):
+    found = with_broken_compiler(tmp_path, "kill -9 $PPID", "bf16", "fp16", "fp32")
     assert [dtype for dtype, v in found.items() if "failed" in v] == ["bf16"]
     assert found.keys() == {"bf16", "fp16", "fp32"}
 
 
-def test_any_of_the_warnings_of_serialised_products_counts():
+def test_every_warning_of_serialised_products_counts():
     from scripts.checks.machine_code.reading import is_serialised
 
     said = "ptxas info : (C{}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to …"
-    assert [is_serialised(said.format(code)) for code in (7510, 7514, 7515, 7519, 7520, 751)] == [True] * 4 + [
-        False
-    ] * 2
+    assert all(is_serialised(said.format(code)) for code in (7510, 7514, 7515, 7519))
+    assert not any(is_serialised(said.format(code)) for code in (7520, 751))
 
 
 CARRIED = """
 import json, pathlib, sys
-from tests.kernels.kernel_changes import without
+from tests.kernels.kernel_changes import with_index_carried
 from scripts.checks.machine_code import variants
 from scripts.checks.machine_code.records import examined
 
-change = "the same, index carried from step to step"
-variants.triton_attention = without(change, pathlib.Path(sys.argv[1])).triton_attention
+variants.triton_attention = with_index_carried(pathlib.Path(sys.argv[1])).triton_attention
 print(json.dumps(examined(variants.Variant("triton", 90, 64, 64))))
 """
 
 
-def test_an_index_carried_from_step_to_step_would_be_found(tmp_path):
-    """The fault that this file is here to find: it switched pipelining off, and serialised the products."""
+def test_index_carried_from_step_to_step_is_found(tmp_path):
+    """Restores a fault that switched pipelining off and serialised the products."""
     command = [sys.executable, "-c", CARRIED, str(tmp_path)]
     done = run(command, env=without_interpreter(), cwd=ROOT)
     assert done.returncode == 0, done.stderr

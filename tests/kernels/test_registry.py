@@ -1,4 +1,4 @@
-"""Which kernels serve what, and in which order "auto" prefers them, on GPUs that need not be here."""
+"""Which kernels support a request, and in which order "auto" prefers them, on GPUs that need not be here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING = KernelRequirements((128, 128), 128, lse=True, ragged_rows=True, token
 NARROW = KernelRequirements((64, 64), 8, lse=True, ragged_rows=True, tokens=1000)
 ODD_BLOCKS = KernelRequirements((32, 48), 64, lse=True, tokens=1000)
 
-SERVING = [
+SUPPORTED = [
     (None, torch.float32, RING, "cpu reference"),
     (None, torch.float64, TRAINING, "cpu reference"),
     ((8, 0), torch.float16, RING, "triton reference triton-int8"),
@@ -38,12 +38,12 @@ SERVING = [
     ((12, 0), torch.bfloat16, NARROW, "triton reference triton-int8"),
     ((12, 0), torch.bfloat16, TRAINING, "triton reference"),
 ]
-"""Compute capability (None: the CPU), dtype, what is asked for, and the kernels that serve it, best first."""
+"""Compute capability (None: the CPU), dtype, what is asked for, and the kernels that support it, best first."""
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Every kernel is installed, and on a GPU unless the test changes the capability to None."""
+    """Makes every kernel seem installed, on a GPU unless the test changes the capability to None."""
     for name, kernel in list(KERNELS.items()):
         monkeypatch.setitem(KERNELS, name, replace(kernel, why_unavailable=lambda: None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -53,8 +53,8 @@ def installed(monkeypatch):
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("capability", "dtype", "needs", "names"), SERVING)
-def test_who_serves(monkeypatch, capability, dtype, needs, names):
+@pytest.mark.parametrize(("capability", "dtype", "needs", "names"), SUPPORTED)
+def test_kernels_that_support_a_request_are_found_best_first(monkeypatch, capability, dtype, needs, names):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     device = "cuda" if capability else "cpu"

@@ -25,14 +25,14 @@ UNTOUCHED = 7.0
 
 
 def laid_out(shape: list[int], layout: str, fill: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor of this shape whose memory is in another order."""
+    """Returns a tensor of this shape whose memory is in another order."""
     order = LAYOUTS[layout]
     tensor = torch.full([shape[d] for d in order], UNTOUCHED).permute(*np.argsort(order).tolist())
     return tensor if fill is None else tensor.copy_(fill)
 
 
 def one_by_one(source: torch.Tensor, destination: torch.Tensor, table: np.ndarray) -> torch.Tensor:
-    """What the runs say, token by token."""
+    """Returns what the runs describe, copied token by token."""
     expected = destination.clone()
     for from_head, from_token, to_head, to_token, length, zeros in table.tolist():
         for i in range(length):
@@ -44,7 +44,7 @@ def one_by_one(source: torch.Tensor, destination: torch.Tensor, table: np.ndarra
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Source, destination, and runs between them that do not overlap where they are written."""
+    """Draws a source, a destination, and runs between them that do not overlap in the destination."""
     rng = np.random.default_rng(draw(SEEDS))
     batch, width, count = draw(st.integers(1, 2)), draw(st.sampled_from([1, 8, 24])), draw(st.integers(0, 8))
     from_heads, to_heads, longest = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 5, 40]))
@@ -83,7 +83,7 @@ def test_runs_are_copied_and_nothing_else_is_touched(case, by_triton):
 
 
 def copied_by_triton(sources: list[torch.Tensor], destination: torch.Tensor, segments: list[CopySegments]) -> None:
-    """In Triton's interpreter."""
+    """Copies in Triton's interpreter."""
     pytest.importorskip("triton")
     from dbsp_kernels.triton.exchange import triton_copy_segments
 
@@ -96,7 +96,7 @@ def copied_by_triton(sources: list[torch.Tensor], destination: torch.Tensor, seg
 @given(st.lists(copies(), min_size=1, max_size=3), st.booleans())
 @examples(30)
 def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
-    """As q, k and v are: the destinations of all lie one behind the other."""
+    """Copies as q, k and v are: the destinations of all lie one behind the other."""
     (like, first, _), *_ = cases
     sources = [torch.randn(like.shape) for _ in cases]
     destination, segments, expected = torch.full_like(first.repeat(1, 3, 4, 1), UNTOUCHED), [], None
@@ -120,7 +120,7 @@ def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
 
 
 def far_apart(file: Path, axis: int) -> torch.Tensor:
-    """[1, 1, 3, 3], along an axis 2^31 elements from first to last; of the file only what is touched takes room.
+    """Returns [1, 1, 3, 3], along an axis 2^31 elements from first to last, in a sparse file.
 
     It begins in the middle of the file: where an offset of 2^31 wraps around to −2^31 there is memory, too.
     """

@@ -184,15 +184,3 @@ def run_with_grad_enabled(rank: int, world: int, model: str) -> tuple[float, boo
         expected = transformer(**inputs)[0]
     dbsp_para.unparallelize(transformer)
     return float((out - expected).abs().max()), out.requires_grad
-
-
-def run_until_error(rank: int, world: int, case: ParaCase) -> str:
-    """The message of the ValueError that parallelizing or running the model raises; "" if none does."""
-    transformer = make_transformer(case.model)
-    try:
-        with torch.no_grad():
-            dbsp_para.parallelize_transformer(transformer, config=case.config)
-            transformer(**case.inputs)
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -20,14 +20,14 @@ def token_mask(mask: BlockMask, queries: torch.Tensor | None = None) -> torch.Te
     )
     heads = []
     for head in range(mask.heads):
-        slot = slot_in_order(mask.grid, head)
-        rows = slot if queries is None else slot[queries]
-        heads.append(mask.bits[head][q_block[rows]][:, k_block[slot]])
+        position = position_in_order(mask.grid, head)
+        rows = position if queries is None else position[queries]
+        heads.append(mask.bits[head][q_block[rows]][:, k_block[position]])
     return torch.stack(heads)
 
 
-def slot_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
-    """int64[N]: each token's slot in a head's blocks, counted token by token."""
+def position_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
+    """Returns int64[N], each token's position in a head's blocks, counted token by token."""
     order = grid.orders[head if len(grid.orders) > 1 else 0]
     if order == "thw" or grid.thw is None:
         return torch.arange(grid.tokens)

@@ -43,21 +43,6 @@ def raises(grid, request):
     raise KeyError("no such\nlayer")
 
 
-def on_one_rank(grid, request, fault, culprit=1):
-    """A band, but `culprit` does something else in layer 1."""
-    bits = band(grid, request)
-    if dist.get_rank() != culprit or request.layer != 1:
-        return bits
-    if fault == "raises":
-        raise RuntimeError("only here")
-    if fault == "shape":
-        return bits[:-1]
-    if fault == "dtype":
-        return bits.astype(np.float32)
-    bits[0, -1] = not bits[0, -1]
-    return bits
-
-
 def band_of_other_branch(grid, request):
     return band(grid, replace(request, cfg_branch=1 - request.cfg_branch))
 

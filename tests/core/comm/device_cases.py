@@ -17,7 +17,7 @@ from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.rank_program import use_local_device
 
 
-class PlacedModel(torch.nn.Module):
+class ModelOnDevice(torch.nn.Module):
     """A model whose weights say that they are on a device, and that may be offloaded from another."""
 
     def __init__(self, device: str, offloaded_from: str | int | None = None) -> None:
@@ -32,7 +32,7 @@ class PlacedModel(torch.nn.Module):
 
 @contextlib.contextmanager
 def gpus(number: int, variables: Mapping[str, str], current: int = 0) -> Iterator[list[int]]:
-    """Environment variables, and a torch.cuda with GPUs; yields the current device, after each that was set."""
+    """Sets environment variables and a torch.cuda with GPUs; yields the devices that were current."""
     seen = [current]
     with (
         mock.patch.dict("os.environ", variables),
@@ -56,7 +56,7 @@ def local_device(number: int, variables: Mapping[str, str]) -> tuple[str, int]:
 def model_device(
     rank: int, world: int, devices: Sequence[tuple[str, str | int | None]], backend: str, current: Sequence[int]
 ) -> tuple[int, str, list[str]]:
-    """(current GPU after `use_model_device`, its error, its warnings)"""
+    """Returns the current GPU after `use_model_device`, its error and its warnings."""
     said: list[str] = []
     group = SequenceGroup.from_group()
     group.control()  # made before the group claims another backend
@@ -67,8 +67,8 @@ def model_device(
         mock.patch.object(log, "warning", said.append),
     ):
         try:
-            marks = use_model_device([PlacedModel("cpu"), PlacedModel(*devices[rank])], group)
-            require_own_gpus(group, group.gather_integers(marks))
+            fingerprints = use_model_device([ModelOnDevice("cpu"), ModelOnDevice(*devices[rank])], group)
+            require_own_gpus(group, group.gather_integers(fingerprints))
         except UserError as error:
             return seen[-1], str(error), said
         return seen[-1], "", said
@@ -95,7 +95,7 @@ def splits_of_the_default_group(rank: int, world: int) -> tuple[bool, str, list[
 
 
 def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
-    """(group, device) of each collective while groups are made and found again: a part on `backend`, an auxiliary."""
+    """Returns (group, device) of each collective while a part on `backend` and an auxiliary are made."""
     uses: list[tuple[str, str]] = []
     group = dist.new_group(list(range(world)))
     config, zeros, all_reduce, barrier = dist.get_backend_config, torch.zeros, dist.all_reduce, dist.barrier
@@ -112,14 +112,14 @@ def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
         noted("barrier", group)
         barrier(group)
 
-    def placed_zeros(*size: int, device: object) -> object:
-        place = torch.device(device)
-        return zeros(*size) if place.type == "cpu" else SimpleNamespace(device=place)
+    def zeros_on(*size: int, device: object) -> object:
+        target = torch.device(device)
+        return zeros(*size) if target.type == "cpu" else SimpleNamespace(device=target)
 
     with (
         gpus(world, {}, current=rank),
         mock.patch.object(torch.cuda, "current_stream"),
-        mock.patch.object(torch, "zeros", placed_zeros),
+        mock.patch.object(torch, "zeros", zeros_on),
         mock.patch.multiple(
             dist,
             get_backend_config=lambda one: backend if "ranks" in one.group_name else config(one),

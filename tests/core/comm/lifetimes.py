@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 
 def left_alive(rank: int, world: int, folder: str, use: Callable[..., Any], *args: Any) -> tuple[int, list[str]]:
-    """What use(*args) returns is held while all groups are destroyed, in a default group of its own.
+    """Holds what use(*args) returns while all groups are destroyed, in a default group of its own.
 
     returns: how many groups there were; the names of those that live on. Afterwards the worker has a group again.
     """
@@ -38,6 +38,6 @@ def _begin(store: str, rank: int, world: int) -> None:
 
 
 def count() -> tuple[int, int]:
-    """How many process groups and descriptors this process has."""
+    """Returns how many process groups and descriptors this process has."""
     gc.collect()
     return len(distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""The cases of the distributed oracle: pairs of strategies, shapes and settings in place of full products."""
+"""The cases of the distributed oracle: pairs of strategies, shapes and settings in index of full products."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ SETTINGS = (
 
 
 # Heads that x does not divide and are split, short blocks, empty rows and columns, text, batches, orders per head.
-NEEDED_SHAPES = (
+KEY_SHAPES = (
     Case("-", heads=3, tokens=203, density=0.15),
     Case("-", heads=5, tokens=331, block_q=32, text_tokens=37, batch=2, density=0.1),
     Case("-", heads=1, tokens=611, block_q=32, block_k=64, density=0.7),
     Case("-", heads=6, tokens=19 + 5 * 8 * 9, text_tokens=19, thw=(5, 8, 9), block_q=32, block_k=32, density=0.2,
          orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
 )  # fmt: skip
-NEEDED_SETTINGS = (
+KEYS = ("needed", "all")
+KEY_SETTINGS = (
     {"planner": "dbsp", "padded": True},
     {"planner": "dbsp", "layout": "striped", "streams": "first", "padded": True},
     {"planner": "contiguous"},
@@ -66,28 +67,30 @@ ORDERED_SETTINGS = (
 
 
 def pairwise(strategy: Strategy, shapes: Sequence[Case], settings: Sequence[dict[str, Any]]) -> list[Case]:
-    """Every setting, with shapes one after another that begin with another one for each strategy.
+    """Returns cases that meet every pair of a shape and a setting, and of a number of ranks and a setting.
 
-    Over all strategies every pair of a strategy, a shape and a setting is met. Seeds differ.
+    A strategy has every other setting, and the next strategy has those between. Masks and inputs of a shape are drawn
+    from three seeds, so that the references are shared by all strategies.
     """
     turn = EVERY_STRATEGY.index(strategy)
     return [
-        replace(shapes[(turn + place) % len(shapes)], strategy=str(strategy), seed=turn + place, **one)
-        for place, one in enumerate(settings)
+        replace(shapes[(turn + index) // 2 % len(shapes)], strategy=str(strategy), seed=turn % 3, **one)
+        for index, one in enumerate(settings)
+        if (turn + index) % 2 == 0
     ]
 
 
 def plain_cases(strategy: Strategy) -> list[Case]:
-    """One order of tokens, and all keys."""
+    """Returns cases with one token order and all keys."""
     return pairwise(strategy, SHAPES, SETTINGS)
 
 
 def ordered_cases(strategy: Strategy) -> list[Case]:
-    """Token orders."""
+    """Returns cases with token orders."""
     return pairwise(strategy, ORDERED_SHAPES, ORDERED_SETTINGS)
 
 
-def key_cases(strategy: Strategy, keys: str) -> list[Case]:
-    """ "all" keys or those that are "needed", of rows that attend to keys behind them or anywhere."""
-    cases = pairwise(strategy, NEEDED_SHAPES, NEEDED_SETTINGS)
-    return [replace(case, keys=keys, band=bool(case.seed % 3)) for case in cases]
+def key_cases(strategy: Strategy) -> list[Case]:
+    """Returns cases that send "all" keys or those that are "needed", some of them with banded masks."""
+    cases = pairwise(strategy, KEY_SHAPES, [one | {"keys": keys} for keys in KEYS for one in KEY_SETTINGS])
+    return [replace(case, band=case.seed > 0) for case in cases]

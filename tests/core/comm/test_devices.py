@@ -22,7 +22,7 @@ FRESH = (0, 0)
     ],
     ids=["torchrun", "alone", "one GPU is visible to each rank", "no GPU"],
 )
-def test_a_program_takes_the_gpu_of_its_local_rank(gpus, variables, expected):
+def test_program_uses_the_gpu_of_its_local_rank(gpus, variables, expected):
     assert local_device(gpus, variables) == expected
 
 
@@ -31,7 +31,7 @@ def test_a_program_takes_the_gpu_of_its_local_rank(gpus, variables, expected):
     [{"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": ""}, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "6"}],
     ids=["it", "another"],
 )
-def test_without_a_gpu_for_each_rank_it_raises(variables):
+def test_rank_without_a_gpu_raises(variables):
     with pytest.raises(UserError, match="local rank 5 has no GPU: this node has 4; start one process per GPU"):
         local_device(4, variables)
 
@@ -50,7 +50,7 @@ def test_without_a_gpu_for_each_rank_it_raises(variables):
     ],
     ids=["moved", "in another order", "set", "on the CPU", "on the CPU, set", "offloaded", "offloaded, no index"],
 )
-def test_the_models_gpu_becomes_current(pool, backend, devices, current, expected):
+def test_gpu_of_the_model_becomes_current(pool, backend, devices, current, expected):
     assert pool(2).run(model_device, devices, backend, current) == [(gpu, "", []) for gpu in expected]
 
 
@@ -69,8 +69,8 @@ class TestSharedGPU:
         assert [line[:20] for line in first[1]] == ["ranks [0, 1] run the"]
 
 
-def test_groups_are_not_split_off_a_default_group_that_is_bound_to_a_gpu(pool):
-    """All ranks of the default group would have to take part, and a part is made by its own ranks alone."""
+def test_groups_next_to_a_default_group_bound_to_a_gpu_are_not_split(pool):
+    """Guards against a split, which needs all ranks of the default group: a part is made by its own ranks alone."""
     for rank, found in enumerate(pool(4).run(splits_of_the_default_group)):
         assert found == (False, f"cuda:{rank}", [rank // 2 * 2, rank // 2 * 2 + 1])
 
@@ -78,8 +78,8 @@ def test_groups_are_not_split_off_a_default_group_that_is_bound_to_a_gpu(pool):
 @pytest.mark.parametrize(
     ("backend", "kinds"), [(GLOO, ["barrier"]), ("cuda:nccl", ["cuda:{}"]), (NCCL, ["cpu", "cuda:{}"])]
 )
-def test_a_new_group_is_used_once_by_all_its_ranks_on_their_own_gpus(pool, backend, kinds):
-    """NCCL makes communicators at their first use, which hangs if some ranks come with another one."""
+def test_new_group_is_used_once_by_all_its_ranks(pool, backend, kinds):
+    """Guards against a hang of NCCL, whose first uses make communicators, if ranks use them in different orders."""
     for rank, uses in enumerate(pool(4).run(first_uses, backend)):
         part = f"ranks {rank // 2 * 2} to {rank // 2 * 2 + 1}"
         assert uses == [*((part, kind.format(rank)) for kind in kinds), ("reports", "barrier")]

@@ -16,9 +16,8 @@ from tests.support.attention_cases import Case, run_case, run_case_apart
 
 @pytest.mark.parametrize(("world", "strategy"), EVERY, ids=str)
 def test_equals_dense_attention(threads, world, strategy):
-    """Each rank is sent all keys of its heads in chunks, or those that its rows need, and no others."""
-    chunks = key_cases(strategy, "all") + key_cases(strategy, "needed")
-    for case in plain_cases(strategy) + ordered_cases(strategy) + chunks:
+    """Covers chunks with all keys of a rank's heads, and with those alone that its rows need."""
+    for case in plain_cases(strategy) + ordered_cases(strategy) + key_cases(strategy):
         errors = threads(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
@@ -30,17 +29,16 @@ def test_peers_equal_dense_attention(threads, world, strategy):
     assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
-@pytest.mark.parametrize("strategy", ["U2R2", "U1R4"])
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
-def test_float64_is_kept_to_its_last_digits(threads, strategy, kernel):
-    """Also where chunks are merged: by a log-sum-exp in float32 they would differ by 1e-7."""
+@pytest.mark.parametrize(("strategy", "kernel"), [("U2R2", "cpu"), ("U1R4", "cpu"), ("U1R4", "reference")])
+def test_float64_differs_in_the_last_digits_alone(threads, strategy, kernel):
+    """Fails if chunks are merged by a log-sum-exp in float32, which costs 1e-7."""
     case = Case(strategy, batch=2, text_tokens=21, kernel=kernel, dtype=torch.float64)
     assert all(error <= 1e-13 for error in threads(4).run(run_case, case))
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
-def test_the_triton_kernel_equals_dense_attention(pool, world, strategy):
-    """In Triton's interpreter, and on rings with results that accumulate."""
+def test_triton_kernel_equals_dense_attention(pool, world, strategy):
+    """Runs in Triton's interpreter, on rings with results that accumulate."""
     pytest.importorskip("triton")
     case = Case(strategy, "dbsp", heads=3, tokens=104, text_tokens=21, batch=2, kernel="triton", seed=world)
     assert all(error <= TOLERANCE for error in pool(world).run(run_case_apart, case))
@@ -56,7 +54,7 @@ ALL = {"planner": "dbsp", "heads": 5, "layout": "striped"}
     [
         ("local tokens only", 2, "U2R1", {}),
         ("wrong order of chunks", 3, "U1R3", {}),
-        ("wrong order of chunks", 8, "U2R4", {}),
+        ("wrong order of chunks", 6, "U2R3", {}),
         ("wrong scale", 4, "U2R2", {}),
         ("token order off by one", 4, "U4R1", {}),
         ("token order off by one", 4, "U1R4", {}),

@@ -9,48 +9,45 @@ from pathlib import Path
 
 import pytest
 
-SINGLE_RANK = """
+SCRIPT = """
 import gc, os
 import torch
 import torch.distributed as dist
+from dbsp_core.comm.groups import SequenceGroup
 
 def threads():
     return len(os.listdir("/proc/self/task"))
 
+def begin():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def left():
+    dist.destroy_process_group()
+    gc.collect()
+    return threads() - before
+
 torch.ones(2) @ torch.ones(2)  # starts torch's own
 before = threads()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-"""
-
-LEFT = """
-dist.destroy_process_group()
-gc.collect()
-print(threads() - before)
-"""
-
-
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts a process's threads as Linux shows them")
-class TestGroups:
-    def test_groups_next_to_a_destroyed_one_leave_no_thread(self):
-        used = """
-from dbsp_core.comm.groups import SequenceGroup
-
+begin()
 world = SequenceGroup.from_group()
 world.control().all_gather(torch.zeros(1))
 assert world.control() == world.control() != world
 world.auxiliary("reports").barrier()
 del world
+print(left())
+begin()
+held = dist.new_group([0], backend="gloo")
+print(left())
+del held
 """
-        done = run(SINGLE_RANK + used + LEFT)
-        assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr[-2000:]
 
-    def test_a_group_that_is_held_does(self):
-        """The count above can fail: a group next to another that somebody holds keeps its threads."""
-        done = run(SINGLE_RANK + "held = dist.new_group([0], backend='gloo')\n" + LEFT)
-        assert int(done.stdout) > 0, done.stderr[-2000:]
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts a process's threads as Linux shows them")
+def test_groups_leave_no_thread_once_their_group_is_destroyed():
+    """Shows also that the count can fail: a group that is held keeps its threads."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    destroyed, held = map(int, done.stdout.split())
+    assert destroyed == 0
+    assert held > 0

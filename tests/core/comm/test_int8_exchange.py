@@ -2,40 +2,186 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from dbsp_core import Strategy
+from dbsp_core import DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
+from dbsp_core.comm.exchange import mean_of_tokens
+from dbsp_core.planning.comm_dtype import Int8Format
+from dbsp_core.planning.plan import Plan
+from dbsp_kernels.exchange import CopySegments
 from scripts.bench.rounding_error import relative_errors
-from tests.core.comm import int8_cases as cases
 from tests.core.comm.oracle_cases import TOLERANCE, key_cases, plain_cases
-from tests.support.attention_cases import Case, run_case, whole
-from tests.support.oracle import int8_of
+from tests.support.attention_cases import Case, Inputs, as_sent, run_case, whole
+from tests.support.oracle import dense_attention, int8_of, largest_difference
 from tests.support.workers import WorkerError
+
+
+class Kept(Int8Format):
+    """Keeps what it reads."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        self.seen.append(written.clone())
+        return super().read(written, like)
+
+
+class ScalesOfAnotherToken(Int8Format):
+    """Each token is read with the scale of the one before."""
+
+    def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        written = written.clone()
+        written[..., -1] = written[..., -1].roll(1, dims=-1)
+        return super().read(written, like)
+
+
+class OwnMean(Int8Format):
+    """Every rank subtracts another vector from its keys."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def write(
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        segments: Sequence[CopySegments],
+        less: Sequence[torch.Tensor | None],
+    ) -> None:
+        own = [None if mean is None else mean + 0.1 * self.rank for mean in less]
+        super().write(tensors, buffer, segments, own)
+
+
+class OneScaleForAll(Int8Format):
+    """All that a rank holds of a head is rounded by one scale: payloads depend on who holds what."""
+
+    def write(
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        segments: Sequence[CopySegments],
+        less: Sequence[torch.Tensor | None],
+    ) -> None:
+        rounded = []
+        for tokens, mean in zip(tensors, less, strict=True):
+            whole = tokens.float() if mean is None else tokens.float() - mean[:, :, None]
+            step = whole.abs().amax(dim=(2, 3), keepdim=True) / 127
+            rounded.append((whole / step).round() * step)
+        super().write(rounded, buffer, segments, [None] * len(rounded))
+
+
+FAULTS = {
+    "scales of another token": lambda rank: ScalesOfAnotherToken(),
+    "another mean on each rank": OwnMean,
+    "one scale for all of a rank": lambda rank: OneScaleForAll(),
+}
+
+
+FAULTY_WAYS = ((2, "U2R1"), (4, "U2R2"), (3, "U1R3"))
+"""A number of ranks and a strategy for each of `FAULTS`."""
+
+
+def planned(case: Case, given: Inputs) -> Plan:
+    return make_plan(given.mask, case.strategy, layout=given.layout, keys=case.keys, precision="int8")
+
+
+def error_with(rank: int, world: int, case: Case, fault: str) -> float:
+    """Returns the error with one of `FAULTS`, against attention of what one process rounds."""
+    given = Inputs.from_case(case, rank)
+    plan = planned(case, given)
+    plan = replace(plan, comm_dtype=FAULTS[fault](rank))
+    n_local = given.local[0].shape[2]
+    attend = DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.from_group(), n_local=n_local)
+    q, k, v = as_sent(case, given.full)
+    expected = dense_attention(q[:, :, given.mine], k, v, given.mask, given.mine)
+    return largest_difference(attend(*given.local)[:, :, given.slots], expected)
+
+
+def rows_at_owners(rank: int, world: int, case: Case, fault: str | None = None) -> list[tuple[Any, torch.Tensor]]:
+    """Returns ((tensor, head, block), int32[B, tokens, W]) of every piece that this rank computed with."""
+    given = Inputs.from_case(case, rank)
+    plan = planned(case, given)
+    kept = Kept()
+    if fault is not None:
+        kept.write = FAULTS[fault](rank).write  # type: ignore[method-assign]
+    plan, n_local = replace(plan, comm_dtype=kept), given.local[0].shape[2]
+    DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.from_group(), n_local=n_local)(
+        *given.local
+    )
+    rows, *slots = kept.seen
+    return [*_rows(plan, rank, rows), *_slots(plan, rank, slots)]
+
+
+def _rows(plan: Plan, rank: int, rows: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
+    lengths, heads, blocks = plan.grid.q_axis.lengths, *plan.rows_of(rank)
+    packed = rows.view(len(rows), len(heads), plan.grid.block_q, -1)
+    numbered = enumerate(zip(heads.tolist(), blocks.tolist(), strict=True))
+    return [(("q", head, block), packed[:, index, : lengths[block]]) for index, (head, block) in numbered]
+
+
+def _slots(plan: Plan, rank: int, slots: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
+    lengths, found = plan.grid.k_axis.lengths, []
+    for slot, (heads, blocks) in zip(slots, plan.chunks.blocks_for(rank), strict=True):
+        for index, (head, block) in enumerate(zip(heads.tolist(), blocks.tolist(), strict=True)):
+            both = slot[:, :, index, : lengths[block]]
+            found += [(("k", head, block), both[0]), (("v", head, block), both[1])]
+    return found
+
+
+def means(rank: int, world: int, case: Case) -> torch.Tensor:
+    given = Inputs.from_case(case, rank)
+    return mean_of_tokens(given.local[1], given.layout, SequenceGroup.from_group())
+
+
+def rejected_gradients(rank: int, world: int, whose: int | None) -> str:
+    """Returns the error if inputs of all ranks need gradients, or of one; nothing of q, k and v may be sent."""
+    case = Case(str(Strategy(world, 1)), precision="int8")
+    given = Inputs.from_case(case, rank)
+    for tensor in given.local:
+        tensor.requires_grad_(whose in (None, rank))
+    sent = mock.Mock(side_effect=AssertionError("q, k or v was sent"))
+    n_local = given.local[0].shape[2]
+    attend = DualBalancedAttention.prepare(planned(case, given), given.mask, given.layout, None, n_local=n_local)
+    attend.prepared.route.dispatch_exchanges[0].__dict__["run"] = sent
+    try:
+        attend(*given.local)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def without_gradients(rank: int, world: int) -> float:
+    """Returns the error of tensors that require gradients, if none are recorded."""
+    case = Case("U1R2", precision="int8")
+    given = Inputs.from_case(case, rank)
+    q, k, v = (tensor.requires_grad_() for tensor in given.local)
+    with torch.no_grad():
+        out = dual_balanced_attention(q, k, v, given.mask, "U1R2", layout=given.layout, precision="int8")
+    full = as_sent(case, given.full)
+    expected = dense_attention(full[0][:, :, given.mine], *full[1:], given.mask, given.mine)
+    return largest_difference(out[:, :, given.slots], expected)
+
 
 WORLDS = (1, 2, 3, 4, 6)
 STRATEGIES = [(world, strategy) for world in WORLDS for strategy in Strategy.all_for(world)]
 
 
 @pytest.mark.parametrize(("world", "strategy"), STRATEGIES, ids=str)
-def test_equals_dense_attention_of_the_rounded(threads, world, strategy):
-    for case in plain_cases(strategy)[world % 2 :: 2]:
-        errors = threads(world).run(run_case, replace(case, precision="int8"))
-        assert all(error <= TOLERANCE for error in errors), (case, errors)
-
-
-@pytest.mark.parametrize("keys", ["all", "needed"])
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U2R2"), (3, "U3R1"), (4, "U1R4")])
-def test_keys_that_are_sent_in_other_ways(threads, world, strategy, keys):
-    for case in key_cases(Strategy.parse(strategy), keys)[world % 2 :: 2]:
+def test_equals_dense_attention_of_rounded_inputs(threads, world, strategy):
+    for case in plain_cases(strategy)[world % 2 :: 2] + key_cases(strategy)[world % 2 :: 2]:
         errors = threads(world).run(run_case, replace(case, precision="int8"))
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
-def test_the_triton_kernels(pool, strategy):
+def test_triton_kernels_equal_dense_attention_of_rounded_inputs(pool, strategy):
     pytest.importorskip("triton")
     case = Case(strategy, heads=3, tokens=99, kernel="triton", precision="int8", planner="random")
     assert max(pool(2).run(run_case, case)) <= TOLERANCE
@@ -46,7 +192,7 @@ BITS = Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, ba
 
 @pytest.fixture(scope="module")
 def alone():
-    """int8 numbers and scales of all tokens by tensor, made in one process by numpy."""
+    """Returns int8 numbers and scales of all tokens by tensor, made in one process by numpy."""
     q, k, v = whole(BITS.attention)[1]
     units = (k.double() * 2.0**32).floor().long().sum(dim=2, keepdim=True)
     mean = (units.double() * 2.0**-32 / BITS.tokens).float()
@@ -54,7 +200,7 @@ def alone():
 
 
 def unequal_pieces(alone, found) -> int:
-    """How many pieces of all ranks differ from what one process makes, by a bit or more."""
+    """Counts the pieces of all ranks that differ from what one process makes, by a bit or more."""
     unequal = 0
     for (name, head, block), rows in found:
         size = BITS.block_q if name == "q" else BITS.block_k
@@ -75,45 +221,46 @@ def first_token(name: str, block: int) -> int:
 
 WAYS = [
     *((world, str(strategy), "all", "striped") for world, strategy in STRATEGIES),
-    (4, "U2R2", "all", "contiguous"), (4, "U1R4", "needed", "contiguous"), (2, "U2R1", "all", "striped"),
+    (4, "U2R2", "all", "contiguous"), (4, "U1R4", "needed", "contiguous"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "strategy", "keys", "layout"), WAYS)
 def test_owners_are_sent_the_bits_that_one_process_makes(threads, alone, world, strategy, keys, layout):
     case = replace(BITS, strategy=strategy, keys=keys, layout=layout)
-    found = [piece for of_rank in threads(world).run(cases.rows_at_owners, case) for piece in of_rank]
+    found = [piece for of_rank in threads(world).run(rows_at_owners, case) for piece in of_rank]
     assert {name for (name, *_), _ in found} == {"q", "k", "v"}
     assert len(found) >= BITS.heads * BITS.grid.nq
     assert unequal_pieces(alone, found) == 0
 
 
 @pytest.mark.parametrize("fault", ["another mean on each rank", "one scale for all of a rank"])
-def test_bits_that_depend_on_ranks_would_be_found(threads, alone, fault):
+def test_bits_that_depend_on_ranks_are_found(threads, alone, fault):
     case = replace(BITS, strategy="U2R2", layout="striped")
-    found = [piece for of_rank in threads(4).run(cases.rows_at_owners, case, fault) for piece in of_rank]
+    found = [piece for of_rank in threads(4).run(rows_at_owners, case, fault) for piece in of_rank]
     assert unequal_pieces(alone, found) > len(found) // 10
 
 
-@pytest.mark.parametrize("fault", list(cases.FAULTS))
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (4, "U2R2"), (3, "U1R3")])
-def test_a_fault_in_the_rounding_does_not_pass(threads, world, strategy, fault):
+@pytest.mark.parametrize(
+    ("fault", "world", "strategy"), [(fault, *way) for fault, way in zip(FAULTS, FAULTY_WAYS, strict=True)]
+)
+def test_fault_in_rounding_is_found(threads, fault, world, strategy):
     case = replace(BITS, strategy=strategy, layout="striped")
     assert max(threads(world).run(run_case, case)) <= TOLERANCE
-    assert max(threads(world).run(cases.error_with, case, fault)) > 30 * TOLERANCE
+    assert max(threads(world).run(error_with, case, fault)) > 30 * TOLERANCE
 
 
-def test_means_have_identical_bits_on_any_number_of_ranks(threads):
-    (expected,) = threads(1).run(cases.means, replace(BITS, strategy="U1R1"))
+def test_means_on_any_number_of_ranks_have_identical_bits(threads):
+    (expected,) = threads(1).run(means, replace(BITS, strategy="U1R1"))
     _, k, _ = whole(BITS.attention)[1]
     assert (expected.double() - k.double().mean(dim=2)).abs().max() < 1e-7
     for world, layout in ((2, "striped"), (3, "contiguous"), (6, "striped")):
-        for found in threads(world).run(cases.means, replace(BITS, strategy=f"U1R{world}", layout=layout)):
+        for found in threads(world).run(means, replace(BITS, strategy=f"U1R{world}", layout=layout)):
             assert found.equal(expected)
 
 
 @pytest.mark.parametrize("outliers", [False, True])
-def test_error_against_what_was_not_rounded(outliers):
+def test_error_of_rounding_is_within_bounds(outliers):
     errors = relative_errors(1024, 2, outliers)
     assert 3e-3 < errors["int8, k less its mean"] < 7e-3
     assert errors["fp8 e4m3, k less its mean"] > 4 * errors["int8, k less its mean"]
@@ -121,17 +268,17 @@ def test_error_against_what_was_not_rounded(outliers):
 
 
 @pytest.mark.parametrize("whose", [None, 1])
-def test_gradients_are_rejected_on_all_ranks_before_anything_travels(threads, whose):
-    said = threads(2).run(cases.rejected_gradients, whose)
+def test_gradients_are_rejected_on_all_ranks_before_anything_is_sent(threads, whose):
+    said = threads(2).run(rejected_gradients, whose)
     rejection = "precision: int8 has no gradients"
     assert all(rejection in one and "\n" not in one for one in said), said
 
 
-def test_tensors_that_require_gradients_are_fine_where_none_are_recorded(threads):
-    assert max(threads(2).run(cases.without_gradients)) <= TOLERANCE
+def test_inputs_with_gradients_are_accepted_under_no_grad(threads):
+    assert max(threads(2).run(without_gradients)) <= TOLERANCE
 
 
-def test_ranks_that_differ_in_precision_say_so(threads):
+def test_unequal_precision_raises(threads):
     with pytest.raises(WorkerError, match="the plan differs on rank"):
         threads(2).run(_differing)
 

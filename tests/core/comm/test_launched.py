@@ -23,13 +23,13 @@ def attention(**options: object) -> torch.Tensor:
     return dual_balanced_attention(q, q, q, mask, "U1R1", **options)
 
 
-def test_the_default_group_is_rejected_with_the_call_that_is_missing(launched):
+def test_default_group_without_init_process_group_raises(launched):
     for start in (SequenceGroup.from_group, attention):
         with pytest.raises(UserError, match=r"^torchrun started 8 processes, .* torch.distributed.init_process_group"):
             start()
 
 
-def test_one_process_alone_may_be_asked_for(launched):
+def test_group_of_one_process_is_accepted(launched):
     assert attention(group=ALONE).shape == (1, 1, 4, 8)
 
 
@@ -38,7 +38,7 @@ def test_one_process_alone_may_be_asked_for(launched):
     [("WORLD_SIZE", "1"), ("WORLD_SIZE", "many"), ("WORLD_SIZE", "9" * 5000), ("RANK", None)],
     ids=lambda value: str(value)[:10],
 )
-def test_variables_that_name_no_ranks_mean_nothing(launched, monkeypatch, name, value):
+def test_variables_without_ranks_are_ignored(launched, monkeypatch, name, value):
     monkeypatch.delenv(name)
     if value is not None:
         monkeypatch.setenv(name, value)

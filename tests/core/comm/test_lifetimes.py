@@ -1,28 +1,192 @@
-"""Process groups end when torch destroys them, whatever of db-SP is still in scope: a group that is left when Python
-ends may abort it."""
+"""Process groups end when torch destroys them, even if db-SP objects are in scope: a group left at exit may abort."""
 
 from __future__ import annotations
 
-import pytest
+import time
+from datetime import timedelta
+from typing import Any
 
-from tests.core.comm.lifetime_cases import (
-    PREDICTED,
-    caught,
-    executor,
-    gathered,
-    jobs,
-    loss_after_backward,
-    loss_before_backward,
-    outside,
-    parts,
-    redistribution,
-    session,
-    timeouts_of_auxiliary_groups,
-    unequal_numbers_of_groups,
-    use_after_the_end,
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbsp_core import (
+    BlockGrid,
+    BlockMask,
+    DualBalancedAttention,
+    SequenceGroup,
+    SequenceLayout,
+    dual_balanced_attention,
+    make_plan,
 )
-from tests.core.comm.lifetimes import left_alive
+from dbsp_core.comm.groups import gather_shards
+from dbsp_core.comm.redistribution import Redistribution
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+from tests.core.comm.lifetimes import count, left_alive
 from tests.support.workers import assert_all_raise
+
+TOKENS, HEADS, WIDTH = 64, 2, 8
+MASK = BlockMask(torch.ones(HEADS, 4, 4, dtype=torch.bool), BlockGrid.uniform(tokens=TOKENS, block=16))
+PREDICTED = {"source": "sparge", "cdf": 0.5, "block_q": 16, "block_k": 16}
+
+
+def qkv(gradients: bool = False) -> torch.Tensor:
+    shard = TOKENS // dist.get_world_size()
+    return torch.randn(1, HEADS, shard, WIDTH, requires_grad=gradients)
+
+
+def loss_after_backward() -> torch.Tensor:
+    q = qkv(gradients=True)
+    loss = dual_balanced_attention(q, q, q, MASK, "U1R2").sum()
+    loss.backward()
+    return loss
+
+
+def loss_before_backward() -> torch.Tensor:
+    q = qkv(gradients=True)
+    return dual_balanced_attention(q, q, q, MASK, "U2R1").sum()
+
+
+def executor() -> DualBalancedAttention:
+    layout = SequenceLayout.contiguous(TOKENS, dist.get_world_size())
+    attend = DualBalancedAttention.prepare(
+        make_plan(MASK, "U1R2", layout=layout), MASK, layout, SequenceGroup.from_group()
+    )
+    attend(*[qkv()] * 3)
+    return attend
+
+
+def session(source: dict[str, Any], group: SequenceGroup | None = None) -> AttentionSession:
+    """Returns a session after two steps."""
+    made = AttentionSession(
+        DbspConfig.load({"mask": source}), group or SequenceGroup.from_group(), Strategy(1, 2), HEADS, 1
+    )
+    for step in range(2):
+        shard = made.begin(Video((1, 8, 8)), timestep=900.0 - step).shard
+        made.attend(0, *[torch.randn(1, HEADS, shard, WIDTH)] * 3)
+    return made
+
+
+def redistribution() -> tuple[Redistribution, torch.Tensor]:
+    whole = SequenceLayout.whole_sequences([TOKENS // 2] * 2, [0, 1], 2)
+    way = Redistribution.between(whole, SequenceLayout.contiguous(TOKENS, 2))
+    return way, way.there(torch.randn(TOKENS // 2, 3, requires_grad=True)).sum()
+
+
+def gathered() -> torch.Tensor:
+    return gather_shards(torch.ones(2, 2, requires_grad=True), 0, SequenceGroup.from_group())
+
+
+def caught() -> Exception:
+    """Returns an error with its traceback, and all that was in scope there."""
+    try:
+        AttentionSession(DbspConfig.load({"mask": PREDICTED}), SequenceGroup.from_group(), Strategy(3, 1), HEADS, 1)
+    except ValueError as error:
+        return error
+    raise AssertionError("three ranks were accepted for two")
+
+
+def use_after_the_end(rank: int, world: int, what: str) -> None:
+    group = dist.new_group(list(range(world)))
+    if what == "executor":
+        layout = SequenceLayout.contiguous(TOKENS, world)
+        plan, ranks = make_plan(MASK, "U1R2", layout=layout), SequenceGroup.from_group(group)
+        attend = DualBalancedAttention.prepare(plan, MASK, layout, ranks)
+        attend(*[qkv()] * 3)
+    else:
+        q = qkv(gradients=True)
+        loss = dual_balanced_attention(q, q, q, MASK, "U1R2", group=SequenceGroup.from_group(group)).sum()
+    dist.destroy_process_group(group)
+    del group
+    if what == "executor":
+        attend(*[qkv()] * 3)
+    else:
+        loss.backward()
+
+
+def jobs(rank: int, world: int, number: int) -> list[tuple[int, int]]:
+    """Makes and destroys a process group for each job. Returns numbers of groups and descriptors after each."""
+    found = []
+    for _ in range(number):
+        group = dist.new_group(list(range(world)))
+        ranks = SequenceGroup.from_group(group)
+        ranks.auxiliary("reports")
+        session(PREDICTED, ranks).flush()
+        dist.destroy_process_group(group)
+        del group, ranks
+        found.append(_settled())
+    return found
+
+
+def _settled() -> tuple[int, int]:
+    """Descriptors close when gloo's threads get to it."""
+    now = count()
+    for _ in range(50):
+        time.sleep(0.02)
+        before, now = now, count()
+        if before == now:
+            break
+    return now
+
+
+def unequal_numbers_of_groups(rank: int, world: int) -> list[list[int]]:
+    """Gives a rank one more group, and destroys a group between the making of two auxiliary groups."""
+    own = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=60))
+    passing = dist.new_group(list(range(world)))
+    ranks = SequenceGroup.from_group(group)
+    found = ranks.control().gather_integers([rank])
+    dist.destroy_process_group(passing)
+    found += ranks.auxiliary("another").gather_integers([rank])
+    dist.destroy_process_group(group)
+    if own is not None:
+        dist.destroy_process_group(own)
+    return found
+
+
+def outside(rank: int, world: int) -> str:
+    """Returns the error of the last rank, which is in no group."""
+    group = dist.new_group(list(range(world - 1)))
+    try:
+        SequenceGroup.from_group(group)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()  # or the group would go while others connect
+        dist.destroy_process_group(group)
+    return ""
+
+
+def timeouts_of_auxiliary_groups(rank: int, world: int, seconds: float) -> list[float | None]:
+    """Returns the timeouts of groups made from one that has `seconds`, in seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    own = SequenceGroup.from_group(group)
+    limits = [one.timeout for one in (own, own.control(), own.auxiliary("reports"), own.part(rank // 2 * 2, 2))]
+    dist.destroy_process_group(group)
+    return [None if limit is None else limit.total_seconds() for limit in limits]
+
+
+def parts(rank: int, world: int, first: int, size: int) -> tuple[list[int], list[int], bool]:
+    """Ranks of a part by what it gathers, those of its control group, and whether it has ended with its group."""
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    whole = SequenceGroup.from_group(group)
+    part = whole.part(first, size) if first <= rank < first + size else whole.part(rank, 1)
+    gathered = [rank for (rank,) in part.gather_integers([rank])]
+    inner = part.control().gather_integers([rank])
+    assert whole.part(0, world) is whole
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    try:
+        ended = part.size > 1 and part.group is None
+    except UserError:
+        ended = True
+    return gathered, [rank for (rank,) in inner], ended
+
 
 WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
 
@@ -41,38 +205,38 @@ WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_nothing_keeps_a_destroyed_group_alive(pool, tmp_path, groups, use, args):
-    """groups: that there are while it is used, ours next to torch's among them"""
+def test_destroyed_group_is_not_kept_alive(pool, tmp_path, groups, use, args):
+    """Counts groups that are alive; `groups` is their number in use, db-SP's in addition to torch's."""
     for there, left in pool(2).run(left_alive, str(tmp_path), use, *args):
         assert (there, left) == (groups, [])
 
 
 @pytest.mark.parametrize("what", ["executor", "backward"])
-def test_what_is_used_once_its_group_is_destroyed_says_so(pool, what):
+def test_use_after_the_group_is_destroyed_raises(pool, what):
     assert_all_raise(pool, 2, "the process group that this was made for is destroyed", use_after_the_end, what)
 
 
-def test_a_group_for_each_job_leaves_nothing(pool):
+def test_group_of_each_job_leaves_no_group_or_descriptor(pool):
     for (groups, descriptors), *later in pool(2).run(jobs, 4):
         assert all(one[0] == groups for one in later), later
         assert max(one[1] for one in later) <= descriptors + 2, "gloo closes its own when it gets to it"
 
 
-def test_ranks_may_have_unequal_numbers_of_groups(pool):
+def test_unequal_numbers_of_groups_are_supported(pool):
     assert pool(2).run(unequal_numbers_of_groups) == [[[0], [1]] * 2] * 2
 
 
-def test_a_rank_outside_the_group_is_told(pool):
+def test_rank_outside_the_group_raises(pool):
     *inside, last = pool(3).run(outside)
     assert set(inside) == {""}
     assert last.startswith("UserError: this rank is outside the process group")
 
 
-def test_auxiliary_groups_have_their_group_s_timeout(pool):
+def test_auxiliary_groups_have_the_timeout_of_their_group(pool):
     assert pool(4).run(timeouts_of_auxiliary_groups, 77.0) == [[77.0] * 4] * 4
 
 
-def test_a_part_of_a_group_is_a_group_of_its_own_and_goes_with_it(pool):
+def test_part_of_a_group_ends_with_its_group(pool):
     alone, *inside = pool(4).run(parts, 1, 3)
     assert inside == [([1, 2, 3], [1, 2, 3], True)] * 3
     assert alone[:2] == ([0], [0])

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from unittest import mock
+
 import pytest
 
-from tests.core.comm.node_cases import attention, nodes
+from dbsp_core import SequenceGroup
+from dbsp_core.comm.groups import node_fingerprints, number_nodes
+from tests.core.runtime.session_cases import Session
 
-ONE_HOST, TWO_HOSTS = ["here"] * 4, ["here", "there"] * 2
+THW = (4, 12, 16)
+MASK = {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3}
+
+
+def nodes(rank: int, world: int, variables: Sequence[Mapping[str, str]], hostnames: Sequence[str]) -> tuple[int, ...]:
+    with (
+        mock.patch.dict("os.environ", variables[rank]),
+        mock.patch("socket.gethostname", return_value=hostnames[rank]),
+    ):
+        group = SequenceGroup.from_group()
+        return number_nodes(group, group.control().gather_integers(node_fingerprints()))
+
+
+def attention(rank: int, world: int, variables: Sequence[Mapping[str, str]]) -> tuple[float, int]:
+    """Returns how far a session's first attention is from one process's, and its plan's fingerprint."""
+    with mock.patch.dict("os.environ", variables[rank]):
+        session = Session({"mask": MASK}, "auto")  # chosen by the nodes
+        worst = session.attend(900.0, thw=THW)
+    return worst, session.inner.records[0].fingerprint
+
+
+ONE_HOSTNAME, TWO_HOSTNAMES = ["here"] * 4, ["here", "there"] * 2
 UNLIKE = [{"LOCAL_WORLD_SIZE": size} for size in ("3", "3", "3", "1")]
 TORCHRUN = [one | {"GROUP_RANK": agent} for one, agent in zip(UNLIKE, "0001", strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("told", "hosts", "expected"),
+    ("variables", "hostnames", "expected"),
     [
-        ([{"LOCAL_WORLD_SIZE": "2"}] * 4, TWO_HOSTS, (0, 0, 1, 1)),
-        ([{"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "7"}] * 4, TWO_HOSTS, (0, 0, 0, 0)),
-        (TORCHRUN, ONE_HOST, (0, 0, 0, 1)),
-        (UNLIKE, ONE_HOST, (0, 0, 0, 0)),
-        (UNLIKE, TWO_HOSTS, (0, 1, 0, 1)),
-        ([{"GROUP_RANK": "0"}, {}, {}, {}], ONE_HOST, (0, 0, 0, 0)),
-        ([{}] * 4, TWO_HOSTS, (0, 1, 0, 1)),
-        ([{"LOCAL_WORLD_SIZE": text} for text in ("0", "-1", "two", "")], TWO_HOSTS, (0, 1, 0, 1)),
+        ([{"LOCAL_WORLD_SIZE": "2"}] * 4, TWO_HOSTNAMES, (0, 0, 1, 1)),
+        ([{"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "7"}] * 4, TWO_HOSTNAMES, (0, 0, 0, 0)),
+        (TORCHRUN, ONE_HOSTNAME, (0, 0, 0, 1)),
+        (UNLIKE, ONE_HOSTNAME, (0, 0, 0, 0)),
+        (UNLIKE, TWO_HOSTNAMES, (0, 1, 0, 1)),
+        ([{"GROUP_RANK": "0"}, {}, {}, {}], ONE_HOSTNAME, (0, 0, 0, 0)),
+        ([{}] * 4, TWO_HOSTNAMES, (0, 1, 0, 1)),
+        ([{"LOCAL_WORLD_SIZE": text} for text in ("0", "-1", "two", "")], TWO_HOSTNAMES, (0, 1, 0, 1)),
     ],
 )
-def test_all_ranks_see_the_same_nodes(pool, told, hosts, expected):
-    assert pool(4).run(nodes, told, hosts) == [expected] * 4
+def test_nodes_are_equal_on_all_ranks(pool, variables, hostnames, expected):
+    assert pool(4).run(nodes, variables, hostnames) == [expected] * 4
 
 
-@pytest.mark.parametrize("told", [UNLIKE, TORCHRUN, [{"LOCAL_WORLD_SIZE": "0"}] * 4], ids=["by hand", "torchrun", "0"])
-def test_nodes_with_unlike_numbers_of_ranks_plan_identically(pool, told):
-    found = pool(4).run(attention, told)
+@pytest.mark.parametrize(
+    "variables", [UNLIKE, TORCHRUN, [{"LOCAL_WORLD_SIZE": "0"}] * 4], ids=["by hand", "torchrun", "0"]
+)
+def test_nodes_of_unequal_sizes_make_equal_plans(pool, variables):
+    found = pool(4).run(attention, variables)
     assert max(difference for difference, _ in found) <= 1e-5
     assert len({plan for _, plan in found}) == 1

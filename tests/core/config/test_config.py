@@ -35,7 +35,7 @@ from dbsp_kernels import KERNELS
 from tests.support.user_masks import band
 
 
-def test_nothing_gives_the_defaults(tmp_path):
+def test_empty_configuration_gives_the_defaults(tmp_path):
     (tmp_path / "empty.yaml").write_text("# nothing set\n")
     config = DbspConfig.load(None)
     assert config == DbspConfig() == DbspConfig.load({}) == DbspConfig.load(tmp_path / "empty.yaml")
@@ -43,7 +43,7 @@ def test_nothing_gives_the_defaults(tmp_path):
     assert (config.strategy, config.planner, config.reuse, config.mask) == (None, "dbsp", 1.02, DenseSource())
 
 
-def test_yaml_and_dict_say_the_same(tmp_path):
+def test_yaml_and_dict_give_equal_settings(tmp_path):
     path = tmp_path / "dbsp.yaml"
     path.write_text(
         """
@@ -72,12 +72,12 @@ def test_yaml_and_dict_say_the_same(tmp_path):
     assert DbspConfig.load(expected) is expected
 
 
-def test_there_are_at_most_14_settings():
+def test_settings_are_at_most_14():
     assert len(setting_names(DbspConfig)) <= 14
 
 
 @pytest.mark.parametrize(("value", "debug"), [("1", True), ("yes", True), ("0", False), ("", False)])
-def test_checks_of_every_attention_are_asked_for_in_the_environment(monkeypatch, value, debug):
+def test_debug_is_read_from_the_environment(monkeypatch, value, debug):
     monkeypatch.setenv("DBSP_DEBUG", value)
     config = DbspConfig.load({"planner": "snake"})
     assert config.debug == debug
@@ -87,7 +87,7 @@ def test_checks_of_every_attention_are_asked_for_in_the_environment(monkeypatch,
     )
 
 
-def test_a_file_holds_what_to_generate_besides_and_attention_does_not_depend_on_it(tmp_path):
+def test_settings_of_generation_do_not_change_the_fingerprint(tmp_path):
     path = tmp_path / "dbsp.yaml"
     path.write_text("model: tiny-wan\ngenerate: {steps: 3, dtype: float32}\nplanner: snake\n")
     config = DbspConfig.load(path)
@@ -124,10 +124,10 @@ class TestMasksOnACommandLine:
             ("my.masks:band", {"source": "callable", "function": "my.masks:band"}),
         ],
     )
-    def test_say_what_a_file_would(self, text, settings):
+    def test_mask_in_words_equals_a_mapping(self, text, settings):
         assert mask_settings(text) == settings
 
-    def test_a_file_may_have_any_name(self, tmp_path, monkeypatch):
+    def test_mask_file_may_have_any_name(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path("masks").touch()
         assert mask_settings("masks") == {"source": "file", "path": "masks"}
@@ -146,7 +146,7 @@ class TestMasksOnACommandLine:
             ("radial:source=svg", "'source' is given twice"),
         ],
     )
-    def test_a_mistake_raises_one_line(self, text, message):
+    def test_mistake_raises_one_line(self, text, message):
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             mask_settings(text)
         assert message in str(raised.value)
@@ -200,7 +200,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("settings", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_raises_one_line(settings, message):
+def test_mistake_raises_one_line(settings, message):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         DbspConfig.load(settings)
     assert message in str(raised.value)
@@ -306,7 +306,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, message):
+def test_bad_file_raises_one_line_with_its_name(tmp_path, content, message):
     path = tmp_path / "dbsp.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError) as raised:  # noqa: PT011
@@ -316,7 +316,7 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, message):
     assert "\n" not in str(raised.value)
 
 
-def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeypatch):
+def test_bug_in_a_check_of_settings_is_not_a_user_error(monkeypatch):
     def broken(self):
         raise ValueError("cdf is broken")
 
@@ -326,7 +326,7 @@ def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeyp
     assert not isinstance(raised.value, UserError)
 
 
-def test_a_file_that_is_not_there_raises(tmp_path):
+def test_missing_file_raises(tmp_path):
     with pytest.raises(ValueError, match="does not exist; give the path of a YAML file or a shipped one"):
         DbspConfig.load(tmp_path / "none.yaml")
 
@@ -359,13 +359,13 @@ class TestMaskSpellings:
         parts = DbspConfig(mask={"source": "union", "of": ["dense", mask]}).mask.of
         assert parts[1:] == parts_of(expected)
 
-    def test_a_file_is_read_alone_and_under_mask(self, tmp_path):
+    def test_mask_file_is_read_alone_and_under_mask(self, tmp_path):
         file = tmp_path / "masks.safetensors"
         save_mask(file, BlockMask(torch.ones(2, 2, 2, dtype=torch.bool), BlockGrid(100, 0, 50, 50)))
         for path in (file, str(file)):
             assert DbspConfig.load(path).mask == DbspConfig(mask=path).mask == FileSource(str(file))
 
-    def test_yaml_and_set_take_one_word(self, tmp_path):
+    def test_yaml_and_set_accept_a_mask_in_words(self, tmp_path):
         path = tmp_path / "my.yaml"
         path.write_text("planner: paper\nmask: sparge:cdf=0.9,block_q=32\n", encoding="utf-8")
         assert DbspConfig.load(path).mask == SpargeSource(32, cdf=0.9)
@@ -378,13 +378,13 @@ class TestMaskSpellings:
         with pytest.raises(UserError, match=r"my\.yaml:2: .*cdf=3"):
             DbspConfig.load(path)
 
-    def test_a_function_keeps_its_name_and_makes_the_mask(self):
+    def test_function_keeps_its_name_and_makes_the_mask(self):
         def diagonal(grid, request):
             return np.eye(grid.nq, grid.nk, dtype=bool)
 
         config = DbspConfig.load(diagonal)
         name = config.to_values()["mask"]["function"]
-        assert name.endswith("test_a_function_keeps_its_name_and_makes_the_mask.<locals>.diagonal")
+        assert name.endswith("test_function_keeps_its_name_and_makes_the_mask.<locals>.diagonal")
         assert "0x" not in repr(config)
         assert config.fingerprint == DbspConfig.load(diagonal).fingerprint
         mask = config.mask.mask(MaskRequest(0, 2, (2, 8, 16)))
@@ -394,7 +394,7 @@ class TestMaskSpellings:
 
 class TestShortForms:
     @pytest.mark.parametrize("source", ["sparge", {"mask": {"source": "sparge"}}, {"mask": mask_settings("sparge")}])
-    def test_sparge_alone_is_xdit_s(self, source):
+    def test_sparge_without_settings_equals_xdits(self, source):
         assert DbspConfig.load(source) == DbspConfig.load("sparge:cdf=0.92")
         assert DbspConfig.load("sparge:topk=0.2").mask.cdf is None
 
@@ -408,11 +408,11 @@ class TestShortForms:
             ("mine.yaml", "configuration file mine.yaml does not exist"),
         ],
     )
-    def test_what_is_not_there_is_blamed_on_what_was_meant(self, text, message):
+    def test_missing_file_or_source_raises_with_a_suggestion(self, text, message):
         with pytest.raises(UserError, match=message):
             DbspConfig.load(text)
 
-    def test_a_second_transformer_s_own_settings(self):
+    def test_second_transformer_has_its_own_settings(self):
         config = DbspConfig.load({"planner": "snake", "transformer_2": {"mask": {"source": "window"}}})
         assert config.for_transformer("transformer") == DbspConfig(planner="snake")
         assert config.for_transformer("transformer_2") == DbspConfig(mask={"source": "window"}, planner="snake")
@@ -423,7 +423,7 @@ class TestShortForms:
 @pytest.mark.parametrize(
     "name", ["wan2.1-t2v-14b-sparge", "tiny-wan-window", "tiny-cogvideox", "wan2.1-t2v-14b-window"]
 )
-def test_every_setting_in_effect_is_a_configuration_again(name):
+def test_settings_in_effect_are_read_back_equal(name):
     config = replace(DbspConfig.load(name), strategy="U2R2", planner="paper")
     values = yaml.safe_load(yaml.safe_dump(config.to_values()))
     assert DbspConfig.load(values) == config

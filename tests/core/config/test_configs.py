@@ -35,7 +35,7 @@ DENSITY = {  # of all blocks: the tiny CogVideoX has more text, which is dense, 
 
 
 def request_of(config: DbspConfig) -> MaskRequest:
-    """A layer of the configuration's model, at the size that it is for."""
+    """Returns the request of a layer of the configuration's model, at its video size."""
     identity = signature_of_model(config.model)
     spec = find_model_spec(config.model)
     video = config.generate.filled(None if spec is None else spec.video)
@@ -50,7 +50,7 @@ def with_images(video: GenerateSettings, identity: ModelSignature) -> GenerateSe
     return replace(video, **dict.fromkeys(("image", "last_image")[:least], "frame.png"))
 
 
-def test_there_is_a_file_for_each_model_and_source():
+def test_shipped_files_cover_each_model_and_source():
     wanted = {f"{model}-{source}" for model in MODELS for source in ("sparge", "paro", "window")}
     wanted |= {f"{model}-sparge" for model in PREDICTED}
     tiny = {
@@ -61,7 +61,7 @@ def test_there_is_a_file_for_each_model_and_source():
 
 
 @pytest.mark.parametrize("source", ["sparge", "paro"])
-def test_the_papers_size_is_the_one_that_times_are_predicted_for(source):
+def test_size_of_the_paper_is_the_size_that_times_are_predicted_for(source):
     settings = read_settings(FILES[f"cogvideox1.5-5b-161f-{source}"], "configuration file")
     config = DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
     request = request_of(config)
@@ -72,7 +72,7 @@ def test_the_papers_size_is_the_one_that_times_are_predicted_for(source):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_blocks_fit_the_video(name, tmp_path, monkeypatch):
+def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
     text = FILES[name].read_text()
     assert text.startswith("# "), "says what it is"
     monkeypatch.chdir(tmp_path)
@@ -115,7 +115,7 @@ def test_blocks_fit_the_video(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_for_its_model_alone(name, monkeypatch, tmp_path):
+def test_shipped_file_is_rejected_for_other_models(name, monkeypatch, tmp_path):
     if name.endswith("-paro"):
         monkeypatch.chdir(tmp_path)
         settings = read_settings(FILES[name], "configuration file").changed(("mask",), {"source": "dense"}, "here")
@@ -134,7 +134,7 @@ def test_a_file_is_for_its_model_alone(name, monkeypatch, tmp_path):
                 require_same_model(config, signature_of_model(other))
 
 
-def test_a_known_model_has_settings_without_a_configuration():
+def test_known_model_without_a_configuration_has_shipped_settings():
     for model in MODELS:
         for known in find_model_spec(model).names:
             config = default_config(signature_of_model(known))
@@ -147,7 +147,7 @@ def test_a_known_model_has_settings_without_a_configuration():
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
 
 
-def test_a_file_of_the_users_own_goes_before_a_shipped_one(tmp_path, monkeypatch):
+def test_file_of_the_user_overrides_a_shipped_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-wan").write_text("planner: paper\n")
     assert DbspConfig.load("tiny-wan").planner == "paper"
@@ -178,7 +178,7 @@ def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
 
 
 def test_models_agree_with_the_pipelines_defaults():
-    """Of diffusers' WanPipeline and CogVideoXPipeline, and of the sources' names in the documentation."""
+    """Compares with the defaults of diffusers' pipelines and with their documented examples."""
     diffusers = pytest.importorskip("diffusers")
     import inspect
 
@@ -198,12 +198,12 @@ def test_models_agree_with_the_pipelines_defaults():
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_no_mask_source_has_a_key_of_the_configuration_itself(source):
+def test_mask_sources_have_no_key_of_the_configuration(source):
     assert not set(setting_names(SOURCES[source])) & {*setting_names(DbspConfig)}
 
 
 @pytest.mark.parametrize("config", ['{"patch_size": []}', '{"num_layers": "x"}', '{"num_layers": 1e999}', "[]", "{"])
-def test_a_folder_whose_transformer_says_nonsense_is_no_known_model(tmp_path, config):
+def test_folder_with_an_invalid_transformer_is_not_a_known_model(tmp_path, config):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
     (tmp_path / "transformer" / "config.json").write_text(config)

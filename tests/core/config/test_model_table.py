@@ -11,7 +11,7 @@ from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes
 from dbsp_core.models.table import MODEL_SPECS
 
 
-def test_the_zoo_has_the_paper_models_sizes():
+def test_model_table_has_the_sizes_of_the_paper():
     wan, cog = MODEL_SPECS["wan2.1-t2v-14b"], MODEL_SPECS["cogvideox1.5-5b"]
     assert (wan.tokens, wan.attention_dim, passes(wan)) == (21 * 3600, 5120, 100)
     assert (cog.tokens, cog.attention_dim) == (21 * 4080 + 226, 3072)
@@ -41,7 +41,7 @@ def test_models_that_are_only_modelled_have_the_sizes_of_diffusers_classes(name,
     assert passes(spec) == 50
 
 
-def test_a_video_of_minimax_h3_has_the_tokens_of_its_own_pipeline():
+def test_video_of_minimax_h3_has_the_tokens_of_its_pipeline():
     pipeline = pytest.importorskip("diffusers.modular_pipelines.minimax_h3.modular_pipeline")
     spec = MODELLED_ONLY["minimax-h3"]
     video = spec.video

@@ -11,7 +11,7 @@ NAMES = Constants.__dataclass_fields__
 
 
 def machine(**changes) -> Hardware:
-    """Every constant 0 seconds or a rate of 1e30 (free), but for those given."""
+    """Returns hardware with every constant 0 seconds or a rate of 1e30 (free), except those given."""
     constants = {name: 1e30 if name.endswith("_per_s") else 0.0 for name in NAMES}
     constants |= {"overlap": 1.0, "network_latency_s": None, "network_bytes_per_s": None, **changes}
     sources = {name: "assumed" for name, value in constants.items() if value is not None}

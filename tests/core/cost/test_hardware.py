@@ -18,7 +18,7 @@ NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_file_says_where_each_constant_comes_from(name):
+def test_shipped_file_has_a_source_for_each_constant(name):
     hardware = load_hardware(name)
     assert hardware.name == name
     given = {f.name for f in fields(Constants) if getattr(hardware.constants, f.name) is not None}
@@ -30,7 +30,7 @@ def test_a_shipped_file_says_where_each_constant_comes_from(name):
     assert ("versions" in record) == ("date" in record) == hardware.measured == name.startswith("cpu")
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_written_file_is_read_back_equal(tmp_path):
     hardware = load_hardware("cpu-demo")
     hardware = replace(hardware, constants=replace(hardware.constants, pack_bytes_per_s=float("inf")))
     record = dict.fromkeys(RECORDED, "ρ_s, and a\nsecond line")
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_back(tmp_path):
 
 
 def changed(tmp_path, change) -> str:
-    """A copy of a800.yaml with its mapping changed."""
+    """Returns the path of a copy of a800.yaml with its mapping changed."""
     values = yaml.safe_load((SHIPPED / "a800.yaml").read_text())
     change(values)
     path = tmp_path / "changed.yaml"
@@ -77,21 +77,21 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_a_mistake_names_the_fix(tmp_path, message):
+def test_mistake_raises_with_a_fix(tmp_path, message):
     with pytest.raises(ValueError, match=message):
         load_hardware(changed(tmp_path, MISTAKES[message]))
 
 
-def test_the_line_of_the_constant_at_fault_is_named(tmp_path):
-    """And not that of flops_per_s, whose name is part of this one's."""
+def test_error_names_the_line_of_the_constant(tmp_path):
+    """Fails if the line of flops_per_s is named, whose name is part of this one's."""
     path = changed(tmp_path, lambda v: v["constants"].update(linear_flops_per_s=-1.0))
     lines = Path(path).read_text().splitlines()
-    place = 1 + next(index for index, line in enumerate(lines) if "linear_flops_per_s: -1" in line)
-    with pytest.raises(ValueError, match=f"changed.yaml:{place}: hardware constant linear_flops_per_s=-1.0 must"):
+    number = 1 + next(index for index, line in enumerate(lines) if "linear_flops_per_s: -1" in line)
+    with pytest.raises(ValueError, match=f"changed.yaml:{number}: hardware constant linear_flops_per_s=-1.0 must"):
         load_hardware(path)
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_unknown_name_raises_with_the_known_names():
     with pytest.raises(ValueError, match="no hardware 'a900'; use a800, b200, cpu-demo, h100, h20, h200, h800"):
         load_hardware("a900")
 
@@ -105,7 +105,7 @@ class TestKernels:
         path.write_text(yaml.safe_dump(values))
         return path
 
-    def test_a_kernel_s_constants_take_the_machine_s_place(self, tmp_path):
+    def test_constants_of_a_kernel_override_those_of_the_machine(self, tmp_path):
         hardware = load_hardware(self.written(tmp_path))
         sparge = hardware.with_kernel("sparge")
         assert (sparge.constants.flops_per_s, sparge.constants.score_s) == (5e14, 1e-12)
@@ -115,7 +115,7 @@ class TestKernels:
         save_hardware(tmp_path / "again.yaml", hardware)
         assert load_hardware(tmp_path / "again.yaml") == hardware
 
-    def test_a_kernel_s_rate_is_that_of_its_blocks(self, tmp_path):
+    def test_rate_of_a_kernel_depends_on_its_blocks(self, tmp_path):
         kernels = {"fa4": {"flops_by_blocks": {"128x128": 5e14, "64x64": 2e14}, "source": "measured"}}
         hardware = load_hardware(self.written(tmp_path, kernels=kernels, exact_kernels=["fa4", "triton"]))
         fa4 = hardware.with_kernel("fa4")
@@ -153,6 +153,6 @@ class TestKernels:
             ([1], "must be a mapping of kernels"),
         ],
     )
-    def test_what_makes_no_sense_is_said(self, tmp_path, kernels, message):
+    def test_bad_constants_of_a_kernel_raise(self, tmp_path, kernels, message):
         with pytest.raises(ValueError, match=message):
             load_hardware(self.written(tmp_path, kernels=kernels))

@@ -23,21 +23,21 @@ from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.generators import random_bits
 
 
-class TestInt8OnTheWire:
+class TestInt8Exchange:
     @staticmethod
     def plans(strategy: str, tokens: int = 4096, heads: int = 8):
         grid = BlockGrid.uniform(tokens, 64)
         mask = BlockMask(np.ones((heads, grid.nq, grid.nk), dtype=bool), grid)
         return [make_plan(mask, strategy, "contiguous", precision=name) for name in ("model", "int8")]
 
-    def test_queries_keys_and_values_shrink_and_the_output_does_not(self):
+    def test_int8_shrinks_queries_keys_and_values_alone(self):
         shape, known = AttentionShape(1, 8, 128), machine(exchange_bytes_per_s=1.0)
         model, int8 = (predict(plan, shape, known).exchange_s for plan in self.plans("U2R1"))
         leaves = 4096 * 8 // 4  # tokens of one head
         assert model == leaves * (3 * 256 + 256)
         assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
 
-    def test_keys_in_chunks_shrink(self):
+    def test_int8_shrinks_chunks_of_keys(self):
         plan, mask, layout = a_plan("U1R4")
         shape, known = shape_of(plan, head_dim=64), machine(p2p_bytes_per_s=1.0)
         times = [
@@ -48,7 +48,7 @@ class TestInt8OnTheWire:
         ]
         assert times[1] == pytest.approx(times[0] * 68 / 128)
 
-    def test_the_mean_takes_one_more_exchange_and_reading_one_more_pass(self):
+    def test_int8_adds_an_exchange_of_the_mean_and_a_pass_of_reading(self):
         shape = AttentionShape(1, 8, 128)
         waits = [predict(plan, shape, machine(exchange_latency_s=1.0)).exchange_s for plan in self.plans("U2R1")]
         assert waits == [2, 3]
@@ -57,14 +57,14 @@ class TestInt8OnTheWire:
 
 
 class TestCompute:
-    def test_a_rank_s_periods_take_what_its_blocks_do(self):
+    def test_kv_steps_of_a_rank_take_the_time_of_its_blocks(self):
         plan, _, _ = a_plan()
         found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
         expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.work
         assert found.attention_s == pytest.approx(expected.max())
         assert found.total_s == pytest.approx(expected.max())
 
-    def test_without_anything_else_speed_up_is_the_ratio_of_imbalances(self):
+    def test_speedup_of_compute_alone_equals_the_ratio_of_imbalances(self):
         before, mask, _ = a_plan("U4R1", "contiguous")
         after = make_plan(mask, "U4R1", "dbsp")
         free = machine(flops_per_s=1e9)
@@ -92,7 +92,7 @@ class TestBytes:
     @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
     @pytest.mark.parametrize("keys", ["all", "needed"])
     @pytest.mark.parametrize("grid", [BlockGrid.uniform(500, 16), ORDERED], ids=["plain", "token orders"])
-    def test_traffic_is_what_the_routes_send(self, strategy, keys, grid):
+    def test_traffic_equals_what_the_routes_send(self, strategy, keys, grid):
         mask = BlockMask(random_bits(3, grid, 3), grid)
         layout = SequenceLayout.named("striped" if keys == "all" else "contiguous", grid, Strategy.parse(strategy))
         plan = make_plan(mask, strategy, layout=layout, keys=keys)
@@ -114,7 +114,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
     def test_whole_heads_receive_the_bytes_of_usp(self, strategy):
-        """y − 1/x shards of keys, and of values, as a lockstep ring does: (x − 1)/x exchanged, y − 1 passed on."""
+        """Expects y − 1/x shards of keys and of values, as in a lockstep ring: (x − 1)/x exchanged, y − 1 rotated."""
         plan, _, layout = a_plan(strategy, "contiguous", heads=8, tokens=1024, layout_name="contiguous")
         x, y = plan.strategy.ulysses, plan.strategy.ring
         shard = 8 * 1024 / 8
@@ -122,7 +122,7 @@ class TestBytes:
         np.fill_diagonal(received, 0)
         assert received.sum(axis=0).tolist() == [(y - 1 / x) * shard] * 8
 
-    def test_needed_keys_are_waited_for_once_and_by_the_slowest_rank(self):
+    def test_wait_for_needed_keys_equals_that_of_the_slowest_rank(self):
         mask, layout = a_plan("U1R2", heads=3, tokens=500, layout_name="contiguous")[1:]
         plan = make_plan(mask, "U1R2", layout=layout, keys="needed")
         shape, machine = AttentionShape(1, 3, 8), load_hardware("h200")
@@ -139,24 +139,24 @@ class TestBytes:
         computed = compute_s(plan, traffic, shape, slow).sum(axis=0)
         assert slowest.attention_s == pytest.approx(computed.max()), "no transfer is waited for"
 
-    def test_a_chunk_is_fetched_next_to_the_kernel_on_the_one_before(self):
-        """By hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
+    def test_chunk_is_fetched_while_the_kernel_runs_on_the_chunk_before(self):
+        """Computes by hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
         compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
         assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
         assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
 
-    def test_the_exchange_takes_what_the_busiest_rank_sends_or_receives(self):
+    def test_exchange_takes_the_time_of_the_busiest_rank(self):
         plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
         sent = 512 / 4 * 8 * 3 / 4 * (3 + 1)  # tokens · heads that leave a rank: q, k, v there, the output back
         found = predict(plan, shape_of(plan, batch=2), machine(exchange_bytes_per_s=1.0, exchange_latency_s=5.0))
         assert found.exchange_s == pytest.approx(2 * 5 + sent * 2 * 8 * 2)
 
-    def test_a_ring_that_stays_at_home_exchanges_nothing_before_its_first_kernel(self):
+    def test_ring_with_local_rows_exchanges_nothing_before_its_first_kernel(self):
         plan, _, _ = a_plan("U1R4", "contiguous")
         assert predict(plan, shape_of(plan), machine(exchange_bytes_per_s=1.0)).exchange_s == 0
         assert predict(plan, shape_of(plan), machine(pack_bytes_per_s=1.0)).pack_s > 0
 
-    def test_each_further_chunk_takes_an_exchange(self):
+    def test_each_later_chunk_takes_an_exchange(self):
         plan, _, _ = a_plan("U1R4", "contiguous")
         known = machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0).constants
         traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, 4))
@@ -168,7 +168,7 @@ KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_p
 
 
 class TestNodes:
-    def test_what_crosses_nodes_takes_the_network(self):
+    def test_bytes_between_nodes_take_the_network(self):
         plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
         apart = predict(plan, shape_of(plan), machine(**KNOWN), [0, 0, 1, 1])
         alone = predict(plan, shape_of(plan), machine(**KNOWN), [0] * 4)
@@ -176,7 +176,7 @@ class TestNodes:
         assert apart.exchange_s == pytest.approx(sent)
         assert alone.exchange_s == pytest.approx(sent * 1.5 / 100)
 
-    def test_a_ring_within_nodes_does_not_notice_the_network(self):
+    def test_ring_within_nodes_is_independent_of_the_network(self):
         # Ulysses ranks are neighbours: the ring of U2R2 crosses nodes of 2.
         plan, _, _ = a_plan("U2R2", "contiguous")
         slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30).constants
@@ -184,14 +184,14 @@ class TestNodes:
         assert fetches_s(traffic, 2, slow, [0, 0, 1, 1]) == [pytest.approx(3)]
         assert fetches_s(traffic, 2, slow, [0] * 4) == [pytest.approx(0)]
 
-    def test_network_constants_are_asked_for(self):
+    def test_missing_network_constants_raise(self):
         plan, _, _ = a_plan("U4R1")
         with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
             predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
-def test_every_constant_matters_in_its_direction(name):
+def test_worse_constant_makes_the_prediction_slower(name):
     plan, _, _ = a_plan("U2R2", layout_name="striped")
     rates = {n: 1e6 for n in NAMES if n.endswith("_per_s") and not n.startswith("network")}
     hardware = machine(**rates, overlap=0.5)
@@ -202,7 +202,7 @@ def test_every_constant_matters_in_its_direction(name):
 
 
 class TestMistakes:
-    def test_what_does_not_fit_is_rejected(self):
+    def test_arguments_that_do_not_fit_raise(self):
         plan, _, _ = a_plan("U2R2")
         with pytest.raises(ValueError, match="the plan is for 6 heads, the shape has 5"):
             predict(plan, replace(shape_of(plan), heads=5), machine())

@@ -41,7 +41,7 @@ def small_masks():
 
 
 @pytest.mark.parametrize("bags", ["g1n1", "g3n3", "g2n2+g5n1", "g9n1"])
-def test_ranks_compute_and_send_what_packed_plans_say(bags):
+def test_counted_work_and_bytes_equal_those_of_packed_plans(bags):
     masks, topology = small_masks(), BagTopology.parse(bags, WORLD)
     work, loader = work_of(masks), np.array([0, 0, 1, 2, 4, 6, 8])
     layer, cost = LayerSize(HEADS, 16, 1e6), SequenceCost(3e-9, 2e-9)
@@ -76,7 +76,7 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags):
     assert slowest_bag_s(plan, work, layer, hardware, NODE) == pytest.approx(slowest_s)
 
 
-def test_int8_shrinks_what_bags_send_but_their_outputs():
+def test_int8_shrinks_bytes_of_bags_except_outputs():
     grid, cost = BlockGrid(960, 0, 16, 16), SequenceCost(1e-15, 0.0)
     work, loader = dense_sequences([grid, grid], HEADS), np.array([0, 1])
     plan = plan_sequences(
@@ -89,7 +89,7 @@ def test_int8_shrinks_what_bags_send_but_their_outputs():
     assert sent[1] / sent[0] == pytest.approx((3 * 20 + 32) / (4 * 32))
 
 
-def test_a_bag_that_crosses_nodes_pays_for_the_network_and_others_do_not():
+def test_bag_across_nodes_takes_the_network():
     grid, layer, cost = BlockGrid(960, 0, 16, 16), LayerSize(HEADS, 16, 1e6), SequenceCost(1e-15, 0.0)
     work, loader = dense_sequences([grid, grid], HEADS), np.array([0, 3])
     hardware = machine(exchange_bytes_per_s=1e9, network_bytes_per_s=1e6, network_latency_s=5.0)
@@ -119,7 +119,7 @@ def test_a_bag_that_crosses_nodes_pays_for_the_network_and_others_do_not():
         )
 
 
-def test_gamma_falls_out_of_the_constants():
+def test_gamma_follows_from_the_constants():
     hardware = machine(flops_per_s=2e12, linear_flops_per_s=1e12)
     assert gamma_of(FLUX, hardware) == pytest.approx(0.5)
     assert gamma_of(FLUX, machine(flops_per_s=2e12, linear_flops_per_s=1e12, score_s=512e-12)) == pytest.approx(1.5)
@@ -131,7 +131,7 @@ def test_gamma_falls_out_of_the_constants():
 
 
 @pytest.mark.parametrize("streams", ["first", "last", None])
-def test_whole_and_bags_have_tokens_at_the_same_places(streams):
+def test_layouts_of_the_group_and_of_bags_have_tokens_in_the_same_slots(streams):
     tokens, loader = np.array([5, 9, 3, 8, 2]), np.array([1, 0, 1, 2, 3])
     plan = plan_sequences(tokens, tokens, loader, BagTopology.parse("g2n2", 4))
     text = np.random.default_rng(0).random(tokens.sum()) < 0.4
@@ -148,7 +148,7 @@ def test_whole_and_bags_have_tokens_at_the_same_places(streams):
             assert kinds == sorted(kinds, reverse=streams == "first")
 
 
-def test_the_fastest_bags_are_those_that_take_least_and_that_hold_everything():
+def test_fastest_bags_take_least_and_hold_everything():
     drawn = draw(parse_streams("g4b3i256,g4b1i1024"), 8, 0, StreamAssumptions())
     requests = [
         MaskRequest(0, HEADS, tuple(thw), text)
@@ -175,7 +175,7 @@ def test_the_fastest_bags_are_those_that_take_least_and_that_hold_everything():
         fastest_bags(lambda each: planned(each, 1), *parts)
 
 
-def test_without_constants_the_smallest_bags_with_nearly_the_least_flop_are_taken():
+def test_bags_without_constants_are_the_smallest_with_nearly_the_least_flop():
     """Costs are FLOP alone, so that larger bags only ever gain; what their exchanges take is not known."""
     layer, loader = LayerSize(HEADS, 64, 1e7), np.arange(8)
     cost = sequence_cost(layer, FLOP_COUNTS)

@@ -14,44 +14,44 @@ from tests.support.generators import EVERY_STRATEGY, examples, grids, layouts
 
 
 @st.composite
-def placed(draw):
-    """(grid, strategy, layout)"""
+def problems(draw):
+    """Draws (grid, strategy, layout)."""
     grid, strategy = draw(grids()), draw(st.sampled_from(EVERY_STRATEGY))
     return grid, strategy, draw(layouts(grid, strategy))
 
 
-@given(placed())
+@given(problems())
 @examples(80)
-def test_every_token_is_at_exactly_one_place(problem):
-    """And tokens of a rank are in the order of their places."""
+def test_every_token_is_in_exactly_one_slot(problem):
+    """Checks also that tokens of a rank are in the order of their slots."""
     grid, strategy, layout = problem
     held = [
-        (rank, place, token)
+        (rank, slot, token)
         for rank in range(layout.world)
-        for token, place in zip(*layout.tokens_at(rank), strict=True)
+        for token, slot in zip(*layout.tokens_at(rank), strict=True)
     ]
     assert held == sorted(held)
     assert sorted(token for *_, token in held) == list(range(grid.tokens))
-    assert len({(rank, place) for rank, place, _ in held}) == grid.tokens
-    assert all(0 <= place < layout.shard for _, place, _ in held)
+    assert len({(rank, slot) for rank, slot, _ in held}) == grid.tokens
+    assert all(0 <= slot < layout.shard for _, slot, _ in held)
     assert (layout.world, layout.tokens) == (strategy.world, grid.tokens)
 
 
-@given(placed())
+@given(problems())
 @examples(80)
 def test_segments_tile_every_block_with_runs_that_lie_together(problem):
     grid, strategy, layout = problem
     for axis in (grid.q_axis, grid.k_axis):
         f = layout.segments(axis)
-        tokens, ranks, places = [], [], []
+        tokens, ranks, slots = [], [], []
         for block, offset, rank, local, length in zip(f.block, f.offset, f.rank, f.local, f.length, strict=True):
             assert 1 <= length <= axis.lengths[block] - offset
             tokens += range(axis.starts[block] + offset, axis.starts[block] + offset + length)
             ranks += [rank] * length
-            places += range(local, local + length)
+            slots += range(local, local + length)
         assert tokens == list(range(grid.tokens))
         assert ranks == layout.rank.tolist()
-        assert places == layout.local.tolist()
+        assert slots == layout.local.tolist()
         counted = Counter((axis.block_of[t], layout.rank[t] // strategy.ulysses) for t in tokens)
         table = f.tokens_by_ring(len(axis), strategy)
         assert table.tolist() == [
@@ -60,7 +60,7 @@ def test_segments_tile_every_block_with_runs_that_lie_together(problem):
 
 
 def test_contiguous_keeps_token_order_and_pads_the_last_ranks():
-    # 10 tokens on 4 ranks: shards of 3, the last rank has one token and two places of padding.
+    # 10 tokens on 4 ranks: shards of 3, the last rank has one token and two slots of padding.
     layout = SequenceLayout.contiguous(10, 4)
     assert layout.shard == 3
     assert layout.rank.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
@@ -80,7 +80,7 @@ def test_striped_assigns_the_coarser_blocks_so_that_none_is_cut():
     assert layout.rank.tolist() == (np.arange(32) // 8 % 2).tolist()
 
 
-def test_a_stream_of_text_gives_every_rank_its_share_of_text_before_or_after_its_share_of_video():
+def test_text_stream_is_sharded_before_or_after_the_video():
     # 5 text tokens on 2 ranks: 3 + 2 and one of padding; 6 video tokens: 3 + 3.
     layout = SequenceLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), streams="first")
     assert [a.tolist() for a in layout.tokens_at(0)] == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4, 5]]
@@ -94,10 +94,10 @@ def test_a_stream_of_text_gives_every_rank_its_share_of_text_before_or_after_its
 @pytest.mark.parametrize(
     ("rank", "local", "world"),
     [
-        ([0, 0, 1], [0, 0, 0], 2),  # two tokens at one place
+        ([0, 0, 1], [0, 0, 0], 2),  # two tokens at one slot
         ([0, 1, 2], [0, 0, 0], 2),  # a rank that is not there
         ([0, -1, 1], [0, 0, 0], 2),
-        ([0, 0, 1], [0, 2, 0], 2),  # a place beyond the shard
+        ([0, 0, 1], [0, 2, 0], 2),  # a slot beyond the shard
         ([0, 0, 1], [0, -1, 0], 2),
         ([0, 0, 1], [0, 1, 0], 0),  # no ranks at all
     ],
@@ -113,7 +113,7 @@ def test_streams_that_do_not_hold_every_token_once_raise(streams):
         SequenceLayout.from_streams([np.array(stream) for stream in streams], 2)
 
 
-def test_an_unknown_layout_or_one_for_no_ranks_raises():
+def test_unknown_layout_or_no_ranks_raise():
     with pytest.raises(ValueError, match=r"'diagonal'; use one of contiguous, striped$"):
         SequenceLayout.named("diagonal", BlockGrid.uniform(8, 4), Strategy(1, 1))
     with pytest.raises(ValueError, match="at least one rank, got 0"):

@@ -13,7 +13,7 @@ def test_parse_reads_any_case(text):
 
 
 @pytest.mark.parametrize("world", range(1, 13))
-def test_every_strategy_survives_printing_and_parsing(world):
+def test_strategy_is_parsed_from_its_text(world):
     assert all(Strategy.parse(str(s)) == s for s in Strategy.all_for(world))
 
 
@@ -23,13 +23,13 @@ def test_text_of_another_form_raises_with_an_example(text):
         Strategy.parse(text)
 
 
-def test_all_for_lists_every_product_ulysses_alone_first():
+def test_strategies_of_a_world_are_listed_ulysses_first():
     assert [str(s) for s in Strategy.all_for(6)] == ["U6R1", "U3R2", "U2R3", "U1R6"]
     assert [str(s) for s in Strategy.all_for(7)] == ["U7R1", "U1R7"]
     assert [str(s) for s in Strategy.all_for(1)] == ["U1R1"]
 
 
-def test_a_strategy_for_another_world_raises_and_lists_those_that_fit():
+def test_strategy_for_another_world_raises_with_those_that_fit():
     Strategy(4, 2).require_world(8)
     with pytest.raises(ValueError, match="needs 4·2 = 8 GPUs but there are 6; use one of U6R1, U3R2, U2R3, U1R6"):
         Strategy(4, 2).require_world(6)

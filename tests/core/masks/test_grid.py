@@ -4,10 +4,55 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid
+from dbsp_core.masks.grid import AXIS_ORDERS
+from dbsp_core.planning.planners import balanced_majority_rank, majority_rank
 from tests.support.generators import examples, grids
+from tests.support.oracle import position_in_order
+
+SIZES = st.tuples(*[st.integers(1, 7)] * 3)
+ORDERS = st.sampled_from(AXIS_ORDERS) | SIZES.map(lambda tile: "tile:{}x{}x{}".format(*tile))
+
+
+@examples(150)
+@given(SIZES, st.integers(0, 9), ORDERS)
+def test_token_permutation_equals_the_order_written_out(thw, text_tokens, order):
+    grid = BlockGrid(text_tokens + int(np.prod(thw)), text_tokens, 4, 4, thw, (order,))
+    token_permutation = torch.from_numpy(grid.token_permutation(order).copy())
+    assert torch.equal(torch.argsort(token_permutation), position_in_order(grid, 0))
+
+
+@pytest.mark.parametrize("order", ["", "tthw", "thx", "tile:4x4", "tile:0x4x4", "tile:4x4x4 "])
+def test_unknown_orders_are_rejected(order):
+    with pytest.raises(ValueError, match="unknown token order"):
+        BlockGrid(24, 0, 4, 4, (2, 3, 4), (order,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((24, 0, 4, 4, None, ("hwt",)), "need thw"),
+        ((25, 0, 4, 4, (2, 3, 4), ("hwt",)), "25 video tokens"),
+        ((24, 0, 4, 4, (2, 3, 4), ()), "must not be empty"),
+    ],
+)
+def test_orders_that_do_not_fit_are_rejected(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BlockGrid(*arguments)
+
+
+@examples(100)
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_level_residents_share_blocks_equally(blocks, parts, seed):
+    tokens = np.random.default_rng(seed).integers(0, 5, (blocks, parts))
+    level = balanced_majority_rank(tokens)
+    assert np.bincount(level, minlength=parts).max() <= -(-blocks // parts)
+    whole = np.eye(parts, dtype=np.int64)[np.arange(blocks) * parts // blocks]  # blocks that lie whole, in even runs
+    assert np.array_equal(balanced_majority_rank(whole), majority_rank(whole))
 
 
 @given(grids())
@@ -21,11 +66,11 @@ def test_blocks_tile_text_and_then_video_in_order_and_only_the_last_of_each_may_
         assert axis.lengths.max() <= block == axis.block
         assert ((ends <= grid.text_tokens) | (axis.starts >= grid.text_tokens)).all()
         assert set(ends[axis.lengths < block]) <= {grid.text_tokens, grid.tokens}
-        place = np.arange(grid.tokens) - axis.starts[axis.block_of]
-        assert ((place >= 0) & (place < axis.lengths[axis.block_of])).all()
+        offset = np.arange(grid.tokens) - axis.starts[axis.block_of]
+        assert ((offset >= 0) & (offset < axis.lengths[axis.block_of])).all()
 
 
-def test_a_text_segment_starts_its_own_blocks():
+def test_text_has_blocks_of_its_own():
     # 3 text tokens | 7 video tokens in blocks of 4: [0 1 2] [3 4 5 6] [7 8 9]; in blocks of 2: [0 1] [2] [3 4] …
     grid = BlockGrid(tokens=10, text_tokens=3, block_q=4, block_k=2)
     assert grid.q_axis.starts.tolist() == [0, 3, 7]

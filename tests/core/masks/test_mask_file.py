@@ -1,17 +1,29 @@
-"""The mask file format: what is written is read back, and what is no mask file is said to be none."""
+"""Mask files: round trips of every form, and files that are rejected in one line."""
 
 from __future__ import annotations
 
+import functools
 import os
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from dbsp_cli.mask_tools.convert import even_groups
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.masks.block_mask import CoarseBranch
-from tests.support.generators import random_bits
+from dbsp_core.masks.grid import AXIS_ORDERS
+from dbsp_core.masks.mask_file import mask_bits, mask_values
+from dbsp_core.masks.steps import StepGroups
+from tests.support.generators import SEEDS, examples, random_bits
 
+THW = (2, 3, 5)
+ORDERED = BlockGrid(37, 7, 4, 3, THW)
+ORDERS = st.sampled_from([*AXIS_ORDERS, "tile:2x2x2"])
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
 METADATA = {"tokens": "203", "text_tokens": "11", "block_q": "32", "block_k": "16"}
 
@@ -25,21 +37,20 @@ def path(tmp_path):
     return tmp_path / "masks.safetensors"
 
 
-class TestRoundTrip:
-    def test_missing_folders_are_made(self, tmp_path):
-        save_mask(tmp_path / "a" / "b" / "mask.safetensors", a_mask())
-        assert MaskFile(tmp_path / "a" / "b" / "mask.safetensors").heads == 3
+def test_missing_folders_are_made(tmp_path):
+    save_mask(tmp_path / "a" / "b" / "mask.safetensors", a_mask())
+    assert MaskFile(tmp_path / "a" / "b" / "mask.safetensors").heads == 3
 
 
-class TestSkippedBlocks:
-    def test_a_file_that_says_it_has_no_pooled_keys_is_read(self, path):
-        write(path, metadata={**METADATA, "pooled_keys": "false"})
-        assert MaskFile(path).layer(0).bits.all()
+def test_file_with_pooled_keys_false_is_read(path):
+    write(path, metadata={**METADATA, "pooled_keys": "false"})
+    assert MaskFile(path).layer(0).bits.all()
 
-    def test_a_coarse_branch_is_rejected(self, path):
-        branch = CoarseBranch(*(torch.zeros(3, 1, 4),) * 2, torch.ones(1).bool(), torch.zeros(1, 3, 1, 4))
-        with pytest.raises(ValueError, match="a coarse branch follows from values and gates"):
-            save_mask(path, BlockMask(a_mask().bits, GRID, branch))
+
+def test_mask_with_a_coarse_branch_is_not_saved(path):
+    branch = CoarseBranch(*(torch.zeros(3, 1, 4),) * 2, torch.ones(1).bool(), torch.zeros(1, 3, 1, 4))
+    with pytest.raises(ValueError, match="a coarse branch follows from values and gates"):
+        save_mask(path, BlockMask(a_mask().bits, GRID, branch))
 
 
 def write(path, tensor=None, metadata=METADATA, name="mask"):
@@ -99,8 +110,56 @@ BAD_FILES = {
 }
 
 
+def write_ordered(path, metadata=None, **tensors):
+    usual = {"tokens": "37", "text_tokens": "7", "block_q": "4", "block_k": "3", "thw": "2,3,5"}
+    given = {k: v for k, v in (usual | (metadata or {})).items() if v is not None}
+    save_file(tensors or {"mask": ones(2)}, path, metadata=given)
+
+
+def ones(*leading, nq=ORDERED.nq, nk=ORDERED.nk):
+    return torch.ones(*leading, nq, nk, dtype=torch.uint8)
+
+
+def order_index(*values):
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+NAMES = {"orders": "thw,hwt"}
+BAD_FORMS = {
+    "both tensors": ({"mask": ones(2), "packed": ones(2, nk=5)}, {}, "both 'mask' and 'packed'"),
+    "absurd numbers": ({}, {"tokens": str(10**15), "thw": None}, "makes 250000000000001×"),
+    "an order index of bfloat16": ({"mask": ones(2), "orders": torch.ones(2).bfloat16()}, NAMES, "mask file"),
+    "packed too wide": ({"packed": ones(2)}, {}, "does not fit its metadata"),
+    "packed as floats": ({"packed": ones(2, nk=5).float()}, {}, "is F32 of shape"),
+    "five dimensions, no groups": ({"mask": ones(1, 1, 2)}, {}, "need metadata groups"),
+    "groups, four dimensions": ({"mask": ones(1, 2)}, {"groups": "0-9"}, "expected uint8 .* of shape .groups"),
+    "another number of groups": ({"mask": ones(3, 1, 2)}, {"groups": "0-4,5-9"}, "3 step groups of masks, but"),
+    "groups with a gap": ({"mask": ones(2, 1, 2)}, {"groups": "0-4,6-9"}, "bad metadata.*must start at step 5"),
+    "thw of two": ({}, {"thw": "2,3"}, "bad metadata.*three numbers"),
+    "thw of letters": ({}, {"thw": "a,b,c"}, "bad metadata"),
+    "thw that does not fit": ({}, {"thw": "2,3,6"}, "bad metadata.*makes 36 tokens"),
+    "an unknown order": ({}, {"orders": "hwd"}, "bad token orders: unknown token order 'hwd'"),
+    "orders without thw": ({}, {"orders": "hwt", "thw": None}, "bad token orders: .*need thw"),
+    "several orders, no index": ({}, NAMES, "tensor 'orders' must be"),
+    "an order index too large": ({"mask": ones(2), "orders": order_index(0, 2)}, NAMES, "tensor 'orders' must be"),
+    "an order index of another size": ({"mask": ones(2), "orders": order_index(0, 1, 1)}, NAMES, "must be uint8"),
+    "an order index of int64": ({"mask": ones(2), "orders": torch.tensor([0, 1])}, NAMES, "must be uint8"),
+    "an order index of float8": (
+        {"mask": ones(2), "orders": torch.zeros(2).to(torch.float8_e4m3fn)},
+        NAMES,
+        "tensor 'orders' is F8_E4M3 and must be uint8",
+    ),
+    "one order, an index of bfloat16": ({"mask": ones(2), "orders": torch.zeros(1).bfloat16()}, {}, "must be uint8"),
+    "masks of float8": ({"mask": ones(2).to(torch.float8_e5m2)}, {}, "is F8_E5M2 of shape"),
+}
+BAD_FILES |= {
+    name: (functools.partial(write_ordered, metadata=metadata, **tensors), message)
+    for name, (tensors, metadata, message) in BAD_FORMS.items()
+}
+
+
 @pytest.mark.parametrize(("make", "message"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_raises_one_line_that_names_it(path, make, message):
+def test_bad_file_raises_one_line_with_its_name(path, make, message):
     make(path)
     with pytest.raises(ValueError, match=message) as raised:
         MaskFile(path)
@@ -118,7 +177,7 @@ def test_values_other_than_0_and_1_raise(path):
 
 
 @pytest.mark.parametrize("layer", [-1, 2])
-def test_a_layer_that_is_not_there_raises(path, layer):
+def test_missing_layer_raises(path, layer):
     save_mask(path, [a_mask(1), a_mask(2)])
     with pytest.raises(ValueError, match=f"has 2 layers, there is no layer {layer}") as raised:
         MaskFile(path).layer(layer)
@@ -126,7 +185,7 @@ def test_a_layer_that_is_not_there_raises(path, layer):
 
 
 class TestSaving:
-    def test_a_save_that_fails_leaves_the_earlier_file_and_nothing_else(self, path, monkeypatch):
+    def test_failed_save_leaves_the_earlier_file_alone(self, path, monkeypatch):
         save_mask(path, a_mask(1))
         before = path.read_bytes()
 
@@ -139,7 +198,7 @@ class TestSaving:
         assert path.read_bytes() == before
         assert list(path.parent.iterdir()) == [path]
 
-    def test_no_masks_raise(self, path):
+    def test_saving_no_masks_raises(self, path):
         with pytest.raises(ValueError, match="at least one mask"):
             save_mask(path, [])
 
@@ -148,3 +207,137 @@ class TestSaving:
         with pytest.raises(ValueError, match="same grid and number of heads"):
             save_mask(path, [a_mask(), other])
         assert not path.exists()
+
+    MASK = BlockMask(np.ones((2, ORDERED.nq, ORDERED.nk), bool), ORDERED)
+
+    @pytest.mark.parametrize(
+        ("masks", "groups", "message"),
+        [
+            ([[MASK], [MASK, MASK]], "0-4,5-9", "same number of layers"),
+            ([[MASK]], "0-4,5-9", "need 2 lists of masks"),
+            ([[MASK]], None, "need groups"),
+        ],
+    )
+    def test_masks_that_don_t_go_together_raise(self, tmp_path, masks, groups, message):
+        with pytest.raises(ValueError, match=message):
+            save_mask(tmp_path / "m.safetensors", masks, groups=groups)
+        assert not list(tmp_path.iterdir())
+
+
+def test_file_with_countless_sequences_or_orders_is_rejected_at_once(tmp_path, monkeypatch):
+    def heavy(*_: object) -> None:
+        raise AssertionError("grids are made of them")
+
+    sizes = {"tokens": "2000000", "text_tokens": "0", "block_q": "1", "block_k": "1"}
+    mask = {"mask": torch.zeros(1, dtype=torch.uint8)}
+    own = '{"tokens": 2, "text_tokens": 0, "thw": null}'
+    save_file(mask, tmp_path / "a.safetensors", {**sizes, "sequences": f"[{', '.join([own] * 100_000)}]"})
+    monkeypatch.setattr("dbsp_core.masks.mask_file.BlockGrid", heavy)
+    with pytest.raises(ValueError, match="100,000 sequences are more than the 65,536 that a mask file can have"):
+        MaskFile(tmp_path / "a.safetensors")
+    monkeypatch.undo()
+    save_file(mask, tmp_path / "b.safetensors", {**sizes, "sequences": "[" * 100_000})
+    with pytest.raises(ValueError, match="must be a JSON list") as rejected:
+        MaskFile(tmp_path / "b.safetensors")
+    assert len(str(rejected.value)) < 1000
+    orders = {"mask": torch.zeros(1, 2, 2, dtype=torch.uint8), "orders": torch.zeros(1, dtype=torch.uint8)}
+    named = {"tokens": "2", "text_tokens": "0", "block_q": "1", "block_k": "1", "orders": ",".join(["thw"] * 100_000)}
+    save_file(orders, tmp_path / "c.safetensors", named)
+    with pytest.raises(ValueError, match="bad token orders") as rejected:
+        MaskFile(tmp_path / "c.safetensors")
+    assert len(str(rejected.value)) < 1000
+
+
+@st.composite
+def files(draw):
+    """Draws (masks as `save_mask` takes them, groups, packed): every form that a file can have."""
+    heads, layers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    groups = draw(st.sampled_from([None, "0-3,4-9", "5-9,10-", "7-7"]))
+    form = draw(st.sampled_from(["canonical", "one", "heads", "layers"]))
+
+    def mask(seed):
+        orders = {
+            "canonical": ("thw",),
+            "one": ("hwt",),
+            "heads": tuple(AXIS_ORDERS[i] for i in range(heads)),
+            "layers": tuple(draw(st.lists(ORDERS, min_size=heads, max_size=heads))),
+        }[form]
+        grid = replace(ORDERED, orders=orders if len(set(orders)) > 1 else orders[:1])
+        return BlockMask(random_bits(heads, ORDERED, seed), grid)
+
+    seed = draw(SEEDS) % 1000
+    if groups is None:
+        masks = [mask(seed + i) for i in range(layers)]
+        return (masks[0] if draw(st.booleans()) else masks), None, draw(st.booleans())
+    count = len(StepGroups.parse(groups))
+    return [[mask(seed + 9 * g + i) for i in range(layers)] for g in range(count)], groups, draw(st.booleans())
+
+
+@given(files())
+@examples(60)
+def test_saved_masks_are_read_back_equal(tmp_path_factory, problem):
+    masks, groups, packed = problem
+    path = tmp_path_factory.mktemp("file") / "masks.safetensors"
+    save_mask(path, masks, groups=groups, packed=packed)
+    file = MaskFile(path)
+    assert (file.packed, str(file.groups or None)) == (packed, str(groups))
+    assert file.grid == ORDERED
+    by_group = masks if groups else [masks if isinstance(masks, list) else [masks]]
+    assert file.per_layer == isinstance(masks, list)
+    for group, layers in enumerate(by_group):
+        assert file.layers == len(layers)
+        for layer, mask in enumerate(layers):
+            read = file.layer(layer, group)
+            assert torch.equal(read.bits, mask.bits)
+            assert read.grid == mask.grid
+
+
+@given(SEEDS, st.integers(1, 40))
+@examples(30)
+def test_bits_are_packed_from_the_most_significant_one(seed, nk):
+    bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, nk)) < 0.5)
+    grid = BlockGrid(3 * nk, 0, nk, 3)  # 3 × nk blocks
+    packed = mask_values(bits, grid, packed=True)
+    assert packed.shape == (2, 3, -(-nk // 8))
+    assert torch.equal(mask_bits(packed, grid, 2, packed=True), bits)
+    for head, row, block in np.ndindex(2, 3, nk):
+        assert bool(packed[head, row, block // 8] >> (7 - block % 8) & 1) == bool(bits[head, row, block])
+
+
+class TestStepGroups:
+    def test_step_is_found_in_its_group(self):
+        groups = StepGroups.parse("5-9, 10-24,25-49")
+        assert str(groups) == "5-9,10-24,25-49"
+        assert [groups.find(step) for step in (0, 4, 5, 9, 10, 24, 25, 49)] == [None, None, 0, 0, 1, 1, 2, 2]
+        with pytest.raises(ValueError, match="none for step 50"):
+            groups.find(50)
+        assert StepGroups.parse("3-4,5-").find(10**6) == 1
+        assert StepGroups.parse("0").find(0) == StepGroups.parse("0-").find(99) == 0
+
+    @pytest.mark.parametrize("text", ["", "a", "5-3", "0-3,5-9", "0-,4-", "0-3,3-5", "1-2,", "-1", "0-3;4-5"])
+    def test_text_of_another_form_raises(self, text):
+        with pytest.raises(ValueError, match="step groups"):
+            StepGroups.parse(text)
+
+    @given(st.integers(1, 12), st.integers(1, 60))
+    def test_even_groups_are_paroattentions(self, count, steps):
+        if count > steps:
+            with pytest.raises(ValueError, match="don't fit"):
+                even_groups(count, steps)
+            return
+        groups = even_groups(count, steps)
+        assert [groups.find(step) for step in range(steps)] == [step * count // steps for step in range(steps)]
+
+
+def test_missing_step_group_raises(tmp_path):
+    write_ordered(tmp_path / "m.safetensors", {"groups": "0-4,5-"}, mask=ones(2, 1, 2))
+    with pytest.raises(ValueError, match="has 2 step groups, not 3"):
+        MaskFile(tmp_path / "m.safetensors").layer(0, 2)
+
+
+def test_file_deleted_after_opening_raises(tmp_path):
+    write_ordered(tmp_path / "m.safetensors")
+    file = MaskFile(tmp_path / "m.safetensors")
+    (tmp_path / "m.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot be read any more"):
+        file.layer(0)

@@ -60,10 +60,12 @@ def test_runs_of_rows_need_a_fraction_of_what_others_need():
     assert received["all"] == pytest.approx(2 * 7 * 12 * mask.grid.tokens / 8, rel=0.02)
 
 
-@pytest.mark.parametrize(("keys", "home"), [("needed", "contiguous"), ("all", "striped"), ("all", "contiguous")])
-def test_chunks_bring_every_key_once_from_one_ring_rank_each(keys, home):
+@pytest.mark.parametrize(
+    ("keys", "layout_name"), [("needed", "contiguous"), ("all", "striped"), ("all", "contiguous")]
+)
+def test_chunks_bring_every_key_once_from_one_ring_rank_each(keys, layout_name):
     mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(2, 4)
-    layout = SequenceLayout.named(home, mask.grid, strategy)
+    layout = SequenceLayout.named(layout_name, mask.grid, strategy)
     plan = make_plan(mask, strategy, layout=layout, keys=keys)
     for rank in range(strategy.world):
         came = np.zeros_like(plan.chunks.sent[rank], dtype=int)
@@ -77,7 +79,7 @@ def test_chunks_bring_every_key_once_from_one_ring_rank_each(keys, home):
         assert own >= 0.9 * by_ring_rank[chunk].sum(), "but for blocks that are cut between ranks"
 
 
-def test_a_mask_with_further_keys_does_not_fit():
+def test_plan_does_not_fit_a_mask_with_more_keys():
     mask = SOURCES["window"].mask(REQUEST)
     plan = make_plan(mask, "U2R2", keys="needed")
     assert plan.fits(mask)

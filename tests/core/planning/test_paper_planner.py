@@ -39,19 +39,19 @@ class TestGreedyHeads:
         # head 1 (3) → column 0: 10 | 10    head 3 (2) → a tie, so column 0: 12 | 10
         assert greedy_heads(np.array([5, 3, 7, 2, 5]), 2).tolist() == [1, 0, 0, 0, 1]
 
-    def test_a_cap_sends_heads_past_the_least_loaded_column(self):
+    def test_cap_sends_heads_past_the_least_loaded_column(self):
         # Uncapped: 9 → column 0, then every 1 → column 1. With at most two each, the last one must go to column 0.
         work = np.array([9, 1, 1, 1])
         assert greedy_heads(work, 2).tolist() == [0, 1, 1, 1]
         assert greedy_heads(work, 2, cap=2).tolist() == [0, 1, 1, 0]
 
-    def test_a_cap_that_cannot_hold_all_heads_raises_and_names_one_that_can(self):
+    def test_cap_below_the_heads_raises_with_one_that_fits(self):
         with pytest.raises(ValueError, match="5 heads do not fit 2 ranks of at most 2; use cap ≥ 3"):
             greedy_heads(np.ones(5, dtype=int), 2, cap=2)
 
     @given(WORKS, PARTS)
     @examples(80)
-    def test_every_head_has_a_column_and_none_is_more_than_one_head_above_the_mean(self, work, columns):
+    def test_columns_are_within_one_head_of_the_mean(self, work, columns):
         column = greedy_heads(work, columns)
         assert column.shape == work.shape
         assert set(column.tolist()) <= set(range(columns))
@@ -62,11 +62,11 @@ class TestBiasedGreedy:
     WORK = np.array([3, 4, 6, 3])
     INITIAL = np.array([0, 0, 0, 1])
 
-    def test_without_reward_by_hand(self):
+    def test_no_reward_balances_as_by_hand(self):
         # Largest first. 6 → part 0: 6 | 0    4 → part 1: 6 | 4    first 3 → part 1: 6 | 7    second 3 → part 0: 9 | 7
         assert biased_greedy(self.WORK, 2, self.INITIAL, 0.0).tolist() == [1, 1, 0, 0]
 
-    def test_with_reward_by_hand(self):
+    def test_reward_keeps_blocks_as_by_hand(self):
         # R_b = 1 takes the block's own work off its initial part:
         # 6 at 0: −6 < 0, stays:       6 | 0        4 at 0: 6 − 4 = 2 > 0, moves:    6 | 4
         # 3 at 0: 6 − 3 = 3 < 4, stays: 9 | 4       3 at 1: 4 − 3 = 1 < 9, stays:    9 | 7
@@ -79,7 +79,7 @@ class TestBiasedGreedy:
 
     @given(WORKS, PARTS, st.floats(0, 5), SEEDS)
     @examples(80)
-    def test_a_reward_costs_at_most_its_share_of_one_block(self, work, parts, reward, seed):
+    def test_reward_costs_at_most_its_share_of_one_block(self, work, parts, reward, seed):
         # A block stays only where load − reward·work is least, hence at most reward·work above the least load.
         initial = np.random.default_rng(seed).integers(parts, size=len(work))
         part = biased_greedy(work, parts, initial, reward)
@@ -101,7 +101,7 @@ class TestPaper:
         assert np.bincount(paper(heads, equal_heads=True).ravel()).tolist() == [2, 2]
 
     @pytest.mark.parametrize("reward", [-0.1, float("nan")])
-    def test_a_reward_below_zero_or_none_at_all_raises(self, reward):
+    def test_reward_that_is_negative_or_nan_raises(self, reward):
         with pytest.raises(UserError, match=r"reward=.* must not be negative"):
             paper(self.CAUSAL, reward=reward)
 

@@ -1,4 +1,4 @@
-"""Plans: every row and block has its place, and the numbers are what plain counting gives."""
+"""Plans: every row has one owner, every block one source, and metrics equal plain counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
 
 
 def counted(plan: Plan, mask: BlockMask) -> float:
-    """ρ_s, active block by active block."""
+    """Returns ρ_s, counted active block by active block."""
     done = Counter(int(plan.owner[h, i]) for h, i, _ in mask.bits.nonzero().tolist())
     return max(done.values()) / (done.total() / plan.strategy.world) if done else 1.0
 
@@ -35,7 +35,7 @@ def test_rows_blocks_and_numbers_are_what_plain_counting_gives(strategy, data):
     rows = [row for rank in ranks for row in zip(*map(list, plan.rows_of(rank)), strict=True)]
     assert sorted(rows) == list(np.ndindex(heads, grid.nq))
     # 2. Every rank is sent each KV block of its column's heads once, from the ring rank that each chunk is of.
-    home = np.broadcast_to(plan.chunks.k_ring_rank, (heads, grid.nk))
+    source = np.broadcast_to(plan.chunks.k_ring_rank, (heads, grid.nk))
     for rank in ranks:
         of_column = {h for one in range(rank % x, strategy.world, x) for h in plan.rows_of(one)[0].tolist()}
         chunks = plan.chunks.blocks_for(rank)
@@ -43,7 +43,7 @@ def test_rows_blocks_and_numbers_are_what_plain_counting_gives(strategy, data):
         sent = [block for chunk in chunks for block in zip(*(a.tolist() for a in chunk), strict=True)]
         assert sorted(sent) == [(h, j) for h in sorted(of_column) for j in range(grid.nk)]
         for number, (head, block) in enumerate(chunks):
-            assert ((rank // x - number) % y == home[head, block]).all()
+            assert ((rank // x - number) % y == source[head, block]).all()
     # 3. Planners but for "dbsp" leave heads whole within a column, and blocks within a ring rank.
     if problem.planner != "dbsp":
         assert (plan.split_heads, plan.extra_kv) == (0, 0.0)
@@ -64,13 +64,13 @@ def test_rows_blocks_and_numbers_are_what_plain_counting_gives(strategy, data):
 
 @given(st.data())
 @examples(40)
-def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
+def test_fingerprint_changes_with_one_row_or_block(data):
     strategy = Strategy(ulysses=2, ring=3)
     plan = data.draw(problems(strategy)).plan()
     chunks = plan.chunks
 
-    def one_elsewhere(places, parts):
-        changed, index = places.copy(), data.draw(st.integers(0, places.size - 1))
+    def one_elsewhere(values, parts):
+        changed, index = values.copy(), data.draw(st.integers(0, values.size - 1))
         changed.flat[index] = (changed.flat[index] + 1) % parts
         return changed
 
@@ -82,7 +82,7 @@ def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
 @every_strategy
 @given(data=st.data(), seed=SEEDS)
 @examples(8)
-def test_a_reused_plan_has_the_numbers_of_the_new_mask(strategy, data, seed):
+def test_reused_plan_has_the_metrics_of_the_new_mask(strategy, data, seed):
     problem = data.draw(problems(strategy))
     plan = problem.plan()
     mask = BlockMask(random_bits(problem.mask.heads, problem.mask.grid, seed), problem.mask.grid)
@@ -108,7 +108,7 @@ def test_row_counts_give_the_plan_and_the_numbers_of_their_mask(strategy, data):
         assert (one.rho, one.rho_before, one.rho_bound) == (plan.rho, plan.rho_before, plan.rho_bound)
 
 
-def test_a_plan_that_was_not_compared_has_no_numbers_to_compare_with():
+def test_plan_without_comparison_has_no_baseline():
     mask = BlockMask.dense(2, BlockGrid.uniform(64, 16))
     plan = make_plan(mask, "U2R1", compare=False)
     assert np.isnan([plan.rho_before, plan.rho_bound]).all()
@@ -117,7 +117,7 @@ def test_a_plan_that_was_not_compared_has_no_numbers_to_compare_with():
     assert plan.counted(mask).compared[1].sum() == plan.work.sum()
 
 
-def test_a_contiguous_plan_by_hand():
+def test_contiguous_plan_equals_one_by_hand():
     # 8 tokens in blocks of 2 on U1R2 with a causal mask: rows need 1, 2, 3, 4 blocks. Rank 0 has rows 0, 1 and does 3,
     # rank 1 does 7: ρ_s = 7 / (10 / 2) = 1.4.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
@@ -131,7 +131,7 @@ def test_a_contiguous_plan_by_hand():
     assert (plan.rho, plan.moved) == (1.4, 0.0)
 
 
-def test_a_paper_plan_by_hand():
+def test_paper_plan_equals_one_by_hand():
     # The same mask, R_b = 1. Rows, largest first: 4 stays, as 0 − 4 < 0; 3, 0 locally: 4 − 3 > 0, moves to rank 0;
     # 2 locally: 3 − 2 < 4, stays; 1 locally: 5 − 1 = 4, a tie that the lower rank wins, so it stays.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
@@ -146,7 +146,7 @@ class TestErrors:
     GRID = BlockGrid.uniform(64, 16)
     MASK = BlockMask.dense(2, GRID)
 
-    def test_a_mask_of_another_size(self):
+    def test_mask_of_another_size_raises(self):
         plan = make_plan(self.MASK, "U2R1")
         with pytest.raises(ValueError, match="the plan has 2 heads, the mask 3; make a plan for this mask"):
             plan.counted(BlockMask.dense(3, self.GRID))
@@ -157,7 +157,7 @@ class TestErrors:
             plan.counted(np.ones((2, 5), dtype=np.int64))
         assert not plan.fits(other)
 
-    def test_an_unknown_planner_names_those_there_are(self):
+    def test_unknown_planner_raises_with_those_that_exist(self):
         with pytest.raises(ValueError, match=f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"):
             make_plan(self.MASK, "U2R1", "greedy")
 
@@ -175,7 +175,7 @@ class TestErrors:
             SequenceLayout.striped(GRID, Strategy(1, 3)),
         ],
     )
-    def test_a_home_layout_of_another_size(self, layout):
+    def test_layout_of_another_size_raises(self, layout):
         with pytest.raises(
             ValueError, match=f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit"
         ):

@@ -21,12 +21,12 @@ GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (16, 1), (4, 4), (1, 16), (3, 2)]
 
 
 def loads(work: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
-    """int64[ranks], the work of each."""
+    """Returns the work of each rank, int64[ranks]."""
     return np.bincount(owner.ravel(), work.ravel(), ranks).astype(np.int64)
 
 
 def split(owner: np.ndarray) -> bool:
-    """Whether, without a ring, some head is on several ranks."""
+    """Returns whether some head is on several ranks, without a ring."""
     return bool((owner != owner[:, :1]).any())
 
 
@@ -35,7 +35,7 @@ def rho(work: np.ndarray, owner: np.ndarray, ranks: int) -> float:
     return float(of_rank.max() / of_rank.mean()) if of_rank.any() else 1.0
 
 
-def homes(blocks: int, ring: int, layout: str) -> np.ndarray:
+def source_rings(blocks: int, ring: int, layout: str) -> np.ndarray:
     return np.arange(blocks) % ring if layout == "striped" else np.arange(blocks) * ring // blocks
 
 
@@ -66,10 +66,10 @@ def works() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("ulysses", "ring"), GRIDS)
 @pytest.mark.parametrize("name", works())
 def test_plans_without_a_price_reach_1_002_or_what_whole_rows_allow(name, ulysses, ring):
-    """In both layouts one after another."""
+    """Layouts alternate."""
     work, ranks = works()[name], ulysses * ring
     layout = ("striped", "contiguous")[(list(works()).index(name) + GRIDS.index((ulysses, ring))) % 2]
-    owner = plan_rows(work, homes(work.shape[1], ring, layout), ulysses, ring)
+    owner = plan_rows(work, source_rings(work.shape[1], ring, layout), ulysses, ring)
     bound = bins_bound(work.ravel(), ranks)
     # Where a rank has a handful of rows, one of the lightest may be left over.
     few = np.count_nonzero(work) < 16 * ranks
@@ -81,16 +81,16 @@ def test_plans_without_a_price_reach_1_002_or_what_whole_rows_allow(name, ulysse
 @pytest.mark.parametrize(("ulysses", "ring"), [(8, 1), (4, 2), (2, 4), (1, 8)])
 def test_masks_like_the_papers_move_few_rows_and_split_no_head(ulysses, ring, layout, most):
     work = works()["paper"]
-    home = homes(600, ring, layout)
-    owner = plan_rows(work, home, ulysses, ring)
-    assert (owner // ulysses != home).mean() <= most
+    source = source_rings(600, ring, layout)
+    owner = plan_rows(work, source, ulysses, ring)
+    assert (owner // ulysses != source).mean() <= most
     assert (owner % ulysses == owner[:, :1] % ulysses).all()
 
 
-def test_no_work_moves_nothing():
-    home = homes(60, 4, "striped")
-    owner = plan_rows(np.zeros((8, 60), dtype=np.int64), home, 2, 4)
-    assert (owner // 2 == home).all()
+def test_rows_without_work_are_not_moved():
+    source = source_rings(60, 4, "striped")
+    owner = plan_rows(np.zeros((8, 60), dtype=np.int64), source, 2, 4)
+    assert (owner // 2 == source).all()
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), GRIDS)
@@ -98,8 +98,8 @@ def test_no_work_moves_nothing():
 def test_runs_of_tokens_are_as_even_and_lie_together(name, ulysses, ring):
     work, ranks = works()[name], ulysses * ring
     position = np.arange(float(work.shape[1]))
-    owner = plan_rows(work, homes(work.shape[1], ring, "contiguous"), ulysses, ring, position=position)
-    free = plan_rows(work, homes(work.shape[1], ring, "contiguous"), ulysses, ring)
+    owner = plan_rows(work, source_rings(work.shape[1], ring, "contiguous"), ulysses, ring, position=position)
+    free = plan_rows(work, source_rings(work.shape[1], ring, "contiguous"), ulysses, ring)
     assert loads(work, owner, ranks).max() <= max(
         int(work.sum() * 1.002) // ranks, loads(work, free, ranks).max() * 1.02
     )
@@ -112,16 +112,16 @@ small = st.integers(1, 5)
 
 @given(seed=st.integers(0, 2**32), ulysses=small, ring=small, shape=st.tuples(st.integers(1, 7), st.integers(1, 9)))
 @settings(max_examples=200, deadline=None)
-def test_any_work_gets_a_valid_plan_the_same_every_time_and_within_a_row_of_the_mean(seed, ulysses, ring, shape):
+def test_any_work_gets_a_valid_plan_within_a_row_of_the_mean(seed, ulysses, ring, shape):
     rng, ranks = np.random.default_rng(seed), ulysses * ring
     work = rng.integers(0, 20, shape) * (rng.random(shape) < rng.choice([0.1, 0.9, 1.0]))
-    home = homes(shape[1], ring, rng.choice(["striped", "contiguous"]))
-    owner = plan_rows(work, home, ulysses, ring)
-    assert np.array_equal(owner, plan_rows(work.copy(), home.copy(), ulysses, ring))
+    source = source_rings(shape[1], ring, rng.choice(["striped", "contiguous"]))
+    owner = plan_rows(work, source, ulysses, ring)
+    assert np.array_equal(owner, plan_rows(work.copy(), source.copy(), ulysses, ring))
     assert owner.dtype == np.int64
     assert owner.min() >= 0
     assert owner.max() < ranks
-    stay = home * ulysses + contiguous_heads(len(work), ulysses)[:, None]
+    stay = source * ulysses + contiguous_heads(len(work), ulysses)[:, None]
     most = loads(work, owner, ranks).max()
     assert bins_bound(work.ravel(), ranks) <= most <= -(-work.sum() // ranks) + work.max()
     assert most <= max(loads(work, stay, ranks).max(), int(work.sum() * 1.002) // ranks)
@@ -134,7 +134,7 @@ def test_small_cases_are_within_one_row_of_the_best_of_all_owners(seed, shape):
     work = np.random.default_rng(seed).integers(0, 9, (2, 3))
     ranks = ulysses * ring
     best = min(loads(work, np.array(owner), ranks).max() for owner in itertools.product(range(ranks), repeat=6))
-    owner = plan_rows(work, homes(3, ring, "striped"), ulysses, ring, target_rho=1.0)
+    owner = plan_rows(work, source_rings(3, ring, "striped"), ulysses, ring, target_rho=1.0)
     assert best <= loads(work, owner, ranks).max() <= best + work.max()
 
 
@@ -153,42 +153,42 @@ def test_heads_are_split_at_most_x_minus_1_times_and_columns_stay_within_a_row_o
 
 
 class TestPrice:
-    HOME = np.zeros(100, dtype=np.int64)
+    SOURCE = np.zeros(100, dtype=np.int64)
 
     @pytest.mark.parametrize(("price", "splits"), [(0, True), (20, True), (51, False)])
-    def test_a_head_is_split_where_that_saves_more_than_its_keys_cost(self, price, splits):
+    def test_head_is_split_if_that_saves_more_than_its_keys_cost(self, price, splits):
         # Heads of 10,000 and 9,900 blocks: split, both ranks compute 9,950, and one receives a second head.
         work = np.stack([np.full(100, 100), np.full(100, 99)])
-        assert split(plan_rows(work, self.HOME, 2, 1, price)) == splits
+        assert split(plan_rows(work, self.SOURCE, 2, 1, price)) == splits
 
-    def test_the_price_is_at_most_a_fiftieth_of_the_mean(self):
-        # 10,000 and 9,500: 250 saved. A fiftieth of the mean is 195, whatever keys cost.
+    def test_price_is_at_most_a_fiftieth_of_the_mean(self):
+        # 10,000 and 9,500: 250 saved. A fiftieth of the mean is 195, for any cost of keys.
         work = np.stack([np.full(100, 100), np.full(100, 95)])
-        assert split(plan_rows(work, self.HOME, 2, 1, 10**6))
+        assert split(plan_rows(work, self.SOURCE, 2, 1, 10**6))
 
     @given(
         seed=st.integers(0, 2**32), grid=st.sampled_from([(2, 1), (4, 1), (3, 2), (2, 2)]), price=st.integers(0, 40)
     )
     @settings(max_examples=60, deadline=None)
-    def test_a_priced_plan_is_no_slower_than_the_plan_without_a_price(self, seed, grid, price):
+    def test_plan_with_a_price_is_no_slower_than_without(self, seed, grid, price):
         (ulysses, ring), rng = grid, np.random.default_rng(seed)
         work = rng.integers(1, 60, (rng.integers(2, 9), 24))
-        home, price = homes(24, ring, "striped"), min(price, int(work.sum()) // (50 * ulysses * ring))
-        priced, free = (plan_rows(work, home, ulysses, ring, one) for one in (price, 0))
+        source, price = source_rings(24, ring, "striped"), min(price, int(work.sum()) // (50 * ulysses * ring))
+        priced, free = (plan_rows(work, source, ulysses, ring, one) for one in (price, 0))
         assert (
             self.slowest(work, priced, ulysses, ring, price) <= self.slowest(work, free, ulysses, ring, price) * 1.02
         )
 
     @staticmethod
     def slowest(work, owner, ulysses, ring, price):
-        """Active blocks computed, and the price of heads received, of the slowest rank; counted one by one."""
+        """Returns the slowest rank's active blocks and price of heads received, counted one by one."""
         received = [len(set(np.nonzero(owner % ulysses == r)[0].tolist())) for r in range(ulysses)]
         return max(int(work[owner == rank].sum()) + price * received[rank % ulysses] for rank in range(ulysses * ring))
 
     def test_whole_heads_in_equal_numbers_receive_what_plain_ulysses_does(self):
         work = works()["paper"]
         price = head_price(BlockGrid.uniform(600 * 64), Strategy(8, 1))
-        owner = plan_rows(work, homes(600, 1, "striped"), 8, 1, price)
+        owner = plan_rows(work, source_rings(600, 1, "striped"), 8, 1, price)
         assert columns_of_heads(owner, 8).sum(axis=0).tolist() == [5] * 8
         assert rho(work, owner, 8) <= 1.003
 
@@ -200,7 +200,7 @@ class TestPrice:
         assert head_price(BlockGrid.uniform(128), Strategy(1, 4)) == 0
 
     @pytest.mark.parametrize("name", ["a800", "h100", "h200", "h800"])
-    def test_the_price_is_that_of_shipped_machines_within_a_factor_of_two(self, name):
+    def test_price_is_within_a_factor_of_two_of_shipped_hardware(self, name):
         known = load_hardware(name).constants
         price = known.flops_per_s * (1 / known.exchange_bytes_per_s + 1 / known.pack_bytes_per_s)
         assert KEY_PRICE / 2 <= price <= KEY_PRICE * 2

@@ -25,7 +25,7 @@ STREAMS = {
 
 
 def loads(plan: SequencePlan, cost: np.ndarray) -> np.ndarray:
-    """float64[bags]: cost a rank."""
+    """Returns the cost per rank, float64[bags]."""
     return np.bincount(plan.bag, cost, len(plan.topology.ranks)) / plan.topology.ranks
 
 
@@ -39,7 +39,7 @@ class TestTopology:
             ("g2n1 + g1n1", 3, [2, 1]),
         ],
     )
-    def test_a_unit_is_repeated_over_the_cluster(self, text, world, ranks):
+    def test_unit_of_bags_is_repeated_over_the_cluster(self, text, world, ranks):
         topology = BagTopology.parse(text, world)
         assert topology.ranks.tolist() == ranks
         assert topology.world == world
@@ -60,7 +60,7 @@ class TestTopology:
         with pytest.raises(UserError, match=r"not of the form gGnN.*for example g8n4"):
             BagTopology.parse(text, 32)
 
-    def test_a_unit_that_does_not_divide_the_ranks_says_what_fits(self):
+    def test_unit_that_does_not_divide_the_ranks_raises_with_those_that_fit(self):
         with pytest.raises(
             UserError, match="units of 32 ranks, which do not divide 12; 12 fit g1n12, g2n6, g3n4, g4n3"
         ):
@@ -102,7 +102,7 @@ class TestStreams:
             ("g8b0i256", 8, "there are no sequences"),
         ],
     )
-    def test_what_makes_no_sequences_is_rejected(self, codes, world, message):
+    def test_streams_without_sequences_raise(self, codes, world, message):
         with pytest.raises(UserError, match=message):
             draw(parse_streams(codes), world, 0, StreamAssumptions())
 
@@ -114,7 +114,7 @@ class TestStreams:
             StreamAssumptions(**values)
 
 
-def test_a_cost_is_whole_picoseconds_of_tokens_and_blocks():
+def test_cost_is_whole_picoseconds_of_tokens_and_blocks():
     cost = SequenceCost(2e-9, 3e-12)
     found = cost.picoseconds(np.array([5, 1]), np.array([7, 0]))
     assert (found.dtype, found.tolist()) == (np.int64, [10021, 2000])
@@ -126,8 +126,8 @@ def test_a_cost_is_whole_picoseconds_of_tokens_and_blocks():
             replace(cost, **wrong)
 
 
-def test_the_greedy_is_knapformers():
-    """By hand. Costs add up to 24 on four ranks, 6 each: the 10 has room only in the bag of two."""
+def test_greedy_equals_knapformers_by_hand():
+    """Computes by hand: costs add up to 24 on four ranks, 6 each, so that the 10 fits only the bag of two."""
     topology, cost = BagTopology.parse("g1n2+g2n1", 4), np.array([3, 10, 4, 2, 5])
     plan = plan_sequences(cost, cost, np.zeros(5, dtype=int), topology)
     # 10 → the pair, 10/12 full; 5 and 4 → the single ones; 3 fits nowhere, so to the emptiest that could hold it
@@ -140,7 +140,7 @@ def test_the_greedy_is_knapformers():
 
 @st.composite
 def sequences(draw: st.DrawFn):
-    """(cost, tokens, loader, topology), some sequences equal, some enormous."""
+    """Draws (cost, tokens, loader, topology), some sequences equal, some enormous."""
     unit = draw(st.sampled_from(["g1n1", "g1n4", "g2n2", "g1n2+g2n1+g4n1", "g3n1+g1n2", "g8n1", "g2n1+g1n1+g2n1"]))
     sizes = [int(term[1]) * int(term[3]) for term in unit.split("+")]
     topology = BagTopology.parse(unit, sum(sizes) * draw(st.integers(1, 3)))
@@ -173,9 +173,9 @@ def test_every_sequence_is_in_one_bag_and_every_token_on_one_rank(case, seed):
     for here, size in zip(topology.first_rank, topology.ranks, strict=True):
         assert np.ptp(by_rank[here : here + size]) <= 1
     # 4. As many tokens as an even layout can leave where they were loaded.
-    home = np.bincount(loader, np.where(topology.bag_of_rank[loader] == plan.bag, tokens, 0), topology.world)
-    assert moved_tokens(runs, loader, 1)[0] == tokens.sum() - np.minimum(home, by_rank).sum()
-    # 5. The homes are a layout, in the order of the runs.
+    local = np.bincount(loader, np.where(topology.bag_of_rank[loader] == plan.bag, tokens, 0), topology.world)
+    assert moved_tokens(runs, loader, 1)[0] == tokens.sum() - np.minimum(local, by_rank).sum()
+    # 5. Source ranks are a layout, in the order of the runs.
     layout = whole_layout(plan, tokens)
     assert layout.shard == by_rank.max()
     assert np.array_equal(np.lexsort((layout.local, layout.rank)), np.concatenate(covered))
@@ -189,7 +189,7 @@ def test_every_sequence_is_in_one_bag_and_every_token_on_one_rank(case, seed):
 
 @given(case=sequences(), spare=st.floats(1.0, 1.5))
 @settings(max_examples=100, deadline=None)
-def test_no_rank_holds_more_tokens_than_it_can(case, spare):
+def test_rank_holds_at_most_max_tokens(case, spare):
     cost, tokens, loader, topology = case
     most = int(plan_sequences(cost, tokens, loader, topology).runs.by_rank(topology.world).max() * spare)
     try:
@@ -213,7 +213,7 @@ def test_large_costs_do_not_overflow():
 @pytest.mark.parametrize("gamma", [0.2, 0.4, 1.6])
 @pytest.mark.parametrize("stream", STREAMS)
 def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
-    """The goal is 1.005."""
+    """Requires 1.005 at most."""
     for seed in range(5):
         found = draw(parse_streams(STREAMS[stream]), 32, seed, StreamAssumptions())
         tokens = found.tokens

@@ -32,7 +32,7 @@ def a_mask(seed, grid=GRID):
 
 
 def run(recorder, seeds, moments=MOMENTS, lasting=False):
-    """One pass per moment; seeds[i][layer] says which mask a layer has in pass i."""
+    """Records one pass per moment; seeds[i][layer] is the seed of a layer's mask in pass i."""
     for moment, layers in zip(moments, seeds, strict=True):
         recorder.begin(moment)
         for layer, seed in enumerate(layers):
@@ -51,7 +51,7 @@ def new(folder, of_model=2, **settings):
 class TestOneProcess:
     @given(seeds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=6, max_size=6))
     @examples(15)
-    def test_every_mask_is_read_back_and_written_once(self, tmp_path_factory, seeds):
+    def test_masks_are_read_back_and_written_once(self, tmp_path_factory, seeds):
         folder = tmp_path_factory.mktemp("recording")
         run(new(folder), seeds)
         recording = Recording.read(folder)
@@ -66,7 +66,7 @@ class TestOneProcess:
         assert content["bytes"] == sum(p.stat().st_size for p in folder.glob("*.safetensors"))
         assert content["stopped"] is None
 
-    def test_a_pass_is_on_disk_once_its_last_layer_ran(self, tmp_path):
+    def test_pass_is_written_after_its_last_layer(self, tmp_path):
         recorder = new(tmp_path / "r")
         recorder.begin(DenoisingStep())
         keep_and_use(recorder, 0, a_mask(0))
@@ -75,7 +75,7 @@ class TestOneProcess:
         assert len(Recording.read(tmp_path / "r").passes) == 1
 
     @pytest.mark.parametrize("lasting", [False, True])
-    def test_every_nth_step_and_chosen_layers_alone(self, tmp_path, lasting):
+    def test_recording_has_every_nth_step_and_chosen_layers_alone(self, tmp_path, lasting):
         run(new(tmp_path, every=2, layers=frozenset({1})), [(10 * i, 10 * i + 1) for i in range(6)], lasting=lasting)
         recording = Recording.read(tmp_path)
         assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
@@ -85,7 +85,7 @@ class TestOneProcess:
         with pytest.raises(ValueError, match=r"no mask of layer 0 at step 2, branch 0; it has layers \[1\]"):
             recording.mask(0, DenoisingStep(2))
 
-    def test_a_lasting_mask_made_in_a_step_that_is_left_out_is_there_when_it_is_wanted(self, tmp_path):
+    def test_lasting_mask_of_a_skipped_step_is_recorded_later(self, tmp_path):
         recorder = new(tmp_path, every=2)
         for step in range(3):
             recorder.begin(DenoisingStep(step))
@@ -97,7 +97,7 @@ class TestOneProcess:
         assert torch.equal(recording.mask(1, DenoisingStep(2)).bits, a_mask(11).bits)
         assert not recorder._pending
 
-    def test_a_lasting_mask_that_only_other_layers_had_is_there_when_it_is_wanted(self, tmp_path):
+    def test_lasting_mask_of_other_layers_is_recorded_later(self, tmp_path):
         recorder = new(tmp_path, layers=frozenset({1}))
         recorder.begin(DenoisingStep(0))
         recorder.mask_made("all", 0, a_mask(3), True)
@@ -108,7 +108,7 @@ class TestOneProcess:
             recorder.mask_used(layer, "all")
         assert torch.equal(Recording.read(tmp_path).mask(1, DenoisingStep(1)).bits, a_mask(3).bits)
 
-    def test_the_limit_stops_it_with_one_notice_and_what_it_has_stays_good(self, tmp_path, capsys):
+    def test_limit_stops_the_recording_with_one_warning(self, tmp_path, capsys):
         recorder = new(tmp_path, limit=2000)
         run(recorder, [(10 * i, 10 * i + 1) for i in range(6)])
         assert sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) <= 2000
@@ -139,7 +139,7 @@ class TestOneProcess:
         assert list(recording.passes) == MOMENTS
         assert torch.equal(recording.mask(0, DenoisingStep(2, 1)).bits, a_mask(5).bits)
 
-    def test_an_older_recording_is_left_alone(self, tmp_path, capsys):
+    def test_older_recording_is_not_overwritten(self, tmp_path, capsys):
         run(new(tmp_path), [(0, 1)], [DenoisingStep()])
         before = files_of(tmp_path)
         run(new(tmp_path), [(2, 3)], [DenoisingStep()])
@@ -147,7 +147,7 @@ class TestOneProcess:
         assert "has a recording already; give another folder" in capsys.readouterr().err
 
     @pytest.mark.parametrize("blocked", ["folder", "write"])
-    def test_a_disk_that_fails_stops_it_with_one_notice(self, tmp_path, capsys, monkeypatch, blocked):
+    def test_failing_disk_stops_the_recording_with_one_warning(self, tmp_path, capsys, monkeypatch, blocked):
         folder = tmp_path / "r"
         if blocked == "folder":
             folder.write_text("a file is where the folder should be")
@@ -178,13 +178,13 @@ class TestReading:
             {"passes": [{"step": 0}]},
         ],
     )
-    def test_a_bad_index_raises_one_line(self, tmp_path, changes):
+    def test_bad_index_raises_one_line(self, tmp_path, changes):
         self.index(tmp_path, **changes)
         with pytest.raises(ValueError, match="is no recording of masks") as raised:
             Recording.read(tmp_path)
         assert "\n" not in str(raised.value)
 
-    def test_a_folder_without_one_and_a_missing_one_raise(self, tmp_path):
+    def test_folder_without_a_recording_raises(self, tmp_path):
         for folder in (tmp_path, tmp_path / "none"):
             with pytest.raises(ValueError, match="make one with `dbsp masks record"):
                 Recording.read(folder)
@@ -202,7 +202,7 @@ class TestReading:
             Recording.read(tmp_path).mask(0, DenoisingStep())
 
     @pytest.mark.parametrize("key", ["tokens", "block_k"])
-    def test_a_mask_file_with_absurd_numbers_raises_and_takes_no_memory(self, tmp_path, key):
+    def test_mask_file_with_absurd_numbers_raises(self, tmp_path, key):
         self.index(tmp_path)
         for file in tmp_path.glob("*.safetensors"):
             with safe_open(file, framework="pt") as content:
@@ -226,7 +226,7 @@ class TestReading:
 
 
 class TestSettings:
-    def test_the_environment_says_what_is_recorded(self, monkeypatch):
+    def test_settings_of_recording_are_read_from_the_environment(self, monkeypatch):
         assert DbspConfig().record is None
         monkeypatch.setenv("DBSP_RECORD", "0")
         assert RecordSettings.from_environment(DbspConfig().record) == RecordSettings()
@@ -235,7 +235,7 @@ class TestSettings:
         expected = RecordSettings("out", 5, frozenset({0, 3, 4}), 3 * 2**19)
         assert RecordSettings.from_environment(DbspConfig().record) == expected
 
-    def test_a_bad_environment_is_a_notice_and_no_recording(self, monkeypatch, capsys):
+    def test_bad_environment_logs_a_warning_and_records_nothing(self, monkeypatch, capsys):
         monkeypatch.setenv("DBSP_RECORD_LIMIT", "plenty")
         recorder = MaskRecorder.from_environment("out", SequenceGroup(0, 1), 2)
         assert not recorder.active
@@ -253,7 +253,7 @@ class TestSettings:
 
 @given(SEEDS)
 @examples(10)
-def test_names_of_masks_tell_them_apart(seed):
+def test_fingerprints_distinguish_masks(seed):
     bits = np.random.default_rng(seed).random((2, GRID.nq, GRID.nk)) < 0.5
     other = bits.copy()
     other[1, 3, 4] ^= True
@@ -269,7 +269,7 @@ class TestRuns:
     DRIFTING = {"source": "synthetic", "density": 0.3, "drift": 0.3, "block_q": 8, "block_k": 8}  # noqa: RUF012
 
     @pytest.mark.usefixtures("debug")
-    def test_a_run_over_ranks_is_recorded_and_not_changed(self, pool, tmp_path):
+    def test_run_over_ranks_is_recorded_and_unchanged(self, pool, tmp_path):
         folder = tmp_path / "r"
         config = {"mask": self.DRIFTING, "strategy": "U1R3", "dense_schedule": {"first_layers": 1}}
         results = pool(3).run(run_recorded, str(folder), config, {})
@@ -298,7 +298,7 @@ class TestRuns:
         assert all(mask.heads == 6 and 0 < mask.density <= 1 for mask in masks)
         assert len({mask.fingerprint for mask in masks}) > 2
 
-    def test_a_folder_that_cannot_be_written_changes_nothing(self, pool, tmp_path):
+    def test_run_with_an_unwritable_folder_is_unchanged(self, pool, tmp_path):
         (tmp_path / "r").write_text("a file")
         results = pool(3).run(run_recorded, str(tmp_path / "r"), {"mask": self.DRIFTING, "strategy": "U3R1"}, {})
         assert results == [[0.0] * 6] * 3

@@ -2,50 +2,253 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 
+import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core import Strategy
+from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
+from dbsp_core.config import DbspConfig
+from dbsp_core.cost.prediction import traffic_of
+from dbsp_core.masks.grid import Video
+from dbsp_core.reports import observer
+from dbsp_core.reports.collect import make_report
+from dbsp_core.reports.observer import _kernels_of, observed_session, run_observer
 from dbsp_core.reports.page import headline, in_a_line, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
-from tests.core.reports.report_cases import (
-    fail_on_one_rank,
-    pipeline_reports,
-    recounted_session,
-    report_of_transformer,
-)
+from dbsp_core.runtime import session as sessions
+from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.prepared import PreparedAttention
+from dbsp_core.runtime.session import AttentionSession
 from tests.diffusers.compile_cases import run_compiled
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.steady_cases import waits_of_a_steady_step
 from tests.support.workers import WorkerPool
+
+
+def step(every: bool | None) -> SimpleNamespace:
+    """Returns a KV step's table; every: whether all rows are dense, or None if none is known to be."""
+    return SimpleNamespace(dense=None if every is None else SimpleNamespace(every=every))
+
+
+@pytest.mark.parametrize(
+    ("fused", "steps", "names"),
+    [
+        ("flash", [None, None], {"triton"}),
+        ("flash", [True, True], {"torch flash (dense heads)"}),
+        ("flash", [None, True], {"triton", "torch flash (dense heads)"}),
+        ("cudnn", [False], {"torch cudnn (dense heads)", "triton"}),
+        (None, [True, False], {"triton"}),
+    ],
+)
+def test_kernels_of_an_attention_are_those_that_ran_its_rows(monkeypatch, fused, steps, names):
+    monkeypatch.setattr(observer, "fused_kernel", lambda q: fused)
+    executor = SimpleNamespace(tables=[step(every) for every in steps], kernel_name="triton")
+    assert set(_kernels_of(executor, torch.empty(1, 2, 3, 4))) == names
+
+
+LAYERS, HEADS, WIDTH = 2, 4, 16
+CALL = {"height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 16, "output_type": "latent"}
+
+
+@dataclass(frozen=True)
+class Recount:
+    """One attention, counted from its mask and plan alone. sent: to owners, ring, to source ranks; by all ranks"""
+
+    layer: int
+    step: int
+    branch: int
+    strategy: str
+    density: float
+    rho_before: float
+    rho: float
+    work: list[int]
+    sent: tuple[int, int, int]
+
+
+def recounted_session(
+    rank: int, world: int, settings: dict[str, Any], strategy: str | None, batch: int = 1
+) -> tuple[RunReport, list[Recount]]:
+    """Runs three steps of two passes over two layers, and one over a video of another size; rank 0 counts again."""
+    config = DbspConfig.load(settings | {"report": "nowhere"})
+    chosen = None if strategy is None else Strategy.parse(strategy)
+    session = observed_session(config, SequenceGroup.from_group(), chosen, HEADS, LAYERS)
+    masks: dict[Any, BlockMask] = {}
+    found: list[Recount] = []
+    take_mask, run = MaskProvider.mask, sessions.attend
+    now: tuple[int, int, int] = (0, 0, 0)
+
+    def kept_mask(feed: MaskProvider, layer: int, tokens: Any = None) -> BlockMask:
+        mask = take_mask(feed, layer, tokens)
+        masks[layer] = masks["last"] = mask
+        return mask
+
+    def counted(executor: PreparedAttention, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
+        if rank == 0:
+            found.append(_recount(executor, masks.get(now[0], masks["last"]), session, q, now))
+        return run(executor, q, *others, **options)
+
+    draws = torch.Generator().manual_seed(rank)
+    with (
+        mock.patch.object(MaskProvider, "mask", kept_mask),
+        mock.patch.object(sessions, "attend", counted),
+    ):
+        for step, branch, thw in [(s, b, (4, 6, 7)) for s in range(3) for b in range(2)] + [(3, 0, (3, 6, 7))]:
+            layout = session.begin(Video(thw), timestep=torch.tensor([900.0 - 10 * step] * batch))
+            for layer in range(LAYERS):
+                now = layer, step, branch
+                q, k, v = 3 * torch.randn(3, batch, HEADS, layout.shard, WIDTH, generator=draws)
+                session.attend(layer, q, k, v)
+    return make_report(session, "two layers", "test"), found
+
+
+def _recount(
+    executor: PreparedAttention,
+    mask: BlockMask,
+    session: AttentionSession,
+    q: torch.Tensor,
+    now: tuple[int, int, int],
+) -> Recount:
+    plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
+    work = plan.counted(mask).work
+    before = make_plan(mask, strategy, "contiguous").work
+    traffic = traffic_of(plan, session.layout)
+    items = q.shape[0] * q.shape[1] // plan.heads  # 1 where items of the batch have masks of their own
+    token_bytes = items * q.shape[3] * q.element_size()
+    apart = ~np.eye(strategy.world, dtype=bool)
+    further: np.ndarray = 2 * traffic.keys[1:].sum(axis=0)
+    to_owners, chunks, to_sources = (
+        int((tokens * apart).sum()) for tokens in (traffic.dispatch, further, traffic.queries.T)
+    )
+    ratios = [float(w.max() * strategy.world / w.sum()) for w in (before, work)]
+    return Recount(
+        *(layer, now[1], now[2], str(strategy)),
+        density=float(mask.bits.float().mean()),
+        rho_before=ratios[0],
+        rho=ratios[1],
+        work=work.tolist(),
+        sent=(to_owners * token_bytes, chunks * token_bytes, to_sources * token_bytes),
+    )
+
+
+def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Runs two passes of a transformer without a pipeline. Returns whether it is observed, and the error."""
+    transformer = make_transformer("wan")
+    inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
+    with torch.no_grad():
+        dbsp_para.parallelize_transformer(transformer, config=config)
+        observed = run_observer(dbsp_para.session_of(transformer)) is not None
+        for step in range(2):
+            transformer(**{**inputs, "timestep": torch.tensor([900 - step])})
+        try:
+            dbsp_para.write_report(transformer, folder)
+            outcome = ""
+        except ValueError as error:
+            outcome = str(error)
+        dbsp_para.unparallelize(transformer)
+    return {"observed": observed, "outcome": outcome}
+
+
+def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Calls a tiny pipeline: fails on all ranks once, succeeds twice, and is then detached.
+
+    returns: by event, the files in the report's folder, and the report after each of the calls
+    """
+    from diffusers import WanPipeline
+
+    pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    dbsp_para.parallelize_pipe(pipe, config=config)
+    seen: dict[str, Any] = {}
+
+    def generate(steps: int, **options: Any) -> None:
+        pipe(prompt="the sea at dusk", num_inference_steps=steps, guidance_scale=2.0, **CALL, **options)
+        if world > 1:
+            torch.distributed.barrier()  # rank 0 has written
+
+    def look() -> list[str]:
+        return sorted(path.name for path in Path(config["report"]).glob("*"))
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("a callback of the user's")
+
+    with contextlib.suppress(ZeroDivisionError):
+        generate(2, callback_on_step_end=fail)
+    seen["after a failure"] = look()
+    generate(3)
+    seen["after one call"] = look()
+    seen["first"] = asdict(RunReport.read(Path(config["report"])))
+    generate(2)
+    seen["second"] = asdict(RunReport.read(Path(config["report"])))
+    dbsp_para.unparallelize(pipe)
+    assert type(pipe) is WanPipeline
+    return seen
+
+
+def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any], odd: int) -> tuple[str, str]:
+    """Fails on rank `odd` after all attentions. Returns what is raised, and standard error."""
+    from diffusers import WanPipeline
+
+    pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    dbsp_para.parallelize_pipe(pipe, config=config)
+
+    def at_the_end(_: Any, step: int, *__: Any) -> dict[str, Any]:
+        if rank == odd and step == 1:
+            raise ZeroDivisionError("a full disk")
+        return {}
+
+    said, raised = io.StringIO(), ""
+    soon = mock.patch.object(SequenceGroup, "timeout", timedelta(seconds=3))  # not before all ranks have come this far
+    with contextlib.redirect_stderr(said), soon:
+        try:
+            pipe(prompt="the sea", num_inference_steps=2, guidance_scale=1.0, callback_on_step_end=at_the_end, **CALL)
+        except ZeroDivisionError as error:
+            raised = str(error)
+    return raised, said.getvalue()
+
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 8}
 WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 8}
 DRIFTING = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, "block_k": 8}
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.long), 4])
-def test_numbers_are_those_of_each_attention(pool, world):
-    cases = [({"mask": SPARGE, "reuse": 1.02}, str(s), 1) for s in Strategy.all_for(world)]
-    hybrid = str(Strategy.all_for(world)[len(Strategy.all_for(world)) // 2])
-    cases += [
-        ({"mask": DRIFTING, "planner": "contiguous"}, hybrid, 2),
-        ({"mask": SPARGE}, hybrid, 2),
-        ({"mask": WINDOW}, hybrid, 1),
-        ({"mask": SPARGE, "machine": "a800"}, None, 1),
-    ]
-    for settings, strategy, batch in cases:
-        results = pool(world).run(recounted_session, settings, strategy, batch)
-        reports = [report for report, _ in results]
-        expected = results[0][1]
-        assert len({tuple(report.calls.seconds) for report in reports}) == 1, "times of all ranks, on every rank"
-        for report in reports:
-            _require_recounted(report, expected, world)
-        if settings["mask"] is SPARGE:
-            assert len(set(reports[0].calls.density)) > 4, "masks must differ from call to call"
+@pytest.mark.parametrize(
+    ("world", "strategy", "settings", "batch"),
+    [
+        (1, "U1R1", {"mask": SPARGE}, 2),
+        (2, "U2R1", {"mask": WINDOW}, 1),
+        (2, "U1R2", {"mask": DRIFTING, "planner": "contiguous"}, 2),
+        (4, "U4R1", {"mask": SPARGE}, 2),
+        (4, "U2R2", {"mask": SPARGE, "reuse": 1.02}, 1),
+        (4, "U2R2", {"mask": DRIFTING, "planner": "contiguous"}, 2),
+        (4, "U1R4", {"mask": WINDOW}, 1),
+        (4, None, {"mask": SPARGE, "machine": "a800"}, 1),
+        pytest.param(3, "U1R3", {"mask": SPARGE, "reuse": 1.02}, 2, marks=pytest.mark.long),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_report_equals_counts_of_masks_and_plans(pool, world, strategy, settings, batch):
+    results = pool(world).run(recounted_session, settings, strategy, batch)
+    reports = [report for report, _ in results]
+    assert len({tuple(report.calls.seconds) for report in reports}) == 1, "times of all ranks, on every rank"
+    for report in reports:
+        _require_recounted(report, results[0][1], world)
+    if settings["mask"] is SPARGE:
+        assert len(set(reports[0].calls.density)) > 4, "masks must differ from call to call"
 
 
 def _require_recounted(report, expected, world):
@@ -72,7 +275,7 @@ def _require_recounted(report, expected, world):
     assert report.totals.calls == sum(report.totals.strategies.values()) == 14
 
 
-def test_plain_usp_sends_what_is_said(pool):
+def test_bytes_of_contiguous_plans_equal_plain_usp(pool):
     """Contiguous plans on shards and heads that divide equally are plain USP."""
     settings = {"mask": {"source": "dense", "block_q": 6, "block_k": 6}, "planner": "contiguous"}
     for strategy in ("U4R1", "U1R4"):  # 4·6·7 = 168 tokens, 7 blocks a rank
@@ -82,7 +285,7 @@ def test_plain_usp_sends_what_is_said(pool):
         assert first == calls.bytes_usp[0] > 0
 
 
-def test_kept_plans_are_not_counted_again(pool):
+def test_kept_plans_are_not_counted_as_new(pool):
     settings = {"mask": SPARGE, "reuse": 100.0}
     (report, _), *_ = pool(2).run(recounted_session, settings, "U1R2")
     assert report.calls.replanned == [int(step in (0, 3)) for step in report.calls.step]  # 3: another size of video
@@ -90,7 +293,7 @@ def test_kept_plans_are_not_counted_again(pool):
     assert eager.totals.replans > report.totals.replans
 
 
-def test_observing_waits_for_no_device_and_breaks_no_graph(pool):
+def test_observer_waits_for_no_device_and_breaks_no_graph(pool):
     for mask in (SPARGE, {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}):
         settings = {"mask": mask, "reuse": 100.0, "report": "nowhere"}
         counted = {"numpy": 1} if mask is SPARGE else {}  # row counts, which a GPU copies meanwhile
@@ -102,25 +305,25 @@ def test_observing_waits_for_no_device_and_breaks_no_graph(pool):
         assert runs <= 8
 
 
-def test_a_pipeline_reports_each_call_that_succeeds(pool, tmp_path):
+def test_pipeline_reports_each_call_that_succeeds(pool, tmp_path):
     model = str(make_tiny("wan", tmp_path / "tiny-wan"))
     folder = tmp_path / "report"
-    config = {"mask": SPARGE, "strategy": "U1R3", "report": str(folder)}
-    seen = pool(3).run(pipeline_reports, model, config)[0]
+    config = {"mask": SPARGE, "strategy": "U1R2", "report": str(folder)}
+    seen = pool(2).run(pipeline_reports, model, config)[0]
     assert seen["after a failure"] == []
     assert seen["after one call"] == ["balance.png", "latents.safetensors", "report.html", "report.json"]
     for call, steps in (("first", 3), ("second", 2)):
         report = seen[call]
-        assert (report["model"], report["framework"], report["world_size"]) == ("tiny-wan", "para", 3)
+        assert (report["model"], report["framework"], report["world_size"]) == ("tiny-wan", "para", 2)
         assert len(report["calls"]["layer"]) == 4 * 2 * steps
         assert sorted(set(report["calls"]["step"])) == list(range(steps))
         assert sorted(set(report["calls"]["branch"])) == [0, 1]
-        assert 0 < sum(report["calls"]["seconds"]) <= report["seconds"] * 3
+        assert 0 < sum(report["calls"]["seconds"]) <= report["seconds"] * 2
         assert report["environment"]["settings"]["mask"]["source"] == "sparge"
         assert report["environment"]["settings"]["keys"] == "all"
 
 
-def test_a_rank_that_fails_at_the_end_hangs_nobody_and_leaves_nothing(tmp_path):
+def test_rank_that_fails_at_the_end_leaves_no_report_and_no_hang(tmp_path):
     model = str(make_tiny("wan", tmp_path / "tiny-wan"))
     config = {"mask": SPARGE, "strategy": "U1R2", "report": str(tmp_path / "report")}
     workers = WorkerPool(2)
@@ -135,7 +338,7 @@ def test_a_rank_that_fails_at_the_end_hangs_nobody_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_a_transformer_without_a_pipeline(pool, tmp_path):
+def test_transformer_without_a_pipeline_is_reported(pool, tmp_path):
     config = {"mask": SPARGE, "report": "unused"}
     assert pool(2).run(report_of_transformer, config, str(tmp_path)) == [{"observed": True, "outcome": ""}] * 2
     report = RunReport.read(tmp_path)
@@ -143,7 +346,7 @@ def test_a_transformer_without_a_pipeline(pool, tmp_path):
     assert report.seconds > 0
 
 
-def test_nothing_is_observed_without_a_report(pool, tmp_path):
+def test_session_without_a_report_is_not_observed(pool, tmp_path):
     for result in pool(2).run(report_of_transformer, {"mask": SPARGE}, str(tmp_path)):
         assert not result["observed"]
         assert "nothing was collected" in result["outcome"]
@@ -151,7 +354,7 @@ def test_nothing_is_observed_without_a_report(pool, tmp_path):
 
 
 def small_report(**changes):
-    """Two layers, three steps, on two ranks."""
+    """Returns the report of two layers, three steps and two ranks."""
     steps, layers = 3, 2
     count = steps * layers
     calls = CallColumns(
@@ -195,7 +398,7 @@ def small_report(**changes):
     return RunReport(**values | changes)
 
 
-def test_totals():
+def test_totals_equal_sums_by_hand():
     totals = small_report().totals
     assert (totals.calls, totals.replans, totals.steps) == (6, 3, 3)
     assert totals.rho_before == pytest.approx(1.375)
@@ -209,7 +412,7 @@ def test_totals():
     assert totals.strategies == {"U1R2": 2, "U2R1": 4}
 
 
-def test_on_a_cpu_nothing_is_said_to_be_saved():
+def test_report_of_a_cpu_run_claims_no_saving():
     report = small_report()
     on_gpu = dataclasses.replace(report, environment=dataclasses.replace(report.environment, kernel="triton"))
     assert "saved 875 ms (modelled)" in in_a_line(on_gpu)
@@ -220,7 +423,7 @@ def test_on_a_cpu_nothing_is_said_to_be_saved():
     assert "saved against contiguous plans" not in report_page(report)
 
 
-def test_json_round_trip(tmp_path):
+def test_json_is_read_back_equal(tmp_path):
     report = small_report(max_abs_diff=1e-7)
     report.write(tmp_path / "report.json")
     again = RunReport.read(tmp_path / "report.json")
@@ -253,7 +456,7 @@ def test_json_round_trip(tmp_path):
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [0] * 6}}), "totals are not finite"),
     ],
 )
-def test_what_is_no_report_is_rejected(tmp_path, change, message):
+def test_file_that_is_not_a_report_is_rejected(tmp_path, change, message):
     path = tmp_path / "report.json"
     path.write_text(change(json.loads(small_report().to_json())))
     with pytest.raises(ValueError, match=message) as caught:
@@ -289,7 +492,7 @@ class Page(HTMLParser):
             self.text.append(data.strip())
 
 
-def test_the_page_has_the_numbers_and_needs_nothing_else():
+def test_page_has_the_numbers_and_loads_nothing():
     html = report_page(small_report())
     page = Page(html)
     words = " ".join(page.text)
@@ -312,7 +515,7 @@ def test_the_page_has_the_numbers_and_needs_nothing_else():
     assert json.loads(data)["work"] == {"0": [100, 100], "1": [60, 50]}
 
 
-def test_the_page_escapes_what_it_is_given():
+def test_page_escapes_names():
     evil = '</script><script>alert("x")</script>'
     report = small_report(model=evil)
     calls = dataclasses.replace(report.calls, strategy=[evil] * 6)
@@ -327,7 +530,7 @@ def _write(folder, **changes):
     return folder
 
 
-def test_cli_shows_one_run(dbsp, tmp_path):
+def test_cli_with_one_run_prints_it(dbsp, tmp_path):
     code, out, _ = dbsp("report", _write(tmp_path))
     assert code == 0
     for words in ("1.375 → 1.062", "a/model", "4 × U2R1"):
@@ -339,7 +542,7 @@ def test_cli_shows_one_run(dbsp, tmp_path):
     assert [layer["replans"] for layer in values["layers"]] == [2, 1]
 
 
-def test_cli_compares_two_runs(dbsp, tmp_path):
+def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
     a, b = tmp_path / "[red]a", tmp_path / "b[" / "red] [[b]"
     a.mkdir()
     b.mkdir(parents=True)

@@ -18,7 +18,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize(("umask", "expected"), [(0o077, 0o600), (0o002, 0o664), (0o022, 0o644)])
-def test_a_new_file_has_the_mode_that_the_umask_leaves(tmp_path, umask, expected):
+def test_new_file_has_the_mode_of_the_umask(tmp_path, umask, expected):
     before = os.umask(umask)
     try:
         write_atomically(tmp_path / "report.json", "a prompt")
@@ -27,7 +27,7 @@ def test_a_new_file_has_the_mode_that_the_umask_leaves(tmp_path, umask, expected
     assert mode(tmp_path / "report.json") == expected
 
 
-def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
+def test_replaced_file_keeps_its_mode(tmp_path):
     file = tmp_path / "report.json"
     file.write_text("old")
     file.chmod(0o600)
@@ -35,7 +35,7 @@ def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
     assert (file.read_text(), mode(file)) == ("new", 0o600)
 
 
-def test_a_link_stays_one_and_what_it_leads_to_is_replaced(tmp_path):
+def test_link_is_kept_and_its_target_replaced(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk/real")
     for content in ("first", "second"):
@@ -45,8 +45,8 @@ def test_a_link_stays_one_and_what_it_leads_to_is_replaced(tmp_path):
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
 
 
-def test_a_pipe_is_written_to_and_stays_one(tmp_path):
-    """To replace it, as root might /dev/null, would be a surprise to all who use it."""
+def test_pipe_is_written_to_and_not_replaced(tmp_path):
+    """Guards against replacing it, as root could replace /dev/null."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -58,7 +58,7 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_failed_write_leaves_the_old_file_alone(tmp_path):
     (tmp_path / "file").write_text("old")
     tensors = {"mask": ByteTensor((4,), [b"half"[:2]])}
     with pytest.raises(ValueError, match="was given 2 bytes"):

@@ -2,13 +2,95 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from tests.core.robustness.compiled_cases import FUNCTIONS, compiled
+import pytest
+import torch
+import torch._dynamo
+
+from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.process import not_compiled
+from tests.support.attention_cases import Case, Inputs
+
+CASE = Case("U1R2", heads=2, tokens=120)
+
+
+def compiled(rank: int, world: int, what: str) -> tuple[float, list[int]]:
+    """Returns how far a compiled function is from itself uncompiled, and the graphs after each of three calls."""
+    given = Inputs.from_case(CASE, rank)
+    q, k, v = given.local
+    function = FUNCTIONS[what](given.mask, given)
+    torch._dynamo.reset()
+    graphs: list[int] = [0]
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs[0] += 1
+        return graph.forward
+
+    fast, after, worst = torch.compile(function, backend=backend), [], 0.0
+    for turn in range(3):
+        with torch.no_grad():
+            worst = max(worst, float((fast(q + turn, k, v) - function(q + turn, k, v)).abs().max()))
+        after.append(graphs[0])
+    return worst, after
+
+
+Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _with_the_library(mask: BlockMask, given: Inputs) -> Function:
+    """Returns a function that makes and calls a plan, an executor and db-SP's own function."""
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        plan = make_plan(mask, "U1R2", layout=given.layout)
+        attend = DualBalancedAttention.prepare(
+            plan, mask, given.layout, SequenceGroup.from_group(), n_local=q.shape[2]
+        )
+        again = dual_balanced_attention(q * plan.rho, k, v, mask, "U1R2", layout=given.layout)
+        return attend(q * 2, k, v) + again + 1
+
+    return function
+
+
+def _with_session(mask: BlockMask, given: Inputs) -> Function:
+    settings = {"mask": {"source": "sparge", "cdf": 0.5, "block_q": 16, "block_k": 16}}
+    session = AttentionSession(DbspConfig.load(settings), SequenceGroup.from_group(), Strategy(1, 2), 2, 1)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shard = session.begin(Video((2, 6, 10)), timestep=900.0).shard
+        return session.attend(0, *(t[:, :, :shard] * 2 for t in (q, k, v))) + 1
+
+    return function
+
+
+def _with_nested_calls(mask: BlockMask, given: Inputs) -> Function:
+    """Returns a function that calls another one from within what is not compiled."""
+    compiling: list[bool] = []
+
+    def inner(q: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return q * 3
+
+    @not_compiled
+    def outer(q: torch.Tensor, *, times: int) -> torch.Tensor:
+        assert not any(compiling)
+        return inner(q) * times
+
+    return lambda q, k, v: outer(q * 2, times=4) + 1
+
+
+FUNCTIONS = {
+    "library": _with_the_library,
+    "session": _with_session,
+    "nested": _with_nested_calls,
+}
 
 
 @pytest.mark.parametrize("what", FUNCTIONS)
-def test_a_compiled_function_gives_the_same(pool, what):
+def test_compiled_function_equals_itself_uncompiled(pool, what):
     for difference, graphs in pool(2).run(compiled, what):
         assert difference <= 1e-6
         assert graphs[0] >= 1, "what is around it is compiled"

@@ -2,14 +2,97 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
 
-from tests.core.robustness.fault_cases import (
-    arrivals_during_kernels,
-    die_in_the_middle,
-    make_a_group_that_one_rank_does_not_come_to,
-)
+import pytest
+import torch
+import torch.distributed as dist
+
+import dbsp_core.runtime.chunk_attention
+from dbsp_core import SequenceGroup
+from dbsp_core.comm.groups import PendingTransfer
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
 from tests.support.workers import SAFETY_NET_S, WorkerPool
+
+POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
+
+
+def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy: str, odd: int) -> None:
+    """Runs five steps, in the third of which rank `odd` ends."""
+    config = DbspConfig.load(settings)
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy.parse(strategy), heads=world, layers=1)
+    for step in range(5):
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
+        q = torch.randn(1, world, layout.shard, 16, generator=torch.Generator().manual_seed(step))
+        if step == 2 and rank == odd:
+            os._exit(1)
+        session.attend(0, q, q, q)
+    session.reuse  # noqa: B018  waits for what is being planned
+
+
+def make_a_group_that_one_rank_does_not_come_to(rank: int, world: int) -> str:
+    """Returns what the others are given"""
+    group = SequenceGroup.from_group(dist.new_group(timeout=timedelta(seconds=1)))
+    message = ""
+    try:
+        if rank != 0:
+            group.control()
+    except RuntimeError as error:
+        message = str(error)
+    dist.barrier()
+    return message
+
+
+def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
+    """Returns by chunk but the last whether the next arrived before the kernel returned, without a wait.
+
+    Ring alone, every token locally: the keys of rank s are all s + 1, and chunk i comes from rank r − i.
+    """
+    config = DbspConfig.load({"mask": {"source": "dense", "block_q": 16, "block_k": 16}, "planner": "contiguous"})
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy(1, world), heads=2, layers=1)
+    layout = session.begin(Video((world, 4, 8)))
+    k = torch.full((1, 2, layout.shard, 16), float(rank + 1))
+    pending: list[PendingTransfer] = []
+    arrived: list[bool] = []
+    start = SequenceGroup.start_all_to_all
+
+    def watched_start(group: SequenceGroup, *args: Any) -> PendingTransfer:
+        pending.append(start(group, *args))
+        return pending[-1]
+
+    def unwatched(group: SequenceGroup, *args: Any) -> torch.Tensor:
+        return start(group, *args).wait()
+
+    def waiting_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        chunk = len(arrived)
+        if chunk + 1 < world:
+            expected = float((rank - chunk - 1) % world + 1)
+            arrived.append(len(pending) == chunk + 1 and _comes(pending[chunk].received, expected))
+        return torch.zeros_like(q), torch.zeros(q.shape[:2])
+
+    with (
+        mock.patch.object(SequenceGroup, "start_all_to_all", watched_start),
+        mock.patch.object(SequenceGroup, "all_to_all", unwatched),
+        mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", waiting_kernel),
+    ):
+        session.attend(0, k, k, k)
+    return arrived
+
+
+def _comes(received: torch.Tensor, expected: float) -> bool:
+    for _ in range(POLLS):
+        if bool((received == expected).all()):
+            return True
+        time.sleep(POLL_S)
+    return False
+
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},
@@ -34,17 +117,17 @@ def test_ranks_that_live_on_end_with_a_clear_error(mask, strategy):
         workers.close()
 
 
-def test_a_rank_that_does_not_come_where_a_group_is_made_is_told_of_clearly():
+def test_rank_that_misses_the_making_of_a_group_is_reported():
     workers = WorkerPool(2)
     try:
-        alone, told = workers.run(make_a_group_that_one_rank_does_not_come_to)
+        alone, message = workers.run(make_a_group_that_one_rank_does_not_come_to)
         assert alone == ""
-        assert "one of the other ranks may have died, or was too late" in told
+        assert "one of the other ranks may have died, or was too late" in message
     finally:
         workers.close()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_keys_are_sent_while_the_kernel_runs(pool, world):
-    """Each kernel here returns only once the next slot has come: it hangs on to its end if that needed a wait."""
+    """Uses a kernel that returns only once the next chunk has arrived, which fails if that needs a wait."""
     assert pool(world).run(arrivals_during_kernels) == [[True] * (world - 1)] * world

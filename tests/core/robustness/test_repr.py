@@ -42,7 +42,7 @@ def session() -> AttentionSession:
     return AttentionSession(config, SequenceGroup(1, 2), Strategy(2, 1), heads=3, layers=4)
 
 
-def test_a_session_before_and_after_its_calls(session):
+def test_session_is_printed_without_waiting(session):
     start = "<db-SP session: 4 layers of 3 heads, strategy U2R1 on 2 ranks, sparge:"
     assert repr(session) == f"{start}block_q=16,block_k=16,cdf=0.92; 0 calls, 0 plans>"
     session._statistics.calls, session._statistics.plans = 96, 1
@@ -51,7 +51,7 @@ def test_a_session_before_and_after_its_calls(session):
         assert repr(session) == f"{start}block_q=16,block_k=16,cdf=0.92; 96 calls, 1 plan, ρ_s 1.024>"
 
 
-def test_what_holds_tensors_prints_none(mask, session):
+def test_objects_with_tensors_are_printed_in_one_line(mask, session):
     big, layout = torch.zeros(1, 3, 2000, 16), SequenceLayout.contiguous(2000, 1)
     plan = make_plan(mask, "U1R1")
     sample = PackedSample(torch.zeros(4, 3, 20, 30), 0.5, torch.zeros(77, 32))

@@ -79,7 +79,7 @@ class Session:
         self.feed = once(self._feed_alone)
 
     def _feed_alone(self) -> MaskProvider:
-        """The masks of one process, from a source of its own."""
+        """Returns the masks of one process, from a source of its own."""
         config = DbspConfig(**self.settings)
         return MaskProvider(config.mask, config.dense_schedule, self.heads, self.layers, lambda: self.steps)
 
@@ -91,26 +91,26 @@ class Session:
         text_tokens: int = 0,
         settle: bool = False,
     ) -> float:
-        """A forward pass. Returns how far this rank's output is from one process's."""
+        """Runs a forward pass. Returns how far this rank's output is from one process's."""
         if settle:
             self.inner.flush()
         layout = self.inner.begin(Video(thw, text_tokens), timestep=timestep, device=self.device)
         once(lambda: self.feed.begin([Video(thw, text_tokens)], timestep))
-        token, place = (torch.from_numpy(one) for one in layout.tokens_at(self.inner.group.rank))
+        token, slot = (torch.from_numpy(one) for one in layout.tokens_at(self.inner.group.rank))
         shape, worst = (batch, self.heads, layout.tokens, WIDTH), 0.0
         for layer in range(self.layers):
             full, expected = once(partial(self._alone, layer, shape, self.layers * int(timestep) + layer))
             local = [torch.zeros(batch, self.heads, layout.shard, WIDTH) for _ in full]
             for shard, whole in zip(local, full, strict=True):
-                shard[:, :, place] = whole[:, :, token]
+                shard[:, :, slot] = whole[:, :, token]
             out = self.inner.attend(layer, *(shard.to(self.device, self.dtype) for shard in local)).cpu()
-            worst = max(worst, float((out[:, :, place] - expected[:, :, token]).abs().max()))
+            worst = max(worst, float((out[:, :, slot] - expected[:, :, token]).abs().max()))
         return worst
 
     def _alone(
         self, layer: int, shape: tuple[int, int, int, int], seed: int
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """q, k and v of all tokens, and attention to them in one process."""
+        """Returns q, k and v of all tokens, and attention to them in one process."""
         generator = torch.Generator().manual_seed(seed)
         full = [(torch.randn(shape, generator=generator) * 2).to(self.dtype).float() for _ in range(3)]
         return full, masked_attention(*full, self.feed.mask(layer, LocalQK.alone(full[0], full[1])))
@@ -121,7 +121,7 @@ PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block
 
 @dataclass(frozen=True)
 class Passes:
-    """What forward passes of a session left.
+    """State of a session after forward passes.
 
     worst: the largest error; calls: of attention; plans: made until the end of each pass
     kept, prepared: plans and prepared attentions that all sizes keep; known: sizes of which cache keys are known
@@ -140,7 +140,7 @@ class Passes:
 def run_passes(
     rank: int, world: int, settings: dict[str, Any], strategy: str, passes: Sequence[dict[str, Any]], layers: int = 2
 ) -> Passes:
-    """One forward pass for each of these arguments of `Session.attend`; all have the steps of one generation."""
+    """Runs a forward pass for each of these arguments of `Session.attend`, as the steps of one generation."""
     steps = len({one["timestep"] for one in passes})
     session = Session(settings, strategy, layers=layers, steps=steps)
     worst, plans = 0.0, []
@@ -156,7 +156,7 @@ def run_passes(
 
 
 def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, Any], others: dict[str, Any]) -> Any:
-    """A session whose settings are other ones on one rank, and a forward pass. Returns its report's folder."""
+    """Runs a pass of a session with other settings on one rank. Returns its report's folder."""
     session = Session(settings if rank == odd else others, f"U{world}R1")
     session.attend(900.0)
     session.inner.flush()
@@ -165,7 +165,7 @@ def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, An
 
 
 def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> None:
-    """A forward pass in which something of one rank's is otherwise."""
+    """Runs a forward pass with a fault on one rank."""
     changed = {
         "size": {"thw": (3, 6, 8)},
         "pass": {"cfg_branch": 1},
@@ -197,7 +197,7 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
 
 
 def agreements(rank: int, world: int, mask: Any, debug: bool) -> list[int]:
-    """How often the ranks compare numbers in each attention of three passes over one layer, planning aside."""
+    """Returns how often ranks compare numbers in each of three attentions, planning not counted."""
     counts, gather, here = [], SequenceGroup.gather_integers, threading.current_thread()
     session = AttentionSession(
         DbspConfig(mask=mask, debug=debug), SequenceGroup.from_group(), Strategy.parse(f"U{world}R1"), HEADS, 1
@@ -218,7 +218,7 @@ def agreements(rank: int, world: int, mask: Any, debug: bool) -> list[int]:
 
 
 def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None:
-    """Under debug, one rank's executor, made in the first pass, turns into that of another mask, kernel or value."""
+    """Changes the mask, kernel or input of one rank's executor after the first pass, under debug."""
     settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": True}
     session = Session(settings, f"U{world}R1").inner
     q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
@@ -237,7 +237,7 @@ def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None
 
 
 def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> None:
-    """One rank prepares for, or calls with, fewer tokens than the layout gives it."""
+    """Prepares for, or calls with, fewer tokens than the layout gives, on one rank."""
     mask = BlockMask.dense(HEADS, BlockGrid.uniform(world * 32, 16))
     layout = SequenceLayout.contiguous(world * 32, world)
     plan = make_plan(mask, f"U1R{world}", layout=layout)
@@ -251,7 +251,7 @@ def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> Non
 
 
 def gradients(rank: int, world: int, wanted: bool) -> bool:
-    """Attention outside no_grad. Returns whether its output has a graph."""
+    """Attends outside no_grad. Returns whether the output has a graph."""
     session = Session(PREDICTED, f"U{world}R1").inner
     layout = session.begin(Video(THW))
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=wanted)
@@ -259,7 +259,7 @@ def gradients(rank: int, world: int, wanted: bool) -> bool:
 
 
 def computed_again_after_another_size(rank: int, world: int, debug: bool) -> list[float]:
-    """Activation checkpointing, with a larger video's pass before backward. Returns how far its gradients are off."""
+    """Recomputes an attention after a larger video's pass. Returns how far gradients are off."""
     settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": debug}
     found = []
     for recompute in (False, True):
@@ -276,7 +276,7 @@ def computed_again_after_another_size(rank: int, world: int, debug: bool) -> lis
 
 
 def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, list[float]]:
-    """Its exchange of outputs fails on all ranks, and on one before the mask is predicted.
+    """Fails in the exchange of outputs on all ranks, except one that fails before the mask is predicted.
 
     Returns plans in use afterwards, and the errors of the next generation.
     """
@@ -284,9 +284,9 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
     for step in range(3):
         session.attend(900.0 - step)
     gone, group = CommunicationError("a rank has gone"), session.inner.group
-    place = (MaskProvider, "mask") if rank == odd else (SequenceGroup, "all_gather_along")
+    target = (MaskProvider, "mask") if rank == odd else (SequenceGroup, "all_gather_along")
     left = session.inner._now.keeper.calls
-    with mock.patch.object(*place, side_effect=gone), pytest.raises(CommunicationError):
+    with mock.patch.object(*target, side_effect=gone), pytest.raises(CommunicationError):
         session.attend(890.0)
     if rank != odd:  # as if these had gone on to the exchange of outputs
         session.inner._now.keeper.calls += 1
@@ -296,11 +296,11 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
 
 
 def from_two_threads(rank: int, world: int) -> str:
-    """A second thread attends while the first one is within an attention. Returns what it is given."""
+    """Attends in a second thread while the first one is within an attention. Returns the second one's error."""
     session, other = (Session({}, f"U{world}R1").inner for _ in range(2))
     q = torch.zeros(1, HEADS, session.begin(Video(THW)).shard, WIDTH)
     other.begin(Video(THW))
-    inside, told = threading.Event(), []
+    inside, messages = threading.Event(), []
     exchange = SequenceGroup.all_to_all
 
     def all_to_all(*args: Any) -> torch.Tensor:
@@ -314,7 +314,7 @@ def from_two_threads(rank: int, world: int) -> str:
         try:
             other.attend(0, q, q, q)
         except ValueError as error:
-            told.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
 
     second = threading.Thread(target=attend)
     second.start()
@@ -324,7 +324,7 @@ def from_two_threads(rank: int, world: int) -> str:
     finally:
         SequenceGroup.all_to_all = exchange  # type: ignore[method-assign]
     other.attend(0, q, q, q)  # one after the other, they go on
-    return "".join(told)
+    return "".join(messages)
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class Unread(BlockSizes):
 
 
 def exchanges_before_the_first_attention(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
-    """A session in a new group, and its first attention. Returns in what ranks agreed before q was sent."""
+    """Makes a session in a new group and attends once. Returns the collectives before q was sent."""
     made = SequenceGroup.from_group(dist.new_group(list(range(world)), timeout=timedelta(seconds=77)))
     seen: list[str] = []
 

@@ -1,48 +1,126 @@
-"""What one rank alone cannot have is rejected on all ranks at once, so that none waits for another."""
+"""Sessions and attentions that one rank alone cannot have are rejected on all ranks at once, so that none waits."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.core.runtime.check_cases import rejected_attention, rejected_engine, rejected_later, rejected_session
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.engine_session import EngineSession
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KERNELS
+
+HEADS = 4
+WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
 
 
-def assert_rejected(answers, where, reason):
-    assert [answer[0] for answer in answers] == [where] * len(answers)
+def first_error(phases: Iterator[str]) -> tuple[str, str]:
+    """Returns the name of the phase that raises, and the message; each phase follows its name."""
+    phase = ""
+    try:
+        for phase in phases:  # noqa: B007  names what comes next
+            pass
+    except UserError as error:
+        return phase, str(error)
+    return "nowhere", ""
+
+
+def rejected_session(rank: int, world: int, settings: dict[str, Any], kernel: str) -> tuple[str, str]:
+    """Runs a session whose kernel $DBSP_KERNEL names on rank 1 alone."""
+
+    def phases() -> Iterator[str]:
+        yield "making"
+        strategy = config.strategy_or(Strategy(world, 1))
+        session = AttentionSession(config, SequenceGroup.from_group(), strategy, HEADS, 1)
+        yield "size"
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0)
+        yield "attention"
+        session.attend(0, *torch.randn(3, 1, HEADS, layout.shard, 16))
+
+    config = DbspConfig.load({"mask": WINDOW, **settings})
+    with mock.patch.dict(os.environ, {"DBSP_KERNEL": kernel} if rank == 1 else {}):
+        return first_error(phases())
+
+
+def _broken_beyond_float32(rank: int) -> AbstractContextManager[Any]:
+    """Makes rank 1's kernels support float32 alone, within a block."""
+
+    def why_unsupported(self: Any, device: Any, given: torch.dtype, needs: Any = None) -> str | None:
+        return "it is broken here" if rank == 1 and given != torch.float32 else None
+
+    return mock.patch.object(type(KERNELS["cpu"]), "why_unsupported", why_unsupported)
+
+
+def rejected_later(rank: int, world: int, with_session: bool) -> tuple[str, str]:
+    """Attends twice in float32 and then in float64, for which rank 1's kernel is broken."""
+
+    def phases() -> Iterator[str]:
+        for dtype in (torch.float32, torch.float32, torch.float64):
+            yield str(dtype)
+            shard = session.begin(Video((4, 8, 8)), timestep=900.0).shard if with_session else layout.shard
+            q, k, v = torch.randn(3, 1, HEADS, shard, 16, dtype=dtype)
+            _ = session.attend(0, q, k, v) if with_session else attend(q, k, v)
+
+    config = DbspConfig.load({"mask": WINDOW, "kernel": "cpu"})
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy(1, world), HEADS, 1)
+    mask, layout = BlockMask.dense(HEADS, BlockGrid.uniform(128, 16)), SequenceLayout.contiguous(128, world)
+    plan = make_plan(mask, Strategy(1, world), layout=layout)
+    attend = DualBalancedAttention.prepare(plan, mask, layout, None, kernel="cpu")
+    with _broken_beyond_float32(rank):
+        return first_error(phases())
+
+
+def rejected_engine(rank: int, world: int, path: str) -> str:
+    """Returns the error of an engine's session whose configuration cannot be read on rank 1."""
+    try:
+        EngineSession(
+            SequenceGroup.from_group(), Strategy(world, 1), HEADS, 1, path if rank == 1 else {"mask": WINDOW}
+        )
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def assert_rejected(answers: list[tuple[str, str]], phase: str, reason: str) -> None:
+    assert [answer[0] for answer in answers] == [phase] * len(answers)
     for _, message in answers:
         assert reason in message
 
 
-@pytest.mark.parametrize("strategy", [{}, {"strategy": "U1R2"}, {"strategy": "auto"}], ids=str)
-def test_unknown_kernel_on_one_rank_is_rejected_when_the_session_is_made(pool, strategy):
-    answers = pool(2).run(rejected_session, strategy, "nonsense")
-    assert_rejected(answers, "making", "rank(s) [1]: unknown DBSP_KERNEL 'nonsense'")
+UNKNOWN, MISSING = "rank(s) [1]: unknown DBSP_KERNEL 'nonsense'", "rank(s) [1]: kernel 'fa4' cannot be used here"
 
 
-@pytest.mark.parametrize("strategy", [{}, {"strategy": "U1R2"}, {"strategy": "auto"}], ids=str)
-def test_kernel_that_one_rank_lacks_is_rejected_at_the_first_attention(pool, strategy):
-    answers = pool(2).run(rejected_session, strategy, "fa4")
-    assert_rejected(answers, "attention", "rank(s) [1]: kernel 'fa4' cannot be used here")
+@pytest.mark.parametrize(
+    ("settings", "kernel", "phase", "reason"),
+    [
+        *((settings, "nonsense", "making", UNKNOWN) for settings in ({}, {"strategy": "U1R2"}, {"strategy": "auto"})),
+        *((settings, "fa4", "attention", MISSING) for settings in ({}, {"strategy": "U1R2"}, {"strategy": "auto"})),
+        ({"strategy": "auto"}, "sparge", "making", "kernel"),
+        ({"strategy": "auto", "kernel": "fa4"}, "", "attention", "kernel 'fa4' cannot be used here"),
+        ({"strategy": "auto", "kernel": "sparge"}, "", "attention", "kernel 'sparge' cannot be used here"),
+    ],
+)
+def test_kernel_that_one_rank_cannot_use_is_rejected_on_all(pool, settings, kernel, phase, reason):
+    """Expects an unknown name to be found when the session is made, and a missing kernel at the first attention."""
+    assert_rejected(pool(2).run(rejected_session, settings, kernel), phase, reason)
 
 
-def test_ranks_that_would_choose_among_other_strategies_are_rejected(pool):
-    answers = pool(2).run(rejected_session, {"strategy": "auto"}, "sparge")
-    assert_rejected(answers, "making", "kernel")
+@pytest.mark.parametrize("with_session", [True, False])
+def test_kernel_that_one_rank_has_for_another_dtype_is_rejected_on_all(pool, with_session):
+    reason = "rank(s) [1]: kernel 'cpu' cannot be used here: it is broken here"
+    assert_rejected(pool(2).run(rejected_later, with_session), "torch.float64", reason)
 
 
-@pytest.mark.parametrize("kernel", ["fa4", "sparge"])
-def test_named_kernel_with_strategy_auto_is_rejected_on_every_rank(pool, kernel):
-    answers = pool(2).run(rejected_session, {"strategy": "auto", "kernel": kernel}, "")
-    assert_rejected(answers, "attention", f"kernel '{kernel}' cannot be used here")
-
-
-@pytest.mark.parametrize("run", [rejected_later, rejected_attention])
-def test_kernel_rejected_for_another_dtype_is_rejected_on_every_rank(pool, run):
-    answers = pool(2).run(run, torch.float64)
-    assert_rejected(answers, "torch.float64", "rank(s) [1]: kernel 'cpu' cannot be used here: it is broken here")
-
-
-def test_configuration_that_one_rank_of_an_engine_cannot_read(pool, tmp_path):
-    answers = pool(2).run(rejected_engine, str(tmp_path / "none.yaml"))
-    assert all("rank(s) [1]" in answer for answer in answers)
+def test_configuration_that_one_rank_of_an_engine_cannot_read_is_rejected_on_all(pool, tmp_path):
+    for answer in pool(2).run(rejected_engine, str(tmp_path / "none.yaml")):
+        assert "rank(s) [1]" in answer

@@ -18,6 +18,7 @@ from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
 from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
 from dbsp_core.utils.errors import UserError
 from scripts.checks.engines.reference import attend_under
+from tests.support.shared import shared
 from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import ThreadRanks
 
@@ -34,17 +35,18 @@ LAYOUTS = {
     "whole text and others": EngineLayout(THW, before=3, after=2, shard=60, text=9, text_last=True),
 }
 PADDING = 3
-"""Places of whole text that hold none."""
+"""Slots of whole text that hold padding."""
 
 
 def tensors(layout: EngineLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k and v [3, 2, tokens, H, D] of the whole text, padding included, and of the sequence."""
+    """Returns q, k and v [3, 2, tokens, H, D] of the whole text, padding included, and of the sequence."""
     generator = torch.Generator().manual_seed(layer)
     others = layout.before + layout.after
     counts = layout.text + PADDING, others + layout.video.grid_tokens
     return tuple(torch.randn(3, 2, count, HEADS, WIDTH, generator=generator) for count in counts)
 
 
+@shared
 def reference(layout: EngineLayout, mask: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of text and sequence in one process."""
     text, sequence = tensors(layout, layer)
@@ -68,8 +70,8 @@ def error_of(rank: int, world: int, name: str, mask: str, strategy: str) -> floa
             padded = F.pad(sequence, (0, 0, 0, 0, 0, world * shard - sequence.shape[2]), value=1e4)
             own = padded[:, :, rank * shard : (rank + 1) * shard]
             out = session.attend(layer, *own, None, tuple(text) if with_text else None)
-            places = text.shape[2] if with_text else 0
-            of_text, of_shard = (out[:, shard:], out[:, :shard]) if layout.text_last else out.split((places, shard), 1)
+            slots = text.shape[2] if with_text else 0
+            of_text, of_shard = (out[:, shard:], out[:, :shard]) if layout.text_last else out.split((slots, shard), 1)
             gathered = torch.cat(SequenceGroup.from_group().all_gather(of_shard), dim=1)[:, : sequence.shape[2]]
             expected = reference(layout, mask, layer)
             worst = max(worst, float((gathered - expected[1]).abs().max()))
@@ -89,43 +91,48 @@ def error_of(rank: int, world: int, name: str, mask: str, strategy: str) -> floa
         ("padding on several ranks", PREDICTED, "U2R2"),
     ],
 )
-def test_it_equals_one_process(name, mask, strategy):
+def test_session_of_an_engine_equals_one_process(name, mask, strategy):
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of, name, mask, strategy)) <= 1e-5
 
 
 VSA = VsaSource(64, 64, sparsity=0.7)
-H3, H3_PLACES = EngineLayout((6, 9, 5), before=20, runs=(7, 8, 5)), 320
+H3, H3_SLOTS = EngineLayout((6, 9, 5), before=20, runs=(7, 8, 5)), 320
 """As MiniMax-H3 has it: text, audio and a reference in one sequence with the video, and padding after it."""
 
 
 def of_h3(heads: int) -> torch.Tensor:
-    """q, k, v and gate, [4, 1, tokens, heads, D]."""
+    """Returns q, k, v and gate, [4, 1, tokens, heads, D]."""
     return torch.randn(4, 1, H3.video.tokens, heads, WIDTH, generator=torch.Generator().manual_seed(5))
 
 
 def error_of_h3(rank: int, world: int, strategy: str, heads: int) -> float:
-    group, shard = SequenceGroup.from_group(), H3_PLACES // world
+    group, shard = SequenceGroup.from_group(), H3_SLOTS // world
     session = EngineSession(group, Strategy.parse(strategy), heads, 1, VSA)
     session.begin(replace(H3, shard=shard), "cpu", step=0)
     everywhere = of_h3(heads)
-    padded = F.pad(everywhere, (0, 0, 0, 0, 0, H3_PLACES - everywhere.shape[2]), value=1e4)
+    padded = F.pad(everywhere, (0, 0, 0, 0, 0, H3_SLOTS - everywhere.shape[2]), value=1e4)
     q, k, v, gate = padded[:, :, rank * shard : (rank + 1) * shard]
     out = torch.cat(group.all_gather(session.attend(0, q, k, v, gate=gate)), dim=1)[:, : everywhere.shape[2]]
-    q, k, v, gate = (one.transpose(1, 2) for one in everywhere)
+    return float((out - reference_of_h3(heads)).abs().max())
+
+
+@shared
+def reference_of_h3(heads: int) -> torch.Tensor:
+    """Returns the output of one process, [1, tokens, heads, D]."""
+    q, k, v, gate = (one.transpose(1, 2) for one in of_h3(heads))
     request = MaskRequest(0, heads, H3.thw, H3.before, layers=1, text_runs=H3.runs)
     mask = VSA.mask(request, LocalQK.alone(q, k, v=v, gate=gate))
-    expected = masked_attention(q, k, v, mask)
     assert mask.bits.float().mean() < 0.8, "blocks are skipped"
-    return float((out - expected.transpose(1, 2)).abs().max())
+    return masked_attention(q, k, v, mask).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("strategy", "heads"), [("U8R2", 56), ("U16R1", 56), ("U8R1", 7), ("U2R4", 5)])
-def test_vsa_of_minimax_h3_with_heads_that_do_not_divide(strategy, heads):
-    """All that vLLM-Omni #7589 asks for, with its 56 heads on 16 ranks: text, audio, video, coarse branch, gate."""
+@pytest.mark.parametrize(("strategy", "heads"), [("U16R1", 56), ("U8R2", 20), ("U8R1", 7), ("U2R4", 5)])
+def test_vsa_of_minimax_h3_with_heads_that_do_not_divide_equals_one_process(strategy, heads):
+    """Covers vLLM-Omni #7589, with its 56 heads on 16 ranks: text, audio, video, coarse branch, gate."""
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_h3, strategy, heads)) <= 1e-5
 
 
-def test_one_rank_finds_the_text_in_its_sequence():
+def test_one_rank_with_text_in_its_sequence_equals_one_process():
     for name in ("whole text first", "whole text last"):
         layout = LAYOUTS[name]
         session = EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, KNOWN)
@@ -137,13 +144,12 @@ def test_one_rank_finds_the_text_in_its_sequence():
         assert (session.attend(0, *joined) - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(("shard", "said"), [(20, "2 ranks of 20 tokens for a sequence that it says has 75")])
-def test_a_sequence_that_its_ranks_cannot_hold_is_rejected(shard, said):
-    with pytest.raises(UserError, match=said):
-        EngineLayout(THW, shard=shard).on(2)
+def test_sequence_that_its_ranks_cannot_hold_is_rejected():
+    with pytest.raises(UserError, match="2 ranks of 20 tokens for a sequence that it says has 75"):
+        EngineLayout(THW, shard=20).on(2)
 
 
-def test_masks_by_step_know_steps_that_were_left_out_and_those_of_another_transformer():
+def test_steps_are_counted_across_transformers_and_skipped_steps():
     settings = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
     clock = StepClock(shared=True)
     alone = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings
@@ -155,7 +161,7 @@ def test_masks_by_step_know_steps_that_were_left_out_and_those_of_another_transf
     assert [(one.step, one.cfg_branch) for one in seen] == [(0, 0), (1, 0), (1, 1), (3, 0), (5, 0), (0, 0), (3, 0)]
 
 
-def test_masks_by_step_are_rejected_where_the_engine_says_no_step():
+def test_masks_by_step_without_a_step_of_the_engine_are_rejected():
     settings = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
     session = EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings)
     session.begin(Video(THW), "cpu", timestep=900.0)
@@ -163,7 +169,7 @@ def test_masks_by_step_are_rejected_where_the_engine_says_no_step():
         session.begin(Video(THW), "cpu")
 
 
-def test_ranks_skip_where_all_would():
+def test_ranks_skip_only_if_all_agree():
     def decided(rank: int, world: int) -> list[bool]:
         session = EngineSession(SequenceGroup.from_group(), Strategy(1, world), HEADS, LAYERS, KNOWN)
         return [session.all_agree(answer) for answer in (True, rank == 0, False)]
@@ -171,7 +177,7 @@ def test_ranks_skip_where_all_would():
     assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
 
 
-def test_second_transformer_has_settings_of_its_own():
+def test_second_transformer_uses_its_own_settings():
     settings = {"mask": KNOWN, "transformer_2": {"mask": PREDICTED}}
     sessions = [
         EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings, transformer=name)

@@ -1,16 +1,106 @@
-"""Which mask an attention gets: dense ends, steps and branches told from timesteps, errors on all ranks together."""
+"""Masks of attentions: dense ends, steps and CFG passes inferred from timesteps, errors on all ranks together."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from dbsp_core import SequenceGroup
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.comm.consistency import run_consistently
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock
-from tests.core.runtime.mask_provider_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
+from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.sources import MaskRequest
+from dbsp_core.sources.base import BlockSizes
+from dbsp_core.utils.errors import UserError
 from tests.support.workers import WorkerError
+
+
+@dataclass(frozen=True)
+class OddOneOut(BlockSizes):
+    """Everybody's mask is dense; `rank` does else: "grid", "mask", "bug" (raise), "bits" (differ) or "heads"."""
+
+    rank: int = 0
+    fault: str = "mask"
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        if self._odd("grid"):
+            raise UserError("the file is broken here")
+        return super().grid(request)
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        if self._odd("mask"):
+            raise UserError("the file is broken here")
+        if self._odd("bug"):
+            raise KeyError("layer 7")
+        mask = BlockMask.dense(request.heads - self._odd("heads"), self.grid(request))
+        if self._odd("bits"):
+            mask.bits[0, 0, 0] = False
+        return mask
+
+    def _odd(self, fault: str) -> bool:
+        return self.fault == fault and dist.get_rank() == self.rank
+
+
+def attend_with(rank: int, world: int, source: BlockSizes) -> None:
+    """Attends once, and then meets in a collective, which would hang or fail if ranks were out of step."""
+    session = AttentionSession(
+        DbspConfig(mask=source), SequenceGroup.from_group(), Strategy(world, 1), heads=world, layers=1
+    )
+    try:
+        layout = session.begin(Video((2, 4, 8)))
+        q = torch.ones(1, world, layout.shard, 16)
+        session.attend(0, q, q, q)
+    finally:
+        dist.barrier()
+
+
+@dataclass(frozen=True)
+class Forgetful(BlockSizes):
+    """Its masks never change, but in the second step rank `rank` cannot name them."""
+
+    changes = "per_step"
+    rank: int = 0
+
+    def cache_key(self, request: MaskRequest) -> str:
+        if request.step == 1 and dist.get_rank() == self.rank:
+            raise ValueError("the table of contents is gone")
+        return "always the same"
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        return BlockMask.dense(request.heads, self.grid(request))
+
+
+def attend_in_two_steps(rank: int, world: int, odd: int) -> None:
+    """Attends in two steps; the other ranks keep the first mask and have nothing to compare in the second."""
+    source = Forgetful(block_q=16, block_k=16, rank=odd)
+    session = AttentionSession(
+        DbspConfig(mask=source), SequenceGroup.from_group(), Strategy(world, 1), heads=world, layers=1
+    )
+    try:
+        for timestep in (900.0, 800.0):
+            layout = session.begin(Video((2, 4, 8)), timestep=timestep)
+            q = torch.ones(1, world, layout.shard, 16)
+            session.attend(0, q, q, q)
+    finally:
+        dist.barrier()
+
+
+def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], steps: int) -> list[list[int]]:
+    """Returns the layers that are dense by forward pass."""
+    feed = MaskProvider(BlockSizes(), schedule, 2, layers, lambda: steps)
+    dense = []
+    for timestep in timesteps:
+        feed.begin([Video((2, 2, 2))], torch.tensor([timestep, timestep]))
+        dense.append([layer for layer in range(layers) if feed.cache_key(layer) == "dense by schedule"])
+    return dense
 
 
 @pytest.mark.parametrize(
@@ -23,7 +113,7 @@ from tests.support.workers import WorkerError
         (3, 0, "bits", "the mask of layer 0 differs on rank(s)"),
     ],
 )
-def test_a_fault_on_one_rank_raises_on_all(pool, world, odd, fault, message):
+def test_fault_on_one_rank_raises_on_all(pool, world, odd, fault, message):
     with pytest.raises(WorkerError) as raised:
         pool(world).run(attend_with, OddOneOut(16, 16, rank=odd, fault=fault))
     errors = raised.value.errors
@@ -34,11 +124,11 @@ def test_a_fault_on_one_rank_raises_on_all(pool, world, odd, fault, message):
         assert all(f"rank(s) [{odd}]" in text for *_, text in errors)
 
 
-def test_without_faults_it_runs(pool):
+def test_attention_without_a_fault_runs(pool):
     pool(3).run(attend_with, OddOneOut(16, 16, fault="none"))
 
 
-def test_alone_a_problem_is_told_as_it_is():
+def test_error_in_one_process_is_raised_unchanged():
     def fail() -> None:
         raise ValueError("ρ_s is not a number")
 
@@ -51,8 +141,8 @@ def unread() -> float:
 
 
 def same_steps(*first: int | None) -> list[tuple[Any, ...]]:
-    """Passes at one timestep whose index tells the step; with `strength` below 1 it does not begin at 0."""
-    return [(5.0, place % 2, index) for place, index in enumerate((*first, 7, 7, 8, 8, 9, 9, 7))]
+    """Passes at one timestep, distinguished by the index; with `strength` below 1 it does not begin at 0."""
+    return [(5.0, number % 2, index) for number, index in enumerate((*first, 7, 7, 8, 8, 9, 9, 7))]
 
 
 BY_INDEX = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (0, 0)]
@@ -81,11 +171,11 @@ PASSES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[int, int]]]] = {
         [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (0, 1), (1, 1)],
     ),
 }
-"""(timestep, CFG pass, scheduler's index) of forward passes, of which hosts say a part, and (step, pass) told."""
+"""(timestep, CFG pass, scheduler's index) of forward passes, which frameworks pass in part; inferred (step, pass)."""
 
 
 @pytest.mark.parametrize(("passes", "moments"), PASSES.values(), ids=PASSES)
-def test_steps_and_cfg_passes_are_told_from_what_the_host_says(passes, moments):
+def test_steps_and_cfg_passes_are_inferred_from_what_the_framework_passes(passes, moments):
     index = None
     clock = StepClock(lambda: Progress(step_index=index))
     found = []
@@ -94,7 +184,7 @@ def test_steps_and_cfg_passes_are_told_from_what_the_host_says(passes, moments):
     assert found == [DenoisingStep(*moment) for moment in moments]
 
 
-def test_a_generation_that_failed_at_its_first_step_is_not_counted_on():
+def test_failed_generation_does_not_change_the_next_ones_steps():
     now = Progress("first")
     clock = StepClock(lambda: now)
     assert [clock.advance(t).step for t in (999, 800)] == [0, 1]
@@ -103,7 +193,7 @@ def test_a_generation_that_failed_at_its_first_step_is_not_counted_on():
 
 
 @pytest.mark.parametrize("odd", [0, 2])
-def test_a_source_that_cannot_name_its_mask_on_one_rank_stops_all(pool, odd):
+def test_source_without_a_cache_key_on_one_rank_raises_on_all(pool, odd):
     with pytest.raises(WorkerError) as raised:
         pool(3).run(attend_in_two_steps, odd)
     errors = raised.value.errors
@@ -120,7 +210,7 @@ def test_dense_ends():
     assert moments == [everything, everything, ends, ends, ends, ends, everything, everything, everything, ends]
 
 
-def test_without_dense_ends_nothing_is_dense():
+def test_schedule_without_dense_ends_has_no_dense_layers():
     assert dense_moments(DenseSchedule(), 3, [900, 0], steps=2) == [[], []]
 
 

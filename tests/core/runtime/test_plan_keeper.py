@@ -2,18 +2,122 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.runtime.plan_keeper import PlanKeeper, replay
-from tests.core.runtime.keeper_cases import (
-    GRID,
-    mask_of,
-    planner_that_goes_wrong,
-    plans_on,
-    plans_with_late_counts,
-    two_generations,
-)
+from dbsp_core.masks.mask_counts import RowCounts
+from dbsp_core.planning.plan import Plan, plan_from_counts
+from dbsp_core.runtime.plan_keeper import MakePlan, PlanKeeper, PlanUse, replay
+from tests.core.runtime.session_cases import PREDICTED, Session
+
+GRID = BlockGrid.uniform(8 * 16, 16)
+
+
+def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
+    """Heads with so many active blocks, from the top left on."""
+    bits = np.zeros((len(work), grid.nq * grid.nk), dtype=bool)
+    for head, dense in zip(bits, work, strict=True):
+        head[:dense] = True
+    return BlockMask(bits.reshape(-1, grid.nq, grid.nk), grid)
+
+
+def plans_on(grid: BlockGrid, strategy: str, planner: str = "paper") -> MakePlan:
+    """Makes a plan for row counts of masks on a grid."""
+    return lambda rows, _current: plan_from_counts(rows, grid, strategy, planner)
+
+
+class LateCounts(RowCounts):
+    """Counts whose copy is there only after a while, another one for each rank and call."""
+
+    def __init__(self, parts: tuple[torch.Tensor, ...]) -> None:
+        super().__init__(parts)
+        self.there_at = time.monotonic() + _DELAYS.pop(0)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        time.sleep(max(0.0, self.there_at - time.monotonic()))
+        return self._host.astype(np.int64)
+
+
+class HastyKeeper(PlanKeeper):
+    """A keeper that keeps a plan if its counts are not there yet: a negative control."""
+
+    def plan_predicted(self, key: Any, mask: BlockMask, make: MakePlan) -> Any:
+        last = self._last.get(key)
+        if last is not None and isinstance(last.counts, LateCounts) and last.counts.there_at > time.monotonic():
+            return last.use
+        return super().plan_predicted(key, mask, make)
+
+
+_DELAYS: list[float] = []
+
+
+def plans_with_late_counts(rank: int, world: int, hasty: bool) -> list[int]:
+    """Makes six calls that need new plans; counts of odd ranks are late at odd calls. Returns plans by call."""
+    draws = np.random.default_rng(0)
+    masks = [mask_of(*draws.integers(1, 60, 2 * world)) for _ in range(6)]
+    _DELAYS[:] = [0.2 * ((rank + call) % 2) for call in range(6)]
+    keeper, make = (HastyKeeper if hasty else PlanKeeper)(1.0, False), plans_on(GRID, f"U{world}R1", "snake")
+    with mock.patch("dbsp_core.masks.mask_counts.RowCounts", LateCounts):
+        return [keeper.plan_predicted("layer", mask, make).plan.fingerprint for mask in masks]
+
+
+def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list[str]:
+    """Attends four times; in the third call a rank's planner raises, or makes another plan.
+
+    Returns what each call raised.
+    """
+    session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
+    raised = []
+    for call in range(4):
+        patched = _faulty(fault) if (rank, call) == (odd, 2) else plan_from_counts
+        with mock.patch("dbsp_core.runtime.size_context.plan_from_counts", patched):
+            try:
+                session.attend(900.0 - call)
+                raised.append("")
+            except ValueError as error:
+                raised.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    return raised
+
+
+def _faulty(fault: str) -> Callable[..., Plan]:
+    def make(*args: Any, **options: Any) -> Plan:
+        if fault == "raises":
+            raise ZeroDivisionError("no planner today")
+        return plan_from_counts(*args, **(options | {"planner": "contiguous"}))
+
+    return make
+
+
+def two_generations(rank: int, world: int, steps: int, threshold: float) -> list[tuple[bool, float, bool]]:
+    """Runs two generations of few steps.
+
+    Returns by step whether a plan was made for it, ρ_s in use, and whether the plan is that of the step before; at the
+    second generation's first step, that of the first generation's second step.
+    """
+    session = Session(PREDICTED | {"reuse": threshold}, f"U{world}R1", steps=steps)
+    uses: list[PlanUse] = []
+    for step in range(2 * steps):
+        assert session.attend(900.0 - step % steps) <= 1e-5
+        (last,) = session.inner._now.keeper._last.values()
+        uses.append(last.use)
+    session.inner.flush()
+    rho = [use.counted.rho for use in uses if use.counted is not None]
+    same = [False, *(use.plan.same_routes(before.plan) for before, use in pairwise(uses))]
+    same[steps] = uses[steps].plan.same_routes(uses[1].plan)
+    return list(zip((use.new for use in uses), rho, same, strict=True))
+
 
 FIRST = mask_of(6, 4, 4, 2)
 """Heads 0 and 3 go to one column, 1 and 2 to the other: 8 and 8."""
@@ -44,7 +148,7 @@ class TestKnownMasks:
         keeper.use(key, use)
         return use
 
-    def test_at_the_threshold_a_plan_is_kept_with_the_numbers_of_the_new_mask(self, keeper):
+    def test_plan_at_the_threshold_is_kept_with_the_metrics_of_the_new_mask(self, keeper):
         assert self.use(keeper, 0, FIRST).new
         use = self.use(keeper, 0, AT_THRESHOLD)
         assert (use.plan.fingerprint, use.plan.rho, use.new) == (OLD, 1.25, False)
@@ -57,7 +161,7 @@ class TestKnownMasks:
         assert not self.use(keeper, 0, ABOVE).new
         assert (keeper.statistics.calls, keeper.statistics.plans) == (3, 2)
 
-    def test_every_attention_has_a_plan_of_its_own(self, keeper):
+    def test_attentions_have_plans_of_their_own(self, keeper):
         assert [self.use(keeper, key, mask).plan.fingerprint for key, mask in ((0, FIRST), (1, ABOVE))] == [OLD, NEW]
         assert [self.use(keeper, key, mask).plan.fingerprint for key, mask in ((0, FIRST), (1, ABOVE))] == [OLD, NEW]
 
@@ -69,20 +173,20 @@ class TestKnownMasks:
         use = self.use(keeper, 0, mask)
         assert (use.plan.grid, use.plan.heads, use.new) == (mask.grid, mask.heads, True)
 
-    def test_a_plan_that_ranks_did_not_agree_on_is_not_kept(self, keeper):
+    def test_plan_that_was_not_used_is_not_kept(self, keeper):
         self.use(keeper, 0, FIRST)
         keeper.plan_known(0, ABOVE, plans_on(GRID, "U2R1"))  # and no `use`
         assert self.use(keeper, 0, FIRST).plan.fingerprint == OLD
 
 
 class TestPredictedMasks:
-    """What a call uses was settled by the counts of the call before."""
+    """Plans of predicted masks: a call uses what the counts of the call before settled."""
 
     @staticmethod
     def plans(keeper, masks, key=0):
         return [keeper.plan_predicted(key, mask, plans_on(mask.grid, "U2R1")).plan.fingerprint for mask in masks]
 
-    def test_a_new_plan_is_adopted_one_call_later(self, keeper):
+    def test_new_plan_is_adopted_one_call_later(self, keeper):
         assert self.plans(keeper, [FIRST, ABOVE, ABOVE, ABOVE, FIRST]) == [OLD, OLD, NEW, NEW, NEW]
 
     def test_statistics_are_of_rho_in_use_not_of_the_plans_made(self, keeper):
@@ -101,19 +205,19 @@ class TestPredictedMasks:
             keeper.settle()
         assert plans == [OLD, OLD, NEW]
 
-    def test_at_the_threshold_the_plan_is_kept(self, keeper):
+    def test_predicted_plan_at_the_threshold_is_kept(self, keeper):
         assert self.plans(keeper, [FIRST, AT_THRESHOLD, FIRST]) == [OLD] * 3
         assert keeper.statistics.plans == 1
 
-    def test_a_call_with_other_heads_plans_at_once(self, keeper):
-        """Guidance is switched off between two calls, while counts of more heads are under way."""
+    def test_call_with_other_heads_plans_at_once(self, keeper):
+        """Switches guidance off between two calls, while counts of more heads are being copied."""
         self.plans(keeper, [FIRST, ABOVE])
         use = keeper.plan_predicted(0, mask_of(6, 4), plans_on(GRID, "U2R1"))
         assert (use.plan.heads, use.new) == (2, True)
         keeper.settle()
         assert keeper.statistics.counted == 3
 
-    def test_an_error_in_planning_leaves_what_was_kept(self, keeper):
+    def test_error_in_planning_keeps_the_plan_before(self, keeper):
         self.plans(keeper, [FIRST, ABOVE])
 
         def fail(rows, current):
@@ -123,7 +227,7 @@ class TestPredictedMasks:
             keeper.plan_predicted(0, ABOVE, fail)
         assert self.plans(keeper, [ABOVE]) == [NEW]
 
-    def test_what_is_replayed_is_what_is_done(self, keeper):
+    def test_replay_equals_the_keepers_plans(self, keeper):
         masks = [FIRST, ABOVE, AT_THRESHOLD, FIRST, ABOVE]
         uses = replay([mask.counts.rows for mask in masks], 1.25, plans_on(GRID, "U2R1"))
         assert [use.plan.fingerprint for use in uses] == self.plans(keeper, masks)
@@ -131,7 +235,7 @@ class TestPredictedMasks:
         assert sum(use.counted.rho for use in uses) == keeper.statistics.rho_sum
         assert sum(use.new for use in uses) == keeper.statistics.plans
 
-    def test_a_generation_begins_with_the_plan_that_the_last_ones_first_mask_led_to(self, keeper):
+    def test_generation_begins_with_the_plan_after_the_last_ones_first_mask(self, keeper):
         """Generations of FIRST, ABOVE: after ABOVE, the plan for FIRST is taken up again, and is no new plan."""
         steps = [(FIRST, 0), (ABOVE, 1), (ABOVE, 2)] * 2
         uses = [keeper.plan_predicted(0, mask, plans_on(GRID, "U2R1"), step) for mask, step in steps]
@@ -142,7 +246,7 @@ class TestPredictedMasks:
         assert [use.plan.fingerprint for use in replayed] == [use.plan.fingerprint for use in uses]
         assert [use.new for use in replayed] == [use.new for use in uses]
 
-    def test_if_first_masks_change_the_next_generation_but_one_begins_with_a_new_plan(self, keeper):
+    def test_generation_after_a_changed_first_mask_begins_with_a_new_plan(self, keeper):
         steps = [(FIRST, 0), (ABOVE, 1), (ABOVE, 0), (ABOVE, 1), (ABOVE, 0)]
         uses = [keeper.plan_predicted(0, mask, plans_on(GRID, "U2R1"), step) for mask, step in steps]
         assert [use.plan.fingerprint for use in uses] == [OLD, OLD, OLD, NEW, NEW]
@@ -155,8 +259,8 @@ class TestPredictedMasks:
 
 
 class TestLateCounts:
-    def test_all_ranks_change_plans_at_the_same_call(self, pool):
-        """Whenever each rank's copies arrive."""
+    def test_ranks_with_late_counts_change_plans_at_the_same_call(self, pool):
+        """Delays the copies of ranks differently."""
         answers = pool(3).run(plans_with_late_counts, False)
         assert all(answer == answers[0] for answer in answers)
         assert len(set(answers[0])) > 3, "masks must ask for new plans"
@@ -168,14 +272,14 @@ class TestLateCounts:
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 0), (3, 2)])
 @pytest.mark.parametrize(("fault", "message"), [("raises", "no planner today"), ("differs", "the plan differs on")])
-def test_a_planner_that_goes_wrong_on_one_rank_is_raised_on_all_at_the_same_call(pool, world, odd, fault, message):
+def test_faulty_planner_on_one_rank_raises_on_all_at_the_same_call(pool, world, odd, fault, message):
     for raised in pool(world).run(planner_that_goes_wrong, odd, fault):
         assert [bool(text) for text in raised] == [False, False, True, False], raised
         assert message in raised[2]
 
 
 @pytest.mark.parametrize("steps", [4, 8])
-def test_a_generation_begins_with_the_plans_of_the_last_one(pool, steps):
+def test_generation_begins_with_the_plans_of_the_last_one(pool, steps):
     for threshold in (1.02, 9.0):
         for seen in pool(2).run(two_generations, steps, threshold):
             above = [True, *(rho > threshold for _, rho, _ in seen[:-1])]

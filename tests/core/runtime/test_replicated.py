@@ -18,14 +18,14 @@ SCALE = 0.3
 
 
 def tensors(world: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """q [2, 3, 11, 8], k and v of all ranks, and weights of a loss."""
+    """Returns q [2, 3, 11, 8], k and v of all ranks, and weights of a loss."""
     draws = torch.Generator().manual_seed(world)
     shapes = ((11,), (sum(KEYS[world]),), (sum(KEYS[world]),), (11,))
     return [torch.randn(2, 3, *shape, 8, generator=draws, dtype=dtype) for shape in shapes]
 
 
 def expected(world: int) -> list[torch.Tensor]:
-    """The output, and the gradients of q, k and v."""
+    """Returns the output, and the gradients of q, k and v."""
     *leaves, weights = tensors(world)
     for leaf in leaves:
         leaf.requires_grad_(True)
@@ -34,7 +34,7 @@ def expected(world: int) -> list[torch.Tensor]:
 
 
 def attend(rank: int, world: int, merged: bool = True) -> list[torch.Tensor]:
-    """The output, this rank's part of q's gradient, and the gradients of its own k and v."""
+    """Returns the output, this rank's part of q's gradient, and the gradients of its own k and v."""
     q, k, v, weights = tensors(world)
     k, v = (whole.split(KEYS[world], dim=2)[rank] for whole in (k, v))
     leaves = [t.clone().requires_grad_(True) for t in (q, k, v)]
@@ -56,14 +56,14 @@ def test_equals_one_process_with_its_gradients(threads, monkeypatch, world, bloc
     assert (torch.cat([one[3] for one in found], dim=2) - dv).abs().max() < 1e-14
 
 
-def test_a_rank_alone_would_be_wrong(threads):
+def test_rank_without_the_others_keys_is_wrong(threads):
     found = threads(3).run(attend, False)
     assert min((one[0] - expected(3)[0]).abs().max() for one in found) > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_for_gpus_give_the_same(monkeypatch, dtype):
-    """Forward and backward, in Triton's interpreter."""
+    """Runs forward and backward in Triton's interpreter."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which the kernel is not interpreted")

@@ -48,16 +48,16 @@ class Transport:
 def attended(
     rank: int, world: int, settings: dict[str, Any], strategy: str, videos: tuple[Video, ...], transport: Transport
 ) -> tuple[float, int, int]:
-    """Two passes. Returns the error of the second, the bytes that the report counts of it, and those that went."""
+    """Runs two passes. Returns the error of the second, its bytes as reported, and its bytes as sent."""
     config = DbspConfig.load(settings | {"report": "nowhere"})
     session = observed_session(config, SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, 1)
     for timestep in (900.0, 800.0):
         layout = session.begin(*videos, timestep=timestep)
         full, expected = once(partial(alone, config, videos, timestep, layout.tokens))
-        token, place = (torch.from_numpy(one) for one in layout.tokens_at(rank))
+        token, slot = (torch.from_numpy(one) for one in layout.tokens_at(rank))
         local = [torch.full((1, HEADS, layout.shard, WIDTH), 50.0) for _ in full]
         for shard, whole in zip(local, full, strict=True):
-            shard[:, :, place] = whole[:, :, token]
+            shard[:, :, slot] = whole[:, :, token]
         if timestep == 800.0:
             transport.watched.add(rank)
         out = session.attend(0, *local)
@@ -65,14 +65,14 @@ def attended(
     observer = run_observer(session)
     assert observer is not None
     sent = observer.calls[-1].sent
-    error = float((out[:, :, place] - expected[:, :, token]).abs().max())
+    error = float((out[:, :, slot] - expected[:, :, token]).abs().max())
     return error, sent.dispatch + sent.chunks + sent.combine, transport.sent.get(rank, 0)
 
 
 def alone(
     config: DbspConfig, videos: tuple[Video, ...], timestep: float, tokens: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """q, k and v of all tokens, and attention to what they are rounded to, under the mask of what they are."""
+    """Returns q, k and v of all tokens, and attention to them as rounded, under the mask of them unrounded."""
     generator = torch.Generator().manual_seed(int(timestep))
     full = [torch.randn(1, HEADS, tokens, WIDTH, generator=generator) for _ in range(3)]
     full[1] += 3 * torch.randn(1, HEADS, 1, WIDTH, generator=generator)
@@ -85,7 +85,7 @@ def alone(
 
 @contextmanager
 def transported() -> Iterator[Transport]:
-    """What goes from rank to rank within the block."""
+    """Counts what is sent from rank to rank within the block."""
     transport, post = Transport(), Meeting.post
 
     def counted(meeting: Meeting, *args: Any) -> int:
@@ -104,7 +104,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("world", "strategy", "settings", "videos"), WAYS)
 def test_equals_one_process_and_sends_what_is_reported(threads, world, strategy, settings, videos):
-    """A predicted mask is that of queries and keys as they are, locally."""
+    """Predicts masks from queries and keys that are not rounded."""
     with transported() as transport:
         found = threads(world).run(attended, settings | INT8, strategy, videos, transport)
     for error, reported, sent in found:

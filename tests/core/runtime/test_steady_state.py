@@ -19,7 +19,7 @@ WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
 
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
 def test_int8_in_exchanges_waits_for_nothing_and_launches_little(pool, strategy):
-    """The mean of keys takes a sum, an exchange and arithmetic; reading, a launch for queries and each chunk."""
+    """Allows for the mean of keys a sum, an exchange and arithmetic, and a launch of reading per chunk."""
     settings = {"mask": WINDOW, "precision": "int8"}
     assert pool(2).run(waits_of_a_steady_step, settings, strategy) == [{}] * 2
     chunks = Strategy.parse(strategy).ring
@@ -30,8 +30,8 @@ def test_int8_in_exchanges_waits_for_nothing_and_launches_little(pool, strategy)
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
-def test_what_debug_compares_costs_no_collective_without_it(pool, monkeypatch, world, mask):
-    """Comparing is `all_gather`: one for all, or of inputs before a mask is predicted, and then of it and its plan."""
+def test_comparisons_of_debug_cost_no_collective_without_it(pool, monkeypatch, world, mask):
+    """Compares by `all_gather`: one for all, or one for inputs and one for a predicted mask and its plan."""
     settings, strategy = {"mask": mask, "reuse": 100.0}, f"U1R{world}"
     without = pool(world).run(collectives_of_a_steady_step, settings, strategy)
     if mask is WINDOW:
@@ -46,7 +46,7 @@ def test_what_debug_compares_costs_no_collective_without_it(pool, monkeypatch, w
     ("heads", "thw"), [(8, (4, 8, 8)), (20, (3, 6, 10))], ids=["whole blocks", "blocks cut between ranks"]
 )
 def test_launches_are_few_for_any_heads_and_strategy(pool, heads, thw):
-    """Outside the attention kernel, what is fused on a GPU as one each; see `steady_cases.FUSED`.
+    """Counts launches outside the attention kernel, those fused on a GPU as one; see `steady_cases.FUSED`.
 
     Without a ring, queries may have an exchange of their own.
     """
@@ -60,7 +60,7 @@ def test_launches_are_few_for_any_heads_and_strategy(pool, heads, thw):
 
 
 @pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
-def test_a_call_is_few_frames_deep(pool, mask):
+def test_steady_call_is_few_frames_deep(pool, mask):
     for strategy in ("U2R1", "U1R2"):
         assert max(pool(2).run(frames_of_a_steady_step, {"mask": mask}, strategy)) <= 20
 

@@ -51,7 +51,7 @@ def assert_lists(index: torch.Tensor, lists: list[list[int]], batch: int, blocks
 
 @given(case=bit_rows(), batch=st.integers(1, 3))
 @examples(60)
-def test_a_table_lists_full_blocks_first(case, batch):
+def test_table_lists_full_blocks_first(case, batch):
     index = expand_rows(*case["arguments"], batch=batch)
     assert (index.dtype, len(index)) == (torch.int32, batch * len(case["lists"]))
     assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
@@ -59,7 +59,7 @@ def test_a_table_lists_full_blocks_first(case, batch):
 
 @given(case=bit_rows(), batch=st.integers(1, 2))
 @examples(15)
-def test_the_triton_kernel_equals_its_twin(case, batch):
+def test_triton_kernel_expands_rows_as_torch(case, batch):
     pytest.importorskip("triton")
     from dbsp_kernels.triton import tables as triton_rows
 
@@ -77,7 +77,7 @@ def test_the_triton_kernel_equals_its_twin(case, batch):
 
 @given(mask=masks(heads=3, least_key_blocks=3, more_tokens=30), data=st.data())
 @examples(20)
-def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
+def test_triton_kernel_packs_rows_as_torch(mask, data):
     pytest.importorskip("triton")
     from dbsp_kernels.triton import tables as triton_rows
 

@@ -95,7 +95,7 @@ class PackedCase:
 
     @property
     def of_reference(self) -> dict[str, Any]:
-        """What one process's attention depends on, next to the seed."""
+        """Returns what one process's attention depends on, in addition to the seed."""
         return {"one_long": self.one_long, "dtype": self.dtype, "sabotage": self.sabotage, "first": self.first}
 
     @property
@@ -103,39 +103,40 @@ class PackedCase:
         draws = np.random.default_rng(self.seed)
         blocks = [(16, 16), (32, 16), (16, 32)][self.seed % 3]
         found = []
-        for place in range(draws.integers(2, 7)):
-            thw = self.first if place == 0 else tuple(draws.integers(1, (4, 6, 7)).tolist())
-            thw = (8, 9, 10) if self.one_long and place == 1 else thw
+        for index in range(draws.integers(2, 7)):
+            thw = self.first if index == 0 else tuple(draws.integers(1, (4, 6, 7)).tolist())
+            thw = (8, 9, 10) if self.one_long and index == 1 else thw
             text = int(draws.integers(1, 25)) if draws.random() < 0.5 else 0
-            source = source_of(KINDS[(self.seed + place) % len(KINDS)], blocks, self.seed + place)
+            source = source_of(KINDS[(self.seed + index) % len(KINDS)], blocks, self.seed + index)
             found.append((BlockGrid(text + int(np.prod(thw)), text, *blocks, thw), source))
         return found
 
     def loaders(self, world: int) -> SequenceLayout:
-        """Whole sequences on some of the ranks: most often one has none."""
+        """Returns whole sequences on some of the ranks: most often one has none."""
         draws = np.random.default_rng(self.seed + 1)
         lengths = [grid.tokens for grid, _ in self.sequences]
         having = draws.permutation(world)[: max(1, world - 1)]
         return SequenceLayout.whole_sequences(lengths, draws.choice(having, len(lengths)).tolist(), world)
 
-    def home(self, grid: BlockGrid, world: int) -> SequenceLayout:
+    def balanced(self, grid: BlockGrid, world: int) -> SequenceLayout:
         if self.layout == "loaders":
             return self.loaders(world)
         return SequenceLayout.named(self.layout, grid, Strategy.parse(self.strategy))
 
 
 def cases_for(strategy: Strategy) -> list[PackedCase]:
-    """Every layout, one long sequence, both dtypes, dense heads apart."""
+    """Returns cases with every layout, one long sequence, both dtypes and dense heads apart."""
     layouts, cases = ("striped", "contiguous", "loaders"), []
-    for seed in range(4):
-        dtype = torch.float64 if seed % 2 else torch.float32
-        case = PackedCase(str(strategy), 7 * strategy.world + seed, layouts[seed % 3], seed == 3, dtype)
-        cases.append(replace(case, dense_parts=seed == 2))
+    for number in range(4):
+        dtype = torch.float64 if number % 2 else torch.float32
+        seed = 4 * (strategy.world % 2) + number  # two sets of references for all strategies
+        case = PackedCase(str(strategy), seed, layouts[(number + strategy.ring) % 3], number == 3, dtype)
+        cases.append(replace(case, dense_parts=number == 0))
     return cases
 
 
 def expected_of(case: PackedCase, mask: BlockMask, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Each sequence by itself, dense with its own mask."""
+    """Returns dense attention of each sequence with its own mask."""
     if case.sabotage == "a token attends into another sequence":
         heads = [torch.block_diag(*(token_mask(part)[h].float() for part in mask.parts)).bool() for h in range(HEADS)]
         allowed = torch.stack(heads)
@@ -153,7 +154,7 @@ def expected_of(case: PackedCase, mask: BlockMask, tensors: list[torch.Tensor]) 
 
 @shared
 def _alone(case: PackedCase) -> tuple[list[torch.Tensor], int, torch.Tensor, list[torch.Tensor]]:
-    """q, k, v and dout of all tokens; in one process the fingerprint of the mask, the output, and gradients."""
+    """Returns q, k, v and dout of all tokens, and one process's mask fingerprint, output and gradients."""
     generator = torch.Generator().manual_seed(case.seed)
     tokens = sum(grid.tokens for grid, _ in case.sequences)
     full = [torch.randn(1, HEADS, tokens, WIDTH, generator=generator, dtype=case.dtype) for _ in range(4)]
@@ -165,7 +166,7 @@ def _alone(case: PackedCase) -> tuple[list[torch.Tensor], int, torch.Tensor, lis
 
 
 def run_packed(rank: int, world: int, cases: list[PackedCase]) -> list[tuple[float, float]]:
-    """By case, the largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k, v."""
+    """Returns by case the largest errors on this rank's tokens: of the output, and of the gradients."""
     return [_run_one(rank, world, case) for case in cases]
 
 
@@ -173,18 +174,18 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     sequences, loaders = case.sequences, case.loaders(world)
     group = SequenceGroup.from_group()
     full, of_mask, expected, gradients = _alone(PackedCase("-", case.seed, **case.of_reference))
-    mine, places = (torch.from_numpy(a) for a in loaders.tokens_at(rank))
+    mine, slots = (torch.from_numpy(a) for a in loaders.tokens_at(rank))
     # 1. What this rank's loader gives, without padding: nothing where it has no sequence.
-    local = [t[:, :, mine].clone().requires_grad_(place < 3) for place, t in enumerate(full)]
-    home = case.home(BlockGrid.packed([grid for grid, _ in sequences]), world)
-    redistribution = Redistribution.between(loaders, home, group, source_slots=len(mine), debug=True)
+    local = [t[:, :, mine].clone().requires_grad_(index < 3) for index, t in enumerate(full)]
+    balanced = case.balanced(BlockGrid.packed([grid for grid, _ in sequences]), world)
+    redistribution = Redistribution.between(loaders, balanced, group, source_slots=len(mine), debug=True)
     # 2. To the balanced layout, attention there, and back.
     q, k, v = redistribution.there(*local[:3], dim=2)
     with torch.no_grad():
-        mask = packed_mask(sequences, REQUEST, LocalQK(q, k, home, group, WIDTH**-0.5))
+        mask = packed_mask(sequences, REQUEST, LocalQK(q, k, balanced, group, WIDTH**-0.5))
     assert mask.fingerprint == of_mask
-    plan = make_plan(mask, case.strategy, layout=home)
-    executor = DualBalancedAttention.prepare(plan, mask, home, group, kernel=case.kernel, debug=True)
+    plan = make_plan(mask, case.strategy, layout=balanced)
+    executor = DualBalancedAttention.prepare(plan, mask, balanced, group, kernel=case.kernel, debug=True)
     if case.dense_parts:
         dense = dense_spans_of(mask, torch.device("cuda"))
         executor = with_tables(executor, build_tables(executor.prepared.table_layout, mask, dense))
@@ -194,7 +195,7 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
         out = redistribution.back(executor(q, k, v), dim=2)
         out.backward(local[3])
     # 3. Against one process.
-    assert torch.equal(places, torch.arange(len(mine)))
+    assert torch.equal(slots, torch.arange(len(mine)))
     errors = [largest_difference(out, expected[:, :, mine])]
     errors += [largest_difference(a.grad, b[:, :, mine]) for a, b in zip(local, gradients, strict=False)]
     return errors[0], max(errors[1:])
@@ -216,7 +217,7 @@ class Counting(SequenceGroup):
 
 
 def run_redistribution(rank: int, world: int, seed: int) -> dict:
-    """There and back between two random layouts. Returns what came out, to be judged."""
+    """Redistributes between two random layouts and back. Returns what came out."""
     draws = np.random.default_rng(seed)
     lengths = draws.integers(1, 60, draws.integers(1, 6)).tolist()
     loaders = SequenceLayout.whole_sequences(lengths, draws.integers(0, world, len(lengths)).tolist(), world)
@@ -236,12 +237,12 @@ def run_redistribution(rank: int, world: int, seed: int) -> dict:
     dims = (0, 0, 0, 0, 0, 1)
 
     def held(layout: SequenceLayout) -> list[torch.Tensor]:
-        here, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+        here, slots = (torch.from_numpy(a) for a in layout.tokens_at(rank))
         found = []
         for tensor, dim in zip(whole, dims, strict=True):
             shape = list(tensor.shape)
             shape[dim] = layout.shard
-            found.append(tensor.new_zeros(shape).index_copy(dim, places, tensor.index_select(dim, here)))
+            found.append(tensor.new_zeros(shape).index_copy(dim, slots, tensor.index_select(dim, here)))
         return found
 
     local = held(loaders)
@@ -273,22 +274,22 @@ def _identical_bits(found, expected) -> bool:
 
 
 def redistribute_wrongly(rank: int, world: int, fault: str, culprit: int) -> None:
-    """One rank gives something else."""
+    """Redistributes with other tokens, dtype, layout or checks on one rank."""
     source = SequenceLayout.whole_sequences([7, 9], [0, 1], world)
     target = SequenceLayout.contiguous(16, world)
-    places, dtype = 9, torch.float32
-    if rank == culprit and fault == "places":
-        places = 8
+    slots, dtype = 9, torch.float32
+    if rank == culprit and fault == "slots":
+        slots = 8
     if rank == culprit and fault == "dtype":
         dtype = torch.float64
     if rank == culprit and fault == "layouts":
         source = SequenceLayout.whole_sequences([9, 7], [0, 1], world)
     debug = fault == "debug" and rank == culprit
-    Redistribution.between(source, target, debug=debug).there(torch.zeros(places, 2, dtype=dtype))
+    Redistribution.between(source, target, debug=debug).there(torch.zeros(slots, 2, dtype=dtype))
 
 
 def run_page(rank: int, world: int, code: str) -> dict:
-    """The example of docs/packed-sequences.md. Returns what it says of itself."""
+    """Runs the example of docs/packed-sequences.md. Returns its errors and balance."""
     names: dict = {}
     exec(code, names)
     expected, first = [], 0
@@ -296,8 +297,8 @@ def run_page(rank: int, world: int, code: str) -> dict:
     tokens = SequenceGroup.from_group().all_gather(gathered)
     whole = torch.empty(names["striped"].tokens, gathered.shape[1])
     for other, held in enumerate(tokens):
-        mine, places = (torch.from_numpy(a) for a in names["striped"].tokens_at(other))
-        whole[mine] = held[places]
+        mine, slots = (torch.from_numpy(a) for a in names["striped"].tokens_at(other))
+        whole[mine] = held[slots]
     q, k, v = whole.view(1, len(whole), 3, names["heads"], names["width"]).permute(2, 0, 3, 1, 4)
     for part in names["mask"].parts:
         own = [t[:, :, first : first + part.grid.tokens] for t in (q, k, v)]

@@ -20,7 +20,7 @@ WORLDS = (2, 3, 4, 6)
 
 @contextlib.contextmanager
 def dense_rows_on_the_cpu() -> Iterator[None]:
-    """While this lasts, in this process, dense rows of tables that know them run apart from the others."""
+    """Runs dense rows apart from the others in this process, within a block."""
     with (
         patch.object(chunk_attention, "fused_kernel", return_value="cpu"),
         patch.object(dense, "_operator", return_value=("cpu", _attend)),
@@ -34,8 +34,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
-def test_every_sequence_is_as_if_alone(threads, world, strategy):
-    """Dense, window, radial, predicted and random masks; with text and without; ranks without sequences."""
+def test_packed_sequences_equal_their_own_attention(threads, world, strategy):
+    """Covers dense, window, radial, predicted and random masks; text or none; ranks without sequences."""
     cases = cases_for(strategy)
     with dense_rows_on_the_cpu():
         found = threads(world).run(run_packed, cases)
@@ -43,20 +43,19 @@ def test_every_sequence_is_as_if_alone(threads, world, strategy):
         assert max(map(max, errors)) <= case.tolerance, (case, errors)
 
 
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
-def test_the_triton_kernel(pool, strategy):
+def test_triton_kernel_gives_every_sequence_its_own_attention(pool):
     pytest.importorskip("triton")
-    errors = pool(2).run(run_packed, [PackedCase(strategy, 8, kernel="triton", first=(2, 5, 8))])
+    errors = pool(2).run(run_packed, [PackedCase("U1R2", 8, kernel="triton", first=(2, 5, 8))])
     assert max(max(one[0]) for one in errors) <= 1e-5
 
 
-def test_a_token_that_attends_into_another_sequence_would_be_found(threads):
+def test_token_that_attends_into_another_sequence_is_found(threads):
     case = PackedCase("U2R1", 4, sabotage="a token attends into another sequence")
     assert max(max(one[0]) for one in threads(2).run(run_packed, [case])) > 1e-3
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_page_runs_as_printed(pool, world):
+def test_example_of_the_page_runs_as_printed(pool, world):
     page = (ROOT / "docs" / "packed-sequences.md").read_text()
     code = "import torch\n" + page.partition("```python\nimport torch\n")[2].partition("```")[0]
     for found in pool(world).run(run_page, code):

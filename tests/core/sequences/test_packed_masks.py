@@ -25,12 +25,12 @@ SIZES = ((4, 5, 6, 9), (1, 7, 3, 0), (3, 3, 8, 17))
 
 def packed_sequences(heads: int = 3, blocks: tuple[int, int] = (16, 8)) -> list[BlockMask]:
     return [
-        RandomSource(*blocks, seed=place).mask(MaskRequest(0, heads, (t, h, w), text))
-        for place, (t, h, w, text) in enumerate(SIZES)
+        RandomSource(*blocks, seed=index).mask(MaskRequest(0, heads, (t, h, w), text))
+        for index, (t, h, w, text) in enumerate(SIZES)
     ]
 
 
-def test_a_packed_grid_holds_its_sequences():
+def test_packed_grid_holds_its_sequences():
     grids = [mask.grid for mask in packed_sequences()]
     packed = BlockGrid.packed([grids[0], BlockGrid.packed(grids[1:])])
     assert packed == BlockGrid.packed(grids)
@@ -52,11 +52,11 @@ def test_text_is_dense_with_its_own_video_only():
     mask = BlockMask.packed(packed_sequences())
     bits = torch.zeros_like(mask.square())
     mask.grid.make_text_dense(bits)
-    for place, part in enumerate(mask.parts):
+    for index, part in enumerate(mask.parts):
         own = torch.zeros_like(part.bits)
         part.grid.make_text_dense(own)
         (q, k), (end_q, end_k) = (
-            tuple(axis.bounds[place + n] for axis in (mask.grid.q_axis, mask.grid.k_axis)) for n in (0, 1)
+            tuple(axis.bounds[index + n] for axis in (mask.grid.q_axis, mask.grid.k_axis)) for n in (0, 1)
         )
         assert torch.equal(bits[:, q:end_q, k:end_k], own)
         bits[:, q:end_q, k:end_k] = False
@@ -71,11 +71,11 @@ def test_counts_are_those_of_the_block_diagonal(mask, seed):
     assert mask.density == square.sum() / (mask.heads * mask.grid.pairs)
     assert mask.bits.numel() == mask.heads * sum(grid.nq * grid.nk for grid in mask.grid.sequences)
     head, block = (np.random.default_rng(seed).integers(0, n, 5) for n in (mask.heads, mask.grid.nq))
-    for place, one, row in zip(row_positions(mask.grid, mask.heads, head, block), head, block, strict=True):
+    for index, one, row in zip(row_positions(mask.grid, mask.heads, head, block), head, block, strict=True):
         sequence = mask.grid.q_axis.sequence_of[row]
         own = slice(mask.grid.k_axis.bounds[sequence], mask.grid.k_axis.bounds[sequence + 1])
         width = own.stop - own.start
-        bits = mask.row_bits[place : place + width] if mask.grid.packed_from else mask.row_bits[place]
+        bits = mask.row_bits[index : index + width] if mask.grid.packed_from else mask.row_bits[index]
         assert np.array_equal(bits.numpy(), square[one, row, own])
 
 
@@ -108,19 +108,19 @@ def test_sparse_masks_of_many_sequences_are_even_over_a_node(strategy):
 def test_fingerprints_differ_by_bits_and_by_where_sequences_end():
     first, second, third = packed_sequences()
     other = BlockMask(second.bits ^ (torch.arange(second.grid.nk) == 0), second.grid)
-    marks = [
+    fingerprints = [
         BlockMask.packed(each).fingerprint
         for each in ([first, second, third], [second, first, third], [first, other, third])
     ]
-    assert len(set(marks)) == 3
-    assert BlockMask.packed([first, second, third]).fingerprint == marks[0]
+    assert len(set(fingerprints)) == 3
+    assert BlockMask.packed([first, second, third]).fingerprint == fingerprints[0]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_mask_file_of_packed_sequences(tmp_path, packed):
+def test_mask_file_of_packed_sequences_is_read_back_equal(tmp_path, packed):
     path, mask = tmp_path / "masks.safetensors", BlockMask.packed(packed_sequences())
     other = BlockMask(~mask.bits, mask.grid.with_orders(("thw",)))
-    for masks_, groups, places in (
+    for masks_, groups, layers in (
         (mask, None, {(0, 0): mask}),
         ([mask, other], None, {(0, 0): mask, (1, 0): other}),
         ([[other], [mask]], "0-3,4-", {(0, 0): other, (0, 1): mask}),
@@ -129,7 +129,7 @@ def test_the_mask_file_of_packed_sequences(tmp_path, packed):
         file = MaskFile(path)
         assert file.grid == mask.grid.with_orders(("thw",))
         assert file.heads == 3
-        for (layer, group), expected in places.items():
+        for (layer, group), expected in layers.items():
             found = file.layer(layer, group)
             assert torch.equal(found.square(), expected.square())
             for one, same in zip(found.grid.sequences, expected.grid.sequences, strict=True):
@@ -165,7 +165,7 @@ def test_bad_files_of_packed_sequences(tmp_path, key, value, message):
         MaskFile(path)
 
 
-def test_the_commands_read_packed_sequences(tmp_path, dbsp):
+def test_commands_read_packed_sequences(tmp_path, dbsp):
     path, picture = tmp_path / "masks.safetensors", tmp_path / "masks.png"
     mask = BlockMask.packed(packed_sequences())
     save_mask(path, mask, packed=True)

@@ -1,4 +1,4 @@
-"""Re-homing: there, back, bytes and gradients."""
+"""Redistribution of tokens: forth, back, bytes and gradients."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_round_trips_are_bitwise_and_bytes_are_counted(pool, world, seed):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("places", "dimension 0"),
+        ("slots", "dimension 0"),
         ("dtype", "differ on rank(s) [1]"),
         ("layouts", "layouts of a redistribution differ"),
         ("debug", "debug differs on rank(s) [1]"),
     ],
 )
-def test_one_rank_that_differs(pool, fault, message):
+def test_difference_on_one_rank_raises_on_all(pool, fault, message):
     assert_all_raise(pool, 3, message, redistribute_wrongly, fault, 1)
 
 

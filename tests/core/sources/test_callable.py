@@ -1,4 +1,4 @@
-"""Source callable: what a user's function is asked, what it may return, and every mistake on every rank."""
+"""Source callable: arguments and results of a user's function, and error messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import CallableSource, MaskRequest
-from tests.para.para_cases import ParaCase, run_para_case, run_pipeline_case, run_until_error
 from tests.support import user_masks
 
 REQUEST = MaskRequest(layer=2, heads=3, thw=(3, 4, 5), text_tokens=7, step=4, cfg_branch=1)
@@ -21,7 +19,7 @@ def source(name, **keys):
     return CallableSource(16, 8, f"tests.support.user_masks:{name}", **keys)
 
 
-def test_one_mask_for_all_heads_or_one_each():
+def test_function_gives_one_mask_for_all_heads_or_one_each():
     shared, apart = source("band").mask(REQUEST), source("heads_apart").mask(REQUEST)
     assert shared.heads == apart.heads == 3
     assert np.array_equal(shared.bits[2].numpy(), user_masks.band(shared.grid, replace(REQUEST, step=0, cfg_branch=0)))
@@ -32,7 +30,7 @@ def test_one_mask_for_all_heads_or_one_each():
     ("depends_on", "changes", "asked"),
     [("nothing", "never", (0, 0, 0)), ("layer", "never", (2, 0, 0)), ("step", "per_step", (2, 4, 1))],
 )
-def test_masks_depend_on_what_was_said_and_on_nothing_else(depends_on, changes, asked):
+def test_masks_depend_on_what_is_declared_alone(depends_on, changes, asked):
     mine = source("band", depends_on=depends_on)
     assert (mine.changes, mine.cache_key(REQUEST)) == (changes, asked)
     seen = replace(REQUEST, layer=asked[0], step=asked[1], cfg_branch=asked[2])
@@ -41,14 +39,14 @@ def test_masks_depend_on_what_was_said_and_on_nothing_else(depends_on, changes, 
 
 
 @pytest.mark.parametrize("bits", [np.ones((3, 5, 9), dtype=bool), torch.ones(3, 5, 9, dtype=torch.bool)], ids=type)
-def test_the_function_may_go_on_with_its_own_bits(monkeypatch, bits):
+def test_bits_changed_later_do_not_change_the_mask(monkeypatch, bits):
     monkeypatch.setattr(user_masks, "shared", lambda grid, request: bits, raising=False)
     mask = source("shared").mask(REQUEST)
     bits[:] = False
     assert mask.bits.all()
 
 
-def test_parameters_and_orders_come_from_yaml(tmp_path):
+def test_parameters_and_orders_are_read_from_yaml(tmp_path):
     file = tmp_path / "dbsp.yaml"
     file.write_text(
         "mask: {source: callable, function: 'tests.support.user_masks:band', parameters: {blocks: 2}, "
@@ -63,7 +61,7 @@ def test_parameters_and_orders_come_from_yaml(tmp_path):
     assert mask.density > source("band", depends_on="nothing").mask(REQUEST).density
 
 
-def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
+def test_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
     (tmp_path / "broken_masks.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
@@ -88,45 +86,8 @@ def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
         ("band", {"token_orders": ("xyz",)}, "unknown token order 'xyz'"),
     ],
 )
-def test_what_a_function_should_not_do_is_one_line(name, keys, message):
+def test_mistake_of_a_function_is_one_line(name, keys, message):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         source(name, **keys).mask(REQUEST)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_masks_that_depend_on_step_and_guidance_pass_equal_one_process(pool, tmp_path):
-    mask = {
-        "source": "callable",
-        "function": "tests.support.user_masks:band",
-        "depends_on": "step",
-        "block_q": 8,
-        "block_k": 16,
-    }
-    folder = str(make_tiny("wan", tmp_path / "wan"))
-    results = pool(3).run(run_pipeline_case, "wan", folder, {"mask": mask, "strategy": "U1R3"})
-    assert all(difference <= 1e-5 for difference, *_ in results), results
-
-
-ON_ONE_RANK = "rank(s) [1]: mask function tests.support.user_masks:on_one_rank"
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("raises", f"{ON_ONE_RANK} raised RuntimeError: only here for layer 1"),
-        ("shape", f"{ON_ONE_RANK} returned shape"),
-        ("dtype", f"{ON_ONE_RANK} returned float32"),
-        ("bits", "the mask of layer 1 differs on rank(s) [1]; it must be the same on every rank"),
-    ],
-)
-def test_what_one_rank_does_raises_on_all(pool, fault, message):
-    workers = pool(3)
-    mask = {"source": "callable", "function": "tests.support.user_masks:on_one_rank", "parameters": {"fault": fault}}
-    config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3"}
-    for raised in workers.run(run_until_error, ParaCase("wan", (3, 5, 7), config)):
-        assert message in raised
-        assert "\n" not in raised
-    config["mask"] = mask | {"parameters": {"fault": "bits", "culprit": 9}, "block_q": 16, "block_k": 8}
-    for difference, _ in workers.run(run_para_case, ParaCase("wan", (3, 5, 7), config)):
-        assert difference <= 1e-5  # the workers are not out of step

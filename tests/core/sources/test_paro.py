@@ -10,7 +10,8 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.masks.grid import AXIS_ORDERS
-from dbsp_core.sources import MaskRequest, ParoSource
+from dbsp_core.sources import FileSource, MaskRequest, ParoSource
+from dbsp_core.utils.errors import UserError
 from tests.support.generators import random_bits
 from tests.support.paro_cases import alone, run_bad_file, run_paro_case
 from tests.support.workers import WorkerError
@@ -21,7 +22,7 @@ GRID = BlockGrid(105, 0, 8, 8, THW)
 
 
 def file_masks(groups: int, grid: BlockGrid = GRID, seed: int = 0, ordered: bool = True) -> list[list[BlockMask]]:
-    """Other bits and other orders in every group, layer and head."""
+    """Returns masks with other bits and orders in every group, layer and head."""
     masks = []
     for group in range(groups):
         layers = []
@@ -35,7 +36,7 @@ def file_masks(groups: int, grid: BlockGrid = GRID, seed: int = 0, ordered: bool
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Step 0 dense, steps 1 and 2 groups of their own."""
+    """Returns the path of a file in which step 0 is dense, and steps 1 and 2 are groups."""
     path = tmp_path_factory.mktemp("paro") / "masks.safetensors"
     save_mask(path, file_masks(2), groups="1-1,2-2", packed=True)
     return path
@@ -46,7 +47,7 @@ def request(**changes):
 
 
 class TestOneRank:
-    def test_each_step_has_its_groups_masks_in_their_orders_after_dense_ones(self, path):
+    def test_steps_after_dense_ones_have_the_masks_and_orders_of_their_group(self, path):
         source, masks = ParoSource(str(path)), file_masks(2)
         assert source.mask(request()).bits.all()
         for group, layers in enumerate(masks):
@@ -67,13 +68,13 @@ class TestOneRank:
         assert densities(2) == [1, 1, second]
         assert densities(9) == [1, 1, 1]
 
-    def test_a_file_without_groups_supports_every_step(self, tmp_path):
+    def test_file_without_groups_covers_every_step(self, tmp_path):
         save_mask(tmp_path / "m.safetensors", file_masks(1)[0])
         source = ParoSource(str(tmp_path / "m.safetensors"), dense_steps=1)
         assert source.mask(request()).bits.all()
         assert torch.equal(source.mask(request(step=70, layer=1)).bits, file_masks(1)[0][1].bits)
 
-    def test_rows_and_columns_of_text_are_dense(self, tmp_path):
+    def test_text_rows_and_columns_are_dense(self, tmp_path):
         grid = BlockGrid(112, 7, 8, 4, THW)
         save_mask(tmp_path / "m.safetensors", [BlockMask(np.zeros((HEADS, grid.nq, grid.nk), bool), grid)] * 2)
         bits = ParoSource(str(tmp_path / "m.safetensors")).mask(request(text_tokens=7)).bits
@@ -81,7 +82,7 @@ class TestOneRank:
         expected[:, :1] = expected[:, :, :2] = True
         assert torch.equal(bits, expected)
 
-    def test_the_grid_for_home_layouts_is_the_same_for_any_layer_and_step(self, path):
+    def test_grid_of_every_layer_and_step_is_the_same(self, path):
         grids = {ParoSource(str(path)).grid(request(layer=layer, step=step)) for layer in (0, 1) for step in (0, 2)}
         assert grids == {GRID}
 
@@ -95,7 +96,7 @@ class TestOneRank:
             ({"step": 3}, r"has masks for steps 1 to 2 \(groups 1-1,2-2\), none for step 3; run fewer steps"),
         ],
     )
-    def test_a_file_for_another_model_or_too_few_steps_raises(self, path, changes, message):
+    def test_file_for_another_model_or_too_few_steps_raises(self, path, changes, message):
         source = ParoSource(str(path))
         source.cache_key(request(**changes))  # leaves the message to `mask`, which all ranks call together
         with pytest.raises(ValueError, match=message) as raised:
@@ -108,31 +109,31 @@ DENSE = {"source": "dense", "block_q": 8, "block_k": 8}
 
 @pytest.fixture(scope="module")
 def references(path, tmp_path_factory):
-    """Of one process: with the masks of `path`, dense, and with identical bits in no order."""
+    """Returns one process's outputs with the masks of `path`, dense, and with these bits in no order."""
     ignored = tmp_path_factory.mktemp("paro") / "ignored.safetensors"
     save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
     masks = ({"source": "paro", "path": str(path)}, DENSE, {"source": "paro", "path": str(ignored)})
     return [alone("wan", THW, 7, mask) for mask in masks]
 
 
-@pytest.mark.parametrize(("world", "strategies"), [(2, ["U2R1", "U1R2"]), (3, ["U1R3"]), (4, ["U2R2", "U1R4"])])
-@pytest.mark.parametrize("planner", ["contiguous", "dbsp"])
+@pytest.mark.parametrize(
+    ("world", "strategy", "planner"),
+    [(2, "U2R1", "dbsp"), (2, "U1R2", "contiguous"), (3, "U1R3", "dbsp"), (4, "U2R2", "dbsp"), (4, "U1R4", "dbsp")],
+)
 @pytest.mark.usefixtures("debug")
-def test_equals_one_process_for_any_order_of_each_head(pool, path, references, world, strategies, planner):
-    """In a contiguous layout, and in a striped one."""
-    for strategy in strategies:
-        mask = {"source": "paro", "path": str(path)}
-        config = {"mask": mask, "strategy": strategy, "planner": planner}
-        for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, references):
-            assert max(same) <= TOLERANCE, (strategy, planner)
-            assert max(dense[:2]) <= TOLERANCE, "the leading step is dense"
-            assert min(dense[2:]) > 100 * TOLERANCE, "the mask must matter"
-            assert max(unordered[:2]) <= TOLERANCE
-            assert min(unordered[2:]) > 100 * TOLERANCE, "the orders must matter"
+def test_orders_of_heads_give_the_output_of_one_process(pool, path, references, world, strategy, planner):
+    """Covers a contiguous layout and a striped one."""
+    config = {"mask": {"source": "paro", "path": str(path)}, "strategy": strategy, "planner": planner}
+    for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, references):
+        assert max(same) <= TOLERANCE
+        assert max(dense[:2]) <= TOLERANCE, "the leading step is dense"
+        assert min(dense[2:]) > 100 * TOLERANCE, "the mask must matter"
+        assert max(unordered[:2]) <= TOLERANCE
+        assert min(unordered[2:]) > 100 * TOLERANCE, "the orders must matter"
 
 
 @pytest.mark.usefixtures("debug")
-def test_equals_one_process_with_text_among_the_video(pool, tmp_path):
+def test_orders_with_text_give_the_output_of_one_process(pool, tmp_path):
     grid = BlockGrid(112, 7, 8, 4, THW)
     paths = [tmp_path / f"{name}.safetensors" for name in ("ordered", "ignored")]
     for each, ordered in zip(paths, (True, False), strict=True):
@@ -146,40 +147,24 @@ def test_equals_one_process_with_text_among_the_video(pool, tmp_path):
         assert min(unordered) > 100 * TOLERANCE
 
 
-def other_file(tmp_path, kind):
-    """A file that is wrong in some way, and what is said about it."""
-    path = tmp_path / "bad.safetensors"
-    grid = BlockGrid(112, 7, 8, 8, THW)
-    if kind == "heads":
-        save_mask(path, [BlockMask(random_bits(4, GRID, 0), GRID)] * 2)
-        return path, "is for 4 heads"
-    if kind == "layers":
-        save_mask(path, [BlockMask(random_bits(6, GRID, 0), GRID)] * 3)
-        return path, "is for 3 layers, the model has 2"
-    if kind == "tokens":
-        save_mask(path, [BlockMask(random_bits(6, grid, 0), grid)] * 2)
-        return path, "112 tokens (7 of text), the model runs 6 heads and 105 tokens (0 of text)"
-    if kind == "steps":
-        save_mask(path, file_masks(2), groups="0-0,1-1")
-        return path, "none for step 2"
-    if kind == "truncated":
-        save_mask(path, file_masks(2), groups="1-1,2-2")
-        path.write_bytes(path.read_bytes()[:-9])
-        return path, "not a readable safetensors file"
-    return path, "does not exist"
+DIFFERS = "the mask of layer 0 differs on rank(s) [1]; it must be the same on every rank"
 
 
-KINDS = ["heads", "layers", "tokens", "steps", "truncated", "missing"]
-
-
-@pytest.mark.parametrize(("kind", "culprit"), [(kind, (None, 1)[place % 2]) for place, kind in enumerate(KINDS)])
-def test_a_bad_file_raises_on_every_rank(pool, path, tmp_path, kind, culprit):
-    bad, message = other_file(tmp_path, kind)
-    if kind == "steps" and culprit is not None:
-        message = "differs on rank(s) [1]"  # its step 0 is not dense: found before it runs out of groups
-    paths = (str(bad), None) if culprit is None else (str(path), str(bad))
+@pytest.mark.parametrize(
+    ("seed", "groups", "kept", "message"),
+    [
+        (0, "0-0,1-1", None, "differs on rank(s) [1]"),  # its step 0 is not dense
+        (1, "1-1,2-2", None, DIFFERS),
+        (0, "1-1,2-2", -9, "not a readable safetensors file"),
+    ],
+    ids=["other groups", "other masks", "truncated"],
+)
+def test_bad_file_on_one_rank_raises_on_every_rank(pool, path, tmp_path, seed, groups, kept, message):
+    bad = tmp_path / "bad.safetensors"
+    save_mask(bad, file_masks(2, seed=seed), groups=groups)
+    bad.write_bytes(bad.read_bytes()[:kept])
     with pytest.raises(WorkerError) as caught:
-        pool(3).run(run_bad_file, *paths, culprit, {"source": "paro"})
+        pool(3).run(run_bad_file, str(path), str(bad), 1, {"source": "paro"})
     assert [rank for rank, _, _ in caught.value.errors] == [0, 1, 2]
     for _, error, text in caught.value.errors:
         assert (error, "\n" in text) == ("UserError", False)
@@ -187,24 +172,13 @@ def test_a_bad_file_raises_on_every_rank(pool, path, tmp_path, kind, culprit):
     assert pool(3).run(run_bad_file, str(path), None, None, {"source": "paro"}) == [None] * 3  # still in step
 
 
-def test_other_masks_on_one_rank_raise_on_every_rank(pool, path, tmp_path):
-    save_mask(tmp_path / "other.safetensors", file_masks(2, seed=1), groups="1-1,2-2")
-    with pytest.raises(WorkerError) as caught:
-        pool(3).run(run_bad_file, str(path), str(tmp_path / "other.safetensors"), 2, {"source": "paro"})
-    assert [text for _, _, text in caught.value.errors] == [
-        "the mask of layer 0 differs on rank(s) [2]; it must be the same on every rank"
-    ] * 3
-
-
-def test_a_file_with_groups_is_not_for_source_file(pool, path):
-    with pytest.raises(WorkerError) as caught:
-        pool(3).run(run_bad_file, str(path), None, None, {"source": "file"})
-    assert all("read it with mask source 'paro'" in text for _, _, text in caught.value.errors)
-    assert len(caught.value.errors) == 3
+def test_file_with_groups_is_rejected_by_source_file(path):
+    with pytest.raises(UserError, match="read it with mask source 'paro'"):
+        FileSource(str(path)).grid(request())
 
 
 @pytest.mark.usefixtures("debug")
-def test_source_file_reads_packed_files_with_orders(pool, tmp_path):
+def test_source_file_with_packed_bits_and_orders_gives_the_output_of_one_process(pool, tmp_path):
     path, ignored = tmp_path / "packed.safetensors", tmp_path / "ignored.safetensors"
     save_mask(path, file_masks(1)[0], packed=True)
     save_mask(ignored, file_masks(1, ordered=False)[0])

@@ -23,7 +23,7 @@ def requests(draw, most_heads=1):
 
 
 def assert_covers(mask, request):
-    """Text is dense, and each token's own place: so no row or column is empty."""
+    """Checks that text and each token's own block are active: no row or column is empty."""
     grid = mask.grid
     bits = mask.bits.numpy()
     assert bits[:, grid.q_axis.starts < request.text_tokens].all()
@@ -48,7 +48,7 @@ class TestTiles:
         assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks([rule], mask.grid, request))
         assert_covers(mask, request)
 
-    def test_the_window_is_three_tiles_if_not_given(self):
+    def test_window_defaults_to_three_tiles(self):
         request = MaskRequest(0, 1, (10, 10, 10))
         given, default = (WindowSource(8, 8, w, (2, 2, 2)).mask(request) for w in ((3, 3, 3), None))
         assert given.fingerprint == default.fingerprint
@@ -111,7 +111,7 @@ class TestSvg:
 
     @given(st.integers(1, 60), st.floats(0, 1))
     @examples(100)
-    def test_a_share_of_heads_is_spread_equally(self, heads, share):
+    def test_fraction_of_heads_is_spread_equally(self, heads, share):
         numbers = np.flatnonzero(SvgSource(temporal_heads=share).temporal(heads))
         assert len(numbers) == round(share * heads)
         if len(numbers) > 1:
@@ -124,7 +124,7 @@ class TestSvg:
         assert source.grid(MaskRequest(0, 4, (2, 2, 2))).orders == ("hwt", "thw", "thw", "hwt")
         assert not SvgSource(temporal_heads=()).temporal(4).any()
 
-    def test_a_head_the_model_lacks_raises(self):
+    def test_missing_head_raises(self):
         with pytest.raises(ValueError, match="has a head that the model lacks; its 4 heads are 0 to 3"):
             SvgSource(temporal_heads=(1, 4)).grid(MaskRequest(0, 4, (2, 2, 2)))
 
@@ -132,7 +132,7 @@ class TestSvg:
 @pytest.mark.parametrize(
     "source", [RadialSource(), SvgSource(), WindowSource(120, 120, (3, 5, 5), (3, 5, 8))], ids=repr
 )
-def test_all_layers_and_steps_share_one_mask(source):
+def test_layers_and_steps_share_one_mask(source):
     keys = {source.cache_key(replace(WAN, layer=layer, step=step)) for layer in (0, 39) for step in (0, 9)}
     assert (len(keys), source.changes) == (1, "never")
     assert source.grid(WAN) == source.mask(WAN).grid

@@ -96,7 +96,7 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize("source", MISTAKES)
-def test_what_makes_no_sense_is_rejected_in_one_line(source):
+def test_bad_settings_are_rejected_in_one_line(source):
     for settings, message in MISTAKES[source]:
         with pytest.raises(UserError) as raised:
             DbspConfig.load({"mask": {"source": source, **settings}})

@@ -40,7 +40,7 @@ REQUEST = MaskRequest(layer=0, heads=3, thw=(3, 4, 5), text_tokens=7)
     ],
     ids=repr,
 )
-def test_the_mask_is_on_the_grid_that_was_announced(source, orders):
+def test_mask_is_on_the_grid_of_its_source(source, orders):
     grid = source.grid(REQUEST)
     mask = source.mask(REQUEST)
     assert grid == mask.grid == BlockGrid(67, 7, block_q=16, block_k=8, thw=(3, 4, 5), orders=orders)
@@ -67,14 +67,14 @@ class TestFile:
         for layer, mask in enumerate(masks):
             assert torch.equal(FileSource(path).mask(replace(REQUEST, layer=layer)).bits, mask.bits)
 
-    def test_one_mask_supports_every_layer(self, path):
+    def test_file_of_one_mask_covers_every_layer(self, path):
         save_mask(path, self.masks(1)[0])
         source = FileSource(path)
         assert source.grid(REQUEST) == self.GRID
         assert torch.equal(source.mask(replace(REQUEST, layer=9)).bits, source.mask(REQUEST).bits)
 
     @pytest.mark.parametrize("change", [{"heads": 4}, {"thw": (3, 4, 6)}, {"text_tokens": 8}, {"text_tokens": 0}])
-    def test_a_request_it_was_not_made_for_raises_and_names_the_file(self, path, change):
+    def test_file_for_another_request_raises_with_its_name(self, path, change):
         save_mask(path, self.masks(1)[0])
         for ask in (FileSource(path).grid, FileSource(path).mask):
             with pytest.raises(
@@ -86,15 +86,15 @@ class TestFile:
 
 @st.composite
 def windows(draw):
-    """(source, request) small enough to look at every pair of tokens."""
+    """Draws (source, request), small enough to look at every pair of tokens."""
     window = tuple(draw(st.tuples(*[st.integers(1, 5)] * 3)))
     thw = tuple(draw(st.tuples(*[st.integers(1, 4)] * 3)))
     source = WindowSource(draw(BLOCK_SIZES), draw(BLOCK_SIZES), window)
     return source, MaskRequest(0, draw(st.integers(1, 2)), thw, draw(st.integers(0, 9)))
 
 
-def places_by_block(axis, request):
-    """Per block of video, the (t, h, w) of each of its tokens; None for a block of text."""
+def positions_by_block(axis, request):
+    """Returns the (t, h, w) of each token by block of video, or None for a block of text."""
     video = list(itertools.product(*map(range, request.thw)))
     blocks = []
     for start, length in zip(axis.starts, axis.lengths, strict=True):
@@ -106,10 +106,10 @@ def places_by_block(axis, request):
 class TestWindow:
     @given(windows())
     @examples(80)
-    def test_a_block_is_dense_iff_the_boxes_of_its_tokens_are_within_the_window(self, problem):
+    def test_block_is_active_iff_the_boxes_of_its_tokens_are_within_the_window(self, problem):
         source, request = problem
         mask = source.mask(request)
-        rows, columns = (places_by_block(axis, request) for axis in (mask.grid.q_axis, mask.grid.k_axis))
+        rows, columns = (positions_by_block(axis, request) for axis in (mask.grid.q_axis, mask.grid.k_axis))
         for i, j in np.ndindex(len(rows), len(columns)):
             q, k = rows[i], columns[j]
             dense = q is None or k is None

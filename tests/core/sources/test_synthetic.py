@@ -43,7 +43,7 @@ def test_mean_density_is_exact(density, block_q, block_k, request_):
     assert mask.sum() == max(round(density * mask.size), forced)
 
 
-def test_every_query_block_has_its_own_place_and_text_is_dense():
+def test_every_query_block_attends_to_itself_and_text_is_dense():
     source = SyntheticSource(density=0.3, block_q=16, block_k=8)
     grid, mask = source.grid(WITH_TEXT), bits(source, WITH_TEXT)
     for block, (start, length) in enumerate(zip(grid.q_axis.starts, grid.q_axis.lengths, strict=True)):
@@ -52,7 +52,7 @@ def test_every_query_block_has_its_own_place_and_text_is_dense():
     assert mask[:, :, grid.k_axis.starts < 100].all()
 
 
-def test_same_request_identical_bits_whatever_came_before():
+def test_equal_requests_give_identical_bits():
     source = SyntheticSource(drift=0.05, block_q=32, block_k=32)
     later = MaskRequest(3, 12, (7, 13, 9), step=33)
     first = bits(source, later)
@@ -120,7 +120,7 @@ def test_drift_changes_masks_slowly_and_without_end():
     assert len({int(mask.sum()) for mask in masks}) == 1
 
 
-def test_without_drift_masks_are_static():
+def test_masks_without_drift_are_static():
     source = SyntheticSource(block_q=32, block_k=32)
     assert source.changes == "never"
     assert (bits(source) == bits(source, MaskRequest(0, 12, (7, 13, 9), step=7))).all()
@@ -128,11 +128,11 @@ def test_without_drift_masks_are_static():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_give_table_1(name):
-    """For every second layer, on a grid as coarse as ring shards allow: ρ_s is within 0.01 of that at block 64."""
+    """Averages every other layer on blocks as coarse as ring shards allow: ρ_s is within 0.01 of that at block 64."""
     source = SyntheticSource(preset=name, block_q=256, block_k=256)
     layers = [source.mask(request_of(name, layer)) for layer in range(0, preset_model(name).layers, 2)]
     for strategy, paper in PAPER[name].items():
-        plan = plan_ring(layers[0], strategy)  # asks for nothing in a mask: serves all layers
+        plan = plan_ring(layers[0], strategy)  # needs no mask, so one plan covers all layers
         rho = np.mean([plan.evaluate(mask).rho for mask in layers])
         tolerance = 0.05 if strategy in FITTED else 0.10
         assert rho == pytest.approx(paper, rel=tolerance), strategy

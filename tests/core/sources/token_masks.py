@@ -10,16 +10,16 @@ import numpy as np
 
 from dbsp_core import BlockGrid
 from dbsp_core.sources import MaskRequest
-from tests.support.oracle import slot_in_order
+from tests.support.oracle import position_in_order
 
-Place = tuple[int, int, int]
-Rule = Callable[[Place, Place], bool]
+Position = tuple[int, int, int]
+Rule = Callable[[Position, Position], bool]
 """rule(query's (t, h, w), key's (t, h, w)): whether the query may attend to the key."""
 
 
-def sliding_tiles(thw: Place, window: Place, tile: Place) -> Rule:
-    """Sliding Tile Attention, Zhang et al. 2025: odd windows have their middle clamped into the video, so that the
-    window lies within it; even ones begin window / 2 tiles before the query's, or as near as they fit."""
+def sliding_tiles(thw: Position, window: Position, tile: Position) -> Rule:
+    """Returns Sliding Tile Attention, Zhang et al. 2025: odd windows have their middle clamped into the video, so that
+    the window lies within it; even ones begin window / 2 tiles before the query's, or as near as they fit."""
 
     def sees(q: int, k: int, size: int, window: int, tile: int) -> bool:
         tiles = math.ceil(size / tile)
@@ -35,17 +35,17 @@ def sliding_tiles(thw: Place, window: Place, tile: Place) -> Rule:
     return lambda q, k: all(map(sees, q, k, thw, window, tile))
 
 
-def tiles_near(thw: Place, window: Place, tile: Place) -> Rule:
+def tiles_near(thw: Position, window: Position, tile: Position) -> Rule:
     """Tiles at most ⌊window / 2⌋ away along each axis, as NABLA's window has them: cut off at borders."""
     return lambda q, k: all(abs(a // t - b // t) <= w // 2 for a, b, w, t in zip(q, k, window, tile, strict=True))
 
 
-def radial(thw: Place, width: float, decay: float, sink_frames: int, block: int) -> Rule:
-    """Radial Attention, Li et al. 2025, §4: a block for its 1, the thinnest band there is,
+def radial(thw: Position, width: float, decay: float, sink_frames: int, block: int) -> Rule:
+    """Returns Radial Attention, Li et al. 2025, §4: a block for its 1, the thinnest band there is,
     and `decay` for its halving."""
     s = thw[1] * thw[2]
 
-    def rule(q: Place, k: Place) -> bool:
+    def rule(q: Position, k: Position) -> bool:
         distance = abs(q[0] - k[0])
         octave = int(math.log2(max(distance, 1)))
         band = s * width * math.prod([decay] * octave)
@@ -59,11 +59,11 @@ def radial(thw: Place, width: float, decay: float, sink_frames: int, block: int)
     return rule
 
 
-def radial_as_printed(thw: Place) -> Rule:
-    """The mask of Li et al. 2025, §4, to the letter: i, j frames; k, l places; s tokens of a frame; and no sink."""
+def radial_as_printed(thw: Position) -> Rule:
+    """Returns the mask of Li et al. 2025, §4, as printed: frames i, j; positions k, l of s in a frame; no sink."""
     s = thw[1] * thw[2]
 
-    def rule(q: Place, key: Place) -> bool:
+    def rule(q: Position, key: Position) -> bool:
         i, j, k, l = q[0], key[0], q[1] * thw[2] + q[2], key[1] * thw[2] + key[2]  # noqa: E741
         power = 2 ** math.floor(math.log2(max(abs(i - j), 1)))
         near = power <= s and abs(k - l) + 1 <= s / power
@@ -76,19 +76,22 @@ def spatial(frames: int, sink_frames: int) -> Rule:
     return lambda q, k: abs(q[0] - k[0]) <= frames // 2 or k[0] < sink_frames
 
 
-def temporal(thw: Place, band: float) -> Rule:
+def temporal(thw: Position, band: float) -> Rule:
     half = math.floor(math.floor(band * thw[1] * thw[2]) / 2)
     return lambda q, k: abs((q[1] - k[1]) * thw[2] + q[2] - k[2]) <= half
 
 
 def active_blocks(rules: list[Rule], grid: BlockGrid, request: MaskRequest) -> np.ndarray:
-    """bool[H, nq, nk]: for each head's rule, the blocks that hold an allowed pair of tokens, or any text."""
+    """Returns bool[H, nq, nk]: for each head's rule, the blocks that hold an allowed pair of tokens, or any text."""
     bits = np.zeros((len(rules), grid.nq, grid.nk), dtype=bool)
     tokens = [None] * request.text_tokens + list(itertools.product(*map(range, request.thw)))
     for head, rule in enumerate(rules):
-        stands_at = slot_in_order(grid, head).tolist()
+        positions = position_in_order(grid, head).tolist()
         rows, columns = (
-            [next(b for b, start in reversed(list(enumerate(axis.starts))) if start <= place) for place in stands_at]
+            [
+                next(b for b, start in reversed(list(enumerate(axis.starts))) if start <= position)
+                for position in positions
+            ]
             for axis in (grid.q_axis, grid.k_axis)
         )
         for (row, q), (column, k) in itertools.product(

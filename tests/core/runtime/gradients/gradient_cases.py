@@ -13,7 +13,7 @@ from dbsp_core import Strategy
 from dbsp_core.comm import exchange
 from dbsp_core.comm.exchange_backward import LocalGradients
 from dbsp_core.runtime import chunk_attention
-from tests.core.comm.oracle_cases import pairwise
+from tests.core.comm.oracle_cases import key_cases, pairwise
 from tests.support.attention_cases import Case, Inputs, attend, whole
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
@@ -35,17 +35,17 @@ SETTINGS = (
 
 
 def cases_for(strategy: Strategy) -> list[tuple[Case, float]]:
-    """Each with its tolerance: every setting, in float32 and float64 one after another."""
-    cases = []
-    for place, case in enumerate(pairwise(strategy, SHAPES, SETTINGS)):
-        dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(place + strategy.ring) % 2]
+    """Returns cases with their tolerances, in float32 and float64 alternately, and one of chunks with some keys."""
+    cases = [(case, 1e-5) for case in key_cases(strategy)[strategy.world % 2 :: 2]]
+    for index, case in enumerate(pairwise(strategy, SHAPES, SETTINGS)):
+        dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(index + strategy.ring) % 2]
         cases.append((replace(case, dtype=dtype), tolerance))
     return cases
 
 
 @shared
 def reference(attention: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Dense attention of all tokens, and the gradients of q, k and v."""
+    """Returns dense attention of all tokens, and the gradients of q, k and v."""
     mask, full = whole(attention)
     leaves = [t.detach().double().clone().requires_grad_(True) for t in full]
     expected = dense_attention(*leaves, mask, queries=torch.arange(attention.tokens))
@@ -53,13 +53,13 @@ def reference(attention: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def _weights(attention: Case) -> torch.Tensor:
-    """By which the loss weighs each output."""
+    """Returns the weight of each output in the loss."""
     shape = (attention.batch, attention.heads, attention.tokens, attention.width)
     return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=attention.dtype)
 
 
 def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
-    """Largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k and v."""
+    """Returns the largest errors on this rank's tokens: of the output, and of the gradients of q, k and v."""
     given = Inputs.from_case(case, rank)
     mine, slots = given.mine, given.slots
     expected, expected_gradients = reference(case.attention)
@@ -78,7 +78,7 @@ def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
 
 
 def identical_bits(rank: int, world: int, case: Case) -> bool:
-    """Whether two backward passes give identical bits."""
+    """Returns whether two backward passes give identical bits."""
     found = []
     for _ in range(2):
         given = Inputs.from_case(case, rank)
@@ -89,22 +89,22 @@ def identical_bits(rank: int, world: int, case: Case) -> bool:
 
 
 def gradcheck(rank: int, world: int, case: Case) -> bool:
-    """torch's own numeric check, on a process that is alone."""
+    """Runs torch's numeric check of gradients in one process."""
     given = Inputs.from_case(case, rank)
     local = [t.requires_grad_(True) for t in given.local]
     return torch.autograd.gradcheck(lambda *qkv: attend(case, given.mask, given.layout, list(qkv)), local)
 
 
 def not_finite(rank: int, world: int, odd: int) -> None:
-    """Under debug, the gradient of one rank's output is NaN."""
-    given = Inputs.from_case(Case(f"U1R{world}", tokens=world * 32), rank)
+    """Runs a backward pass in which the gradient of one rank's output is NaN."""
     case = Case(f"U1R{world}", tokens=world * 32)
+    given = Inputs.from_case(case, rank)
     out = attend(case, given.mask, given.layout, [t.requires_grad_(True) for t in given.local])
     out.backward(torch.full_like(out, float("nan") if rank == odd else 1.0))
 
 
 def inference_tensors(rank: int, world: int) -> None:
-    """q, k and v of inference mode, where gradients are asked for."""
+    """Runs attention with gradients in which k is a tensor of inference mode."""
     case = Case(f"U1R{world}", tokens=world * 32)
     given = Inputs.from_case(case, rank)
     with torch.inference_mode():
@@ -114,7 +114,7 @@ def inference_tensors(rank: int, world: int) -> None:
 
 @contextlib.contextmanager
 def sabotaged(how: str) -> Iterator[None]:
-    """Within it, backward is wrong in this way on all ranks, which are threads."""
+    """Makes backward wrong in this way on all ranks, which are threads, within a block."""
     attend = chunk_attention._attend
 
     def none_but_the_first(self, number, dkv):

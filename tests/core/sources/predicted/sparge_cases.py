@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
 
 RUBBISH = 1e4  # fills padding, which must not be seen
@@ -38,45 +39,65 @@ class SpargeCase:
         return MaskRequest(0, self.heads, self.thw, self.text_tokens)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k of all tokens, in canonical order: smooth over the video, so that blocks are equal in part."""
+        """Returns q and k of all tokens in token order, smooth over the video, so that blocks are equal in part."""
         rng = np.random.default_rng(self.seed)
-        place = np.indices(self.thw).reshape(3, -1) / 4
+        position = np.indices(self.thw).reshape(3, -1) / 4
         waves = rng.normal(size=(2, self.batch, self.heads, self.width, 3))
         phase = rng.uniform(0, 7, (2, self.batch, self.heads, self.width, 1))
-        video = np.sin(waves @ place + phase).swapaxes(-1, -2) * rng.uniform(0.5, 3, (2, 1, self.heads, 1, 1))
+        video = np.sin(waves @ position + phase).swapaxes(-1, -2) * rng.uniform(0.5, 3, (2, 1, self.heads, 1, 1))
         video += 0.4 * rng.normal(size=video.shape)
         text = rng.normal(size=(2, self.batch, self.heads, self.text_tokens, self.width))
         q, k = torch.from_numpy(np.concatenate([text, video], axis=3)).to(self.dtype)
         return q, k
 
     def by_head(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same as float64[B·H, N, D]."""
+        """Returns q and k as float64[B·H, N, D]."""
         q, k = (t.double().flatten(0, 1).numpy() for t in self.tensors())
         return q, k
 
 
 def predict_together(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, int]:
-    """(fingerprint of the mask, of the plan) on this rank."""
+    """Returns the fingerprints of the mask and of the plan on this rank."""
     parsed = Strategy.parse(strategy)
     tokens = local_tokens(rank, world, case, parsed)
     mask = case.source.mask(case.request, tokens)
     return mask.fingerprint, make_plan(mask, parsed, layout=tokens.layout).fingerprint
 
 
+def alone(case: SpargeCase) -> BlockMask:
+    """Returns the mask of one process."""
+    mask: BlockMask = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
+    return mask
+
+
+def assert_identical_bits(ranks: Any, case: SpargeCase, number: int) -> None:
+    """Checks that ranks predict one process's mask, and make one plan; `number` chooses a layout and a strategy."""
+    strategies = Strategy.all_for(ranks.world)
+    spread = replace(case, layout=("contiguous", "striped", "shuffled")[number % 3])
+    answers = ranks.run(predict_together, spread, str(strategies[number % len(strategies)]))
+    assert {mask for mask, _ in answers} == {alone(case).fingerprint}
+    assert len({plan for _, plan in answers}) == 1
+
+
+def every_other(names: Iterable[str], worlds: Sequence[int]) -> list[tuple[str, int]]:
+    """Returns pairs of a case's name and a number of ranks: every name with half of the numbers."""
+    return [(name, world) for index, name in enumerate(names) for world in worlds[index % 2 :: 2]]
+
+
 def local_tokens(
     rank: int, world: int, case: SpargeCase, strategy: Strategy, grid: BlockGrid | None = None
 ) -> LocalQK:
-    """This rank's, with rubbish in its padding. grid: default the case's source's"""
+    """Returns this rank's tokens, with rubbish in its padding. grid: that of the case's source if None."""
     grid = grid or case.source.grid(case.request)
     if case.layout == "shuffled":
         order = np.random.default_rng(7).permutation(grid.tokens)
         layout = SequenceLayout.from_streams([order], world)
     else:
         layout = SequenceLayout.named(case.layout, grid, strategy, streams="first")
-    mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+    mine, slots = (torch.from_numpy(a) for a in layout.tokens_at(rank))
     local = []
     for everywhere in case.tensors():
         here = torch.full((case.batch, case.heads, layout.shard, case.width), RUBBISH, dtype=case.dtype)
-        here[:, :, places] = everywhere[:, :, mine]
+        here[:, :, slots] = everywhere[:, :, mine]
         local.append(here)
     return LocalQK(*local, layout, SequenceGroup.from_group(), case.width**-0.5)

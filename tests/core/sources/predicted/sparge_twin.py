@@ -62,16 +62,16 @@ def compare(twin: ModuleType, case: SpargeCase) -> dict[str, float]:
 
 
 def same_sums(width: int, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernel's sums are torch's, bit for bit: other strides, gaps, empty and long blocks, NaN."""
+    """Returns whether the Triton kernel's sums are bitwise torch's: strides, gaps, empty and long blocks, NaN."""
     generator = torch.Generator().manual_seed(width)
     tokens = torch.randn(2, 90, 3, width, generator=generator) * torch.logspace(-6, 3, 90)[:, None, None]
     tokens[0, 5, 1], tokens[1, 7, 2, 0] = 0.0, torch.nan
-    tokens = tokens.to(dtype).transpose(1, 2)  # as [B, n, H, D] hosts give it
-    place = torch.randperm(90, generator=generator)[:80]
+    tokens = tokens.to(dtype).transpose(1, 2)  # the layout of diffusers: [B, n, H, D]
+    order = torch.randperm(90, generator=generator)[:80]
     first = torch.tensor([0, 40, 40, 73, 80])
-    sums, lengths = sum_tokens_triton(tokens, place, first), torch.tensor([40, 1, 33, 7])
+    sums, lengths = sum_tokens_triton(tokens, order, first), torch.tensor([40, 1, 33, 7])
     rows = pool_rows_triton(sums[:, :, 1:], lengths[1:]), pool_rows(sums[:, :, 1:], lengths[1:])
-    return torch.equal(sums, sum_tokens(tokens, place, first)) and torch.equal(*rows)
+    return torch.equal(sums, sum_tokens(tokens, order, first)) and torch.equal(*rows)
 
 
 if __name__ == "__main__":

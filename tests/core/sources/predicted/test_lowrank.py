@@ -2,31 +2,85 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.fit import fit_projections, fit_recording
+from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.utils.errors import UserError
-from tests.core.sources.predicted.lowrank_cases import (
-    LowRankCase,
-    predict_with_another_group_before,
-    predict_with_fitted,
-    record_together,
-)
-from tests.core.sources.predicted.sparge_cases import predict_together
+from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens, predict_together
 from tests.support.workers import WorkerError
+
+
+@dataclass(frozen=True)
+class LowRankCase(SpargeCase):
+    """path: of a fitted file"""
+
+    path: str = ""
+    settings: dict[str, Any] = field(default_factory=lambda: {"topk": 0.3})
+
+    @property
+    def source(self) -> LowRankSource:  # type: ignore[override]
+        return LowRankSource(**{"block_q": 32, "block_k": 16, **self.settings}, path=self.path)
+
+
+def record_together(rank: int, world: int, folder: str, case: LowRankCase) -> None:
+    """Writes this rank's moments."""
+    recorder = RecordQKSource(path=folder)
+    grid = BlockGrid.uniform(case.request.tokens, 16)
+    tokens = local_tokens(rank, world, case, Strategy(1, world), grid)
+    recorder.mask(replace(case.request, layers=1), tokens)
+    recorder.write()
+
+
+def predict_with_fitted(rank: int, world: int, case: LowRankCase, fault: str, folder: str) -> None:
+    """Runs a session's attention, which would hang if one rank stopped alone."""
+    path = case.path
+    if rank == 1 and fault in ("other file", "broken file"):
+        path = str(Path(folder) / fault.partition(" ")[0])
+    mask = {"source": "lowrank", "path": path, "topk": 0.3}
+    config = DbspConfig.load({"mask": mask, "strategy": f"U1R{world}"})
+    session = AttentionSession(
+        config,
+        SequenceGroup.from_group(),
+        config.strategy_or(None),
+        heads=case.heads,
+        layers=1 if fault != "layer" else 4,
+    )
+    layout: SequenceLayout = session.begin(Video(case.thw))
+    width = 8 if fault == "width" else case.width
+    q = torch.ones(1, case.heads, layout.shard, width)
+    session.attend(3 if fault == "layer" else 0, q, q, q)
+
+
+def predict_with_another_group_before(rank: int, world: int, case: LowRankCase, other: str) -> None:
+    """Predicts on each rank in a group of its own, and then on all ranks together."""
+    source = replace(case, path=other if rank == 1 else case.path).source
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    order = SequenceLayout.contiguous(case.request.tokens, 1)
+    tokens = local_tokens(rank, world, case, Strategy(1, world))
+    source.mask(case.request, LocalQK(*case.tensors(), order, SequenceGroup.from_group(alone), tokens.scale))
+    source.mask(case.request, tokens)
+
 
 HEADS, WIDTH, RANK = 5, 16, 6
 
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A file fitted to one case's tokens."""
+    """Returns the path of a file fitted to one case's tokens."""
     folder = tmp_path_factory.mktemp("moments")
     case = LowRankCase()
     recorder = RecordQKSource(32, 16, path=str(folder))
@@ -38,8 +92,8 @@ def fitted(tmp_path_factory):
 
 
 class TestFit:
-    def test_no_other_projections_of_the_rank_are_nearer(self):
-        """Against gradient descent from random starts on the same error, in float64."""
+    def test_fit_is_at_least_as_near_as_gradient_descent(self):
+        """Compares with gradient descent from random starts on the same error, in float64."""
         generator = torch.Generator().manual_seed(0)
         mixing = torch.randn(8, 8, generator=generator, dtype=torch.float64)
         q, k = (torch.randn(200, 8, generator=generator, dtype=torch.float64) @ mixing for _ in "qk")
@@ -76,7 +130,7 @@ class TestFit:
             product = tensors["query.0"] @ tensors["key.0"].transpose(1, 2)
             assert torch.allclose(product, torch.eye(WIDTH).expand(HEADS, -1, -1), atol=1e-3)
 
-    def test_the_command_says_what_is_kept(self, dbsp, tmp_path, fitted):
+    def test_command_prints_the_fraction_kept(self, dbsp, tmp_path, fitted):
         folder = str(tmp_path.parent / "x")
         code, _, err = dbsp("masks", "fit", tmp_path / "f.safetensors", folder)
         assert code == 2
@@ -121,8 +175,8 @@ def test_bits_do_not_depend_on_ranks_and_layout(threads, fitted, settings, text)
         assert {fingerprint for fingerprint, _ in answers} == {alone.fingerprint}, (world, layout)
 
 
-def test_at_full_rank_it_chooses_the_blocks_of_most_attention(fitted, tmp_path):
-    """Against attention computed in full; at rank 6 of 16 it must not."""
+def test_full_rank_chooses_the_blocks_of_most_attention(fitted, tmp_path):
+    """Compares with attention computed in full, from which rank 6 of 16 must differ."""
     case = LowRankCase(path=fitted, thw=(5, 6, 8), settings={"topk": 0.25, "queries": "all", "block_q": 16})
     folder = tmp_path / "moments"
     recorder = RecordQKSource(path=str(folder))
@@ -157,7 +211,7 @@ class TestMistakes:
         with pytest.raises(UserError, match="is not a file of fitted projections"):
             LowRankSource(path=str(tmp_path / "text"), topk=0.2)
 
-    def test_a_file_for_another_model_is_rejected_before_tokens_are(self, fitted):
+    def test_file_for_another_model_is_rejected(self, fitted):
         source = LowRankSource(path=fitted, topk=0.2)
         with pytest.raises(UserError, match="is for 1 layers of 5 heads, the model has 2 of 5"):
             source.grid(MaskRequest(0, HEADS, (2, 2, 2), layers=2))
@@ -165,7 +219,7 @@ class TestMistakes:
             source.grid(MaskRequest(0, 4, (2, 2, 2)))
 
     @pytest.mark.parametrize("fault", ["width", "layer", "other file", "broken file"])
-    def test_all_ranks_reject_together(self, pool, fitted, tmp_path, fault):
+    def test_fault_on_one_rank_is_rejected_on_all(self, pool, fitted, tmp_path, fault):
         tensors = load_file(fitted)
         save_file({name: one * 2 for name, one in tensors.items()}, tmp_path / "other")
         (tmp_path / "broken").write_text("hello")

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import Strategy
 from dbsp_core.sources import LocalQK, head_shares
 from dbsp_kernels.prediction import pool_rows, sum_tokens
-from tests.core.sources.predicted.sparge_cases import SpargeCase, predict_together
+from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, assert_identical_bits, every_other
 from tests.core.sources.predicted.sparge_reference import predict
 from tests.support.generators import SEEDS, examples
 from tests.support.programs import run
@@ -33,14 +32,11 @@ CASES = {
     "tiles": SpargeCase(settings={"cdf": 0.7, "similarity": 0.3, "token_order": "tile:2x4x4"}, thw=(4, 8, 9), heads=2),
     "everything": SpargeCase(settings={"cdf": 1.0, "similarity": -1.0}),
 }
-
-
-def alone(case):
-    return case.source.mask(case.request, LocalQK.alone(*case.tensors()))
+PARTLY_DENSE = [name for name in CASES if name != "everything"]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_follows_the_paper(case):
+def test_mask_equals_that_of_the_paper(case):
     mask = alone(case)
     settings = {
         key: value for key, value in case.settings.items() if key in ("cdf", "topk", "similarity", "attention_sink")
@@ -55,15 +51,15 @@ def test_follows_the_paper(case):
 
 @pytest.mark.parametrize("at_once", [1, 1000], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_chosen_in_parts_they_are_the_same(case, at_once, monkeypatch):
-    """Some heads at a time."""
+def test_blocks_chosen_in_parts_are_identical(case, at_once, monkeypatch):
+    """Chooses blocks for some heads at a time."""
     whole = alone(case)
     monkeypatch.setitem(head_shares.PAIRS_AT_ONCE, "cpu", at_once)
     assert torch.equal(alone(case).bits, whole.bits)
 
 
-def test_the_cases_are_worth_comparing():
-    """Neither full nor empty, with vague blocks and without: or else agreement would mean little."""
+def test_cases_are_partly_dense_and_have_vague_blocks():
+    """Checks that masks are neither full nor empty, with vague blocks and without."""
     densities = {name: alone(case).density for name, case in CASES.items()}
     assert all(0.15 < density < 0.9 for name, density in densities.items() if name != "everything"), densities
     assert densities["everything"] == 1
@@ -73,7 +69,7 @@ def test_the_cases_are_worth_comparing():
 
 
 @pytest.mark.long
-def test_agrees_with_xfusers_own_predictor():
+def test_mask_agrees_with_xfusers_predictor():
     if not all(map(importlib.util.find_spec, ("triton", "xfuser"))):
         pytest.skip("needs triton and xfuser")
     command = [sys.executable, "-m", "tests.core.sources.predicted.sparge_twin"]
@@ -88,41 +84,26 @@ def test_agrees_with_xfusers_own_predictor():
         assert result["near"] < 0.2, "too many decisions that could go either way: nothing is compared"
 
 
-@pytest.fixture(scope="module")
-def fingerprints():
-    """Of the masks of one process, by case."""
-    return {name: alone(case).fingerprint for name, case in CASES.items()}
+@pytest.mark.parametrize(("name", "world"), every_other(PARTLY_DENSE, (1, 2, 3, 4, 6, 8)))
+def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, name, world):
+    assert_identical_bits(threads(world), CASES[name], list(CASES).index(name) + world)
 
 
-def assert_identical(ranks, name, layout, strategy, fingerprints):
-    answers = ranks.run(predict_together, replace(CASES[name], layout=layout), strategy)
-    assert {mask for mask, _ in answers} == {fingerprints[name]}, (layout, strategy)
-    assert len({plan for _, plan in answers}) == 1
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
-def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, fingerprints, world, name):
-    """Layouts and strategies one after another."""
-    strategies, number = Strategy.all_for(world), list(CASES).index(name) + world
-    layout = ("contiguous", "striped", "shuffled")[number % 3]
-    assert_identical(threads(world), name, layout, str(strategies[number % len(strategies)]), fingerprints)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
-def test_processes_give_identical_bits_and_plans(pool, fingerprints, name):
-    assert_identical(pool(4), name, "shuffled", "U2R2", fingerprints)
+@pytest.mark.parametrize(("name", "number"), [("cdf", 2), ("bfloat16", 1)])
+def test_processes_give_identical_bits_and_plans(pool, name, number):
+    """Uses tokens in no order and striped ones, and two strategies."""
+    assert_identical_bits(pool(4), CASES[name], number)
 
 
 def sums(tokens, block, blocks):
-    place = torch.argsort(block, stable=True)
-    first = torch.searchsorted(block[place], torch.arange(blocks + 1))
-    return sum_tokens(tokens, place, first)
+    order = torch.argsort(block, stable=True)
+    first = torch.searchsorted(block[order], torch.arange(blocks + 1))
+    return sum_tokens(tokens, order, first)
 
 
 @examples(60)
 @given(st.integers(1, 40), st.integers(1, 33), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), SEEDS)
-def test_sums_are_the_same_however_tokens_are_distributed(count, width, dtype, seed):
+def test_sums_of_distributed_tokens_are_identical(count, width, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(2, 3, count, width, generator=generator) * torch.logspace(-6, 3, count)[:, None]
     tokens = tokens.to(dtype)
@@ -133,7 +114,7 @@ def test_sums_are_the_same_however_tokens_are_distributed(count, width, dtype, s
         assert torch.equal(sum(apart), sums(tokens, block, 3))
 
 
-def test_pooling_is_a_mean_and_a_mean_cosine():
+def test_pooled_row_is_a_mean_and_a_mean_cosine():
     tokens = torch.randn(1, 1, 10, 8, generator=torch.Generator().manual_seed(0))
     pooled = pool_rows(sums(tokens, torch.zeros(10, dtype=torch.long), 1), torch.tensor([10]))[0, 0, 0]
     unit = torch.nn.functional.normalize(tokens[0, 0].double(), dim=-1)
@@ -141,8 +122,8 @@ def test_pooling_is_a_mean_and_a_mean_cosine():
     assert abs(pooled[-1].item() - float((unit @ unit.T).mean())) < 1e-5
 
 
-def test_values_that_are_not_finite_do_no_harm():
-    """They give a useless video, but the ranks must still agree on a mask."""
+def test_values_that_are_not_finite_give_equal_masks():
+    """Checks that ranks agree on a mask even for a useless video."""
     q, k = CASES["cdf"].tensors()
     q[0, 0, 0, 0], k[0, 1, 5] = torch.nan, torch.inf
     first, second = (CASES["cdf"].source.mask(CASES["cdf"].request, LocalQK.alone(q, k)) for _ in range(2))

@@ -2,28 +2,100 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from dbsp_core import BlockMask, SequenceGroup, SequenceLayout
 from dbsp_core.config import DbspConfig
-from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource, UnionSource, WindowSource, packed_mask
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.masks.steps import DenseSchedule
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, SpargeSource, UnionSource, WindowSource, packed_mask
 from dbsp_core.sources.spec import mask_in_words, mask_settings
 from dbsp_core.utils.errors import UserError
-from tests.core.sources.predicted.sparge_cases import predict_together
-from tests.core.sources.predicted.union_cases import (
-    APART,
-    BAND,
-    PREDICTED,
-    SOL,
-    WINDOW,
-    UnionCase,
-    joined,
-    parts_alone,
-    run_session,
-)
+from tests.core.sources.predicted.sparge_cases import SpargeCase, assert_identical_bits, predict_together
+from tests.support.oracle import dense_attention, largest_difference
 from tests.support.workers import WorkerError
+
+LAYERS = 2
+TIMESTEPS = (900.0, 800.0)
+PREDICTED = "sparge:cdf=0.4,similarity=-1,block_q=16,block_k=8"
+SOL = "sol:tau=1.0,block_q=16,block_k=8"
+APART = "callable:function=tests.support.user_masks:heads_apart,block_q=16,block_k=8"
+BAND = "callable:function=tests.support.user_masks:band,block_q=16,block_k=8"
+WINDOW = "window:window=[1,3,3],block_q=16,block_k=8"
+
+
+@dataclass(frozen=True)
+class UnionCase(SpargeCase):
+    """A mask on a command line, with `dense_first` steps dense."""
+
+    mask: str = f"{WINDOW}+{PREDICTED}"
+    dense_first: int = 0
+
+    @property
+    def source(self) -> MaskSource:
+        return DbspConfig.load({"mask": mask_settings(self.mask)}).mask
+
+
+def parts_alone(case: UnionCase, request: MaskRequest, q: torch.Tensor, k: torch.Tensor) -> list[BlockMask]:
+    """Returns each part's mask, made alone in one process."""
+    alone = [DbspConfig.load({"mask": one}).mask for one in mask_settings(case.mask)["of"]]
+    return [
+        part.mask(request, LocalQK.alone(q, k)) if part.changes == "per_call" else part.mask(request) for part in alone
+    ]
+
+
+def joined(masks: list[BlockMask], batch: int) -> BlockMask:
+    """Returns the union by sample and head, written out."""
+    heads = min(mask.heads for mask in masks)
+    bits = torch.stack(
+        [
+            torch.stack([mask.bits[(head + sample * heads) % mask.heads] for mask in masks]).any(dim=0)
+            for sample in range(batch)
+            for head in range(heads)
+        ]
+    )
+    return BlockMask(bits, masks[-1].grid)
+
+
+def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[float, float, bool]:
+    """Returns the error, the least gain in density of the union over its densest part, and by_step."""
+    config = DbspConfig.load({"mask": mask_settings(case.mask)})
+    config = replace(config, dense_schedule=DenseSchedule(first_steps=case.dense_first))
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy.parse(strategy), case.heads, LAYERS)
+    worst, gained = 0.0, 1.0
+    for step, timestep in enumerate(TIMESTEPS):
+        layout = session.begin(Video(case.thw, case.text_tokens), timestep=timestep)
+        for layer in range(LAYERS):
+            q, k = replace(case, seed=10 * step + layer).tensors()
+            v = k.roll(1, dims=2) + q
+            out = session.attend(layer, *(_local(t, layout, rank) for t in (q, k, v)))
+            request = MaskRequest(layer, case.heads, case.thw, case.text_tokens, step, 0, LAYERS)
+            masks = parts_alone(case, request, q, k)
+            union = joined(masks, case.batch)
+            gained = min(gained, union.density - max(mask.density for mask in masks))
+            if step < case.dense_first:
+                union = BlockMask.dense(case.heads, union.grid)
+            mine, slots = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+            for sample in range(case.batch):
+                per = union.heads // case.heads
+                bits = union.bits.view(per, case.heads, *union.bits.shape[1:])[sample % per]
+                own = BlockMask(bits, union.grid)
+                expected = dense_attention(*(t[[sample]] for t in (q[:, :, mine], k, v)), own, mine)
+                worst = max(worst, largest_difference(out[[sample]][:, :, slots], expected))
+    return worst, gained, session.by_step
+
+
+def _local(tokens: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    mine, slots = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+    here = tokens.new_zeros(*tokens.shape[:2], layout.shard, tokens.shape[-1])
+    here[:, :, slots] = tokens[:, :, mine]
+    return here
+
 
 CASES = {
     "window and predicted": UnionCase(),
@@ -41,7 +113,7 @@ WAYS = [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")]
 
 @pytest.mark.parametrize(
     ("name", "world", "strategy"),
-    [*((name, *WAYS[place % 2]) for place, name in enumerate(CASES)), *((name, *WAYS[2]) for name in CASES)],
+    [*((name, *WAYS[index % 2]) for index, name in enumerate(CASES)), *((name, *WAYS[2]) for name in CASES)],
 )
 def test_attention_equals_the_oracle(threads, name, world, strategy):
     case = CASES[name]
@@ -55,15 +127,10 @@ def test_attention_equals_the_oracle(threads, name, world, strategy):
 @pytest.mark.parametrize("name", ["window and predicted", "nabla"])
 def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, name, world):
     nabla = UnionCase(mask="nabla:cdf=0.5,window=[1,1,1],block_q=16,block_k=8", thw=(3, 11, 13), batch=2)
-    case = CASES.get(name, nabla)
-    expected = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
-    layout = ("contiguous", "striped", "shuffled")[world % 3]
-    answers = threads(world).run(predict_together, replace(case, layout=layout), f"U{world}R1")
-    assert {mask for mask, _ in answers} == {expected.fingerprint}
-    assert len({plan for _, plan in answers}) == 1
+    assert_identical_bits(threads(world), CASES.get(name, nabla), world)
 
 
-def test_it_keeps_what_either_keeps():
+def test_union_equals_its_parts_joined():
     for case in CASES.values():
         q, k = case.tensors()
         parts = parts_alone(case, case.request, q, k)
@@ -129,7 +196,7 @@ def test_coarse_branch_of_one_part_is_kept_and_of_two_rejected():
         UnionCase(mask="vsa+vsa:sparsity=0.5").source.mask(case.request, tokens)
 
 
-def test_a_part_that_fails_on_one_rank_fails_on_all(threads):
+def test_part_that_fails_on_one_rank_raises_on_all(threads):
     case = UnionCase(mask=f"{PREDICTED}+{BAND}".replace("tests.support.user_masks:band", f"{__name__}:failing"))
     with pytest.raises(WorkerError) as caught:
         threads(2).run(predict_together, case, "U2R1")
@@ -141,7 +208,7 @@ _calls: list[None] = []
 
 
 def failing(grid, request):
-    """At the first call, of whichever rank."""
+    """Raises at the first call, on either rank."""
     _calls.append(None)
     if len(_calls) == 1:
         raise ValueError("no mask here")

@@ -42,7 +42,7 @@ CASES = {
 
 
 def tiles(case: SpargeCase) -> list[list[int]]:
-    """The tokens of each block: runs of text, then tile after tile."""
+    """Returns the tokens of each block: runs of text, then tile after tile."""
     ends = list(itertools.accumulate(case.text_runs or (case.text_tokens,), initial=0))
     text = [
         list(range(first, min(first + 24, end)))
@@ -66,7 +66,7 @@ def gate_and_values(case: SpargeCase) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def written_out(case: SpargeCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool[B · H, nq, nk], and the coarse branch of every token, float64[B · H, tokens, D]."""
+    """Returns bool[B · H, nq, nk], and the coarse branch of every token, float64[B · H, tokens, D]."""
     q, k = case.tensors()
     gate, v = gate_and_values(case)
     q, k, v, gate = (one.double().flatten(0, 1) for one in (q, k, v, gate))
@@ -104,34 +104,34 @@ def test_follows_its_definition(case):
 
 
 def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, float]:
-    """The mask's fingerprint, and how far this rank's coarse branch is from the definition; zero at padding."""
+    """Returns the mask's fingerprint, and how far this rank's coarse branch is from the definition."""
     tokens = local_tokens(rank, world, case, Strategy.parse(strategy))
-    mine, places = (torch.from_numpy(a) for a in tokens.layout.tokens_at(rank))
+    mine, slots = (torch.from_numpy(a) for a in tokens.layout.tokens_at(rank))
     local = []
     for everywhere in gate_and_values(case):
         here = torch.full_like(tokens.q, torch.nan)
-        here[:, :, places] = everywhere[:, :, mine]
+        here[:, :, slots] = everywhere[:, :, mine]
         local.append(here)
     padding = torch.ones(tokens.q.shape[2], dtype=torch.bool)
-    padding[places] = False
+    padding[slots] = False
     for values in local[1:]:
         values[:, :, padding] = 1e4
     mask = case.source.mask(case.request, replace(tokens, gate=local[0], v=local[1]))
     branch = branch_of(mask.coarse, tokens.q)
     assert not branch[:, padding].any()
-    return mask.fingerprint, float((branch[:, places] - written_out(case)[1][:, mine]).abs().max())
+    return mask.fingerprint, float((branch[:, slots] - written_out(case)[1][:, mine]).abs().max())
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2")])
 @pytest.mark.parametrize("name", CASES)
-def test_every_number_of_ranks_gives_the_same(threads, world, strategy, name):
+def test_every_number_of_ranks_gives_identical_masks_and_branches(threads, world, strategy, name):
     layout = ("contiguous", "striped", "shuffled")[(list(CASES).index(name) + world) % 3]
     for print_, error in threads(world).run(predict, replace(CASES[name], layout=layout), strategy):
         assert print_ == alone(CASES[name]).fingerprint
         assert error < 1e-5
 
 
-def test_without_a_gate_it_is_a_mask_alone(caplog):
+def test_mask_without_a_gate_has_no_coarse_branch(caplog):
     case = CASES["smaller tiles at the far sides"]
     assert case.source.mask(case.request, LocalQK.alone(*case.tensors())).coarse is None
     assert torch.equal(case.source.mask(case.request, LocalQK.alone(*case.tensors())).bits, alone(case).bits)

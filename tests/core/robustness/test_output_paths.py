@@ -13,12 +13,12 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_folder_path
 
 COMMANDS = {
-    "tiny": ("make_tiny", ["tiny", "wan", "PLACE"], "FOLDER"),
-    "report": ("RunReport", ["report", "run", "--html", "PLACE"], "--html"),
-    "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PLACE", "tokens=64"], "OUT"),
-    "masks record": ("subprocess", ["masks", "record", "PLACE", "--", "true"], "OUT"),
-    "masks fit": ("fit_recording", ["masks", "fit", "PLACE", "run"], "OUT"),
-    "masks info": ("MaskSeries", ["masks", "info", "in.safetensors", "--picture", "PLACE"], "--picture"),
+    "tiny": ("make_tiny", ["tiny", "wan", "PATH"], "FOLDER"),
+    "report": ("RunReport", ["report", "run", "--html", "PATH"], "--html"),
+    "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PATH", "tokens=64"], "OUT"),
+    "masks record": ("subprocess", ["masks", "record", "PATH", "--", "true"], "OUT"),
+    "masks fit": ("fit_recording", ["masks", "fit", "PATH", "run"], "OUT"),
+    "masks info": ("MaskSeries", ["masks", "info", "in.safetensors", "--picture", "PATH"], "--picture"),
 }
 
 
@@ -41,18 +41,18 @@ def no_work(monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_that_takes_nothing_is_rejected_before_any_work(tmp_path, monkeypatch, dbsp, no_work, command):
+def test_unwritable_folder_is_rejected_before_any_work(tmp_path, monkeypatch, dbsp, no_work, command):
     no_work(command)
     _, line, option = COMMANDS[command]
     closed, real = tmp_path / "closed", Path
     closed.mkdir()
-    place = closed / "new" / "result"
+    target = closed / "new" / "result"
     monkeypatch.setattr("os.access", lambda path, mode: real(path) != closed)  # root may write everywhere
-    code, _, err = dbsp(*[str(place) if part == "PLACE" else part for part in line])
+    code, _, err = dbsp(*[str(target) if part == "PATH" else part for part in line])
     assert (code, err.count("\n")) == (2, 1), err
-    assert f"{option} {place}: folder {closed} cannot be written to; give another path, or make it writable" in err
+    assert f"{option} {target}: folder {closed} cannot be written to; give another path, or make it writable" in err
     (tmp_path / "file").touch()
-    code, _, err = dbsp(*[str(tmp_path / "file" / "result") if part == "PLACE" else part for part in line])
+    code, _, err = dbsp(*[str(tmp_path / "file" / "result") if part == "PATH" else part for part in line])
     assert code == 2
     assert f"{tmp_path / 'file'} is a file, not a folder; give another path" in err
     assert {path.name for path in tmp_path.iterdir()} == {"closed", "file"}
@@ -60,30 +60,30 @@ def test_a_folder_that_takes_nothing_is_rejected_before_any_work(tmp_path, monke
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_place_that_is_fine_is_no_hindrance(tmp_path, dbsp, no_work, command):
+def test_writable_path_is_accepted(tmp_path, dbsp, no_work, command):
     no_work(command)
     with pytest.raises(Worked):
-        dbsp(*[str(tmp_path / "new" / "result") if part == "PLACE" else part for part in COMMANDS[command][1]])
+        dbsp(*[str(tmp_path / "new" / "result") if part == "PATH" else part for part in COMMANDS[command][1]])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="a file system that takes nothing, also from root")
 @pytest.mark.parametrize("require", [require_file_path, require_folder_path])
-def test_a_file_system_that_takes_nothing(require):
+def test_read_only_file_system_is_rejected(require):
     with pytest.raises(
         UserError, match=r"--out /proc/foo/x.mp4: folder /proc cannot be written to; give another path"
     ):
         require(Path("/proc/foo/x.mp4"), "--out")
 
 
-def test_a_link_is_judged_by_where_it_leads(tmp_path):
+def test_link_into_a_file_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "file" / "result")
     with pytest.raises(UserError, match="file is a file, not a folder"):
         require_file_path(tmp_path / "link", "--out")
 
 
-def test_a_pipe_that_takes_nothing(tmp_path, monkeypatch):
+def test_unwritable_pipe_is_rejected(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     require_file_path(tmp_path / "pipe", "--out")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
@@ -91,7 +91,7 @@ def test_a_pipe_that_takes_nothing(tmp_path, monkeypatch):
         require_file_path(tmp_path / "pipe", "--out")
 
 
-def test_what_draws_pictures_is_asked_for_before_masks_are_examined(tmp_path, monkeypatch, dbsp, no_work):
+def test_missing_matplotlib_raises_before_masks_are_read(tmp_path, monkeypatch, dbsp, no_work):
     no_work("masks info")
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     code, _, err = dbsp("masks", "info", "in.safetensors", "--picture", tmp_path / "x.png")

@@ -1,7 +1,9 @@
-"""An attention's peak memory, counted: what is packed, sent and received is let go as soon as it is not needed."""
+"""Memory of attentions, counted: buffers and coarse branches are freed as soon as they are not needed."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -15,10 +17,54 @@ from torch.utils._pytree import tree_leaves
 
 import dbsp_core.comm.exchange
 import dbsp_core.runtime.chunk_attention
-from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, Plan, SequenceLayout, Strategy, make_plan
+from dbsp_core import (
+    BlockGrid,
+    BlockMask,
+    DualBalancedAttention,
+    Plan,
+    SequenceGroup,
+    SequenceLayout,
+    Strategy,
+    make_plan,
+)
 from dbsp_core.comm.exchange import CHUNKS_IN_FLIGHT
-from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
+from dbsp_core.comm.groups import PendingTransfer
+from dbsp_core.masks.block_mask import CoarseBranch
+from dbsp_core.masks.grid import Video
 from dbsp_core.planning import comm_dtype
+from dbsp_core.runtime.session import AttentionSession
+from tests.support.settings import with_debug
+
+VSA = {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
+LAYERS = 3
+
+
+def branches_alive(rank: int, world: int, debug: bool) -> tuple[int, int]:
+    """Returns how many gates and coarse branches were made in a pass, and how many are alive after it."""
+    config = with_debug({"mask": VSA}, debug)
+    session = AttentionSession(config, SequenceGroup.from_group(), Strategy(1, world), 4, LAYERS)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def note(branch: CoarseBranch, out: torch.Tensor, add: Any = CoarseBranch.add_to) -> None:
+        made.extend((weakref.ref(branch.gate), weakref.ref(branch.coarse)))
+        add(branch, out)
+
+    with mock.patch.object(CoarseBranch, "add_to", note), torch.no_grad():
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0)
+        for layer in range(LAYERS):
+            q, k, v = torch.randn(3, 1, 4, layout.shard, 16)
+            gate = torch.randn_like(q)
+            session.attend(layer, q, k, v, gate=gate)
+            del q, k, v, gate
+    gc.collect()
+    return len(made), sum(one() is not None for one in made)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_gate_and_coarse_branch_are_freed(pool, debug):
+    for made, alive in pool(2).run(branches_alive, debug):
+        assert made == 2 * LAYERS
+        assert alive == 0
 
 
 class _Alive(TorchDispatchMode):
@@ -48,7 +94,7 @@ class _Alive(TorchDispatchMode):
 
 
 def peak_of_attention(plan: Plan, mask: BlockMask, layout: SequenceLayout, rank: int, head_dim: int = 64) -> float:
-    """Peak bytes of one rank next to its q, k and v themselves, in units of one of them.
+    """Returns one rank's peak bytes in addition to its q, k and v, in units of one of them.
 
     Nothing is sent, copied or computed: gloo, and the CPU's ways to copy segments and to attend, need memory that a
     GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
@@ -101,7 +147,7 @@ However many chunks there are: those that were used are released."""
         ("U1R8", WITH_CHUNKS),
     ],
 )
-def test_the_peak_next_to_the_inputs(strategy, tensors):
+def test_peak_in_addition_to_the_inputs_is_a_constant_number_of_tensors(strategy, tensors):
     parsed = Strategy.parse(strategy)
     mask = BlockMask.dense(8, BlockGrid.uniform(parsed.world * 512, 32))
     layout = SequenceLayout.striped(mask.grid, parsed)
@@ -111,8 +157,8 @@ def test_the_peak_next_to_the_inputs(strategy, tensors):
         assert tensors <= peak <= tensors + 0.1  # log-sum-exps, and a token more here than there
 
 
-def test_where_a_rank_has_many_more_rows_queries_go_ahead():
-    """One head as dense as the other two together: whoever has those has twice as many rows."""
+def test_peak_of_a_rank_with_many_rows_holds_queries_once():
+    """Uses a head as dense as the other two together: the rank with those has twice as many rows."""
     bits = np.ones((3, 64, 64), dtype=bool)
     bits[1:, :, ::2] = False
     mask = BlockMask(bits, BlockGrid.uniform(2048, 32))

@@ -1,0 +1,115 @@
+"""Numbers and dates in text that Python cannot read, such as over 4,300 digits. And ranges that never end."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_cli.mask_tools.convert import parse_thw
+from dbsp_core import Strategy
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import require_order
+from dbsp_core.masks.steps import StepGroups
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.reports.mask_recorder import parse_layers
+from dbsp_core.sources.spec import mask_settings
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import parse_size
+from dbsp_core.utils.yaml_file import parse_value, read_settings
+from scripts.reproduce.knapformer.drawing import parse_streams
+
+DEPTH = 12
+LISTS = "{a0: &a0 [x,x,x,x,x,x,x,x]" + "".join(
+    f", a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 8)}]" for n in range(1, DEPTH)
+)
+FILES = {
+    "mappings": "a0: &a0 {x: 1, y: 2}\n"
+    + "\n".join(f"a{n}: &a{n} {{{', '.join(f'k{n2}: *a{n - 1}' for n2 in range(8))}}}" for n in range(1, DEPTH)),
+    "merged mappings": "a0: &a0 {x: 1, y: 2}\n"
+    + "\n".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 8)}]}}" for n in range(1, DEPTH)),
+    "lists": f"strategy: {LISTS}}}",
+    "keys": f"strategy: {LISTS}, ? *a{DEPTH - 1} : 1}}",
+}
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_file_of_countless_aliases_is_rejected(tmp_path, content):
+    (tmp_path / "my.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"my\.yaml:\d+: more than 100,000 values, aliases written out; give fewer$"):
+        DbspConfig.load(tmp_path / "my.yaml")
+
+
+@pytest.mark.parametrize(
+    "read", [lambda text: parse_value(text, "--set a"), lambda text: mask_settings(f"svg:a={text}")]
+)
+def test_value_of_countless_aliases_is_rejected(read):
+    with pytest.raises(UserError, match=r"more than 100,000 values, aliases written out; give fewer$"):
+        read(LISTS + "}")
+
+
+@pytest.mark.parametrize("nested", ["[" * 5000, "{a: " * 5000])
+def test_deeply_nested_value_is_rejected(tmp_path, nested):
+    with pytest.raises(UserError, match="is not YAML"):
+        parse_value(nested, "--set a")
+    (tmp_path / "my.yaml").write_text(f"a: {nested}")
+    with pytest.raises(UserError, match="YAML"):
+        read_settings(tmp_path / "my.yaml", "configuration file")
+
+
+def test_alias_of_a_mask_is_read(tmp_path):
+    (tmp_path / "my.yaml").write_text("mask: &m {source: window}\ntransformer_2: {mask: *m}")
+    config = DbspConfig.load(tmp_path / "my.yaml")
+    assert config.transformer_2["mask"] == {"source": "window"}
+
+
+@pytest.mark.parametrize("key", ["strategy", "mask", "precision", "vae", "reuse", "planner", "kernel"])
+def test_long_value_is_abbreviated_in_the_error(key):
+    for value in (["x"] * 90_000, "x" * 90_000, {"x" * 90_000: 1}):
+        with pytest.raises(UserError) as rejected:
+            DbspConfig.load({key: value})
+        assert len(str(rejected.value)) < 800
+
+
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (Strategy.parse, f"U{LONG}R2"),
+        (lambda text: BagTopology.parse(text, 8), f"g{LONG}n4"),
+        (parse_streams, f"g{LONG}b1i256"),
+        (parse_streams, "g99999b1i256"),
+        (parse_streams, "g8b999999999i256"),
+        (parse_streams, "g8b1i999999999"),
+        (parse_streams, "g8b1i256f999999999"),
+        (StepGroups.parse, f"5-{LONG}"),
+        (require_order, f"tile:{LONG}x1x1"),
+        (parse_layers, f"0,{LONG}"),
+        (parse_layers, "0-999999999"),
+        (parse_thw, f"{LONG},45,80"),
+        (parse_thw, "\x1c1,45,80"),  # a space to a pattern of Unicode, none to int()
+        (parse_size, f"{LONG}GiB"),
+        (mask_settings, f"sparge:cdf={LONG}"),
+        (mask_settings, "sparge:cdf=2026-99-99"),
+        (mask_settings, "sparge:cdf=!!bool maybe"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "",
+)
+def test_unreadable_number_is_rejected_in_one_line(read, text):
+    with pytest.raises(UserError) as rejected:
+        read(text)
+    assert "\n" not in str(rejected.value)
+
+
+UNREADABLE = (
+    *(LONG, "2026-99-99", "!!bool maybe", "!!int ''", "!!float '-'", "!!timestamp noon", "1:" * 300 + "1.5"),
+    *(f"0x{'F' * 5000}", f"[[0x{'F' * 5000}]]", f"{{? 0x{'F' * 5000} : 1}}"),  # Python reads them, and prints none
+)
+
+
+@pytest.mark.parametrize("value", UNREADABLE, ids=lambda value: value[:12])
+def test_file_with_an_unreadable_number_is_rejected_in_one_line(tmp_path, value):
+    file = tmp_path / "my.yaml"
+    file.write_text(f"debug: {value}\n")
+    with pytest.raises(UserError, match=r"^configuration file .*my\.yaml is not YAML: [^\n]*$"):
+        read_settings(file, "configuration file")

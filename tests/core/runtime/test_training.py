@@ -1,0 +1,166 @@
+"""Training with sessions: passes of inference mode before it, activation checkpointing, and what is kept of passes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from dbsp_core import SequenceGroup
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.prepared import PreparedAttention
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+
+HEADS, LAYERS = 4, 2
+WINDOW = {"mask": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}}
+SPARGE = {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}}
+
+
+def kept_from_inference(
+    rank: int, world: int, settings: dict[str, Any], strategy: str
+) -> tuple[int, int, float, bool]:
+    """Runs a pass in inference mode, then training.
+
+    Returns how many tensors are left of the first pass and how many of them autograd would reject, how far the passes
+    are apart, and whether there are gradients.
+    """
+    session = AttentionSession(
+        DbspConfig.load(settings), SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, 1
+    )
+    before = {id(one) for one in gc.get_objects() if isinstance(one, torch.Tensor)}
+    with torch.inference_mode():
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0)
+        q, k, v = torch.randn(3, 1, HEADS, layout.shard, 16, generator=torch.Generator().manual_seed(rank))
+        first = session.attend(0, q, k, v).tolist()
+    given = [t.tolist() for t in (q, k, v)]
+    del q, k, v
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and id(one) not in before]
+    session.begin(Video((4, 8, 8)), timestep=900.0)
+    q, k, v = (torch.tensor(one, requires_grad=True) for one in given)
+    out = session.attend(0, q, k, v)
+    out.square().sum().backward()
+    apart = float((out.detach() - torch.tensor(first)).abs().max())
+    rejected = sum(one.is_inference() for one in kept)
+    return len(kept), rejected, apart, all(t.grad is not None for t in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "debug"),
+    [("U2R1", WINDOW, ""), ("U1R2", SPARGE, ""), ("U2R1", SPARGE, "1")],
+    ids=["window", "sparge", "debug"],
+)
+def test_tensors_kept_from_inference_mode_are_accepted_by_autograd(pool, monkeypatch, strategy, settings, debug):
+    monkeypatch.setenv("DBSP_DEBUG", debug)
+    for kept, rejected, apart, gradients in pool(2).run(kept_from_inference, settings, strategy):
+        assert kept > 10
+        assert rejected == 0
+        assert apart <= 1e-5
+        assert gradients
+
+
+class Training:
+    """A session of two layers, whose masks differ in each pass."""
+
+    def __init__(self, strategy: str = "U2R1", **settings: Any) -> None:
+        config = DbspConfig.load(SPARGE | settings)
+        self.session = AttentionSession(config, SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, LAYERS)
+
+    def forward(self, seed: int, reentrant: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the input and loss of a pass; reentrant: kind of checkpoint around each attention, or None."""
+        layout = self.session.begin(Video((4, 8, 8)), timestep=900.0 - seed)
+        q = torch.randn(1, HEADS, layout.shard, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        x = q
+        for layer in range(LAYERS):
+
+            def attend(x: torch.Tensor, layer: int = layer) -> torch.Tensor:
+                return self.session.attend(layer, x, x, x)
+
+            x = x + (attend(x) if reentrant is None else checkpoint(attend, x, use_reentrant=reentrant))
+        return q, x.square().sum()
+
+    def gradient(self, seed: int, reentrant: bool | None = None) -> torch.Tensor:
+        q, loss = self.forward(seed, reentrant)
+        loss.backward()
+        return grad_of(q)
+
+
+def grad_of(q: torch.Tensor) -> torch.Tensor:
+    assert q.grad is not None
+    return q.grad.clone()
+
+
+def checkpointing_turned_on_later(rank: int, world: int, reentrant: bool) -> float:
+    """Trains three steps without checkpoints, then two with. Returns the worst relative error."""
+    plain, training = Training(), Training()
+    losses, errors = [], []
+    for seed in range(3):
+        _, loss = training.forward(seed)
+        loss.backward()
+        losses.append(loss)
+    for seed in (8, 9):
+        expected = plain.gradient(seed)
+        errors.append((training.gradient(seed, reentrant) - expected).abs().max() / expected.abs().max())
+    return float(max(errors))
+
+
+def retained_graph(rank: int, world: int, reentrant: bool) -> float | str:
+    """Calls backward twice under checkpoints. Returns the difference of gradients, or the error."""
+    q, loss = Training().forward(1, reentrant)
+    loss.backward(retain_graph=True)
+    first, q.grad = grad_of(q), None
+    try:
+        loss.backward()
+    except UserError as error:
+        return str(error)
+    return float((grad_of(q) - first).abs().max())
+
+
+def another_pass_between(rank: int, world: int) -> str:
+    """Calls a retained graph's second backward after another pass with other masks. Returns the error."""
+    training = Training()
+    _, loss = training.forward(1, False)
+    loss.backward(retain_graph=True)
+    _other = training.forward(2, False)
+    try:
+        loss.backward()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def executors_alive(rank: int, world: int) -> tuple[int, int]:
+    """Executors that are left after ten steps of training without checkpoints, and those that the session keeps."""
+    training = Training()
+    for seed in range(10):
+        training.gradient(seed)
+    gc.collect()
+    own = [one for size in training.session._sizes.values() for one in size._prepared.values()]
+    return sum(isinstance(one, PreparedAttention) for one in gc.get_objects()), len(own)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_turned_on_later_gives_equal_gradients(threads, reentrant):
+    assert max(threads(2).run(checkpointing_turned_on_later, reentrant)) <= 1e-5
+
+
+def test_second_backward_on_a_retained_graph_gives_equal_gradients(threads):
+    assert max(threads(2).run(retained_graph, False)) <= 1e-6
+    for rejection in threads(2).run(retained_graph, True):
+        assert "checkpoint with use_reentrant=False to call it again on a retained graph" in rejection
+
+
+def test_retained_graph_after_another_pass_raises(threads):
+    for rejection in threads(2).run(another_pass_between):
+        assert "2 forward passes with different masks wait for backward, or have retained graphs" in rejection
+
+
+def test_executors_of_earlier_passes_are_freed(pool):
+    for alive, own in pool(2).run(executors_alive):
+        assert alive == own == 2
