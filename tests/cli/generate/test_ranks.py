@@ -68,9 +68,9 @@ class TestJoining:
 
     @pytest.mark.parametrize(("node", "ranks"), [(0, 2), (1, 2), (2, 1)])
     def test_ranks_of_slurm_know_how_many_their_own_node_has(self, node, ranks):
-        uneven = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NUM_NODES": "3"}
-        place = RankInfo.from_environment(SLURM | uneven | {"SLURM_NODEID": str(node)})
-        assert (place.local_world, place.nodes) == (ranks, 3)
+        unequal = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NUM_NODES": "3"}
+        info = RankInfo.from_environment(SLURM | unequal | {"SLURM_NODEID": str(node)})
+        assert (info.local_world, info.nodes) == (ranks, 3)
 
     def test_torchrun_inside_slurm_is_asked_for_its_own_ranks(self):
         assert RankInfo.from_environment(SLURM | {"SLURM_NODEID": "1"} | TORCHRUN | MEETING).local_world == 2
