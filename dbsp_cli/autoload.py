@@ -14,8 +14,6 @@ import sys
 from dbsp_cli.import_hook import after_import
 from dbsp_xdit.autoload import autoload as for_xdit
 
-__all__ = ["autoload"]
-
 
 def autoload() -> None:
     """Does nothing where DBSP_AUTOLOAD=0. Never raises: torch must stay importable."""

@@ -21,8 +21,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, printable
 from dbsp_core.utils.schema import setting_names
 
-__all__ = ["app", "main"]
-
 _INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer typer carries
 

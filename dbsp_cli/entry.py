@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-__all__ = ["dbsp", "fast_exit"]
-
 
 def dbsp() -> None:
     _open_streams()

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-__all__ = ["after_import"]
-
 Action = Callable[[ModuleType], object]
 
 

@@ -29,8 +29,6 @@ from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_kernels import KERNELS, PartialAttention, block_attention, merge_states
 
-__all__ = ["DENSITIES", "SPARSE", "Attention", "Measured", "Rows", "Workload", "fit", "imbalanced_mask", "measure"]
-
 DENSITIES = (0.1, 0.25, 0.5, 1.0)
 """Shares of active blocks at which the kernel is timed."""
 SPARSE = 0.25

@@ -18,8 +18,6 @@ from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.errors import in_number
 
-__all__ = ["MODELLED_ONLY", "ModelledVideo", "linear_flops", "modelled_table", "modelled_videos", "passes"]
-
 _LAYERS = 2
 """Layers whose masks represent all."""
 

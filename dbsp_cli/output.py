@@ -21,20 +21,6 @@ from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import require_path, user_path
 from dbsp_core.utils.process import printable
 
-__all__ = [
-    "MOST_GPUS",
-    "PATH",
-    "JsonFlag",
-    "TextTable",
-    "as_text",
-    "options_for",
-    "print_json",
-    "print_tables",
-    "require_apart",
-    "require_file_path",
-    "require_picture_path",
-]
-
 MOST_GPUS = 4096
 """Most GPUs of a prediction or a plan; tables grow with the square of it."""
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

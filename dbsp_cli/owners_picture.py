@@ -10,8 +10,6 @@ import numpy as np
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.style import INK, RANKS, STYLE, WIDTH, heading
 
-__all__ = ["owners_picture"]
-
 _NAMED = 16
 """Most ranks, and heads, of which each is named."""
 

@@ -21,8 +21,6 @@ from safetensors import SafetensorError
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MAKERS", "TRAINED_WAN", "make_tiny", "silence_libraries", "unknown_words"]
-
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
 """The trained pipeline, in half precision, with its card."""
 

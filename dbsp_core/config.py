@@ -46,15 +46,6 @@ from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, ship
 from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.kernel import require_kernel_name, supports
 
-__all__ = [
-    "DEFAULT_ORIGIN",
-    "ConfigLike",
-    "DbspConfig",
-    "default_config",
-    "require_same_model",
-]
-
-
 _NOT_COMPARED = ("model", "generate", "mask", "machine", "report", "transformer_2", "record", "origin")
 """Settings that may differ by rank, as paths do, or are compared apart."""
 

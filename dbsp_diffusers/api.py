@@ -20,8 +20,6 @@ from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
 from dbsp_diffusers.sharding.halves import Guidance, Halves
 
-__all__ = ["disable", "enable", "session_of", "sessions_of", "write_report"]
-
 Group = ProcessGroup | SequenceGroup | None
 _DIMENSIONS = ("ring", "ulysses")
 

@@ -40,8 +40,6 @@ from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
-__all__ = ["Framework", "attach_framework"]
-
 _DIFFER = (
     "the configuration differs on rank(s) {}; it must be the same on every rank",
     GATES_DIFFER,

@@ -15,8 +15,6 @@ from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generations import Generations
 
-__all__ = ["STATE", "Attached", "attached_to", "carried_by", "weights_fingerprint"]
-
 STATE = "_dbsp"
 """Attribute of a pipeline and its transformers: there, rather than in a table here, so that all are freed together."""
 

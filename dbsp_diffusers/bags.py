@@ -36,8 +36,6 @@ from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 
-__all__ = ["BagSessions", "Sharing", "is_text"]
-
 MOST_KNOWN = 256
 """Sizes of sequences whose masks' rows are kept."""
 _SLACK = 0.05

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Checkpoint"]
-
 _STEMS = "diffusion_pytorch_model|pytorch_model|model"
 _FILE = re.compile(rf"(?:{_STEMS})(?:\.(\w+))??(?:-\d+-of-\d+)?(?:\.(\w+))??\.(?:safetensors|bin)")
 """Names of files of weights; one of the groups is the variant, as in model.fp16.safetensors."""

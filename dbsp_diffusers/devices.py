@@ -14,8 +14,6 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number, log
 
-__all__ = ["require_own_gpus", "use_model_device"]
-
 _SPREAD = (
     "a rank runs its model on one GPU, and this one's transformers are on {} (a device map?); load the pipeline "
     "without device_map, or call pipe.reset_device_map(), and move it to one GPU per rank"

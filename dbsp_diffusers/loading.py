@@ -7,8 +7,6 @@ from typing import Any
 from dbsp_core.models.signature import ModelSignature
 from dbsp_diffusers.preflight import local_checkpoint
 
-__all__ = ["load_stock_pipeline"]
-
 
 def load_stock_pipeline(
     model: str,

@@ -14,8 +14,6 @@ from dbsp_core.planning.bags import BagConfig
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import Sharing
 
-__all__ = ["Condition", "PackedBatch", "PackedSample", "SampleSpec", "Size", "check_samples"]
-
 Size = tuple[int, int, int]
 """Frames, rows and columns."""
 

@@ -17,21 +17,6 @@ from torch import nn
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import installed_version
 
-__all__ = [
-    "Arguments",
-    "Entered",
-    "PatchSet",
-    "around_calls",
-    "cache_contexts",
-    "current_cfg_pass",
-    "has_class_forward",
-    "in_float64",
-    "require_names",
-    "sample_of",
-    "signature_of",
-    "without_argument",
-]
-
 _MISSING = object()
 
 

@@ -12,8 +12,6 @@ from dbsp_core.utils.errors import UserError, blame_setting
 from dbsp_diffusers.checkpoint import Checkpoint
 from dbsp_kernels import choose_kernel
 
-__all__ = ["cached_checkpoint", "local_checkpoint", "require_checkpoint", "require_possible"]
-
 _ANSWER_S = 10.0
 
 

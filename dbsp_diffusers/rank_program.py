@@ -16,8 +16,6 @@ from dbsp_core.comm.process_groups import over_nccl
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import environment_number
 
-__all__ = ["process_group", "use_local_device"]
-
 _PATIENCE_S = 5.0
 """Seconds for aborting; a program that failed ends after them in any case."""
 

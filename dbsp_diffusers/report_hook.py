@@ -22,8 +22,6 @@ from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet, around_calls
 from dbsp_kernels.errors import page
 
-__all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name", "write_run_report"]
-
 
 def report_calls(
     pipe: Any,

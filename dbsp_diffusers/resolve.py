@@ -22,8 +22,6 @@ from dbsp_core.utils.yaml_file import shown_config
 from dbsp_diffusers.models import architecture_of, known_architecture
 from dbsp_kernels import KernelRequirements, choose_kernel
 
-__all__ = ["describe_mask", "identify", "log_config", "resolve_config"]
-
 
 def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
     """Identifies a transformer, given its pipeline if there is one. Raises UserError for an unknown class."""

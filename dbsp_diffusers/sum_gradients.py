@@ -15,8 +15,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models.transformers import transformers_in
 
-__all__ = ["sum_gradients"]
-
 BUCKET_BYTES = 64 << 20
 
 

@@ -21,8 +21,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import not_compiled
 
-__all__ = ["EXPECTED", "DbspAttention", "register"]
-
 _NAME = "dbsp"
 """The attention in `seq_p_attn_type` and `self_attn_1_type`, and the name of its setting."""
 EXPECTED = ExpectedHost(

@@ -25,8 +25,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import not_compiled
 
-__all__ = ["EXPECTED", "DbspImpl", "attach", "register"]
-
 _within_block: ContextVar[bool] = ContextVar("_within_block", default=False)
 _SESSION = "_dbsp_session"
 """Attribute of a transformer that has a session."""

@@ -32,8 +32,6 @@ from dbsp_core.utils.process import not_compiled
 from dbsp_diffusers.models import TokenSequence, known_architecture
 from dbsp_diffusers.patching import signature_of
 
-__all__ = ["DbspBackend", "DbspImpl", "attach"]
-
 _AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
 """Values of `cache_backend`: by all ranks' tokens (tea, sea), by the step (mag), or polled (cache-dit)."""
 

@@ -19,8 +19,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import log
 
-__all__ = ["EXPECTED", "register", "unregister"]
-
 _PACKAGE = "vllm_omni.diffusion"
 EXPECTED = ExpectedHost(
     "vLLM-Omni",

@@ -9,8 +9,6 @@ from dbsp_core.config import ConfigLike
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers import disable, enable
 
-__all__ = ["parallelize_pipe", "parallelize_transformer", "unparallelize"]
-
 Model = TypeVar("Model")
 
 

@@ -22,8 +22,6 @@ from dbsp_diffusers.patching import PatchSet, require_names
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 from dbsp_para.attach import parallelize_pipe, parallelize_transformer
 
-__all__ = ["install", "uninstall"]
-
 _ADAPTERS = tuple(
     f"para_attn.context_parallel.diffusers_adapters.{name}"
     for name in (

@@ -13,13 +13,12 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.api import disable, session_of
+from dbsp_diffusers.api import disable
+from dbsp_diffusers.api import session_of as session_of  # for `dbsp_xdit` itself
 from dbsp_diffusers.attach import Framework, attach_framework
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet, has_class_forward
 from dbsp_xdit.command_line import strategy_from
-
-__all__ = ["attach", "detach", "session_of"]
 
 
 def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-__all__ = ["AfterImport", "autoload", "requested"]
-
 AfterImport = Callable[[Mapping[str, Callable[[ModuleType], object]]], Callable[[], None]]
 """Runs functions once the modules of these names have been imported; returns a function that takes them back."""
 

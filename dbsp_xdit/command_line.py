@@ -20,8 +20,6 @@ from dbsp_core.models.table import find_model_spec, published_model, signature_o
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_diffusers.loading import load_stock_pipeline
 
-__all__ = ["add_flags", "config_from", "source_of", "strategy_from", "xfuser_name"]
-
 _BY_ONE_RANK = "it decides whether to skip by one rank's tokens; --cache_method fbcache or dbcache goes together"
 _IN_DIFFUSERS = "attention is db-SP's and diffusers'; choose the mask with --sp-config"
 _RIVALS = {

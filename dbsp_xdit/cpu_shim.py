@@ -12,8 +12,6 @@ import torch
 from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["cpu_patches"]
-
 
 def cpu_patches(patches: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet], None]]:
     """Returns the changes to make after each of these modules is imported; none if there is an accelerator."""

@@ -17,8 +17,6 @@ from dbsp_diffusers.preflight import require_checkpoint, require_possible
 from dbsp_xdit.command_line import add_flags, config_from, source_of, xfuser_name
 from dbsp_xdit.cpu_shim import cpu_patches
 
-__all__ = ["allow_all_degrees", "install", "preflight"]
-
 _BASE_MODEL = "xfuser.model_executor.models.runner_models.base_model"
 _LAUNCHER = {"xfuser.cli:main": ("args",), "xfuser.cli:extract_torchrun_args": ("args",)}
 _RUNNER = {

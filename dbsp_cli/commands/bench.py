@@ -45,8 +45,6 @@ from dbsp_core.utils.files import in_bytes, write_atomically
 from dbsp_core.utils.process import NOTICE, installed_version
 from dbsp_kernels import KERNELS, KernelRequirements, choose_kernel
 
-__all__ = ["KernelResult", "bench_command", "compare_kernels", "exact_kernels"]
-
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative error against float64 of a kernel that is exact."""
 _ON_CPU = 8, 2048

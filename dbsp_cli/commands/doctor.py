@@ -28,8 +28,6 @@ from dbsp_engines import lightx2v, sglang, vllm_omni_plugin
 from dbsp_kernels import KERNELS, available, choose_kernel
 from dbsp_kernels.errors import install_command
 
-__all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
-
 
 def doctor_command(as_json: JsonFlag = False) -> None:
     """Say what works on this machine, what is missing, and the fix."""

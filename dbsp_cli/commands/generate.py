@@ -21,8 +21,6 @@ from dbsp_core.reports.page import in_a_line
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.process import NOTICE
 
-__all__ = ["generate_command"]
-
 _NO_REPORT = 3
 """Exit code: the videos are there, a report that was asked for is not."""
 

@@ -41,8 +41,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size, require_folder_path, write_atomically
 from dbsp_core.utils.process import RECORD, RECORD_LAYERS, RECORD_LIMIT, environment_value, printable
 
-__all__ = ["masks_app"]
-
 masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None)
 
 

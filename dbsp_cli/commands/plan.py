@@ -28,8 +28,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import write_atomically
 from dbsp_core.utils.process import printable
 
-__all__ = ["plan_command"]
-
 _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 

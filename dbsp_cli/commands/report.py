@@ -24,8 +24,6 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import in_bytes, write_atomically
 
-__all__ = ["report_command", "run_tables"]
-
 
 def report_command(
     runs: Annotated[

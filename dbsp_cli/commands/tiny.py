@@ -14,8 +14,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_path
 from dbsp_kernels.errors import install_command
 
-__all__ = ["tiny_command"]
-
 
 def tiny_command(
     model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(MAKERS)}.")],

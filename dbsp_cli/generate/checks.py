@@ -16,8 +16,6 @@ from dbsp_core.utils.errors import SettingError, UserError, blame_setting, requi
 from dbsp_core.utils.files import require_file
 from dbsp_kernels.errors import install_command
 
-__all__ = ["require_images", "require_installed", "require_mask_size", "require_source_video", "require_video"]
-
 _NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
 
 

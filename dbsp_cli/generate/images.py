@@ -11,8 +11,6 @@ from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file
 
-__all__ = ["fitted"]
-
 _ADVICE = "name a file such as a PNG or JPEG"
 
 

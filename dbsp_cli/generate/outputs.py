@@ -14,8 +14,6 @@ from typing import Any
 from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.files import expand_path, require_file, user_path
 
-__all__ = ["Output", "in_utf8", "outputs_of", "prompts_of", "replaced_message"]
-
 _MOST_VIDEOS = 100_000
 _LONGEST_SLUG = 48
 

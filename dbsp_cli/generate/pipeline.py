@@ -19,7 +19,6 @@ from dbsp_core.utils.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Features", "arguments_of", "load_pipeline", "speed_up"]
 
 OFFLOADS = ("model", "sequential")
 QUANTIZATIONS = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}

@@ -22,8 +22,6 @@ from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, environment_number, printable
 
-__all__ = ["ENDING", "RankInfo", "ending_in_order", "processes_here", "run_ranks"]
-
 _STARTERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),  # torchrun
     (  # of srun, not of sbatch

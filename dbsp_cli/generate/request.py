@@ -54,8 +54,6 @@ from dbsp_kernels import KernelRequirements, choose_kernel
 from dbsp_kernels.errors import page
 from dbsp_kernels.kernel import supports
 
-__all__ = ["Generation", "GenerationRequest", "resolve"]
-
 _SLOW = "can take days on CPUs; --config tiny-wan-trained is for trying out"
 
 

@@ -11,8 +11,6 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.models.table import find_model_spec
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["memory_message"]
-
 
 def memory_message(model: str, dtype: torch.dtype, processes: int) -> str | None:
     """Returns why a checkpoint's weights cannot fit into this machine's memory, with the figures, or None.

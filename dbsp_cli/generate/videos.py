@@ -27,8 +27,6 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 
-__all__ = ["make_videos", "outputs_left"]
-
 
 def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
     """Makes the videos on this rank, together with the others; the environment has their ranks. Rank 0 writes.

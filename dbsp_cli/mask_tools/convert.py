@@ -30,19 +30,6 @@ from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.schema import build, setting_names
 from dbsp_core.utils.yaml_file import parse_value
 
-__all__ = [
-    "CONVERT_KEYS",
-    "ENCODINGS",
-    "ConvertOptions",
-    "RecordingOptions",
-    "convert_masks",
-    "convert_recording",
-    "even_groups",
-    "lut_bits",
-    "parse_thw",
-    "read_options",
-]
-
 Options = TypeVar("Options")
 
 ENCODINGS = ("absolute", "delta")

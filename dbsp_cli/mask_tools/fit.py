@@ -14,8 +14,6 @@ from safetensors.torch import save
 from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.files import write_atomically
 
-__all__ = ["FitSummary", "fit_projections", "fit_recording"]
-
 RECORD = "record one with: xdit … --sp-config 'record_qk:path=FOLDER', or mask: {source: record_qk, path: FOLDER}"
 
 

@@ -18,20 +18,6 @@ from dbsp_core.masks.mask_file import Orders, block_counts, one_or_each
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file, user_path
 
-__all__ = [
-    "PARO_ORDERS",
-    "SUFFIXES",
-    "BlockReading",
-    "empty_heads",
-    "find_array",
-    "fit_blocks",
-    "head_permutations",
-    "is_file",
-    "read_arrays",
-    "token_orders",
-]
-
-
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
 
 

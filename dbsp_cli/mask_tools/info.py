@@ -24,17 +24,6 @@ from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts, usual_lay
 from dbsp_core.runtime.plan_keeper import replay
 from dbsp_core.utils.errors import UserError
 
-__all__ = [
-    "Balance",
-    "Drift",
-    "MaskInfo",
-    "MaskSeries",
-    "balance_of",
-    "densities_of",
-    "drift_of",
-    "examine_masks",
-]
-
 _SAMPLE = 4
 """Layers that are planned and compared, spread over all."""
 _PLANNER = "dbsp"

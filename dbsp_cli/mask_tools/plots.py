@@ -11,8 +11,6 @@ import numpy as np
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.reports.style import STYLE, heading, rank_colour
 
-__all__ = ["heads_to_draw", "mask_picture", "spread_out"]
-
 
 def spread_out(values: Sequence[int], count: int) -> list[int]:
     """Picks at most `count` values at equal distances, the first and last among them."""

@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["DEFAULT_LIMIT", "HeadError", "smooth_tokens", "sparse_errors"]
-
 DEFAULT_LIMIT = 0.1
 """Relative L1 error above which `dbsp masks info` warns."""
 

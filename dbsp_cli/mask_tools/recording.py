@@ -15,8 +15,6 @@ from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["Recording"]
-
 
 @dataclass(frozen=True)
 class Recording:

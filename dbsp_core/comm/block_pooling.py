@@ -18,8 +18,6 @@ from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import pool_rows, sum_tokens
 
-__all__ = ["ShardedBlocks", "exchange_heads", "pool_heads"]
-
 ROWS_OF_SUMS = 4
 """Rows of a block's mean that its sums take the room of."""
 

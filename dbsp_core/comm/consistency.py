@@ -13,24 +13,6 @@ from torch.autograd.forward_ad import unpack_dual
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 
-__all__ = [
-    "DEBUG_DIFFERS",
-    "DIMENSIONS",
-    "QKV",
-    "CheckedInputs",
-    "InputKind",
-    "check_consistent",
-    "gather_texts",
-    "input_kind",
-    "needs_gradients",
-    "outside_transforms",
-    "problem_of_inputs",
-    "require_equal",
-    "run_consistently",
-    "unfollowed",
-]
-
-
 Result = TypeVar("Result")
 
 _ROW = 32

@@ -21,17 +21,6 @@ from dbsp_kernels.exchange import CopySegments, copy_segments, to_device
 from dbsp_kernels.prediction import sum_tokens
 from dbsp_kernels.rounding import MEAN_UNIT
 
-__all__ = [
-    "CHUNKS_IN_FLIGHT",
-    "Exchange",
-    "LocalKeys",
-    "Route",
-    "exchange_q_separately",
-    "mean_bytes",
-    "mean_of_tokens",
-]
-
-
 BLOCK = 256
 """Tokens that are summed at a time, so that a GPU has work for all of its multiprocessors."""
 

@@ -12,8 +12,6 @@ import torch
 from dbsp_core.comm.exchange import Exchange, Route
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 
-__all__ = ["LocalGradients", "gradient_to_owners"]
-
 
 def gradient_to_owners(route: Route, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     """Brings the output's gradient [B, H, n_local, D] to owners, [B, Rq·Bq, D]. Collective.

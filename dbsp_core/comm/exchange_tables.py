@@ -16,8 +16,6 @@ from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels.exchange import CopySegments
 
-__all__ = ["build_route"]
-
 
 def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
     """Builds the route of one rank, which holds `n_local` tokens (padding included) outside attention."""

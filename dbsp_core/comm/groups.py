@@ -23,17 +23,6 @@ from dbsp_core.comm.process_groups import CONTROL, over_nccl, subgroup, timeout_
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number
 
-__all__ = [
-    "BROKE_OFF",
-    "CommunicationError",
-    "PendingTransfer",
-    "SequenceGroup",
-    "explain_broken_connection",
-    "gather_shards",
-    "node_fingerprints",
-    "number_nodes",
-]
-
 # Its name before torch 2.13 is the longer one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BROKE_OFF = "communication between the ranks of the sequence broke off"

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["CONTROL", "meet", "over_nccl", "subgroup", "timeout_of"]
-
 CONTROL = "control"
 """Purpose of the group in which ranks agree on things."""
 _Groups = dict[str, weakref.ref[dist.ProcessGroup]]

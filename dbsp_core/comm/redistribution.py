@@ -23,8 +23,6 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_kernels.exchange import to_device
 
-__all__ = ["Redistribution"]
-
 TENSORS_DIFFER = (
     "the tensors to redistribute differ on rank(s) {} in number, dtypes, sizes apart from tokens, or need for "
     "gradients; give all ranks the same"

@@ -19,22 +19,6 @@ from dbsp_core.utils.schema import build, convert, require_known
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
 from dbsp_kernels import KERNELS
 
-__all__ = [
-    "RULE",
-    "SHIPPED",
-    "Constants",
-    "Hardware",
-    "KernelConstants",
-    "cost_basis",
-    "device_class",
-    "hardware_for",
-    "kernel_order",
-    "load_hardware",
-    "measured_file",
-    "save_hardware",
-]
-
-
 SHIPPED = shipped_configs() / "hardware"
 LABELS = ("measured", "fitted", "published", "derived", "assumed")
 RECORDED = ("versions", "residuals", "date", "notes")

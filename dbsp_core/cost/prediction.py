@@ -23,18 +23,6 @@ from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
 from dbsp_core.utils.errors import UserError
 
-__all__ = [
-    "AUTO",
-    "AttentionShape",
-    "Prediction",
-    "StrategySelector",
-    "Traffic",
-    "by_rule",
-    "candidates",
-    "predict",
-    "traffic_of",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Traffic:

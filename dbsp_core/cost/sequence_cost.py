@@ -23,17 +23,6 @@ from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
 
-__all__ = [
-    "FLOP_COUNTS",
-    "LayerSize",
-    "SequenceWork",
-    "WorkOfSizes",
-    "bag_layout",
-    "fastest_bags",
-    "sequence_cost",
-    "whole_layout",
-]
-
 
 @dataclass(frozen=True)
 class LayerSize:

@@ -14,8 +14,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
 from dbsp_core.utils.errors import UserError, in_number, in_short
 
-__all__ = ["LAYOUTS", "SequenceLayout", "ShardSegments", "Streams"]
-
 Streams = Literal["first", "last"] | None
 """A rank's share of text comes before or after its share of video; None: they are sharded as one stream."""
 LAYOUTS = ("contiguous", "striped")

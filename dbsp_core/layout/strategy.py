@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from dbsp_core.utils.errors import UserError, in_short
 
-__all__ = ["Strategy"]
-
 _PATTERN = re.compile(r"U(\d{1,9})R(\d{1,9})", re.IGNORECASE)
 
 

@@ -15,9 +15,6 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["NO_GRADIENTS", "BlockMask", "CoarseBranch", "require_mask", "row_positions"]
-
-
 NO_GRADIENTS = (
     "gradients do not flow through a coarse branch; give the mask source coarse: false, or call attention under "
     "torch.no_grad()"

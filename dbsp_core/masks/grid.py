@@ -18,18 +18,6 @@ from dbsp_core.utils.errors import UserError, require_value
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "AXIS_ORDERS",
-    "CANONICAL",
-    "BlockAxis",
-    "BlockGrid",
-    "Order",
-    "Video",
-    "require_order",
-    "tile_lengths",
-    "video_order",
-]
-
 
 CANONICAL = "thw"
 AXIS_ORDERS = tuple("".join(axes) for axes in itertools.permutations(CANONICAL))

@@ -9,8 +9,6 @@ import torch
 
 from dbsp_kernels.exchange import to_device
 
-__all__ = ["MaskCounts", "RowCounts"]
-
 BITS_AT_ONCE = 2**26
 """Bits that are widened together on a GPU: 128 MiB."""
 

@@ -17,18 +17,6 @@ from dbsp_core.masks.steps import StepGroups
 from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.files import require_file, user_path
 
-__all__ = [
-    "SIZES",
-    "MaskFile",
-    "Orders",
-    "block_counts",
-    "head_values",
-    "mask_bits",
-    "mask_values",
-    "one_or_each",
-    "require_countable",
-]
-
 
 def block_counts(grid: BlockGrid) -> tuple[int, int]:
     """Returns (nq, nk), computed without the grid's arrays, as a file's numbers may be absurd."""

@@ -17,8 +17,6 @@ from dbsp_core.masks.steps import StepGroups
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import user_path, write_atomically
 
-__all__ = ["ByteTensor", "MaskLayout", "mask_file_bytes", "safetensors_pieces", "save_mask", "write_masks"]
-
 
 @dataclass(frozen=True)
 class ByteTensor:

@@ -14,9 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dbsp_core.utils.errors import UserError, in_short, require_value
 
-__all__ = ["MOST_PASSES", "DenoisingStep", "DenseSchedule", "Progress", "StepClock", "StepGroups", "first_value"]
-
-
 _RANGE = re.compile(r"\s*(\d{1,9})(?:(-)(\d{0,9}))?\s*")
 
 

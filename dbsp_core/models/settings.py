@@ -10,8 +10,6 @@ import torch
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.schema import read_path, require_choice
 
-__all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "side_message"]
-
 TOKEN_PIXELS = 16
 """Height and width of a token: 8 of the VAE times 2 of the patch, in most models."""
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")

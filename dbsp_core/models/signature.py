@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from dbsp_core.models.settings import TOKEN_PIXELS
 
-__all__ = ["PIPELINES", "ModelSignature", "Pipeline", "Variant", "model_signature", "token_grid", "variant_of"]
-
 
 @dataclass(frozen=True)
 class Pipeline:

@@ -13,20 +13,6 @@ from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, model_signature, token_grid, variant_of
 from dbsp_core.utils.errors import UserError, did_you_mean
 
-__all__ = [
-    "MODEL_SPECS",
-    "TINY",
-    "TINY_MODELS",
-    "ModelSpec",
-    "find_model_spec",
-    "model_title",
-    "published_model",
-    "signature_of_model",
-    "signature_of_name",
-    "tiny_architecture",
-    "unknown_model",
-]
-
 
 @dataclass(frozen=True)
 class ModelSpec:

@@ -13,8 +13,6 @@ import numpy as np
 
 from dbsp_core.utils.errors import UserError, blame_setting, require_value
 
-__all__ = ["AUTO", "BagConfig", "BagTopology"]
-
 _TERM = re.compile(r"g(\d{1,9})n(\d{1,9})", re.IGNORECASE)
 
 

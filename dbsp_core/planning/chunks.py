@@ -12,8 +12,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.utils.errors import UserError, did_you_mean
 
-__all__ = ["ALL", "KEYS", "NEEDED", "Chunks", "columns_of_heads", "require_keys"]
-
 ALL, NEEDED = "all", "needed"
 KEYS = (ALL, NEEDED)
 """The values of setting `keys`."""

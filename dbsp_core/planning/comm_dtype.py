@@ -9,8 +9,6 @@ import torch
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
 
-__all__ = ["COMM_DTYPES", "MODEL", "CommDtype", "Int8Format", "require_comm_dtype"]
-
 
 class CommDtype:
     """Writes the tokens of a head in exchanges as the model has them. The output is always sent so.

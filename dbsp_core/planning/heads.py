@@ -11,8 +11,6 @@ import numpy as np
 
 from dbsp_core.planning.rows import exchange_rows, load_limit, rows_to_trade
 
-__all__ = ["assign_heads", "contiguous_heads", "greedy_heads", "snake_heads"]
-
 
 def contiguous_heads(heads: int, ulysses_degree: int) -> np.ndarray:
     """Heads in order, in runs as equal as they come (Ulysses).

@@ -29,16 +29,6 @@ from dbsp_core.planning.planners import (
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
-__all__ = [
-    "Plan",
-    "block_positions",
-    "majority_ring_ranks",
-    "make_plan",
-    "plain_owners",
-    "plan_from_counts",
-    "usual_layout",
-]
-
 
 @lru_cache(maxsize=16)
 def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:

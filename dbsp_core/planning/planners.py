@@ -14,24 +14,6 @@ from dbsp_core.planning.heads import assign_heads, contiguous_heads, greedy_head
 from dbsp_core.planning.rows import level_rows, load_limit
 from dbsp_core.utils.errors import UserError, in_short
 
-__all__ = [
-    "PLANNERS",
-    "Planner",
-    "Problem",
-    "balanced_majority_rank",
-    "biased_greedy",
-    "bins_bound",
-    "head_price",
-    "imbalance_ratio",
-    "majority_rank",
-    "paper",
-    "plan_rows",
-    "rank_times",
-    "require_planner",
-    "rho_bound",
-    "work_by_rank",
-]
-
 KEY_PRICE = 2048
 """Scores that take as long as receiving one token's key and value of one head, where no kernel hides the receipt.
 

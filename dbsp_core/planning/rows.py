@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["exchange_rows", "level_rows", "load_limit", "rows_to_trade"]
-
 FEW_ROWS = 512
 """Rows with work up to which every exchange of two is tried where giving rows away does not balance ranks."""
 EVERY_PAIR = 64

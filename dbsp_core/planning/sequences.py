@@ -10,9 +10,6 @@ import numpy as np
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.utils.errors import UserError, require_value
 
-__all__ = ["PICO", "SequenceCost", "SequencePlan", "TokenRuns", "plan_sequences"]
-
-
 PICO = 10**12
 """Costs are whole picoseconds: their sums are bitwise identical in any order and on any computer."""
 

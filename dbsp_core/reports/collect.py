@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from dbsp_core.planning.plan import Plan
     from dbsp_core.runtime.session import AttentionSession
 
-__all__ = ["is_writer", "make_report", "write_report_files"]
-
 
 def is_writer(group: SequenceGroup) -> bool:
     """Returns True if this rank writes the files: the first of all groups that share prompts or CFG passes."""

@@ -21,8 +21,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size, write_atomically
 from dbsp_core.utils.process import RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, environment_value, log
 
-__all__ = ["INDEX", "MaskRecorder", "RecordSettings", "parse_layers"]
-
 INDEX = "index.json"
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -25,16 +25,6 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_kernels import fused_kernel
 
-__all__ = [
-    "MOST_CALLS",
-    "BytesByStage",
-    "ObservedCall",
-    "RunObserver",
-    "observe_run",
-    "observed_session",
-    "run_observer",
-]
-
 
 def observed_session(
     config: DbspConfig,

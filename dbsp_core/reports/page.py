@@ -16,19 +16,6 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.style import INK, STYLE, heading, rank_colour
 from dbsp_core.utils.files import in_bytes
 
-__all__ = [
-    "LayerSummary",
-    "balance_picture",
-    "flat_settings",
-    "headline",
-    "in_a_line",
-    "in_seconds",
-    "layer_summaries",
-    "render_page",
-    "report_page",
-    "strategies_in_words",
-]
-
 
 @dataclass(frozen=True)
 class LayerSummary:

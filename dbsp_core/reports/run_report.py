@@ -17,8 +17,6 @@ import numpy as np
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file, user_path, write_atomically
 
-__all__ = ["FORMAT", "CallColumns", "Environment", "RankTotals", "RunReport", "Totals"]
-
 FORMAT = "db-SP report 3"
 
 

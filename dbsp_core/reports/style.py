@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["INK", "RANKS", "SOFT", "STYLE", "WIDTH", "heading", "rank_colour"]
-
 WIDTH = 9.0
 """Inches; with `figure.dpi` below 1,260 pixels, of which half are still legible."""
 INK, SOFT, GRID = "#1d2330", "#5d6678", "#e3e0da"

@@ -41,8 +41,6 @@ from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import not_compiled, outside_inference, version_fingerprints
 from dbsp_kernels import KernelRequirements, require_supported
 
-__all__ = ["DualBalancedAttention", "dual_balanced_attention"]
-
 KEYS_LEFT_OUT = "the mask needs keys that the plan does not send; make a plan for this mask"
 
 

@@ -12,8 +12,6 @@ from dbsp_core.comm.exchange_backward import LocalGradients, gradient_to_owners
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_kernels import BackwardInputs, Kernel, KernelInputs, block_attention_backward
 
-__all__ = ["attention_backward"]
-
 
 def attention_backward(
     prepared: PreparedAttention, saved: Sequence[torch.Tensor], dout: torch.Tensor, scale: float, kernel: Kernel

@@ -24,8 +24,6 @@ from dbsp_kernels import (
     merge_into,
 )
 
-__all__ = ["CheckGradient", "attend"]
-
 CheckGradient = Callable[[torch.Tensor], None]
 """Takes the output's gradient before it is used."""
 

@@ -24,18 +24,6 @@ from dbsp_core.utils.process import version_fingerprints
 from dbsp_kernels import Kernel, KernelRequirements, require_supported
 from dbsp_kernels.kernel import supports
 
-__all__ = [
-    "LAYERS_DIFFER",
-    "LAYOUTS_DIFFER",
-    "MASKS_DIFFER",
-    "PLANS_DIFFER",
-    "HasSettings",
-    "check_attention",
-    "check_gradient",
-    "check_prepared",
-    "check_settings",
-]
-
 SETTINGS_DIFFER = "the settings differ on rank(s) {}; give all ranks the same configuration, heads and layers"
 LAYERS_DIFFER = "another layer's attention is reached on rank(s) {}; all ranks must run the same layers in one order"
 LAYOUTS_DIFFER = "the sequence layout differs on rank(s) {}; give all ranks one layout"

@@ -24,8 +24,6 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
-__all__ = ["CONFIG_VARIABLE", "QKV", "EngineLayout", "EngineSession"]
-
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, [B, tokens, H, D] each."""
 

@@ -15,8 +15,6 @@ from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, parts_of
 from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-__all__ = ["DENSE", "MaskProvider"]
-
 DENSE = "dense by schedule"
 """Cache key of the mask of a layer that the schedule makes dense."""
 _MOST_KEYED = 1024

@@ -11,8 +11,6 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.size_context import SizeContext
 from dbsp_core.utils.errors import fingerprint_of
 
-__all__ = ["Meeting", "PassChecks"]
-
 SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
 STEPS_DIFFER = "the denoising step or CFG pass differs on rank(s) {}; give all ranks the same timesteps"
 GRIDS_DIFFER = "the video's block grid differs on rank(s) {}; it must be the same on every rank"

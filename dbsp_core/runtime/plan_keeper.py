@@ -20,8 +20,6 @@ from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.planning.plan import Plan
 from dbsp_core.utils.errors import in_number
 
-__all__ = ["MakePlan", "PlanKeeper", "PlanUse", "ReuseStatistics", "replay"]
-
 MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
 """Returns a new plan for row counts int64[H, nq], given the plan in use, or None if there is none."""
 

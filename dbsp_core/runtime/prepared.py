@@ -16,8 +16,6 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.tables import ChunkTable, TableLayout, build_tables, dense_spans_of, table_layout
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 
-__all__ = ["PreparedAttention"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedAttention:

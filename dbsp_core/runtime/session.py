@@ -38,8 +38,6 @@ from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import in_number
 from dbsp_core.utils.process import not_compiled, outside_inference
 
-__all__ = ["MOST_SIZES", "AttentionSession"]
-
 MOST_SIZES = 4
 """Sizes of video (with text) whose plans are kept: the passes of guidance may have texts of two lengths."""
 

@@ -20,9 +20,6 @@ from dbsp_core.runtime.plan_keeper import PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MOST_PENDING", "ConcurrencyGuard", "Recomputation", "SessionObserver"]
-
-
 TWO_THREADS = (
     "two threads use db-SP on the same ranks at once, which would answer each other's calls; let one run at a time, "
     "or give each a process group of its own"

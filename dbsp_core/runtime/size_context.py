@@ -31,8 +31,6 @@ from dbsp_core.utils.process import log
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 from dbsp_kernels.kernel import supports
 
-__all__ = ["SizeContext", "SizeKey"]
-
 SizeKey = tuple[tuple[Video, ...], int]
 """Videos of a forward pass, and the fingerprint of the layout if one was given, else 0."""
 

@@ -16,18 +16,6 @@ from dbsp_kernels import DensePart
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
-__all__ = [
-    "ChunkTable",
-    "DenseRows",
-    "KernelTable",
-    "TableLayout",
-    "TransposedLayout",
-    "build_tables",
-    "dense_spans_of",
-    "table_layout",
-    "whole_head_tokens",
-]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KernelTable:

@@ -23,8 +23,6 @@ from dbsp_kernels import (
     merge_states,
 )
 
-__all__ = ["attend_shared_keys", "count_gradient_once", "sum_gradient"]
-
 BLOCK = 64
 """Tokens of a kernel's rows and blocks."""
 

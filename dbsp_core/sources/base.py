@@ -15,16 +15,6 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid, Video, require_order
 from dbsp_core.utils.errors import UserError, blame_setting
 
-__all__ = [
-    "BlockSizes",
-    "Changes",
-    "LocalQK",
-    "MaskRequest",
-    "MaskSource",
-    "PredictedSource",
-    "packed_mask",
-]
-
 Changes = Literal["never", "per_step", "per_call"]
 """How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""
 

@@ -17,8 +17,6 @@ from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, kind_of
 from dbsp_core.utils.schema import convert, require_choice
 
-__all__ = ["CallableSource"]
-
 
 def _read_function(value: Any, name: str) -> Any:
     return value if callable(value) else convert(value, str, name)

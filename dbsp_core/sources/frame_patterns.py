@@ -13,18 +13,6 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.utils.errors import UserError, require_value
 
-__all__ = [
-    "LineSegments",
-    "RadialSource",
-    "SvgSource",
-    "distances",
-    "line_segments",
-    "radial_bits",
-    "reduce_to_blocks",
-    "spatial_bits",
-    "temporal_bits",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class LineSegments:

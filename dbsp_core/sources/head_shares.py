@@ -18,8 +18,6 @@ from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import unpack_bits
 
-__all__ = ["LocalBlocks", "gather_bits", "heads_by_rank", "pool_own_heads", "predict_bits", "send_to_sources"]
-
 PAIRS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Block pairs to choose among at a time: enough to be fast, few enough for memory: the CPU takes 50 bytes each."""
 

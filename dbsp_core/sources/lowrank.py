@@ -30,8 +30,6 @@ from dbsp_core.utils.files import expand_path, require_file, user_path, write_at
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import halving_sum, select_blocks
 
-__all__ = ["LowRankProjections", "LowRankSource", "RecordQKSource"]
-
 CHUNK = 1 << 23
 """Scores of one head that are held at a time."""
 FIT = "fit one with: dbsp masks fit FILE.safetensors RECORDING"

@@ -21,8 +21,6 @@ from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import halving_sum, pooled_scores
 from dbsp_kernels.tables import pack_bits
 
-__all__ = ["SolSource"]
-
 LEAST_VARIANCE = 1e-6 * math.log(2) ** 2
 """Added to the variance of scores: 1e-6 of scores in base 2."""
 NEIGHBOURS = 1

@@ -17,8 +17,6 @@ from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import pooled_scores, select_blocks
 
-__all__ = ["LikeliestBlocks", "SpargeSource", "always_dense", "require_poolable_blocks"]
-
 
 @dataclass(frozen=True)
 class LikeliestBlocks(PredictedSource):

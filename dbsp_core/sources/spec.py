@@ -19,8 +19,6 @@ from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_y
 from dbsp_core.utils.schema import build, plain_value
 from dbsp_core.utils.yaml_file import parse_value
 
-__all__ = ["mask_in_words", "mask_settings", "mask_values", "names_mask", "read_mask"]
-
 _LOOKS_LIKE_A_SOURCE = re.compile(r"\w+(:|\+|$)")
 _NAME_ENDS = re.compile(r"[:+]")
 _BETWEEN_SOURCES = re.compile(r"\+(?=[A-Za-z_]\w*(?:[:+]|$))")

@@ -15,8 +15,6 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, require_value
 
-__all__ = ["DenseSource", "FileSource", "ParoSource", "StoredMasks"]
-
 
 @dataclass(frozen=True)
 class StoredMasks:

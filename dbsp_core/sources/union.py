@@ -17,9 +17,6 @@ from dbsp_core.sources.window import Sizes, WindowSource
 from dbsp_core.utils.errors import SettingError, UserError, in_short
 from dbsp_kernels.exchange import to_device
 
-__all__ = ["NablaSource", "UnionSource", "parts_of"]
-
-
 _FASTER: tuple[Changes, ...] = ("never", "per_step", "per_call")
 _MOST_KEPT = 8
 """Masks of parts that do not follow from q and k, kept while other parts are predicted."""

@@ -19,8 +19,6 @@ from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.process import log
 from dbsp_kernels.prediction import pooled_scores, select_blocks
 
-__all__ = ["VsaSource"]
-
 
 @dataclass(frozen=True)
 class VsaSource(BlockSizes):

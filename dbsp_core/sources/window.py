@@ -13,8 +13,6 @@ from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.frame_patterns import line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import require_value
 
-__all__ = ["WindowSource", "tile_bits", "window_bits"]
-
 Sizes = tuple[int, int, int]
 
 

@@ -9,19 +9,6 @@ from contextlib import contextmanager
 
 from dbsp_kernels.errors import UserError
 
-__all__ = [
-    "SettingError",
-    "UserError",
-    "blame_setting",
-    "cut_short",
-    "did_you_mean",
-    "fingerprint_of",
-    "in_number",
-    "in_short",
-    "kind_of",
-    "require_value",
-]
-
 
 def kind_of(value: object) -> str:
     """Returns the type of a value for a message, such as "an int"."""

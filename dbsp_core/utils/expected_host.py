@@ -11,8 +11,6 @@ from pathlib import Path
 from dbsp_core.utils.process import installed_version
 from dbsp_kernels.errors import page
 
-__all__ = ["ExpectedHost", "is_defined"]
-
 
 @dataclass(frozen=True)
 class ExpectedHost:

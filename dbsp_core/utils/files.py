@@ -14,19 +14,6 @@ from typing import BinaryIO
 
 from dbsp_core.utils.errors import UserError, cut_short, in_short
 
-__all__ = [
-    "expand_path",
-    "in_bytes",
-    "open_atomically",
-    "parse_size",
-    "require_file",
-    "require_folder_path",
-    "require_path",
-    "user_path",
-    "write_atomically",
-]
-
-
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", 1)}

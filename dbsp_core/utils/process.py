@@ -16,28 +16,6 @@ import torch
 
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-__all__ = [
-    "DEBUG",
-    "ERROR",
-    "NOTICE",
-    "RECORD",
-    "RECORD_EVERY",
-    "RECORD_LAYERS",
-    "RECORD_LIMIT",
-    "environment_flag",
-    "environment_number",
-    "environment_value",
-    "exit_on_user_error",
-    "installed_version",
-    "log",
-    "not_compiled",
-    "outside_inference",
-    "package_versions",
-    "printable",
-    "version_fingerprints",
-]
-
-
 NOTICE = "dbsp: "
 """Prefix of lines for the user."""
 ERROR = NOTICE + "error: "

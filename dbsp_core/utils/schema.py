@@ -12,19 +12,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.files import expand_path
 
-__all__ = [
-    "build",
-    "checked",
-    "convert",
-    "keys_within",
-    "plain_value",
-    "read_path",
-    "require_choice",
-    "require_known",
-    "setting_names",
-]
-
-
 _EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")
 """Numbers that YAML takes for text unless they have a point and a sign."""
 _LARGEST = 2**63 - 1

@@ -15,15 +15,6 @@ import yaml
 from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of
 from dbsp_core.utils.files import require_file, user_path
 
-__all__ = [
-    "Settings",
-    "find_config",
-    "parse_value",
-    "read_settings",
-    "shipped_configs",
-    "shown_config",
-]
-
 KeyPath = tuple[str, ...]
 
 _MOST_VALUES = 100_000

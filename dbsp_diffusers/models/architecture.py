@@ -13,20 +13,6 @@ from dbsp_core.sources import MaskSource
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.token_sequence import TokenSequence
 
-__all__ = [
-    "OUTPUT",
-    "ROTARY",
-    "STREAMS",
-    "Architecture",
-    "DerivedShardPlan",
-    "OwnMask",
-    "ShardPlan",
-    "ShardSpec",
-    "Stream",
-    "heads_of",
-    "modules_at",
-]
-
 Stream = Literal["video", "text", "packed"]
 """Whose tokens: "packed" for all of a model with one packed sequence, in that sequence's order."""
 

@@ -17,8 +17,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.table import known_architecture
 from dbsp_diffusers.preflight import cached_checkpoint
 
-__all__ = ["GATE", "GATES_DIFFER", "gate_by_head", "gate_of", "gated_layers", "gates_in_checkpoint"]
-
 GATE = "to_gate_compress"
 """The layer's name in a self-attention module."""
 _DO_WITHOUT = "or set coarse: false of mask source vsa, for the mask alone"

@@ -25,8 +25,6 @@ from dbsp_diffusers.models.token_sequence import (
     valid_tokens,
 )
 
-__all__ = ["IMAGE_MODELS"]
-
 
 def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
     reject_arguments(inputs, "controlnet_block_samples", "controlnet_single_block_samples", "kv_cache_mode")

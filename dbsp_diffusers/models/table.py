@@ -10,8 +10,6 @@ from dbsp_diffusers.models.image_models import IMAGE_MODELS
 from dbsp_diffusers.models.video_models import VIDEO_MODELS
 from dbsp_kernels.errors import page
 
-__all__ = ["ARCHITECTURES", "UNSUPPORTED", "architecture_of", "known_architecture", "register_architecture"]
-
 ARCHITECTURES: dict[str, Architecture] = {**VIDEO_MODELS, **IMAGE_MODELS}
 """Architectures by class name: diffusers need not be imported to look one up."""
 

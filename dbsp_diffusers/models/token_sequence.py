@@ -23,22 +23,6 @@ from dbsp_core.sources import (
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import outside_inference
 
-__all__ = [
-    "TEXTS_DIFFER",
-    "Inputs",
-    "Readings",
-    "TokenSequence",
-    "one_for_all",
-    "position_grid",
-    "read_once",
-    "reject_arguments",
-    "require_position_grid",
-    "sample_grid",
-    "timestep_of",
-    "valid_slots",
-    "valid_tokens",
-]
-
 Inputs = Mapping[str, Any]
 """A forward pass's arguments by name."""
 

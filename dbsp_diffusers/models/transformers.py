@@ -10,8 +10,6 @@ from torch import nn
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.table import known_architecture
 
-__all__ = ["transformers_in", "transformers_of"]
-
 _NAMES = ("transformer", "transformer_2")
 
 

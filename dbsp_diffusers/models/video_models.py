@@ -34,8 +34,6 @@ from dbsp_diffusers.models.token_sequence import (
     valid_tokens,
 )
 
-__all__ = ["VIDEO_MODELS"]
-
 
 def _wan(transformer: Any, inputs: Inputs) -> TokenSequence:
     reject_arguments(inputs, "enable_diffusion_forcing")

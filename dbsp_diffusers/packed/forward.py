@@ -25,8 +25,6 @@ from dbsp_diffusers.packed.passes import Packing
 from dbsp_diffusers.packed.wan import WAN
 from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, SampleSpec, check_samples
 
-__all__ = ["PACKINGS", "LocalPredictions", "packed_forward", "packed_forward_local", "packing_of"]
-
 PACKINGS = {
     "WanTransformer3DModel": WAN,
     "FluxTransformer2DModel": FLUX,

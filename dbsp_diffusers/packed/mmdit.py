@@ -19,8 +19,6 @@ from dbsp_diffusers.packed.token_map import TokenMap
 from dbsp_diffusers.packed_samples import SampleSpec, Size
 from dbsp_kernels.exchange import to_device
 
-__all__ = ["FLUX", "HUNYUAN"]
-
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [n, D]."""
 Attend = Callable[[Any, torch.Tensor, torch.Tensor, Rotary], tuple[torch.Tensor, torch.Tensor]]

@@ -21,8 +21,6 @@ from dbsp_diffusers.packed.token_map import TokenMap, sample_exchange
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["BlockForward", "BlockPass", "PackedCall", "Packing", "modulated", "scaled"]
-
 
 class BlockPass:
     """Inputs of every block in one packed pass, in addition to this rank's tokens; each model has its own."""

@@ -17,8 +17,6 @@ from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
 from dbsp_kernels.exchange import to_device
 
-__all__ = ["SampleExchange", "TokenMap", "sample_exchange"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenMap:

@@ -13,8 +13,6 @@ from dbsp_diffusers.packed.passes import BlockPass, PackedCall, Packing, modulat
 from dbsp_diffusers.packed_samples import SampleSpec, Size
 from dbsp_kernels.exchange import to_device
 
-__all__ = ["WAN"]
-
 
 def _spec(config: Any) -> SampleSpec:
     patch: Size = tuple(config.patch_size)

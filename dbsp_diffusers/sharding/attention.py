@@ -20,8 +20,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.gates import gate_by_head
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["Attend", "NativeBackend", "intercept_attention"]
-
 Attend = Callable[..., torch.Tensor]
 """attend(q, k, v, scale=…) with q, k, v [B, H, n, D], and gate=… of their shape where the module has one; returns
 [B, H, n, D]"""

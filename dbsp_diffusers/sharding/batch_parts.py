@@ -9,8 +9,6 @@ import torch
 
 from dbsp_diffusers.models.token_sequence import Readings
 
-__all__ = ["join_parts", "part_of", "parts_by_size"]
-
 Items = tuple[int, ...]
 """Positions of items in a batch, ascending."""
 

@@ -18,8 +18,6 @@ from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
 from dbsp_diffusers.sharding.step_caches import may_skip
 
-__all__ = ["Coverage"]
-
 _CAUSE = (
     "an offload hook or device map that was removed, a LoRA, a quantiser or a library may have put another forward, "
     "processor or layer instead; make such changes before `enable`, or between `disable` and `enable`"

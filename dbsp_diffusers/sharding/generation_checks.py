@@ -18,8 +18,6 @@ from dbsp_core.comm.consistency import check_consistent, require_equal
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-__all__ = ["GenerationChecks", "Meeting"]
-
 _CALL, _PASS, _DECODING = range(3)
 """Why a rank takes part in an exchange."""
 _FINGERPRINTS = 4

@@ -20,8 +20,6 @@ from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks, Meeting
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
 
-__all__ = ["LEFT_OUT", "Generations"]
-
 LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
 """Number of its scheduler's steps that a pipeline's loop leaves out at the end, by the pipeline's class."""
 _COMPARED = 2

@@ -28,8 +28,6 @@ from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.step_caches import names_of_caches
 
-__all__ = ["GuidedCalls"]
-
 _PAIR = {"cond", "uncond"}
 """What diffusers' pipelines call the cache contexts of two calls whose outputs are used after both."""
 _CACHES = ("FBC", "MagCache", "TaylorSeer")

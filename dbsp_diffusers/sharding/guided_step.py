@@ -13,8 +13,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
 
-__all__ = ["GuidedStep"]
-
 
 @dataclass(frozen=True)
 class GuidedStep:

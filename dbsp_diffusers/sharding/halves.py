@@ -26,8 +26,6 @@ from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.resolve import identify, resolve_config
 from dbsp_diffusers.sharding.guided_step import GuidedStep
 
-__all__ = ["Guidance", "Halves"]
-
 Guidance = bool | Literal["auto"]
 """True if two halves of the ranks compute a step's two CFG passes; "auto": if that is predicted to be faster."""
 _SIZE = ("num_frames", "height", "width")

@@ -10,8 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dbsp_diffusers.models.architecture import modules_at
 
-__all__ = ["HooksByPath"]
-
 Hook = Callable[..., Any]
 
 

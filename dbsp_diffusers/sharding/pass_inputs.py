@@ -9,8 +9,6 @@ import torch
 
 from dbsp_diffusers.models.token_sequence import Readings
 
-__all__ = ["Constants", "named_tensors", "plain_values", "with_tensors"]
-
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 

@@ -33,8 +33,6 @@ from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
-__all__ = ["shard_transformer"]
-
 Streams = Mapping[str, Any]
 """`StreamShards` of "text" and "video", and `PackedShards` of both as "packed" for a model that packs them."""
 Args = tuple[Any, ...]

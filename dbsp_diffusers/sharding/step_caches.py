@@ -19,8 +19,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
-__all__ = ["ForwardRanks", "StepCaches", "may_skip", "names_of_caches"]
-
 
 @dataclass(frozen=True, eq=False)
 class ForwardRanks:

@@ -8,8 +8,6 @@ from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.process import outside_inference
 
-__all__ = ["PackedShards", "StreamShards"]
-
 
 class StreamShards:
     """One stream (text, or video) of a sequence: the tokens `first` to `last`, exclusive, in token order.

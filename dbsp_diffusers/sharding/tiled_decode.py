@@ -23,8 +23,6 @@ from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 
-__all__ = ["AUTOENCODERS", "owners_of_tiles", "share_decoding"]
-
 CLEARED = "_clear_conv_cache"
 """The method by which a loop ends a tile whose state layers keep themselves."""
 AUTOENCODERS: dict[str, str | None] = {

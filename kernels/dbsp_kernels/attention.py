@@ -9,8 +9,6 @@ import torch
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, merge_into
 from dbsp_kernels.kernel import Kernel, KernelRequirements, choose_kernel
 
-__all__ = ["block_attention", "block_attention_backward"]
-
 
 def block_attention(
     q: torch.Tensor,

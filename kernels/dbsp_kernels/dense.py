@@ -13,8 +13,6 @@ from torch.nn.attention import SDPBackend
 from dbsp_kernels.inputs import PartialAttention
 from dbsp_kernels.kernel import HALVES
 
-__all__ = ["DensePart", "attend_dense_part", "fused_kernel"]
-
 Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PartialAttention]
 """Takes q [B, H, n, D], k and v [B, H, m, D] and the scale; returns out and log-sum-exp [B, H, n]."""
 

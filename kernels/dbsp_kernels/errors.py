@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, distribution
 
-__all__ = ["REPOSITORY", "UserError", "install_command", "page"]
-
 
 class UserError(ValueError):
     """An error that the user can put right: a setting, a file, an input or a framework that does not fit.

@@ -11,16 +11,6 @@ import torch
 
 from dbsp_kernels.rounding import LARGEST, TINY
 
-__all__ = [
-    "CopySegments",
-    "copy_segments",
-    "quantise_segments",
-    "restore_rows",
-    "row_words",
-    "rows_of_tokens",
-    "to_device",
-]
-
 
 def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns the array on the device, itself where it is there; from the host to a GPU by pinned memory.

@@ -7,17 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "BackwardInputs",
-    "Gradients",
-    "KernelInputs",
-    "PartialAttention",
-    "lse_dtype",
-    "merge_into",
-    "merge_states",
-    "one_head",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class KernelInputs:

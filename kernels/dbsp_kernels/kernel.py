@@ -13,18 +13,6 @@ from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention
 from dbsp_kernels.triton.launch import capability_of, interpreted, why_unavailable
 
-__all__ = [
-    "HALVES",
-    "KERNELS",
-    "Kernel",
-    "KernelRequirements",
-    "available",
-    "choose_kernel",
-    "require_kernel_name",
-    "require_supported",
-    "supports",
-]
-
 HALVES = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALVES | {torch.float32, torch.float64}
 

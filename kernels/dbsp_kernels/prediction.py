@@ -9,8 +9,6 @@ import torch
 from dbsp_kernels.rounding import DIRECTION_UNIT, LEAST_EXPONENT, LIMIT, MEAN_UNIT, SCALE_EXPONENT, UNIT_EXPONENT
 from dbsp_kernels.tables import pack_bits
 
-__all__ = ["halving_sum", "pool_rows", "pooled_scores", "select_blocks", "sum_tokens"]
-
 TOKENS_AT_A_TIME = 1024  # on the CPU: what is computed of them stays in the cache
 
 

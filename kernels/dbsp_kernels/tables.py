@@ -6,8 +6,6 @@ import functools
 
 import torch
 
-__all__ = ["expand_rows", "pack_bits", "pack_rows", "unpack_bits"]
-
 
 def pack_bits(needed: torch.Tensor) -> torch.Tensor:
     """Packs bool[..., W] → uint8[..., ceil(W / 8)]: column 8·i + j is bit j of byte i."""

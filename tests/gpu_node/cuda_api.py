@@ -13,8 +13,6 @@ from tests.gpu_node import factories, streams, tensors
 from tests.gpu_node.faults import recorded
 from tests.gpu_node.streams import Event, Stream, current_device, current_stream, on_stream, set_device
 
-__all__ = ["activate", "architecture"]
-
 MEMORY_BYTES = 80 << 30
 NAMES = {80: "simulated A100", 90: "simulated H100", 120: "simulated RTX PRO 6000"}
 _arch = 90

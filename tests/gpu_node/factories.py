@@ -10,8 +10,6 @@ import torch
 from tests.gpu_node.faults import recorded
 from tests.gpu_node.tensors import DeviceTensor, copy, index_of, on_device, on_host
 
-__all__ = ["register"]
-
 aten = torch.ops.aten
 
 

@@ -7,8 +7,6 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["DeviceFault", "Record", "line_of_caller", "recorded"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _NOT_CALLERS = (str(_ROOT / "tests" / "gpu_node"), str(_ROOT / "tests" / "support"))
 

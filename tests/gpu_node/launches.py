@@ -13,8 +13,6 @@ from tests.gpu_node import cuda_api, streams
 from tests.gpu_node.faults import DeviceFault, recorded
 from tests.gpu_node.tensors import DeviceTensor, inner
 
-__all__ = ["MOST_SHARED_BYTES", "checked", "one_at_a_time"]
-
 MOST_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """By architecture: shared memory that one program may have (CUDA C++ Programming Guide, technical specifications)."""
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)

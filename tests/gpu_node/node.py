@@ -10,8 +10,6 @@ from typing import Any
 
 from tests.gpu_node import runtime
 
-__all__ = ["GpuNode", "NodeError", "start_devices"]
-
 DEVICES = 8
 _SAFETY_NET_S = 300
 _BEFORE_CUDA = (

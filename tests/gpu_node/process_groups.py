@@ -15,8 +15,6 @@ from tests.gpu_node import streams
 from tests.gpu_node.faults import DeviceFault, recorded
 from tests.gpu_node.tensors import DeviceTensor, inner
 
-__all__ = ["carry_nccl_over_gloo"]
-
 _COLLECTIVES = (
     *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_to_all_single", "allgather", "allreduce"),
     *("alltoall", "alltoall_base", "broadcast", "gather", "recv", "reduce", "reduce_scatter", "scatter", "send"),

@@ -12,8 +12,6 @@ from typing import Any
 from tests.gpu_node.node import NodeError
 from tests.support.ports import free_port
 
-__all__ = ["GpuProcesses"]
-
 _SAFETY_NET_S = 300
 
 

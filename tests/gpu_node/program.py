@@ -12,8 +12,6 @@ import sys
 
 from tests.gpu_node.node import start_devices
 
-__all__ = ["become_rank"]
-
 
 def become_rank() -> None:
     """Gives this process devices, of which it may touch LOCAL_RANK's. torch must not be imported yet."""

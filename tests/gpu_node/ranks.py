@@ -18,8 +18,6 @@ from tests.support.thread_group import Member, ThreadGroup, Transfer
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.workers import SAFETY_NET_S
 
-__all__ = ["DeviceRanks"]
-
 
 @dataclass(frozen=True)
 class DeviceRanks:

@@ -12,8 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["MOST_DEVICES", "load", "why_unavailable"]
-
 SOURCE = Path(__file__).with_name("device_runtime.cpp")
 CACHE = Path(__file__).resolve().parents[2] / "build" / "gpu_node"
 MOST_DEVICES = 16

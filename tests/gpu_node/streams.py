@@ -19,8 +19,6 @@ import torch
 
 from tests.gpu_node.faults import DeviceFault, recorded
 
-__all__ = ["Event", "Memory", "Stream", "current_device", "current_stream", "on_stream", "set_device", "use_runtime"]
-
 Clock = dict[tuple[int, int], int]
 """By stream, as (device, id): how many of its operators have been waited for."""
 

@@ -15,8 +15,6 @@ from tests.gpu_node import streams
 from tests.gpu_node.faults import DeviceFault, recorded
 from tests.gpu_node.streams import Memory
 
-__all__ = ["DeviceTensor", "PeakBytes", "copy", "index_of", "inner", "on_device", "on_host", "peak_bytes", "set_data"]
-
 aten = torch.ops.aten
 torch_data: Any = torch.Tensor.data
 """torch's own descriptor."""

@@ -111,6 +111,3 @@ def steady_step(
     group.control().barrier()
     session.flush()
     return found
-
-
-__all__ = ["Call", "SessionCase", "Step", "largest_errors", "steady_step"]

@@ -22,8 +22,6 @@ from dbsp_diffusers.patching import Arguments, PatchSet, current_cfg_pass, signa
 from dbsp_diffusers.resolve import resolve_config
 from dbsp_diffusers.sharding.attention import intercept_attention
 
-__all__ = ["attach_single_process", "masked_attention", "token_mask"]
-
 
 def attach_single_process(
     transformer: Any,

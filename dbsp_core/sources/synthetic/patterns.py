@@ -10,20 +10,6 @@ import numpy as np
 
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 
-__all__ = [
-    "ALWAYS_DENSE",
-    "PATTERNS",
-    "BlockPositions",
-    "DriftingRng",
-    "always_dense",
-    "choose_best",
-    "exact_counts",
-    "logistic_noise",
-    "profile_basis",
-    "quantize_logits",
-]
-
-
 KNOTS = 9
 """Knots of the slow wave of a profile over the whole video."""
 

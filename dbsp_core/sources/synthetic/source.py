@@ -27,8 +27,6 @@ from dbsp_core.sources.synthetic.patterns import (
 )
 from dbsp_core.utils.errors import SettingError, in_short, require_value
 
-__all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "SyntheticSource"]
-
 
 @dataclass(frozen=True)
 class MaskStyle:

@@ -14,14 +14,6 @@ import torch
 
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, lse_dtype
 
-__all__ = [
-    "cpu_attention",
-    "cpu_attention_backward",
-    "reference_attention",
-    "reference_attention_backward",
-    "why_unavailable",
-]
-
 GATHER_BYTES = 2 << 20
 """Bytes of keys that a thread gathers at a time, into memory that is reused: fresh memory costs page faults."""
 

@@ -16,8 +16,6 @@ import torch
 from dbsp_kernels.errors import install_command
 from dbsp_kernels.inputs import KernelInputs, PartialAttention, one_head
 
-__all__ = ["BLOCKS", "fa4_attention", "why_unavailable"]
-
 BLOCKS = {90: frozenset({(128, 128)}), 100: frozenset({(256, 128)}), 103: frozenset({(256, 128)})}
 """Supported (block_q, block_k) by architecture, 90 for Hopper.
 

@@ -16,8 +16,6 @@ import torch
 from dbsp_kernels.errors import install_command, page
 from dbsp_kernels.inputs import KernelInputs, PartialAttention, lse_dtype, one_head
 
-__all__ = ["BLOCKS", "flashinfer_attention", "why_unavailable"]
-
 BLOCKS = dict.fromkeys((100, 103), frozenset({(128, 128)})) | dict.fromkeys((120, 121), frozenset({(64, 64)}))
 """Supported (block_q, block_k) by architecture.
 

@@ -12,8 +12,6 @@ import torch
 from dbsp_kernels.errors import page
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
 
-__all__ = ["BLOCKS", "INSTALL", "sparge_attention", "why_unavailable"]
-
 BLOCKS = dict.fromkeys((80, 86, 87, 89), frozenset({(128, 64)})) | {90: frozenset({(64, 128)})}
 """Supported (block_q, block_k) by architecture, 90 for Hopper."""
 

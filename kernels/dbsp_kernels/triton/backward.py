@@ -17,8 +17,6 @@ from dbsp_kernels.triton.forward import LOG2_E
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import Tiles, backward_tiles_for, padded
 
-__all__ = ["backward_keys_kernel", "backward_rows_kernel", "triton_attention_backward"]
-
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]

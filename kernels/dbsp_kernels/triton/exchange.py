@@ -13,8 +13,6 @@ from dbsp_kernels.triton.int8 import largest_magnitudes, quantise
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
-__all__ = ["triton_copy_segments", "triton_quantise_segments"]
-
 
 @triton.jit
 def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]

@@ -15,8 +15,6 @@ from dbsp_kernels.triton.int8 import LEAST, largest_magnitudes, quantise, quanti
 from dbsp_kernels.triton.launch import capability_of, launch
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, int8_tiles_for, padded, tiles_for
 
-__all__ = ["LOG2_E", "triton_attention", "triton_int8_attention"]
-
 LOG2_E = 1 / math.log(2)
 LEAST_INT8_WIDTH = 32  # what tensor cores sum up at once of int8
 

@@ -9,8 +9,6 @@ import triton.language as tl
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
-__all__ = ["LEAST", "largest_magnitudes", "quantise", "quantise_blocks"]
-
 ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
 LEAST = tl.constexpr(2.0**-50)  # the product of two scales is no subnormal, which GPUs may flush to zero
 ELEMENTS = 8192  # of a block at a time, in 32 bits

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["capability_of", "interpreted", "launch", "why_unavailable"]
-
 
 def interpreted() -> bool:
     """Returns True if Triton kernels run in Triton's interpreter, on the CPU: slow, but exact, and without a GPU."""

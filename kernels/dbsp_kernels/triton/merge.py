@@ -9,8 +9,6 @@ import triton.language as tl
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
-__all__ = ["merge_kernel", "triton_merge_into"]
-
 ELEMENTS = 4096  # of out, per program
 
 

@@ -9,8 +9,6 @@ import triton.language as tl
 from dbsp_kernels import rounding
 from dbsp_kernels.triton.launch import launch
 
-__all__ = ["pool_rows_triton", "pooled_scores_triton", "select_blocks_triton", "sum_tokens_triton"]
-
 LIMIT = tl.constexpr(rounding.LIMIT)
 MEAN_UNIT = tl.constexpr(rounding.MEAN_UNIT)
 DIRECTION_UNIT = tl.constexpr(rounding.DIRECTION_UNIT)

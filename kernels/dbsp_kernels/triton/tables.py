@@ -8,8 +8,6 @@ import triton.language as tl
 
 from dbsp_kernels.triton.launch import launch
 
-__all__ = ["triton_expand_rows", "triton_pack_rows"]
-
 CHUNK = 1024  # columns at a time
 
 

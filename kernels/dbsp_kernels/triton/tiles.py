@@ -7,8 +7,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["HOPPER", "Tiles", "backward_tiles_for", "int8_tiles_for", "padded", "tiles_for"]
-
 HOPPER = 90
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import imageio_ffmpeg
 
-__all__ = ["tiny_mp4"]
-
 
 @cache
 def tiny_mp4() -> bytes:
