@@ -110,10 +110,6 @@ def _config(config: dict[str, Any]) -> Callable[[int], None]:
     return lambda rank: dbsp_diffusers.enable(make_tiny_transformer("wan"), config) and None
 
 
-def _batch_group(rank: int) -> None:
-    dbsp_diffusers.enable(make_tiny_transformer("wan"), batch_group=dist.group.WORLD)
-
-
 MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
     "an unknown class": (_unknown("Mystery3DModel"), "does not know Mystery3DModel; it knows WanTransformer3DModel, "),
     "audio that attends to video": (_unknown("Kandinsky6Transformer3DModel"), "audio and video attend"),
@@ -125,7 +121,6 @@ MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
     "diffusion forcing": (_pass("skyreels", {}, enable_diffusion_forcing=True), "with enable_diffusion_forcing"),
     "enable_parallelism before": (_enable_parallelism_before, 'call dbsp_diffusers.enable(pipe, strategy="UxRy")'),
     "enable_parallelism afterwards": (_enable_parallelism_after, "enable db-SP alone"),
-    "a batch that groups split": (_batch_group, "batch_group: groups of ranks no longer split a batch; leave it out"),
     "a second enable": (_twice, "parallelized already"),
     "a mesh without our dimensions": (_useless_mesh, "a dimension ring or ulysses, got dimensions data, tensor"),
     "a mesh in another order": (_crossed_mesh, "ring must come before ulysses"),
