@@ -348,7 +348,7 @@ def run_cached_pipeline(rank: int, world: int, folder: str, cache: str, first: b
 
 def _cache_pipeline(pipe: Any, cache: str) -> None:
     if cache == "first block":
-        _first_block(pipe.transformer, 0.3, lambda: 0)
+        _first_block(pipe.transformer, 0.3)
         return
     os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
     import cache_dit
