@@ -33,7 +33,7 @@ def kept_from_inference(
     session = AttentionSession(
         DbspConfig.load(settings), SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, 1
     )
-    before = {id(one) for one in gc.get_objects() if isinstance(one, torch.Tensor)}
+    before = set(map(id, _tensors()))
     with torch.inference_mode():
         layout = session.begin(Video((4, 8, 8)), timestep=900.0)
         q, k, v = torch.randn(3, 1, HEADS, layout.shard, 16, generator=torch.Generator().manual_seed(rank))
@@ -41,7 +41,7 @@ def kept_from_inference(
     given = [t.tolist() for t in (q, k, v)]
     del q, k, v
     gc.collect()
-    kept = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and id(one) not in before]
+    kept = [one for one in _tensors() if id(one) not in before]
     session.begin(Video((4, 8, 8)), timestep=900.0)
     q, k, v = (torch.tensor(one, requires_grad=True) for one in given)
     out = session.attend(0, q, k, v)
@@ -49,6 +49,11 @@ def kept_from_inference(
     apart = float((out.detach() - torch.tensor(first)).abs().max())
     rejected = sum(one.is_inference() for one in kept)
     return len(kept), rejected, apart, all(t.grad is not None for t in (q, k, v))
+
+
+def _tensors() -> list[torch.Tensor]:
+    """Returns all tensors of the process; `isinstance` would ask the object of a weak proxy, which may be gone."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def executors_alive(rank: int, world: int) -> tuple[int, int]:
         training.gradient(seed)
     gc.collect()
     own = [one for size in training.session._sizes.values() for one in size._prepared.values()]
-    return sum(isinstance(one, PreparedAttention) for one in gc.get_objects()), len(own)
+    return sum(type(one) is PreparedAttention for one in gc.get_objects()), len(own)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
