@@ -39,21 +39,21 @@ class HeadError:
 
 
 def smooth_tokens(
-    thw: tuple[int, int, int], text_tokens: int = 0, heads: int = 1, width: int = 32, seed: int = 0
+    thw: tuple[int, int, int], text_tokens: int = 0, heads: int = 1, head_dim: int = 32, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Makes q, k, v, float32[1, heads, text_tokens + t·h·w, width], smooth over t, h and w; text is random.
+    """Makes q, k, v, float32[1, heads, text_tokens + t·h·w, head_dim], smooth over t, h and w; text is random.
 
-    q = k, so that q·k is largest where two tokens lie near each other; meant for a scale of width ** -0.5.
+    q = k, so that q·k is largest where two tokens lie near each other; meant for a scale of head_dim ** -0.5.
     """
     generator = torch.Generator().manual_seed(seed)
     coarse = [-(-size // cell) + 1 for size, cell in zip(thw, _CELL, strict=True)]
-    noise = torch.randn(2 * heads, width, *coarse, generator=generator, device="cpu")
+    noise = torch.randn(2 * heads, head_dim, *coarse, generator=generator, device="cpu")
     video = torch.cat([F.interpolate(one[None], size=thw, mode="trilinear", align_corners=True) for one in noise])
-    text = torch.randn(2 * heads, width, text_tokens, generator=generator, device="cpu")
+    text = torch.randn(2 * heads, head_dim, text_tokens, generator=generator, device="cpu")
     tokens = torch.cat([text, video.flatten(2)], dim=2).transpose(1, 2)
     features, v = F.normalize(tokens[:heads], dim=-1), tokens[heads:]
     sharpness = _SHARPNESS + math.log(tokens.shape[1])
-    q = features * (sharpness * width**0.5) ** 0.5
+    q = features * (sharpness * head_dim**0.5) ** 0.5
     return q[None], q[None].clone(), v[None]
 
 

@@ -67,12 +67,12 @@ def test_local_masks_pass_and_the_same_blocks_elsewhere_or_in_another_order_do_n
 
 
 def test_tokens_are_smooth_seeded_and_of_their_own_in_each_head():
-    q, k, v = smooth_tokens(THW, text_tokens=3, heads=2, width=16, seed=4)
+    q, k, v = smooth_tokens(THW, text_tokens=3, heads=2, head_dim=16, seed=4)
     assert q.shape == k.shape == v.shape == (1, 2, 3 + TOKENS, 16)
-    again = smooth_tokens(THW, text_tokens=3, heads=2, width=16, seed=4)
+    again = smooth_tokens(THW, text_tokens=3, heads=2, head_dim=16, seed=4)
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), again, strict=True))
     assert not torch.equal(q[0, 0], q[0, 1])
-    assert not torch.equal(q, smooth_tokens(THW, text_tokens=3, heads=2, width=16, seed=5)[0])
+    assert not torch.equal(q, smooth_tokens(THW, text_tokens=3, heads=2, head_dim=16, seed=5)[0])
     for tensor in (q, v):
         video = tensor[0, 0, 3:].reshape(*THW, 16)
         for axis, size in enumerate(THW):

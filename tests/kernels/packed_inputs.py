@@ -36,7 +36,7 @@ class Packed:
         return Packed(*(t.to(device) for t in vars(self).values()))
 
 
-def packed(rows=5, blocks=6, block_q=8, block_k=4, width=16, dtype=torch.float32, seed=0) -> Packed:
+def packed(rows=5, blocks=6, block_q=8, block_k=4, head_dim=16, dtype=torch.float32, seed=0) -> Packed:
     """Rows of every length, none at all included; short blocks; rubbish in unused entries and beyond lengths."""
     rng = np.random.default_rng(seed)
     index = rng.permuted(np.tile(np.arange(blocks), (rows, 1)), axis=1)
@@ -45,7 +45,7 @@ def packed(rows=5, blocks=6, block_q=8, block_k=4, width=16, dtype=torch.float32
     length = np.where(rng.random(blocks) < 0.5, block_k, rng.integers(1, block_k + 1, size=blocks))
     q, k, v = (
         torch.from_numpy(rng.standard_normal(shape)).to(dtype)
-        for shape in ((rows, block_q, width), (blocks, block_k, width), (blocks, block_k, width))
+        for shape in ((rows, block_q, head_dim), (blocks, block_k, head_dim), (blocks, block_k, head_dim))
     )
     for block, n in enumerate(length):
         k[block, n:], v[block, n:] = 1e4, -1e4

@@ -31,14 +31,14 @@ def supported_here(monkeypatch, name: str, capability: tuple[int, int]) -> None:
 class TestSparge:
     def test_whole_heads_with_their_mask(self, monkeypatch):
         """Compares with a stub for SpargeAttn's function, which is passed heads, tokens and a block mask."""
-        heads, tokens, block_q, block_k, width = 3, 29, 8, 6, 16
+        heads, tokens, block_q, block_k, head_dim = 3, 29, 8, 6, 16
         generator = torch.Generator().manual_seed(0)
         bits = torch.rand(heads, 4, 5, generator=generator) < 0.5
         bits[1, 2] = False
         poison = torch.nan
 
         def stub(q, k, v, mask_id, scale, tensor_layout, output_dtype):
-            assert (q.shape, mask_id.shape, tensor_layout) == ((1, heads, tokens, width), (1, heads, 4, 5), "HND")
+            assert (q.shape, mask_id.shape, tensor_layout) == ((1, heads, tokens, head_dim), (1, heads, 4, 5), "HND")
             assert torch.equal(mask_id[0].bool(), bits)
             allowed = bits.repeat_interleave(block_q, 1).repeat_interleave(block_k, 2)[:, :tokens, :tokens]
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed[None], scale=scale)
@@ -47,15 +47,15 @@ class TestSparge:
         module = types.ModuleType("spas_sage_attn")
         module.block_sparse_sage2_attn_cuda = stub
         monkeypatch.setitem(sys.modules, "spas_sage_attn", module)
-        q = torch.randn(heads * 4, block_q, width, generator=generator)
-        k, v = torch.randn(2, heads * 5, block_k, width, generator=generator)
+        q = torch.randn(heads * 4, block_q, head_dim, generator=generator)
+        k, v = torch.randn(2, heads * 5, block_k, head_dim, generator=generator)
         count = bits.sum(-1).flatten().int()
         index = torch.argsort(~bits, dim=-1, stable=True) + 5 * torch.arange(heads)[:, None, None]
         length = torch.tensor([6, 6, 6, 6, 5] * heads).int()
         p = Packed(q, k, v, index.flatten(0, 1).int(), count, length)
-        out, lse = sparge.sparge_attention(KernelInputs(*vars(p).values(), width**-0.5, head_tokens=tokens))
+        out, lse = sparge.sparge_attention(KernelInputs(*vars(p).values(), head_dim**-0.5, head_tokens=tokens))
         expected = p.exact()[0].unflatten(0, (heads, 4)).flatten(1, 2)[:, :tokens]
-        torch.testing.assert_close(out.view(heads, -1, width)[:, :tokens], expected.float())
+        torch.testing.assert_close(out.view(heads, -1, head_dim)[:, :tokens], expected.float())
         assert (out[6] == 0).all()
         assert lse.isnan().all()
 
@@ -141,7 +141,7 @@ class TestFa4:
         monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
         sparsity = types.SimpleNamespace(BlockSparseTensorsTorch=types.SimpleNamespace)
         monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", sparsity)
-        p = kinder(packed(rows=9, block_q=16, block_k=16, width=16))
+        p = kinder(packed(rows=9, block_q=16, block_k=16, head_dim=16))
         p = replace(p, kv_index=p.kv_index.clamp(min=0))
         full = full_counts(p)
         assert 0 < full.sum() < p.kv_count.sum()
@@ -189,7 +189,7 @@ class TestFlashInfer:
         of_block = types.ModuleType(f"{package}.{module}")
         setattr(of_block, function, stub)
         monkeypatch.setitem(sys.modules, of_block.__name__, of_block)
-        p = packed(rows=9, block_q=block, block_k=block, width=16)
+        p = packed(rows=9, block_q=block, block_k=block, head_dim=16)
         past = torch.arange(block) >= p.kv_len[:, None]
         assert past.any()
         assert (p.kv_count == 0).any()

@@ -67,8 +67,8 @@ def assert_close(found, expected, tolerance):
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_gradients_of_one_call(kernel, blocks):
     rows, keys = (5, 6) if max(blocks) < 64 else (3, 4)  # large ones are slow in the interpreter
-    for seed, width in enumerate((16, 24)):
-        expected, inputs = expected_and_inputs(kinder(packed(rows, keys, *blocks, width=width, seed=seed)))
+    for seed, head_dim in enumerate((16, 24)):
+        expected, inputs = expected_and_inputs(kinder(packed(rows, keys, *blocks, head_dim=head_dim, seed=seed)))
         with interpreted():
             assert_close(block_attention_backward(inputs, kernel), expected, 2e-5)
 
@@ -104,7 +104,7 @@ def test_neighbours_that_attend_to_the_same_blocks(monkeypatch):
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_sums_in_float32(kernel, dtype):
-    expected, inputs = expected_and_inputs(kinder(packed(12, 12, 16, 16, width=32, dtype=dtype)))
+    expected, inputs = expected_and_inputs(kinder(packed(12, 12, 16, 16, head_dim=32, dtype=dtype)))
     with interpreted():
         found = block_attention_backward(inputs, kernel)
     assert all(one.dtype == torch.float32 for one in found)

@@ -54,7 +54,7 @@ class TestAttention:
         blocks=st.integers(1, 7),
         block_q=st.integers(1, 20),
         block_k=st.integers(1, 20),
-        width=st.sampled_from([1, 8, 24, 33]),
+        head_dim=st.sampled_from([1, 8, 24, 33]),
         seed=SEEDS,
     )
     @examples(80)
@@ -64,7 +64,7 @@ class TestAttention:
     @each_kernel
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     def test_any_dtype(self, kernel, dtype):
-        assert_right(packed(rows=8, block_q=16, block_k=16, width=32, dtype=dtype), kernel)
+        assert_right(packed(rows=8, block_q=16, block_k=16, head_dim=32, dtype=dtype), kernel)
 
     @each_kernel
     @pytest.mark.parametrize("scale", [0.0, 0.5, 2.0])
@@ -81,7 +81,7 @@ class TestAttention:
 
     @each_kernel
     def test_inputs_that_are_not_contiguous(self, kernel):
-        p = packed(rows=6, block_q=5, block_k=7, width=8)
+        p = packed(rows=6, block_q=5, block_k=7, head_dim=8)
         q, k, v = (t.transpose(0, 2).contiguous().transpose(0, 2) for t in (p.q, p.k, p.v))
         index = p.kv_index.T.contiguous().T
         assert not any(t.is_contiguous() for t in (q, k, v, index))
@@ -146,9 +146,9 @@ MISTAKES = {
     "q of two dimensions": (mangled(q=lambda q: q[0]), "expected q"),
     "keys of two dimensions": (mangled(k=lambda k: k[0], v=lambda v: v[0]), "expected q"),
     "keys unlike values": (mangled(v=lambda v: v[:-1]), "expected q"),
-    "another head width": (mangled(q=lambda q: q[..., :-1]), "expected q"),
+    "another head head_dim": (mangled(q=lambda q: q[..., :-1]), "expected q"),
     "an index for other rows": (mangled(kv_index=lambda t: t[:-1]), r"expected kv_index int32\[5, "),
-    "an index without width": (mangled(kv_index=lambda t: t[:, 0]), r"expected kv_index int32\[5, "),
+    "an index without head_dim": (mangled(kv_index=lambda t: t[:, 0]), r"expected kv_index int32\[5, "),
     "counts for other rows": (mangled(kv_count=lambda t: t[:-1]), r"kv_count int32\[5\]"),
     "lengths for other blocks": (mangled(kv_len=lambda t: t[:-1]), r"kv_len int32\[6\]"),
     "an int64 index": (mangled(kv_index=lambda t: t.long()), "expected .* int32.* got torch.int64"),

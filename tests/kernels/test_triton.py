@@ -78,10 +78,10 @@ def assert_twice_is_merged(p: Packed, kv_full: torch.Tensor, **options) -> None:
 
 def tiles(p: Packed, loop: str) -> Tiles:
     """Returns Hopper's tiles with this loop; head dims of 16 and less have no halves that can be multiplied."""
-    _, block_q, width = p.q.shape
-    if loop == "halves" and padded(width) < 32:
+    _, block_q, head_dim = p.q.shape
+    if loop == "halves" and padded(head_dim) < 32:
         loop = "plain"
-    return replace(tiles_for(block_q, p.k.shape[1], width, p.q.dtype, HOPPER), loop=loop)
+    return replace(tiles_for(block_q, p.k.shape[1], head_dim, p.q.dtype, HOPPER), loop=loop)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -92,7 +92,7 @@ class TestBothKernels:
         blocks=st.integers(1, 4),
         block_q=st.integers(1, 40),
         block_k=st.integers(1, 40),
-        width=st.integers(1, 40),
+        head_dim=st.integers(1, 40),
         dtype=st.sampled_from(DTYPES),
         hint=st.booleans(),
         loop=st.sampled_from(LOOPS),
@@ -112,7 +112,7 @@ class TestBothKernels:
     @each_kernel
     @pytest.mark.parametrize(("use_tma", "loop"), [*((True, loop) for loop in LOOPS), (False, "plain")])
     def test_tokens_beyond_short_blocks_are_not_read_even_if_not_finite(self, kernel, use_tma, loop):
-        p = kinder(packed(blocks=6, block_q=16, block_k=16, width=32))
+        p = kinder(packed(blocks=6, block_q=16, block_k=16, head_dim=32))
         k, v = p.k.clone(), p.v.clone()
         for block, n in enumerate(p.kv_len.tolist()):
             k[block, n:], v[block, n:] = torch.nan, torch.inf
@@ -168,7 +168,7 @@ class TestTriton:
     def test_every_mix_of_blocks_equals_float64(self, mix, loop):
         """Covers every pair of a dtype with a loop, and of a dtype with blocks."""
         (block_q, block_k), dtype = MIXES[mix], DTYPES[(mix + LOOPS.index(loop)) % 3]
-        p = packed(rows=3, blocks=4, block_q=block_q, block_k=block_k, width=64, dtype=dtype, seed=4)
+        p = packed(rows=3, blocks=4, block_q=block_q, block_k=block_k, head_dim=64, dtype=dtype, seed=4)
         p = kinder(replace(p, kv_index=ANY_ORDER, kv_count=torch.tensor([3, 0, 4]).int()))
         assert 0 < full_counts(p).sum() < p.kv_count.sum(), "full blocks and short ones"
         assert_right(p, kv_full=full_counts(p), tiles=tiles(p, loop))
@@ -183,7 +183,7 @@ class TestTriton:
     @examples(20)
     def test_every_loop_over_any_number_of_full_blocks_equals_float64(self, counts, steps, loop, use_tma, seed):
         """Tries rows of `counts` full and short blocks, in random order each, a block in one step or several."""
-        p = packed(rows=len(counts), blocks=6, block_q=16, block_k=64, width=32, seed=seed)
+        p = packed(rows=len(counts), blocks=6, block_q=16, block_k=64, head_dim=32, seed=seed)
         p = replace(p, k=p.k.clamp(-3, 3), v=p.v.clamp(-3, 3))
         length = torch.tensor([64, 64, 64, 64, 7, 33]).int()
         order = torch.Generator().manual_seed(seed)
@@ -199,14 +199,14 @@ class TestTriton:
         assert_right(p, kv_full=full, **options)
         assert_twice_is_merged(p, full, **options)
 
-    @pytest.mark.parametrize(("width", "hint"), [(128, True), (40, False)])
+    @pytest.mark.parametrize(("head_dim", "hint"), [(128, True), (40, False)])
     @pytest.mark.parametrize("loop", LOOPS)
-    def test_tiles_fetched_by_the_copy_engine_equal_float64(self, width, hint, loop):
-        p = kinder(packed(rows=3, blocks=4, block_q=64, block_k=64, width=width, dtype=torch.float16))
+    def test_tiles_fetched_by_the_copy_engine_equal_float64(self, head_dim, hint, loop):
+        p = kinder(packed(rows=3, blocks=4, block_q=64, block_k=64, head_dim=head_dim, dtype=torch.float16))
         assert_right(p, use_tma=True, kv_full=full_counts(p) if hint else None, tiles=tiles(p, loop))
 
     def test_blocks_larger_than_tiles_equal_float64(self):
-        p = kinder(packed(rows=3, blocks=3, block_q=96, block_k=64, width=16))
+        p = kinder(packed(rows=3, blocks=3, block_q=96, block_k=64, head_dim=16))
         for hint, use_tma in itertools.product((full_counts(p), None), (True, False)):
             assert_right(p, tiles=Tiles(32, 16, warps=4, stages=2), kv_full=hint, use_tma=use_tma)
 
@@ -214,7 +214,7 @@ class TestTriton:
     @pytest.mark.parametrize(("use_tma", "keys"), [(True, 16), (False, 32), (True, 64), (False, 16)])
     def test_full_blocks_that_tiles_do_not_divide_are_read_to_their_end_alone(self, use_tma, loop, keys):
         """Checks that keys behind a block in memory are not read, by making them not finite."""
-        p = packed(rows=3, blocks=5, block_q=24, block_k=40, width=32, dtype=torch.float16)
+        p = packed(rows=3, blocks=5, block_q=24, block_k=40, head_dim=32, dtype=torch.float16)
         index, count = torch.tensor([[2, 0, 4], [0, 2, 4], [2, -7, -7]]).int(), torch.tensor([3, 2, 1]).int()
         k, v, length = p.k.clone(), p.v.clone(), torch.tensor([40, 40, 40, 40, 17]).int()
         k[1::2], v[1::2] = torch.nan, torch.inf
@@ -232,18 +232,18 @@ class TestTriton:
     @given(
         rows=st.integers(0, 3),
         tokens=st.integers(1, 40),
-        width=st.integers(1, 80),
+        head_dim=st.integers(1, 80),
         dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
         seed=SEEDS,
     )
     @examples(20)
-    def test_merge_kernel_equals_merge_states(self, rows, tokens, width, dtypes, seed):
+    def test_merge_kernel_equals_merge_states(self, rows, tokens, head_dim, dtypes, seed):
         from dbsp_kernels.triton.merge import triton_merge_into
 
         generator = torch.Generator().manual_seed(seed)
         sides = []
         for dtype in dtypes:
-            out = torch.randn(rows, tokens, width, generator=generator)
+            out = torch.randn(rows, tokens, head_dim, generator=generator)
             lse = torch.randn(rows, tokens, generator=generator) * 30
             empty = torch.rand(rows, tokens, generator=generator) < 0.4
             sides += [out.masked_fill(empty[..., None], 0).to(dtype), lse.masked_fill(empty, -torch.inf)]
@@ -257,13 +257,13 @@ class TestTriton:
 @pytest.mark.usefixtures("interpreter")
 class TestTritonInt8:
     def test_blocks_of_128_equal_attention_of_rounded_inputs(self):
-        p = kinder(packed(rows=3, blocks=4, block_q=128, block_k=128, width=128, seed=4))
+        p = kinder(packed(rows=3, blocks=4, block_q=128, block_k=128, head_dim=128, seed=4))
         assert 0 < full_counts(p).sum() < p.kv_count.sum(), "full blocks and short ones"
         assert_right(p, "triton-int8", kv_full=full_counts(p))
 
     def test_error_against_unrounded_inputs_is_that_of_int8(self):
         """Shows that the comparisons above can fail."""
-        p = packed(rows=6, block_q=16, block_k=16, width=64)
+        p = packed(rows=6, block_q=16, block_k=16, head_dim=64)
         out, lse = p.attend("triton-int8")
         exact, exact_lse = p.exact()
         some = p.kv_count > 0

@@ -26,7 +26,7 @@ class AttentionCase:
     tokens: int = 60
     text_tokens: int = 0
     batch: int = 1
-    width: int = 16
+    head_dim: int = 16
     dense_heads: int = 0
     dtype: torch.dtype = torch.float32
     kernel: str = "auto"
@@ -47,7 +47,7 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
     mine, slots = (torch.from_numpy(one) for one in layout.tokens_at(rank))
     local = []
     for whole in full:
-        shard = torch.zeros(case.batch, case.heads, layout.shard, case.width, dtype=case.dtype)
+        shard = torch.zeros(case.batch, case.heads, layout.shard, case.head_dim, dtype=case.dtype)
         shard[:, :, slots] = whole.detach()[:, :, mine].to(case.dtype)
         local.append(shard.to(device).requires_grad_(case.gradients))
     if case.sabotage == "another head":
@@ -66,7 +66,7 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
     assert (out.device, out.dtype) == (device, case.dtype)
     errors = [float((out.detach().cpu()[:, :, slots].double() - expected[0][:, :, mine]).abs().max())]
     if case.gradients:
-        shard = torch.zeros(case.batch, case.heads, layout.shard, case.width, dtype=case.dtype)
+        shard = torch.zeros(case.batch, case.heads, layout.shard, case.head_dim, dtype=case.dtype)
         shard[:, :, slots] = weight[:, :, mine].to(case.dtype)
         (out * shard.to(device)).sum().backward()
         for one, right in zip(local, expected[1:], strict=True):
@@ -87,7 +87,7 @@ def fused_operators(rank: int, world: int, case: AttentionCase) -> tuple[float, 
 def _whole(case: AttentionCase) -> tuple[BlockMask, list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
     """Returns the mask, q, k and v of all tokens, the loss's weights, and the oracle's output and gradients."""
     generator = torch.Generator().manual_seed(case.heads + case.tokens)
-    shape = (case.batch, case.heads, case.tokens, case.width)
+    shape = (case.batch, case.heads, case.tokens, case.head_dim)
     full = [torch.randn(shape, generator=generator).to(case.dtype).double().requires_grad_() for _ in range(3)]
     weight = torch.randn(shape, generator=generator).to(case.dtype).double()
     mask = _random_mask(case)

@@ -57,7 +57,7 @@ def test_gradients_on_gpus_equal_one_process(gpu_node: GpuNode, strategy: str, d
         AttentionCase("U1R2", keys="needed", gradients=True),
         AttentionCase("U2R2", keys="needed", batch=2, dense_heads=1),
         AttentionCase("U2R1", batch=2, dense_heads=1, gradients=True),
-        AttentionCase("U4R1", heads=2, width=24),
+        AttentionCase("U4R1", heads=2, head_dim=24),
         AttentionCase("U2R1", tokens=20),
         AttentionCase("U1R2", batch=2, dense_heads=1),
     ],
@@ -69,11 +69,11 @@ def test_option_on_gpus_equals_one_process(gpu_node: GpuNode, case: AttentionCas
 
 @pytest.mark.parametrize("strategy", ["U2R2", "U1R4"])
 def test_int8_kernel_equals_attention_of_the_rounded_numbers(gpu_node: GpuNode, strategy: str) -> None:
-    check(gpu_node, AttentionCase(strategy, kernel="triton-int8", text_tokens=5, width=32))
+    check(gpu_node, AttentionCase(strategy, kernel="triton-int8", text_tokens=5, head_dim=32))
 
 
 def test_int8_kernel_without_rounding_in_the_reference_differs(gpu_node: GpuNode) -> None:
-    case = AttentionCase("U2R1", kernel="triton-int8", width=32, sabotage="no rounding")
+    case = AttentionCase("U2R1", kernel="triton-int8", head_dim=32, sabotage="no rounding")
     assert 1e-4 < max(max(errors) for errors in gpu_node.run(2, largest_errors, case)) < 5e-2
 
 

@@ -38,7 +38,7 @@ class Case:
     block_q: int = 16
     block_k: int = 16
     batch: int = 1
-    width: int = 16
+    head_dim: int = 16
     density: float = 0.4
     layout: str = "contiguous"
     streams: Streams = None
@@ -130,7 +130,7 @@ def at_padding(local: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def whole(attention: Case) -> tuple[BlockMask, list[torch.Tensor]]:
     """Mask and q, k, v of all tokens, which are not to be changed."""
     generator = torch.Generator().manual_seed(attention.seed)
-    shape = (attention.batch, attention.heads, attention.tokens, attention.width)
+    shape = (attention.batch, attention.heads, attention.tokens, attention.head_dim)
     full = [torch.randn(shape, generator=generator, dtype=attention.dtype) for _ in range(3)]
     return random_mask(attention, attention.grid), full
 
@@ -201,7 +201,7 @@ def attend(
         first, *others = executor.prepared.tables
         executor = with_tables(executor, (first, *reversed(others)))
     scale *= 1.01 if case.sabotage == "wrong scale" else 1
-    return executor(*local, scale=scale * case.width**-0.5)
+    return executor(*local, scale=scale * case.head_dim**-0.5)
 
 
 def with_tables(attention: DualBalancedAttention, tables: tuple[ChunkTable, ...]) -> DualBalancedAttention:

@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 SHAPES = (
     Case("-", heads=3, tokens=203, block_q=16, block_k=16),
     Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2),
-    Case("-", heads=12, tokens=419, block_q=16, block_k=32, text_tokens=16, width=24),
+    Case("-", heads=12, tokens=419, block_q=16, block_k=32, text_tokens=16, head_dim=24),
     Case("-", heads=1, tokens=1031, block_q=128, block_k=64, density=0.7),
     Case("-", heads=7, tokens=1027, block_q=64, block_k=128, text_tokens=3, batch=2, density=0.15),
 )

@@ -187,7 +187,7 @@ def test_triton_kernels_equal_dense_attention_of_rounded_inputs(pool, strategy):
     assert max(pool(2).run(run_case, case)) <= TOLERANCE
 
 
-BITS = Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2, width=24, precision="int8")
+BITS = Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2, head_dim=24, precision="int8")
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def unequal_pieces(alone, found) -> int:
         here = first_token(name, block), first_token(name, block) + rows.shape[1]
         assert rows.shape[1] <= size
         numbers, scales = (torch.from_numpy(one[:, head, slice(*here)]) for one in alone[name])
-        same = rows.view(torch.int8)[..., : BITS.width].equal(numbers) and rows.view(torch.float32)[..., -1].equal(
+        same = rows.view(torch.int8)[..., : BITS.head_dim].equal(numbers) and rows.view(torch.float32)[..., -1].equal(
             scales
         )
         unequal += not same

@@ -53,7 +53,7 @@ DIVERGENCES: dict[str, Divergence] = {
     "attention: kernel": _attention("rank(s) [{}] selected a different attention kernel", True, kernel="reference"),
     "attention: batch": _attention(INPUTS, batch=2),
     "attention: dtype": _attention(INPUTS, dtype="float64"),
-    "attention: head size": _attention(INPUTS, width=8),
+    "attention: head size": _attention(INPUTS, head_dim=8),
     "attention: heads": _attention("differs on rank(s) [{}]", heads=3),
     "attention: positions": _attention("rank(s) [{}]: q of shape", extra=1),
     "attention: gradients": _attention(INPUTS, gradients=True),
@@ -103,7 +103,7 @@ DIVERGENCES: dict[str, Divergence] = {
     ),
     "transformer: diffusers": Divergence("transformer", VERSION.format("diffusers"), version="diffusers", quiet=True),
     "redistribution: dtype": Divergence("redistribution", "differ on rank(s) [{}]", {"dtype": "float64"}),
-    "redistribution: width": Divergence("redistribution", "differ on rank(s) [{}]", {"width": 8}),
+    "redistribution: head_dim": Divergence("redistribution", "differ on rank(s) [{}]", {"head_dim": 8}),
     "redistribution: debug": Divergence(
         "redistribution", "debug differs on rank(s) [{}]", {"settings": {"debug": "other"}}
     ),

@@ -24,7 +24,7 @@ from scripts.checks.stress.faults.phases import WINDOW
 from tests.support.oracle import dense_attention, largest_difference
 from tests.support.single_process import attach_single_process, masked_attention
 
-HEADS, WIDTH, TOKENS, CALLS = 4, 16, 200, 3
+HEADS, HEAD_DIM, TOKENS, CALLS = 4, 16, 200, 3
 THW = (4, 6, 8)
 DONE = "attention is done:"
 
@@ -41,7 +41,7 @@ class Values:
     strategy: str = "U1R2"
     settings: dict[str, Any] = field(default_factory=dict)
     heads: int = HEADS
-    width: int = WIDTH
+    head_dim: int = HEAD_DIM
     thw: tuple[int, int, int] = THW
     timestep: float = 900.0
     cfg_branch: int | None = None
@@ -79,7 +79,7 @@ def attention(values: Values) -> float:
     mine, positions = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
     for call in range(CALLS):
         generator = torch.Generator().manual_seed(call)
-        shape = values.batch, values.heads, TOKENS, values.width
+        shape = values.batch, values.heads, TOKENS, values.head_dim
         full = [torch.randn(shape, generator=generator, dtype=getattr(torch, values.dtype)) for _ in range(3)]
         local = [_shard(one, mine, positions, layout.shard + values.extra) for one in full]
         if not values.finite:
@@ -122,7 +122,7 @@ def session(values: Values) -> float:
         layout = inner.begin(Video(values.thw), timestep=timestep, cfg_branch=values.cfg_branch)
         alone.begin([Video(values.thw)], timestep, values.cfg_branch)
         mine, positions = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
-        shape = values.batch, values.heads, layout.tokens, values.width
+        shape = values.batch, values.heads, layout.tokens, values.head_dim
         full = [torch.randn(shape, generator=seed, dtype=getattr(torch, values.dtype)) * 2 for _ in range(3)]
         local = [_shard(one, mine, positions, layout.shard + values.extra) for one in full]
         if not values.finite:
@@ -166,7 +166,7 @@ def redistribution(values: Values) -> float:
     source = SequenceLayout.contiguous(TOKENS, world)
     target = SequenceLayout.striped(BlockGrid.uniform(TOKENS, block=16), Strategy.parse(values.strategy))
     way = Redistribution.between(source, target, group, debug=values.settings.get("debug", False))
-    tokens = torch.randn(source.shard, values.width, dtype=getattr(torch, values.dtype))
+    tokens = torch.randn(source.shard, values.head_dim, dtype=getattr(torch, values.dtype))
     worst, (_, positions) = 0.0, source.tokens_at(group.rank)
     for call in range(CALLS):
         worst = max(worst, largest_difference(way.back(way.there(tokens))[positions], tokens[positions]))

@@ -96,7 +96,7 @@ def _source(kind: str, case: Draw, seed: int) -> MaskSource:
         settings["token_order"] = str(rng.choice(["thw", "hwt", "tile:2x2x2"]))
         if kind == "sparge":
             return SpargeSource(**settings, similarity=0.2)
-        return _fitted(settings | {"queries": str(rng.choice(["mean", "all"]))}, case.heads, case.width, rng)
+        return _fitted(settings | {"queries": str(rng.choice(["mean", "all"]))}, case.heads, case.head_dim, rng)
     return DenseSource(*blocks)
 
 
@@ -127,11 +127,11 @@ class _Stored(BlockSizes):
             return FileSource(str(path)).mask(request)
 
 
-def _fitted(source: dict[str, Any], heads: int, width: int, rng: np.random.Generator) -> LowRankSource:
+def _fitted(source: dict[str, Any], heads: int, head_dim: int, rng: np.random.Generator) -> LowRankSource:
     """Makes random projections, as good as any here. The file is read before it is gone."""
-    rank = int(rng.integers(1, width + 1))
+    rank = int(rng.integers(1, head_dim + 1))
     tensors = {
-        f"{side}.0": torch.from_numpy(rng.normal(size=(heads, width, rank)).astype(np.float32))
+        f"{side}.0": torch.from_numpy(rng.normal(size=(heads, head_dim, rank)).astype(np.float32))
         for side in ("query", "key")
     }
     with tempfile.TemporaryDirectory() as folder:

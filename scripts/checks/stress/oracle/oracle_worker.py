@@ -46,16 +46,16 @@ def _run(rank: int, case: Draw, scale: float) -> dict[str, float]:
     sources = sources_of(case)
     tokens = sum(one.tokens for one in case.sequences)
     generator = torch.Generator().manual_seed(case.seed)
-    shape = (case.batch, case.heads, tokens, case.width)
+    shape = (case.batch, case.heads, tokens, case.head_dim)
     *full, weights = [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for _ in range(4)]
     # 1. The layout, and this rank's tokens in it.
     layout = _layout_of(case, sources)
     local, mine, positions = shards(full, layout, rank, case.padded)
     # 2. The mask: a predicted one is that of a single process.
-    tokens_here = LocalQK(local[0], local[1], layout, SequenceGroup.from_group(), case.width**-0.5)
+    tokens_here = LocalQK(local[0], local[1], layout, SequenceGroup.from_group(), case.head_dim**-0.5)
     mask = mask_of(case, sources, tokens_here)
     if case.predicted and rank == 0:
-        alone = mask_of(case, sources, LocalQK.alone(full[0], full[1], case.width**-0.5))
+        alone = mask_of(case, sources, LocalQK.alone(full[0], full[1], case.head_dim**-0.5))
         assert torch.equal(alone.bits, mask.bits), "the predicted mask is not that of a single process"
     if mask.heads != case.heads:
         local, full = ([t.flatten(0, 1).unsqueeze(0) for t in tensors] for tensors in (local, full))

@@ -20,9 +20,9 @@ from tests.support.oracle import dense_attention, largest_difference
 from tests.support.shared import shared
 
 SHAPES = (
-    Case("-", heads=3, tokens=203, block_q=16, block_k=16, width=8),
+    Case("-", heads=3, tokens=203, block_q=16, block_k=16, head_dim=8),
     Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2),
-    Case("-", heads=7, tokens=211, block_q=16, block_k=32, text_tokens=3, width=24, density=0.15),
+    Case("-", heads=7, tokens=211, block_q=16, block_k=32, text_tokens=3, head_dim=24, density=0.15),
     Case("-", heads=6, tokens=19 + 5 * 4 * 9, text_tokens=19, thw=(5, 4, 9), block_q=32,
          orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
 )  # fmt: skip
@@ -54,7 +54,7 @@ def reference(attention: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def _weights(attention: Case) -> torch.Tensor:
     """Returns the weight of each output in the loss."""
-    shape = (attention.batch, attention.heads, attention.tokens, attention.width)
+    shape = (attention.batch, attention.heads, attention.tokens, attention.head_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=attention.dtype)
 
 

@@ -67,7 +67,7 @@ def test_gradients_are_bitwise_identical_each_time(threads, world, strategy):
 
 
 def test_gradcheck_of_torch_passes(threads):
-    case = Case("U1R1", heads=2, tokens=9, text_tokens=2, block_q=4, block_k=2, width=2, dtype=torch.float64)
+    case = Case("U1R1", heads=2, tokens=9, text_tokens=2, block_q=4, block_k=2, head_dim=2, dtype=torch.float64)
     assert threads(1).run(gradcheck, case) == [True]
 
 

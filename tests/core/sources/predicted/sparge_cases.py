@@ -23,7 +23,7 @@ class SpargeCase:
     text_tokens: int = 0
     heads: int = 5
     batch: int = 1
-    width: int = 16
+    head_dim: int = 16
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
     settings: dict[str, Any] = field(default_factory=lambda: {"cdf": 0.6, "similarity": 0.35})
@@ -42,11 +42,11 @@ class SpargeCase:
         """Returns q and k of all tokens in token order, smooth over the video, so that blocks are equal in part."""
         rng = np.random.default_rng(self.seed)
         position = np.indices(self.thw).reshape(3, -1) / 4
-        waves = rng.normal(size=(2, self.batch, self.heads, self.width, 3))
-        phase = rng.uniform(0, 7, (2, self.batch, self.heads, self.width, 1))
+        waves = rng.normal(size=(2, self.batch, self.heads, self.head_dim, 3))
+        phase = rng.uniform(0, 7, (2, self.batch, self.heads, self.head_dim, 1))
         video = np.sin(waves @ position + phase).swapaxes(-1, -2) * rng.uniform(0.5, 3, (2, 1, self.heads, 1, 1))
         video += 0.4 * rng.normal(size=video.shape)
-        text = rng.normal(size=(2, self.batch, self.heads, self.text_tokens, self.width))
+        text = rng.normal(size=(2, self.batch, self.heads, self.text_tokens, self.head_dim))
         q, k = torch.from_numpy(np.concatenate([text, video], axis=3)).to(self.dtype)
         return q, k
 
@@ -97,7 +97,7 @@ def local_tokens(
     mine, slots = (torch.from_numpy(a) for a in layout.tokens_at(rank))
     local = []
     for everywhere in case.tensors():
-        here = torch.full((case.batch, case.heads, layout.shard, case.width), RUBBISH, dtype=case.dtype)
+        here = torch.full((case.batch, case.heads, layout.shard, case.head_dim), RUBBISH, dtype=case.dtype)
         here[:, :, slots] = everywhere[:, :, mine]
         local.append(here)
-    return LocalQK(*local, layout, SequenceGroup.from_group(), case.width**-0.5)
+    return LocalQK(*local, layout, SequenceGroup.from_group(), case.head_dim**-0.5)

@@ -60,8 +60,8 @@ def predict_with_fitted(rank: int, world: int, case: LowRankCase, fault: str, fo
         layers=1 if fault != "layer" else 4,
     )
     layout: SequenceLayout = session.begin(Video(case.thw))
-    width = 8 if fault == "width" else case.width
-    q = torch.ones(1, case.heads, layout.shard, width)
+    head_dim = 8 if fault == "head_dim" else case.head_dim
+    q = torch.ones(1, case.heads, layout.shard, head_dim)
     session.attend(3 if fault == "layer" else 0, q, q, q)
 
 
@@ -75,7 +75,7 @@ def predict_with_another_group_before(rank: int, world: int, case: LowRankCase, 
     source.mask(case.request, tokens)
 
 
-HEADS, WIDTH, RANK = 5, 16, 6
+HEADS, HEAD_DIM, RANK = 5, 16, 6
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +124,11 @@ class TestFit:
         files = []
         for name in ("three", "one"):
             assert len(list((tmp_path / name).glob("moments-*"))) == {"three": 3, "one": 1}[name]
-            fit_recording([tmp_path / name], tmp_path / f"{name}.safetensors", WIDTH)
+            fit_recording([tmp_path / name], tmp_path / f"{name}.safetensors", HEAD_DIM)
             files.append(load_file(tmp_path / f"{name}.safetensors"))
         for tensors in files:  # at full rank every score is exact
             product = tensors["query.0"] @ tensors["key.0"].transpose(1, 2)
-            assert torch.allclose(product, torch.eye(WIDTH).expand(HEADS, -1, -1), atol=1e-3)
+            assert torch.allclose(product, torch.eye(HEAD_DIM).expand(HEADS, -1, -1), atol=1e-3)
 
     def test_command_prints_the_fraction_kept(self, dbsp, tmp_path, fitted):
         folder = str(tmp_path.parent / "x")
@@ -182,9 +182,9 @@ def test_full_rank_chooses_the_blocks_of_most_attention(fitted, tmp_path):
     recorder = RecordQKSource(path=str(folder))
     recorder.mask(case.request, LocalQK.alone(*case.tensors()))
     recorder.write()
-    fit_recording([folder], tmp_path / "full.safetensors", WIDTH)
+    fit_recording([folder], tmp_path / "full.safetensors", HEAD_DIM)
     q, k = (t[0].double() for t in case.tensors())
-    attention = torch.softmax(q @ k.transpose(1, 2) * WIDTH**-0.5, dim=-1)
+    attention = torch.softmax(q @ k.transpose(1, 2) * HEAD_DIM**-0.5, dim=-1)
     mass = attention.unflatten(2, (-1, 16)).sum(3).unflatten(1, (-1, 16)).mean(2)
     best = torch.zeros_like(mass).scatter(-1, mass.topk(3).indices, 1.0).bool()
     agreed = {}
@@ -218,7 +218,7 @@ class TestMistakes:
         with pytest.raises(UserError, match="of 5 heads, the model has None of 4"):
             source.grid(MaskRequest(0, 4, (2, 2, 2)))
 
-    @pytest.mark.parametrize("fault", ["width", "layer", "other file", "broken file"])
+    @pytest.mark.parametrize("fault", ["head_dim", "layer", "other file", "broken file"])
     def test_fault_on_one_rank_is_rejected_on_all(self, pool, fitted, tmp_path, fault):
         tensors = load_file(fitted)
         save_file({name: one * 2 for name, one in tensors.items()}, tmp_path / "other")
@@ -227,7 +227,7 @@ class TestMistakes:
             pool(3).run(predict_with_fitted, LowRankCase(path=fitted), fault, str(tmp_path))
         assert [rank for rank, *_ in raised.value.errors] == [0, 1, 2]
         expected = {
-            "width": "has heads of size 16 and layers [0], layer 0 of the model has size 8",
+            "head_dim": "has heads of size 16 and layers [0], layer 0 of the model has size 8",
             "layer": "is for 1 layers of 5 heads, the model has 4 of 5",
             "other file": "differs on rank(s) [1]",
             "broken file": "rank(s) [1]: ",

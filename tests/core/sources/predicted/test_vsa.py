@@ -71,7 +71,7 @@ def written_out(case: SpargeCase) -> tuple[torch.Tensor, torch.Tensor]:
     gate, v = gate_and_values(case)
     q, k, v, gate = (one.double().flatten(0, 1) for one in (q, k, v, gate))
     means = [torch.stack([one[:, tile].mean(dim=1) for tile in tiles(case)], dim=1) for one in (q, k, v)]
-    scores = means[0] @ means[1].mT * case.width**-0.5
+    scores = means[0] @ means[1].mT * case.head_dim**-0.5
     text = sum(-(-run // 24) for run in case.text_runs or (case.text_tokens,))
     count = math.ceil((1 - case.settings["sparsity"]) * (scores.shape[-1] - text))
     chosen = text + scores[:, :, text:].topk(count).indices
