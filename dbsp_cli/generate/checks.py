@@ -1,4 +1,4 @@
-"""What a model and this installation can make: checks that need no weights."""
+"""Checks, without weights, that a model and this installation can make a video."""
 
 from __future__ import annotations
 

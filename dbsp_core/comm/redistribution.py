@@ -89,7 +89,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Redistribution:
-    """One rank's part in taking tokens from one layout to another and back; made by `of`.
+    """One rank's part in taking tokens from one layout to another and back; made by `between`.
 
     Attributes:
         source: The layout that `there` starts from, such as `SequenceLayout.whole_sequences`.

@@ -1,4 +1,4 @@
-"""What several sequences cost on a machine, and the bags in which they take the least time.
+"""Costs of several sequences on a machine, and the bags in which they take the least time.
 
 Arithmetic on counts and on constants from a file: every rank that has both computes identical numbers.
 """

@@ -57,7 +57,7 @@ class EngineLayout:
 
     @property
     def video(self) -> Video:
-        """Its size for masks, to which all that is no video is text."""
+        """Size of the video for masks, to which all other tokens are text."""
         runs = tuple(filter(None, (self.text, *self.runs, self.after))) if self.runs else ()
         return Video(self.thw, self.text + self.before + self.after, runs)
 

@@ -77,7 +77,7 @@ class PreparedAttention:
         return prepared.for_mask(plan, mask, fingerprint=fingerprint)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
-        """Returns the same for another mask, under a plan with the same routes: only its tables are made; see `of`."""
+        """Returns the same for another mask under a plan with the same routes: only tables are new (`from_plan`)."""
         if not plan.same_routes(self.plan):
             raise ValueError("these routes were made for another plan")
         plan.require_fit(mask)

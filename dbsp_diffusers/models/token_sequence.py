@@ -190,7 +190,7 @@ class Readings:
     def __init__(self) -> None:
         self._of_version: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def of(self, tensor: torch.Tensor) -> dict[Any, Any]:
+    def kept_for(self, tensor: torch.Tensor) -> dict[Any, Any]:
         """Returns what is kept for a tensor, to be added to. Inference tensors count no writes: nothing is kept."""
         if tensor.is_inference():
             return {}
@@ -206,7 +206,7 @@ _readings = Readings()
 
 def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -> Value:
     """Calls function(tensor) once for a tensor that is not written to; functions have different qualified names."""
-    found, key = _readings.of(tensor), function.__qualname__
+    found, key = _readings.kept_for(tensor), function.__qualname__
     if key not in found:
         found[key] = outside_inference(function)(tensor)
     value: Value = found[key]

@@ -51,7 +51,7 @@ def _taken(value: Any, items: Items, batch: int) -> Any:
         return value
     if value.is_floating_point():
         return _rows(value, items)
-    known = _parts.of(value)
+    known = _parts.kept_for(value)
     if items not in known:
         known[items] = _rows(value, items)
     return known[items]

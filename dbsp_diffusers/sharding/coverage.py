@@ -32,11 +32,7 @@ class Coverage:
         reached: Returns the layers whose attention db-SP has computed in the current pass.
     """
 
-    def __init__(
-        self,
-        transformer: nn.Module,
-        reached: Callable[[], Collection[int]],
-    ) -> None:
+    def __init__(self, transformer: nn.Module, reached: Callable[[], Collection[int]]) -> None:
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
         self._reached = reached
@@ -51,10 +47,8 @@ class Coverage:
         transformer = self._transformer
         patches.hook(transformer.register_forward_pre_hook, self._begin, with_kwargs=True, prepend=True)
         shard_plan = self._architecture.shard_plan.for_transformer(transformer)
-        for path in (
-            *shard_plan.gathered,
-            *shard_plan.gathered_early,
-        ):  # no rank may be here before its last attention
+        # no rank may gather before its last attention
+        for path in (*shard_plan.gathered, *shard_plan.gathered_early):
             for module in modules_at(transformer, path):
                 patches.hook(module.register_forward_hook, self._require_all, prepend=True)
         patches.hook(transformer.register_forward_hook, self._require_all)

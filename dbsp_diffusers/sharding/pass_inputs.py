@@ -63,7 +63,7 @@ class Constants:
 
     def substitute(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of these values, the same one as long as `tensor` is not written to."""
-        known = self._known.of(tensor)
+        known = self._known.kept_for(tensor)
         if not known:
             known["substitute"] = None
             return values
