@@ -8,12 +8,13 @@ import os
 import pkgutil
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from scripts.checks.stress import features_part
 from scripts.checks.stress.faults import fork_server, generating
-from scripts.checks.stress.faults.fault_injection import fire
+from scripts.checks.stress.faults.fault_injection import Injection, fire, reference
 from scripts.checks.stress.faults.fork_server import ForkServer, Task
 from scripts.checks.stress.faults.judging import Expected, message_about
 from scripts.checks.stress.faults.phases import PHASES
@@ -237,3 +238,15 @@ def test_functions_of_phases_exist():
     for target in targets + [target for _, target, _ in generating.PHASES.values()]:
         owner, _, name = target.rpartition(".")
         assert name in vars(pkgutil.resolve_name(owner)), target
+
+
+def test_fault_happens_in_a_call_that_other_ranks_wait_for(tmp_path, monkeypatch):
+    """One that a rank makes for its reference alone ends that rank, and rightly no other."""
+    owner = SimpleNamespace(call=lambda: None)
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda name: owner)
+    Injection("raise", 0, "owner.call", 2).arm(0, tmp_path)
+    owner.call()
+    with reference():
+        owner.call()
+    with pytest.raises(RuntimeError, match="injected"):
+        owner.call()

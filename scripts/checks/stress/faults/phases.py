@@ -46,7 +46,7 @@ PHASES: dict[str, Phase] = {
     "static mask": _session(f"{RUNTIME}.mask_provider.MaskProvider.mask", mask=WINDOW),
     "agreement on shapes": _session(f"{RUNTIME}.session.check_attention"),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),
-    "mask exchange: exchange": _session("dbsp_core.comm.block_pooling.exchange_heads", 4),
+    "mask exchange: exchange": _session("dbsp_core.comm.block_pooling.exchange_heads", 2),
     "mask exchange: bits": _session("dbsp_core.sources.head_shares.gather_bits", 2),
     "planning": _session(f"{RUNTIME}.size_context.SizeContext._new_plan"),
     "planning: a new plan": _session(f"{RUNTIME}.size_context.plan_from_counts", 3, **ALWAYS_ANEW),

@@ -20,6 +20,7 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.report_hook import report_or_say_why_not
+from scripts.checks.stress.faults.fault_injection import reference
 from scripts.checks.stress.faults.phases import WINDOW
 from tests.support.oracle import dense_attention, largest_difference
 from tests.support.single_process import attach_single_process, masked_attention
@@ -129,7 +130,8 @@ def session(values: Values) -> float:
             local[0][0, 0, 0, 0] = torch.nan
         out = inner.attend(values.layer, *local, scale=values.scale)
         print(DONE, step, flush=True)
-        expected = masked_attention(*full, alone.mask(values.layer, LocalQK.alone(full[0], full[1])))
+        with reference():
+            expected = masked_attention(*full, alone.mask(values.layer, LocalQK.alone(full[0], full[1])))
         worst = max(worst, largest_difference(out[:, :, positions], expected[:, :, mine]))
     inner.flush()
     if config.report:
@@ -147,10 +149,11 @@ def transformer(values: Values) -> float:
     inputs["hidden_states"] = torch.randn(inputs["hidden_states"].shape, generator=generator)
     with torch.no_grad():
         config = configured({"mask": WINDOW, **values.settings})
-        alone = attach_single_process(model, config)
-        expected = model(**inputs)[0]
-        alone.detach()
-        stock = model(**inputs)[0]
+        with reference():
+            alone = attach_single_process(model, config)
+            expected = model(**inputs)[0]
+            alone.detach()
+            stock = model(**inputs)[0]
         enable(model, config, strategy=values.strategy)
         worst = 0.0
         for call in range(2):
