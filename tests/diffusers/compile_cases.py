@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch._inductor import config as inductor_config
+from torch._inductor import metrics as inductor_metrics
 
 import dbsp_diffusers
 import dbsp_para
@@ -76,6 +78,23 @@ def run_compiled_blocks(rank: int, world: int, model: str, config: dict[str, Any
         dbsp_diffusers.disable(transformer)
     difference = max(float((one - expected).abs().max()) for one in (out, again))
     return difference, first, graphs.compiled - first
+
+
+def run_inductor(rank: int, world: int, how: str, mode: str | None, config: dict[str, Any]) -> tuple[float, int]:
+    """Returns how much two passes in code of torch's own compiler differ from the same uncompiled, and its kernels."""
+    transformer, inputs = make_tiny_transformer("wan", num_layers=1), tiny_inputs("wan")
+    torch._dynamo.reset()
+    inductor_metrics.reset()
+    with torch.no_grad(), inductor_config.patch(compile_threads=1, force_disable_caches=True):
+        dbsp_diffusers.enable(transformer, config)
+        expected = transformer(**inputs)[0]
+        if how == "blocks":
+            transformer.compile_repeated_blocks(fullgraph=True, mode=mode)
+        else:
+            transformer.compile(mode=mode)
+        outs = [transformer(**inputs)[0] for _ in range(2)]
+        dbsp_diffusers.disable(transformer)
+    return max(float((out - expected).abs().max()) for out in outs), inductor_metrics.generated_kernel_count
 
 
 def run_compiled_guided(rank: int, world: int, first: bool, config: dict[str, Any]) -> tuple[float, int, bool, bool]:

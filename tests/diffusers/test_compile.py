@@ -7,7 +7,13 @@ import torch
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.diffusers.compile_cases import run_compiled, run_compiled_before, run_compiled_blocks, run_compiled_guided
+from tests.diffusers.compile_cases import (
+    run_compiled,
+    run_compiled_before,
+    run_compiled_blocks,
+    run_compiled_guided,
+    run_inductor,
+)
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},
@@ -73,6 +79,15 @@ def test_transformer_compiled_in_place_computes_one_cfg_pass_per_half(pool, firs
         assert runs > 0, "what a half computes must be compiled"
         assert halved
         assert left_compiled
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "mode"), [("blocks", None), ("whole", "reduce-overhead")])
+def test_code_of_inductor_equals_uncompiled(pool, how, mode):
+    """On CPUs, where "reduce-overhead" has no CUDA graphs: the other tests run the graphs as they were traced."""
+    for difference, kernels in pool(2).run(run_inductor, how, mode, {"mask": MASKS["sparge"], "strategy": "U1R2"}):
+        assert difference <= 1e-5
+        assert kernels > 0
 
 
 def test_attention_is_kept_out_of_cuda_graphs():
