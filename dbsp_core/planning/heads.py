@@ -77,6 +77,8 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
     Returns:
         int64[H, nq], the Ulysses rank of each row.
     """
+    if columns == 1:
+        return np.zeros_like(row_work)
     heads, work = len(row_work), row_work.sum(axis=1)
     cap = -(-heads // columns)
     limit = max(load_limit(int(work.sum()), columns, target_rho), int(row_work.max(initial=0)))
