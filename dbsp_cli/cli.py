@@ -15,7 +15,6 @@ from dbsp_cli.commands.masks import masks_app
 from dbsp_cli.commands.plan import plan_command
 from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.tiny import tiny_command
-from dbsp_cli.mask_tools.convert import ConvertOptions, RecordingOptions
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, printable
@@ -55,31 +54,6 @@ app.command("bench", short_help="Measure this machine, for strategy: auto and ke
 app.add_typer(masks_app, name="masks")
 
 
-_REMOVED = {
-    "simulate": "dbsp plan --model NAME --gpus N models the seconds of a video; figures of the paper are modelled by "
-    "python -m scripts.reproduce.clusters in a checkout",
-    "generate --host": "leave it out: it runs diffusers' pipelines, and xdit … --sp-backend dbsp runs xDiT's",
-    "generate --last-image": "give --image a second time",
-    "generate --json": "read report.json in the folder of --report",
-    **dict.fromkeys(
-        (f"generate --{name}" for name in ("nnodes", "node-rank", "master-addr", "rdzv-backend", "rdzv-endpoint")),
-        "start it on each node: torchrun --nnodes … -m dbsp_cli generate …",
-    ),
-    "calibrate": "dbsp bench MODEL measures this machine, and writes the file that runs look for",
-    "plan --sequences": "write bags: auto in the configuration, which takes the fastest topology for the sequences",
-    "tiny --trained": "write dbsp tiny wan-trained FOLDER",
-    "masks fit --out": "write the file first: dbsp masks fit OUT RECORDING…",
-    "masks fit -o": "write the file first: dbsp masks fit OUT RECORDING…",
-    "masks record --every": "set $DBSP_RECORD_EVERY",
-    "masks record --layers": "set $DBSP_RECORD_LAYERS",
-    "masks record --limit": "set $DBSP_RECORD_LIMIT",
-    "masks info --planner": "dbsp plan FILE --planner all compares planners",
-    "masks info --thw": "write thw=T,H,W when you convert the masks",
-} | {
-    f"masks convert --{name.replace('_', '-')}": f"write {name}=VALUE after OUT"
-    for name in (*setting_names(ConvertOptions), *setting_names(RecordingOptions))
-}
-"""Commands and options that earlier versions had and that something replaces, and what it is."""
 _SETTINGS = {
     **{name: name for name in setting_names(GenerateSettings) if name not in ("prompt", "seed", "image")},
     "num_inference_steps": "steps",
@@ -87,15 +61,10 @@ _SETTINGS = {
 """Names of options by which other programs say what a video is like, and the settings that do so here."""
 
 
-def _require_present(words: Sequence[str]) -> None:
-    """Raises UserError for a command or an option that no longer exists, or that is a setting here."""
+def _require_no_settings(words: Sequence[str]) -> None:
+    """Raises UserError for an option of `dbsp generate` that is a setting here."""
     own = words[: words.index("--")] if "--" in words else words  # what follows is another program's
     given = [word.partition("=")[0] for word in own]
-    for removed, advice in _REMOVED.items():
-        option = [word for word in removed.split() if word.startswith("-")]
-        command = removed.split()[: len(removed.split()) - len(option)]
-        if given[: len(command)] == command and set(option) <= set(given):
-            raise UserError(f"dbsp {removed} was removed; {advice}")
     for word in given if given[:1] == ["generate"] else ():
         name = word.removeprefix("--").replace("-", "_")
         if word.startswith("--") and name in _SETTINGS:
@@ -105,7 +74,7 @@ def _require_present(words: Sequence[str]) -> None:
 def main() -> None:
     """Runs the command. A user error is one line on standard error and exit code 2, an interrupt exit code 130."""
     try:
-        _require_present(sys.argv[1:])
+        _require_no_settings(sys.argv[1:])
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (UserError, OSError, UsageError) as error:
         text = error.format_message() if isinstance(error, UsageError) else str(error)

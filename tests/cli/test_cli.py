@@ -180,9 +180,6 @@ MISTAKES = [
     ),
     (["plan", "--model", "wan2.1-t2v-14c", "--gpus", "8"], "did you mean 'wan2.1-t2v-14b'?"),
     (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),
-    (["plan", "--sequences=g2b1i128"], "dbsp plan --sequences was removed; write bags: auto"),
-    (["calibrate", "--ranks", "8"], "dbsp calibrate was removed; dbsp bench MODEL measures"),
-    (["simulate", "--gpus", "8"], "dbsp simulate was removed; dbsp plan --model NAME --gpus N models"),
     (["generate", "--prompt", "x", "--steps", "4"], "dbsp generate has no --steps; write --set generate.steps=VALUE"),
     (["generate", "--num-inference-steps=4"], "no --num-inference-steps; write --set generate.steps=VALUE"),
     (
@@ -202,7 +199,6 @@ MISTAKES = [
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),
     (["plan", "MASK", "--gpus", "4", "--ring", "2"], "--ring"),
     (["plam"], "plam"),
-    (["tiny", "wan", "new", "--trained"], "dbsp tiny --trained was removed; write dbsp tiny wan-trained FOLDER"),
     (["tiny", "sora", "new"], "use one of wan, wan-trained, wan2.2"),
     (["tiny", "wan", "notes.txt"], "is not a checkpoint folder"),
     (["tiny", "wan", "notes.txt/new"], "notes.txt"),

@@ -271,7 +271,6 @@ MISTAKES = [
     (["info", "none.safetensors"], "none.safetensors does not exist"),
     (["info", "."], "is no recording of masks"),
     (["info", "FILE", "--branch", "1"], "is a mask file, whose masks are of every pass; leave out --branch"),
-    (["info", "FILE", "--planner", "snake"], "dbsp masks info --planner was removed; dbsp plan"),
     (["info", "FILE", "--gpus", "0"], "at least 1, got 0"),
     (["info", "RECORDING", "--branch", "2"], "has no masks of branch 2; it has branches [0, 1]"),
     (["convert", "FILE"], "OUT"),
@@ -289,10 +288,8 @@ MISTAKES = [
         "'thw' is not of the form KEY=VALUE; for",
     ),
     (["convert", "masks.pt", "out.safetensors", "steps=5", "steps=6"], "steps is given twice"),
-    (["convert", "masks.pt", "out.safetensors", "--block-q=16"], "was removed; write block_q=VALUE after OUT"),
     (["record", "new"], "Missing argument"),
     (["record", "RECORDING", "--", "true"], "is not an empty folder"),
-    (["record", "new", "--limit", "1GiB", "--", "true"], "was removed; set $DBSP_RECORD_LIMIT"),
     (["record", "new", "--", "no-such-program"], "cannot run 'no-such-program'"),
 ]
 
