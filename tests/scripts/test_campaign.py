@@ -14,6 +14,7 @@ import pytest
 
 from scripts.checks.stress import features_part
 from scripts.checks.stress.faults import fork_server, generating
+from scripts.checks.stress.faults.fault_grid import case_of
 from scripts.checks.stress.faults.fault_injection import Injection, fire, reference
 from scripts.checks.stress.faults.fork_server import ForkServer, Task
 from scripts.checks.stress.faults.judging import Expected, message_about
@@ -250,3 +251,11 @@ def test_fault_happens_in_a_call_that_other_ranks_wait_for(tmp_path, monkeypatch
         owner.call()
     with pytest.raises(RuntimeError, match="injected"):
         owner.call()
+
+
+def test_faults_after_the_last_exchange_are_not_drawn():
+    """They end one rank, and rightly no other: the third counts are read by `flush`."""
+    titles = [str(case_of(7, number)) for number in range(3000)]
+    drawn = [title for title in titles if "in counts of the last call" in title]
+    assert any("call 2" in title for title in drawn)
+    assert not any("call 3" in title for title in drawn)

@@ -61,7 +61,8 @@ def case_of(seed: int, number: int) -> Case:
     if draw.random() < FROM_GRID:
         return draw.choice(grid())
     name, act, world = draw.choice(list(PHASES)), draw.choice(EVERYWHERE), draw.choice(WORLDS)
-    return fault(name, act, world, draw.randrange(world), draw.randint(1, 3 * PHASES[name].nth), draw)
+    calls = PHASES[name].awaited or 3 * PHASES[name].nth
+    return fault(name, act, world, draw.randrange(world), draw.randint(1, calls), draw)
 
 
 def fault(

@@ -17,6 +17,7 @@ class Phase:
 
     settings: that the program needs for it
     harmless: whether what goes wrong there must not end a run that has succeeded: one line says what is lacking
+    awaited: its first calls, those after which other ranks wait for the rank; None: all
     """
 
     program: str
@@ -24,6 +25,7 @@ class Phase:
     nth: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     harmless: bool = False
+    awaited: int | None = None
 
 
 def _session(target: str, nth: int = 1, **settings: Any) -> Phase:
@@ -51,7 +53,9 @@ PHASES: dict[str, Phase] = {
     "planning": _session(f"{RUNTIME}.size_context.SizeContext._new_plan"),
     "planning: a new plan": _session(f"{RUNTIME}.size_context.plan_from_counts", 3, **ALWAYS_ANEW),
     "planning: agreement": _session(f"{RUNTIME}.size_context.run_consistently", **ALWAYS_ANEW),
-    "counts of the last call": _session(f"{RUNTIME}.plan_keeper.PlanKeeper._count"),
+    "counts of the last call": Phase(
+        "session", f"{RUNTIME}.plan_keeper.PlanKeeper._count", settings={"mask": SPARGE}, awaited=2
+    ),
     "agreement under debug": _session(f"{RUNTIME}.session.check_prepared", 2, **DEBUG),
     "prepare": Phase("attention", f"{RUNTIME}.attention.check_consistent"),
     "first call's agreement": Phase("attention", f"{RUNTIME}.attention.check_attention"),
