@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -18,9 +19,12 @@ from dbsp_core.sources import SOURCES
 from scripts.checks.gpu import suite, waits
 from scripts.checks.gpu.journal import Case, Journal, Row
 from scripts.checks.gpu.sessions import TINY, every_mask
+from scripts.checks.gpu.setting import Setting
 from scripts.checks.gpu.suite import STEPS, Step, run_steps
 from scripts.checks.gpu.worker import run_case
 from tests.gpu_node.runtime import why_unavailable
+from tests.support import programs
+from tests.support.interpreter import interpreted
 from tests.support.repository import ROOT
 
 SUITE = ROOT / "scripts" / "gpu_suite"
@@ -47,6 +51,8 @@ sys.meta_path[:] = [*sys.meta_path[:2], OnlyThese]
 
 SIMULATED = ("ranks", "waits", "video")
 """Steps that simulated GPUs are for."""
+LONG = ("kernels", "rates", "nccl")
+"""Steps whose dry run takes long, for kernels are interpreted, or processes started."""
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +71,19 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dry(run, tmp_path_factory) -> Path:
-    """Folder of a dry run of all steps."""
+    """Folder of a dry run of the steps that take seconds."""
+    return dry_run(run, tmp_path_factory.mktemp("dry"), set(STEPS) - set(LONG))
+
+
+@pytest.fixture(scope="module")
+def long_dry(run, tmp_path_factory) -> Path:
+    """Folder of a dry run of the others."""
+    return dry_run(run, tmp_path_factory.mktemp("long_dry"), LONG)
+
+
+def dry_run(run, folder: Path, steps) -> Path:
     pytest.importorskip("triton")
-    folder = tmp_path_factory.mktemp("dry")
-    done = run("--dry-run", "--out", folder, "--earlier", folder / "kept")
+    done = run("--dry-run", "--steps", ",".join(steps), "--out", folder, "--earlier", folder / "kept")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("gpu_suite: ")
     return folder
@@ -98,10 +113,26 @@ def skipped(folder: Path, step: str) -> set[str]:
     return {case for case, outcome in outcomes.items() if outcome.state == "skipped"}
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [step for step in STEPS if step not in LONG])
 def test_dry_run_of_a_step_finds_every_case_right(dry, step):
     cases = {entry["case"] for entry in entries(dry, step)} - {""}
     assert skipped(dry, step) == {"transformer": {"diffusers' Wan"}, "waits": cases}.get(step, set())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", LONG)
+def test_dry_run_of_a_long_step_finds_every_case_right(long_dry, step):
+    assert skipped(long_dry, step) == set()
+
+
+@pytest.mark.parametrize("step", ["kernels", "rates"])
+def test_first_case_of_a_step_with_kernels_is_right(tmp_path, step):
+    pytest.importorskip("triton")
+    journal = Journal(step, (tmp_path,), "a stamp")
+    with interpreted():
+        run_case(next(iter(importlib.import_module(f"scripts.checks.gpu.{step}").cases(Setting.tiny("cpu")))), journal)
+    (outcome,) = journal.outcomes().values()
+    assert (outcome.state, outcome.correct) == ("ended", True)
 
 
 def test_the_machine_is_described(dry):
@@ -110,6 +141,7 @@ def test_the_machine_is_described(dry):
     assert machine["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.long
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 @pytest.mark.parametrize("step", SIMULATED)
 def test_step_on_simulated_gpus_finds_every_case_right(simulated, step):
@@ -121,18 +153,26 @@ def test_every_mask_source_is_checked(tmp_path):
     assert set(SOURCES) - checked <= {"record_qk"}, "it computes no mask"
 
 
-def test_a_second_call_passes_over_what_is_complete(run, dry, tmp_path):
-    done = run("--dry-run", "--steps", "planning", "--earlier", dry / "kept", "--out", tmp_path)
-    assert done.returncode == 0
+def run_here(monkeypatch, *arguments: str | Path) -> int:
+    """Runs the suite in this process, with forked workers."""
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", *map(str, arguments)])
+    with programs.children_forked():
+        return suite.main()
+
+
+def test_a_second_call_passes_over_what_is_complete(dry, tmp_path, monkeypatch, capsys):
+    arguments = ("--dry-run", "--steps", "planning", "--earlier", dry / "kept", "--out", tmp_path)
+    assert run_here(monkeypatch, *arguments) == 0
     assert entries(tmp_path, "planning") == entries(dry, "planning")
-    assert "tables, on the host" in done.stdout
+    assert "tables, on the host" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(run, tmp_path):
-    done = run("--out", tmp_path, "--earlier", tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--dry-run" in done.stderr
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+    assert run_here(monkeypatch, "--out", tmp_path, "--earlier", tmp_path) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "--dry-run" in said.err
 
 
 def test_waits_that_cuda_warns_of_are_counted_by_line(monkeypatch):
@@ -158,7 +198,8 @@ def test_unknown_step_is_rejected(run):
 
 def test_cases_that_fail_take_no_other_along(tmp_path, capsys):
     journal = Journal("faulty_step", (tmp_path,), "a stamp")
-    run_steps({FAULTY: journal}, time.monotonic() + 300, ["--dry-run"])
+    with programs.children_forked():
+        run_steps({FAULTY: journal}, time.monotonic() + 300, ["--dry-run"])
     found = journal.outcomes()
     assert {name: outcome.state for name, outcome in found.items()} == {
         **dict.fromkeys(("right", "breaks the device", "wrong", "not a number", "right again", ""), "ended"),
@@ -187,13 +228,14 @@ def worker(folder: Path, seconds: float) -> int:
     """Starts the process of the faulty step, and returns its exit status."""
     options = ["--stamp", "a stamp", "--folders", folder, "--seconds", seconds, "--dry-run"]
     command = [sys.executable, "-m", "scripts.checks.gpu.worker", "tests.scripts.faulty_step", *map(str, options)]
-    return subprocess.run(command, cwd=ROOT, timeout=120).returncode
+    return programs.run(command, cwd=ROOT).returncode
 
 
 def test_a_step_that_cannot_start_is_recorded_and_not_tried_again(tmp_path):
     journal = Journal("no_step", (tmp_path,), "a stamp")
     step = Step("no_step", 5, "is missing", package="tests.scripts")
-    run_steps({step: journal}, time.monotonic() + 300, ["--dry-run"])
+    with programs.children_forked():
+        run_steps({step: journal}, time.monotonic() + 300, ["--dry-run"])
     (outcome,) = journal.outcomes().values()
     assert (outcome.state, journal.complete()) == ("failed", False)
     assert "ModuleNotFoundError" in outcome.error["traceback"]

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -194,7 +195,8 @@ class Lane:
 
         A case that was only late is left open: a later call begins it again.
         """
-        trace = self.log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+        log = self.log.read_text(encoding="utf-8", errors="replace")
+        trace = re.sub(r"\nExtension modules: .*", "", log)[-TAIL:]  # a list that may be longer than the traceback
         error = {"type": "Died", "message": message, "traceback": trace}
         open_here = [
             (journal, name)
