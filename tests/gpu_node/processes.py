@@ -1,15 +1,21 @@
-"""Ranks that are processes, each with a simulated device of its own, for what needs torch.distributed itself."""
+"""Ranks that are processes, each with a simulated device of its own, for what needs torch.distributed itself.
+
+They are forked from one process that has devices and has imported what takes long.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.gpu_node.node import NodeError
+from tests.gpu_node.node import NodeError, start_devices
 from tests.support.ports import free_port
 
 _SAFETY_NET_S = 300
@@ -21,16 +27,12 @@ class GpuProcesses:
     def __init__(self, world: int) -> None:
         context = multiprocessing.get_context("spawn")  # torch must not be there yet
         launcher = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            environment = launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(target=_run_calls, args=(theirs, environment), daemon=True)
-            process.start()
+        pipes = [context.Pipe() for _ in range(world)]
+        self._pipes: list[Connection] = [ours for ours, _ in pipes]
+        self._parent = context.Process(target=_fork_ranks, args=([theirs for _, theirs in pipes], launcher))
+        self._parent.start()
+        for _, theirs in pipes:
             theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls function(rank, world, *args) on every rank. Returns its results by rank.
@@ -57,19 +59,38 @@ class GpuProcesses:
         return answer
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._parent.pid or 0, signal.SIGKILL)  # it leads the group of all ranks
+        self._parent.join()
 
 
-def _run_calls(pipe: Connection, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    from tests.gpu_node.program import become_rank
+def _fork_ranks(pipes: list[Connection], launcher: dict[str, str]) -> None:
+    os.setsid()
+    start_devices()
+    from tests.gpu_node.process_groups import carry_nccl_over_gloo
 
-    become_rank()
+    carry_nccl_over_gloo()
+    importlib.import_module("tests.simulated.program_cases")
+    ranks = []
+    for rank, pipe in enumerate(pipes):
+        if (process := os.fork()) == 0:
+            for other in pipes[:rank] + pipes[rank + 1 :]:
+                other.close()
+            os.environ.update(launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            _run_calls(pipe, rank, len(pipes))
+            os._exit(0)
+        ranks.append(process)
+    for pipe in pipes:
+        pipe.close()
+    for process in ranks:
+        os.waitpid(process, 0)
+
+
+def _run_calls(pipe: Connection, rank: int, world: int) -> None:
+    from tests.gpu_node import streams
     from tests.gpu_node.faults import recorded
 
-    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    streams.own(rank)
     while True:
         try:
             os.environ["MASTER_PORT"], function, args = pipe.recv()
