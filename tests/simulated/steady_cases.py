@@ -14,7 +14,7 @@ from dbsp_core.reports.observer import observed_session
 from tests.core.runtime.session_cases import WIDTH
 from tests.gpu_node.faults import recorded
 
-STEPS, HEADS = 3, 2
+STEPS, HEADS = 2, 2
 THW = (2, 3, 4)
 """Host waits do not depend on how many blocks there are: two of queries, three of keys."""
 

@@ -11,10 +11,20 @@ from tests.gpu_node.node import GpuNode
 from tests.simulated.feature_cases import FEATURES, Order, together
 
 TOLERANCE = 1e-5
+CASES = [
+    pytest.param(
+        name,
+        first,
+        id=f"{name} {'before' if first else 'after'}",
+        marks=() if (number + first) % 2 else pytest.mark.long,
+    )
+    for number, name in enumerate(FEATURES)
+    for first in (True, False)
+]
+"""Each feature in one order, before `enable` or after it; with both in the long part."""
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(("name", "first"), CASES)
 def test_feature_on_gpus_equals_one_process_and_leaves_no_trace(gpu_node: GpuNode, name: str, first: bool) -> None:
     feature = FEATURES[name]
     if name == "cache-dit":

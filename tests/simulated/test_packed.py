@@ -19,16 +19,20 @@ CASES = {
     "gradients": (2, PackedCase(strategy="U2R1", loaders=(1, 0, 0), gradients=True)),
     "gradients in bags": (4, PackedCase("flux", loaders=(1, 0, 0), bags="g2n2", gradients=True)),
 }
+LONG = ("predicted masks", "samples of each rank's loader", "bags that all ranks fill", "gradients")
+"""What others do too, with a model or a mask that is slower, or with bags."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES]
+)
 def test_packed_samples_on_gpus_equal_one_by_one(gpu_node: GpuNode, name: str) -> None:
     world, case = CASES[name]
     for predictions, gradients in gpu_node.run(world, packed_on_gpus, case):
         assert max(predictions, gradients) <= 1e-5
 
 
-@pytest.mark.parametrize(("model", "bags"), [("wan", None), ("hunyuan", "g2n1")])
+@pytest.mark.parametrize(("model", "bags"), [pytest.param("wan", None, marks=pytest.mark.long), ("hunyuan", "g2n1")])
 def test_steady_packed_call_makes_no_host_wait(gpu_node: GpuNode, model: str, bags: str | None) -> None:
     for waits in gpu_node.run(2, steady_waits, model, bags):
         assert waits == {}, waits

@@ -25,7 +25,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "svg": {"source": "svg", **BLOCKS},
     "sparge": SPARGE,
     "sol": {"source": "sol", "tau": 1.0, **BLOCKS},
-    "vsa": {"source": "vsa", "sparsity": 0.5, "tile": [1, 2, 4], "block_q": 8, "block_k": 8},
+    "vsa": {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16},
     "nabla": {"source": "nabla", **BLOCKS},
     "union": {"source": "union", "of": [WINDOW, SPARGE]},
     "callable": {"source": "callable", "function": "tests.support.user_masks:heads_apart", **BLOCKS},
@@ -33,14 +33,15 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 BFLOAT16 = 5e-2
 BY_SOURCE = {
-    "dense": "U2R1", "window": "U1R8", "radial": "U4R1", "svg": "U4R2", "sparge": "U1R4", "sol": "U8R1",
-    "vsa": "U2R1", "nabla": "U1R2", "union": "U2R2", "callable": "U2R4", "synthetic": "U1R2",
+    "dense": "U2R1", "window": "U1R4", "radial": "U4R1", "svg": "U2R2", "sparge": "U2R2", "sol": "U8R1",
+    "vsa": "U2R1", "nabla": "U1R2", "union": "U2R1", "callable": "U2R1", "synthetic": "U1R2",
 }  # fmt: skip
 OTHER_STRATEGIES = [
-    ("sparge", "U4R1"), ("sparge", "U4R2"), ("sparge", "U2R4"), ("sparge", "U1R8"),
-    ("window", "U2R2"), ("window", "U1R4"), ("window", "U8R1"),
+    ("sparge", "U4R1"), ("sparge", "U4R2"), ("sparge", "U2R4"), ("sparge", "U1R4"), ("sparge", "U1R8"),
+    ("window", "U8R1"), ("window", "U4R2"), ("window", "U2R4"), ("window", "U1R8"),
 ]  # fmt: skip
 """With `BY_SOURCE`, every UxRy with a static mask and with a predicted one."""
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(("name", "strategy"), BY_SOURCE.items())
@@ -57,6 +58,7 @@ def test_source_with_file_on_gpus_equals_one_process(
     check(gpu_node, SessionCase({"mask": source_with_file(name, tmp_path)}, strategy))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "strategy"), OTHER_STRATEGIES)
 def test_strategy_on_gpus_equals_one_process(gpu_node: GpuNode, name: str, strategy: str) -> None:
     check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy, (Call(900.0),)))
@@ -64,7 +66,12 @@ def test_strategy_on_gpus_equals_one_process(gpu_node: GpuNode, name: str, strat
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("sparge", "U2R1"), ("sol", "U1R2"), ("vsa", "U1R2"), ("nabla", "U2R1"), ("union", "U2R1"), ("window", "U1R2")],
+    [
+        ("sparge", "U2R1"),
+        ("window", "U1R2"),
+        *(pytest.param(*case, marks=LONG) for case in [("sol", "U1R2"), ("vsa", "U1R2"), ("nabla", "U2R1")]),
+        pytest.param("union", "U2R1", marks=LONG),
+    ],
 )
 def test_source_in_bfloat16_is_near_one_process(gpu_node: GpuNode, name: str, strategy: str) -> None:
     """Every source that predicts, and a static mask, with a dense step before."""
@@ -73,7 +80,7 @@ def test_source_in_bfloat16_is_near_one_process(gpu_node: GpuNode, name: str, st
         assert max(errors) <= BFLOAT16, errors
 
 
-@pytest.mark.parametrize(("strategy", "name"), [("U1R2", "window"), ("U2R2", "sparge")])
+@pytest.mark.parametrize(("strategy", "name"), [("U1R2", "window"), pytest.param("U2R2", "sparge", marks=LONG)])
 def test_dense_steps_and_layers_on_gpus_equal_one_process(gpu_node: GpuNode, strategy: str, name: str) -> None:
     settings = {"mask": MASKS[name], "dense_schedule": {"first_steps": 1, "first_layers": 1}}
     check(gpu_node, SessionCase(settings, strategy, layers=2))
@@ -89,20 +96,29 @@ CHANGES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "mask"), [("U2R1", SPARGE), ("U1R2", WINDOW)], ids=["sparge", "window"])
+@pytest.mark.parametrize(
+    ("name", "strategy", "calls"),
+    [
+        ("sparge", "U2R1", (CHANGES[0], *CHANGES[2:5])),
+        ("window", "U1R2", CHANGES[4:9]),
+        pytest.param("sparge", "U2R1", CHANGES, marks=LONG),
+        pytest.param("window", "U1R2", CHANGES, marks=LONG),
+    ],
+    ids=["sparge", "window", "sparge-all", "window-all"],
+)
 def test_changes_between_calls_on_gpus_equal_one_process(
-    gpu_node: GpuNode, strategy: str, mask: dict[str, Any]
+    gpu_node: GpuNode, name: str, strategy: str, calls: tuple[Call, ...]
 ) -> None:
-    check(gpu_node, SessionCase({"mask": mask}, strategy, CHANGES))
+    check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy, calls))
 
 
 def test_plan_replaced_at_every_call_equals_one_process(gpu_node: GpuNode) -> None:
-    calls = tuple(Call(900.0 - step, settle=True) for step in range(4))
+    calls = tuple(Call(900.0 - step, settle=True) for step in range(3))
     for plans in check(gpu_node, SessionCase({"mask": SPARGE, "reuse": 1.0}, "U2R2", calls)):
-        assert plans == [1, 2, 3, 4]
+        assert plans == [1, 2, 3]
 
 
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+@pytest.mark.parametrize("strategy", [pytest.param("U2R1", marks=LONG), "U1R2"])
 def test_int8_in_exchanges_is_near_one_process(gpu_node: GpuNode, strategy: str) -> None:
     settings = {"mask": WINDOW, "precision": "int8"}
     for errors, _ in gpu_node.run(2, largest_errors, SessionCase(settings, strategy)):
@@ -123,7 +139,10 @@ VARIANTS = {"copy_kernel": 3, "forward_kernel": 2}
 """Compiled variants of a kernel over all ranks and steps, at most; of the others one."""
 
 
-@pytest.mark.parametrize(("strategy", "name"), LAUNCHES)
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [pytest.param(*case, marks=LONG if case in {("U4R1", "sparge"), ("U2R2", "window")} else ()) for case in LAUNCHES],
+)
 def test_steady_step_makes_no_host_wait_and_few_launches(gpu_node: GpuNode, strategy: str, name: str) -> None:
     """But for the row counts of the step before, whose copy to the host began one step ago."""
     step = gpu_node.run(4, steady_step, STEADY[name], strategy, 4)[0]

@@ -11,7 +11,7 @@ from tests.simulated.steady_cases import waits_of_a_pass
 from tests.simulated.test_sessions import BLOCKS, MASKS, WINDOW
 
 KEPT = {"reuse": 100.0}
-DENSE_STEPS = {"dense_schedule": {"first_steps": 2}}
+DENSE_STEPS = {"dense_schedule": {"first_steps": 1}}
 BY_STEP = {"source": "synthetic", "density": 0.4, "drift": 0.2, **BLOCKS}
 PASSES: dict[str, tuple[dict[str, Any], str]] = {
     "static, dense steps": ({"mask": WINDOW, **DENSE_STEPS}, "U2R1"),
