@@ -38,10 +38,11 @@ SPILLED_ONCE_A_ROW = {"128x128": 64, "120x120": 160}
 """Most bytes per thread that the forward kernel spills outside its loops."""
 
 
-USUAL, LONG = ("64x64",), ("120x120", "64x128", "128x64", "128x128")
+BLOCKS = ("64x64", "120x120", "64x128", "128x64", "128x128")
 
 
-@pytest.mark.parametrize("blocks", [USUAL, pytest.param(LONG, marks=pytest.mark.long)], ids=" ".join)
+@pytest.mark.long
+@pytest.mark.parametrize("blocks", [BLOCKS], ids=" ".join)
 def test_hopper_code_fetches_tiles_ahead_overlaps_products_and_spills_nothing(blocks):
     found = variants("--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", "--jobs", "1", "--blocks", *blocks)
     assert {f"{v['block_q']}x{v['block_k']}" for v in found} == set(blocks)
@@ -129,6 +130,7 @@ def with_broken_compiler(folder: Path, fault: str, *dtypes: str) -> dict[str, di
     return {v["dtype"]: v for v in variants(*options, status=1, TRITON_PTXAS_PATH=str(file))}
 
 
+@pytest.mark.long
 def test_variant_that_cannot_be_compiled_has_a_row_of_its_own(tmp_path):
     found = with_broken_compiler(tmp_path, 'echo "no bf16 today" >&2 && exit 1', "bf16", "fp32")
     compiled, rejected = found["fp32"], found["bf16"]
@@ -160,8 +162,10 @@ from tests.kernels.kernel_changes import with_index_carried
 from scripts.checks.machine_code import variants
 from scripts.checks.machine_code.records import examined
 
+variant = variants.Variant("triton", 90, 64, 64)
+found = [examined(variant)]
 variants.triton_attention = with_index_carried(pathlib.Path(sys.argv[1])).triton_attention
-print(json.dumps(examined(variants.Variant("triton", 90, 64, 64))))
+print(json.dumps([*found, examined(variant)]))
 """
 
 
@@ -170,6 +174,8 @@ def test_index_carried_from_step_to_step_is_found(tmp_path):
     command = [sys.executable, "-c", CARRIED, str(tmp_path)]
     done = run(command, env=without_interpreter(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["tile_distance"] == 0
-    assert found["serialised"]
+    sound, faulty = json.loads(done.stdout.splitlines()[-1])
+    assert sound["tile_distance"] >= 2
+    assert (sound["serialised"], sound["local_accesses"], sound["spills"]) == (False, 0, 0)
+    assert faulty["tile_distance"] == 0
+    assert faulty["serialised"]

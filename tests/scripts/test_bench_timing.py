@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
+from scripts.bench import timing
 from scripts.bench.attention import slowest_rank
 from scripts.bench.timing import Turns, TurnTakingGroup, run_ranks
 from tests.scripts.failing_ranks import die_on_one, fail_on_one
+from tests.support.workers import PRELOADED
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """Forks ranks from a process that has imported torch, which takes seconds for each that is spawned."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+
+    def started(*arguments, start_method, **options):
+        return start_processes(*arguments, start_method="forkserver", **options)
+
+    monkeypatch.setattr(timing, "start_processes", started)
 
 
 def intervals_of_turns(rank: int, world: int, folder: str) -> tuple[float, list[tuple[float, float]]]:

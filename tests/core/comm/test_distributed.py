@@ -12,9 +12,13 @@ import torch
 
 from tests.core.comm.oracle_cases import EVERY, TOLERANCE, key_cases, ordered_cases, plain_cases
 from tests.support.attention_cases import Case, run_case, run_case_apart
+from tests.support.long import some_long
+
+LONG = ("U1R5", "U5R1", "U1R6", "U6R1", "U1R7", "U7R1")
+"""Strategies between two others of their kind: U1R4 and U1R8, U4R1 and U8R1, with U3R1, U3R2 and U2R3 for odd ones."""
 
 
-@pytest.mark.parametrize(("world", "strategy"), EVERY, ids=str)
+@pytest.mark.parametrize(("world", "strategy"), some_long(EVERY, LONG), ids=str)
 def test_equals_dense_attention(threads, world, strategy):
     """Covers chunks with all keys of a rank's heads, and with those alone that its rows need."""
     for case in plain_cases(strategy) + ordered_cases(strategy) + key_cases(strategy):

@@ -217,7 +217,7 @@ def test_use_after_the_group_is_destroyed_raises(pool, what):
 
 
 def test_group_of_each_job_leaves_no_group_or_descriptor(pool):
-    for (groups, descriptors), *later in pool(2).run(jobs, 4):
+    for (groups, descriptors), *later in pool(2).run(jobs, 3):
         assert all(one[0] == groups for one in later), later
         assert max(one[1] for one in later) <= descriptors + 2, "gloo closes its own when it gets to it"
 

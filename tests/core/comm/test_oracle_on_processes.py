@@ -13,7 +13,7 @@ from tests.core.runtime.gradients import gradient_cases
 from tests.core.sequences import packed_cases
 from tests.support.attention_cases import run_case_apart
 
-WORLDS = (2, 3, 4, 8)
+WORLDS = (2, 3, 4, pytest.param(8, marks=pytest.mark.long))
 
 
 @pytest.mark.parametrize("world", WORLDS)

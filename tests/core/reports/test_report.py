@@ -234,8 +234,8 @@ DRIFTING = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, 
         (2, "U1R2", {"mask": DRIFTING, "planner": "contiguous"}, 2),
         (4, "U4R1", {"mask": SPARGE}, 2),
         (4, "U2R2", {"mask": SPARGE, "reuse": 1.02}, 1),
-        (4, "U2R2", {"mask": DRIFTING, "planner": "contiguous"}, 2),
-        (4, "U1R4", {"mask": WINDOW}, 1),
+        pytest.param(4, "U2R2", {"mask": DRIFTING, "planner": "contiguous"}, 2, marks=pytest.mark.long),
+        pytest.param(4, "U1R4", {"mask": WINDOW}, 1, marks=pytest.mark.long),
         (4, None, {"mask": SPARGE, "machine": "a800"}, 1),
         pytest.param(3, "U1R3", {"mask": SPARGE, "reuse": 1.02}, 2, marks=pytest.mark.long),
     ],
@@ -293,11 +293,15 @@ def test_kept_plans_are_not_counted_as_new(pool):
     assert eager.totals.replans > report.totals.replans
 
 
-def test_observer_waits_for_no_device_and_breaks_no_graph(pool):
+def test_observer_waits_for_no_device(pool):
     for mask in (SPARGE, {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}):
         settings = {"mask": mask, "reuse": 100.0, "report": "nowhere"}
         counted = {"numpy": 1} if mask is SPARGE else {}  # row counts, which a GPU copies meanwhile
         assert pool(2).run(waits_of_a_steady_step, settings, "U1R2") == [counted] * 2
+
+
+@pytest.mark.long
+def test_observer_breaks_no_graph(pool):
     settings = {"mask": {**SPARGE, "similarity": 0.0}, "strategy": "U1R2", "report": "nowhere"}
     for difference, runs, recompiled in pool(2).run(run_compiled, "wan", 1, settings):
         assert difference <= 1e-6

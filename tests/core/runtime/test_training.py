@@ -35,14 +35,14 @@ def kept_from_inference(
     )
     before = set(map(id, _tensors()))
     with torch.inference_mode():
-        layout = session.begin(Video((4, 8, 8)), timestep=900.0)
+        layout = session.begin(Video((2, 4, 8)), timestep=900.0)
         q, k, v = torch.randn(3, 1, HEADS, layout.shard, 16, generator=torch.Generator().manual_seed(rank))
         first = session.attend(0, q, k, v).tolist()
     given = [t.tolist() for t in (q, k, v)]
     del q, k, v
     gc.collect()
     kept = [one for one in _tensors() if id(one) not in before]
-    session.begin(Video((4, 8, 8)), timestep=900.0)
+    session.begin(Video((2, 4, 8)), timestep=900.0)
     q, k, v = (torch.tensor(one, requires_grad=True) for one in given)
     out = session.attend(0, q, k, v)
     out.square().sum().backward()
@@ -79,7 +79,7 @@ class Training:
 
     def forward(self, seed: int, reentrant: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the input and loss of a pass; reentrant: kind of checkpoint around each attention, or None."""
-        layout = self.session.begin(Video((4, 8, 8)), timestep=900.0 - seed)
+        layout = self.session.begin(Video((2, 4, 8)), timestep=900.0 - seed)
         q = torch.randn(1, HEADS, layout.shard, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         x = q
         for layer in range(LAYERS):
@@ -141,9 +141,9 @@ def another_pass_between(rank: int, world: int) -> str:
 
 
 def executors_alive(rank: int, world: int) -> tuple[int, int]:
-    """Executors that are left after ten steps of training without checkpoints, and those that the session keeps."""
+    """Executors that are left after four steps of training without checkpoints, and those that the session keeps."""
     training = Training()
-    for seed in range(10):
+    for seed in range(4):
         training.gradient(seed)
     gc.collect()
     own = [one for size in training.session._sizes.values() for one in size._prepared.values()]

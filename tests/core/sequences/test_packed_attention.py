@@ -13,6 +13,7 @@ from dbsp_core import Strategy
 from dbsp_core.runtime import chunk_attention
 from dbsp_kernels import dense
 from tests.core.sequences.packed_cases import PackedCase, cases_for, run_packed, run_page
+from tests.support.long import some_long
 from tests.support.repository import ROOT
 
 WORLDS = (2, 3, 4, 6)
@@ -33,7 +34,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     return out, lse
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
+@pytest.mark.parametrize(
+    ("world", "strategy"), some_long([(w, s) for w in WORLDS for s in Strategy.all_for(w)], ("U1R6", "U6R1")), ids=str
+)
 def test_packed_sequences_equal_their_own_attention(threads, world, strategy):
     """Covers dense, window, radial, predicted and random masks; text or none; ranks without sequences."""
     cases = cases_for(strategy)
