@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 
+import pytest
+
 import dbsp_core
 import dbsp_diffusers
 import dbsp_para
@@ -14,6 +16,7 @@ from tests.support.programs import run
 from tests.support.repository import ROOT
 
 
+@pytest.mark.long
 def test_the_site_builds_strictly(tmp_path):
     strict = ["--fail-on-warning", "--keep-going", "--quiet", "-c", "scripts/docs_site"]
     done = run([sys.executable, "-m", "sphinx", *strict, "docs", str(tmp_path)], cwd=ROOT)

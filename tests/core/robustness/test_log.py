@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import exit_on_user_error, log, printable
+from tests.support.programs import run
 
 
 def test_lines_go_to_standard_error_once(capsys):
@@ -34,7 +34,7 @@ def test_handlers_of_an_application_replace_ours(own):
         "logging.getLogger('dbsp').setLevel(logging.INFO)\n"
         "from dbsp_core.utils.process import log\nlog.info('here')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = run([sys.executable, "-c", script])
     assert (done.stdout, done.stderr) == (("here\n", "root here\n") if own else ("", "dbsp: here\n"))
 
 
