@@ -12,18 +12,18 @@ from tests.support.models.tiny_transformers import TINY
 TOLERANCE = 1e-5
 
 
-STRATEGIES = ["U2R1", "U1R3", "U2R2"]
+STRATEGIES = ["U2R1", "U1R2", "U2R2"]
 CASES = [
     pytest.param(
         model,
         strategy,
         "processes" if number % 6 == turn == 0 else "threads",
-        marks=() if turn == number % 3 else pytest.mark.long,
+        marks=() if strategy == ("U2R2" if number % 6 == 5 else STRATEGIES[number % 2]) else pytest.mark.long,
     )
     for number, model in enumerate(TINY)
     for turn, strategy in enumerate(STRATEGIES)
 ]
-"""Each model on one strategy, a third of the models on each; all pairs in the long part."""
+"""Each model on one strategy, one in six on four ranks; all pairs in the long part."""
 
 
 @pytest.mark.parametrize(("model", "strategy", "on"), CASES)
@@ -31,8 +31,8 @@ def test_model_equals_one_process(pool, threads, model, strategy, on):
     """105 tokens of video or 35 of an image, and 9 of text, none of which the ranks divide."""
     ranks = (pool if on == "processes" else threads)(Strategy.parse(strategy).world)
     for found in ranks.run(run_model, model, strategy):
-        for (source, batch), (difference, from_dense) in found.items():
-            assert difference <= TOLERANCE, (source, batch)
+        for source, (difference, from_dense) in found.items():
+            assert difference <= TOLERANCE, source
             assert source == "stock" or from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
