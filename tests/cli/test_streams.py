@@ -43,6 +43,15 @@ def test_what_an_encoding_lacks_is_replaced(mask_file, encoding):
     assert "?_s" in text, "ρ_s"
 
 
+CLOSED = [
+    (0, [0, 1]),
+    (2, [0, 2]),
+    pytest.param(0, [2], marks=pytest.mark.long),
+    pytest.param(2, [1], marks=pytest.mark.long),
+]
+"""Exit status, and the streams that are closed."""
+
+
 def closing(*numbers):
     """Arguments for a process that is started with streams closed, as by `>&-`."""
 
@@ -53,7 +62,7 @@ def closing(*numbers):
     return {"stdin": subprocess.DEVNULL, "preexec_fn": close, "stdout": None, "stderr": None}
 
 
-@pytest.mark.parametrize(("code", "closed"), [(0, [0, 1]), (0, [2]), (2, [0, 2]), (2, [1])])
+@pytest.mark.parametrize(("code", "closed"), CLOSED)
 def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, code, closed):
     """Of a plan, and of a mistake. Its number is not given to a file that is opened later."""
     (tmp_path / "other").mkdir()

@@ -85,7 +85,9 @@ def test_cache_that_outlives_detach_calls_xfusers_own_forward(pool):
     assert workers.run(kept_forward) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize(("own", "where"), [(True, "in a layer"), (False, "between steps")])
+@pytest.mark.parametrize(
+    ("own", "where"), [(True, "in a layer"), pytest.param(False, "between steps", marks=pytest.mark.long)]
+)
 def test_generation_after_a_failed_one_equals_one_process(pool, tiny, own, where):
     """Its masks are by step: a step counted on from the one that failed would have another."""
     workers = pool(2)

@@ -19,7 +19,7 @@ MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
     [
         ("wan2.2", SPARGE, False),
         pytest.param("wan-ti2v", SPARGE, True, marks=pytest.mark.long),
-        ("wan-vace", MASK, False),
+        pytest.param("wan-vace", MASK, False, marks=pytest.mark.long),
     ],
 )
 def test_pipeline_equals_one_process(pool, tmp_path, kind, mask, image):

@@ -25,6 +25,8 @@ from dbsp_diffusers.models.transformers import transformers_of
 from tests.support.single_process import attach_single_process
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("tiny-*.yaml"))}
+USUAL = ("tiny-wan-trained", "tiny-wan-window", "tiny-cogvideox-paro", "tiny-cogvideox-sparge")
+"""One of each mask source that is shipped for tiny models, next to the plain ones of other tests."""
 TOKENS = {"tiny-wan": ((3, 7, 13), 12, 0), "tiny-cogvideox": ((2, 6, 10), 6, 226)}
 PROMPT = "a red ball bounces over a blue floor"
 SIZES = {"height": 64, "width": 96, "num_frames": 9, "steps": 2, "guidance_scale": 2.0}
@@ -32,7 +34,13 @@ SMALL = tuple(f"generate.{name}={value}" for name, value in SIZES.items())
 ONE_PASS = ("generate.steps=1", "generate.guidance_scale=1.0")
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "no_picture")
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """Reports have an empty balance.png, since matplotlib takes longer than the video."""
+    monkeypatch.setattr("dbsp_core.reports.collect.balance_picture", lambda records: b"")
 
 
 def decided(folder: Path, **given: object) -> Generation:
@@ -64,7 +72,9 @@ def save_masks_of_the_users(model: str, file: Path) -> None:
     save_mask(file, BlockMask(bits, grid))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in FILES]
+)
 def test_every_shipped_tiny_configuration_makes_a_video(tmp_path, name):
     settings = read_settings(FILES[name], "configuration file").values
     changes = [*ONE_PASS, "generate.num_frames=9"]

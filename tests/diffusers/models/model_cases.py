@@ -38,40 +38,37 @@ def apart(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 
 @shared
-def one_process(model: str) -> dict[str, list[list[torch.Tensor]]]:
-    """By mask source what a transformer gives for its batch: with the masks, and as it is."""
-    transformer, found = make_tiny_transformer(model), {}
+def one_process(model: str, source: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a transformer gives for the batch of a mask source, with the masks and as it is; "stock" has none."""
+    transformer, inputs = make_tiny_transformer(model), tiny_inputs(model, batch=BATCHES[source])
     with torch.no_grad():
-        stock = {batch: outputs(transformer, tiny_inputs(model, batch=batch)) for batch in (1, 2)}
-        for name, mask in _masks_for(model).items():
-            single = attach_single_process(transformer, {"mask": mask})
-            found[name] = [outputs(transformer, tiny_inputs(model, batch=BATCHES[name])), stock[BATCHES[name]]]
-            single.detach()
-    return found | {"stock": [stock[1]] * 2}
+        stock = outputs(transformer, inputs)
+        if source == "stock":
+            return stock, stock
+        single = attach_single_process(transformer, {"mask": MASKS[source]})
+        sparse = outputs(transformer, inputs)
+        single.detach()
+    return sparse, stock
 
 
-def _masks_for(model: str) -> dict[str, dict[str, Any]]:
-    """The patterns of "synthetic" are those of one grid."""
-    return {name: mask for name, mask in MASKS.items() if name != "synthetic" or model not in WITHOUT_GRID}
-
-
-def run_model(rank: int, world: int, model: str, strategy: str) -> dict[str, tuple[float, float]]:
+def run_model(
+    rank: int, world: int, model: str, strategy: str, sources: tuple[str, ...]
+) -> dict[str, tuple[float, float]]:
     """By mask source: (largest difference from one process, from dense attention), undone without a trace.
 
     "stock" represents dense masks, compared with the transformer as it is.
     """
-    transformer, expected = make_tiny_transformer(model), one_process(model)
+    transformer = make_tiny_transformer(model)
     found, before = {}, fingerprint(transformer)
-    configs = {name: with_debug({"mask": mask, "strategy": strategy}) for name, mask in _masks_for(model).items()}
+    configs = {source: with_debug({"mask": MASKS[source], "strategy": strategy}) for source in sources}
     configs["stock"] = DbspConfig.load(DENSE | {"strategy": strategy})
     with torch.no_grad():
-        for name, config in configs.items():
+        for source, config in configs.items():
             session = dbsp_diffusers.enable(transformer, config)
-            out = outputs(transformer, tiny_inputs(model, batch=BATCHES[name]))
-            assert len(session.end()) == session.layers - SKIPPED.get((model, BATCHES[name]), 0)
-            sparse, dense = expected[name]
-            found[name] = apart(out, sparse), apart(out, dense)
+            out = outputs(transformer, tiny_inputs(model, batch=BATCHES[source]))
+            assert len(session.end()) == session.layers - SKIPPED.get((model, BATCHES[source]), 0)
+            found[source] = tuple(apart(out, expected) for expected in one_process(model, source))
             dbsp_diffusers.disable(transformer)
             assert fingerprint(transformer) == before, "disable left something behind"
-        assert apart(outputs(transformer, tiny_inputs(model)), expected["stock"][0]) == 0
+        assert apart(outputs(transformer, tiny_inputs(model)), one_process(model, "stock")[0]) == 0
     return found

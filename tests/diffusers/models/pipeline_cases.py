@@ -476,10 +476,9 @@ _SELDOM += ("WanAnimate",)
 """How the names of pipelines begin that are like others, and run in the long part alone."""
 
 
-def marked(case: Case, *values: Any) -> Any:
-    """A parameter of a test, of this case or of values that represent it."""
-    marks = pytest.mark.long if case.pipeline.startswith(_SELDOM) else ()
-    return pytest.param(*(values or (case,)), id=case.pipeline, marks=marks)
+def marked(case: Case) -> Any:
+    """Returns a case as a parameter of a test."""
+    return pytest.param(case, id=case.pipeline, marks=pytest.mark.long if case.pipeline.startswith(_SELDOM) else ())
 
 
 def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:

@@ -12,12 +12,15 @@ CASES = [
     ("hunyuan", 2, "U1R2", "synthetic", False),
     ("flux", 2, "U2R1", "synthetic", True),
     ("ltx2", 2, "U2R1", "synthetic", False),
+    ("krea2", 2, "U1R2", "synthetic", True),
+]
+LONG = [
+    ("wan", 4, "U2R2", "synthetic", False),
     ("ltx2.3", 2, "U1R2", "sparge", True),
     ("animate", 2, "U2R1", "synthetic", True),
     ("consisid", 2, "U1R2", "synthetic", False),
-    ("krea2", 2, "U1R2", "synthetic", True),
-    pytest.param("wan", 4, "U2R2", "synthetic", False, marks=pytest.mark.long),
 ]
+CASES += [pytest.param(*case, marks=pytest.mark.long) for case in LONG]
 
 
 @pytest.mark.parametrize(("model", "world", "strategy", "mask", "checkpointing"), CASES)
