@@ -11,7 +11,6 @@ import pytest
 
 from dbsp_cli.output import TextTable, as_text
 from dbsp_core import BlockGrid, BlockMask, save_mask
-from tests.support.programs import run
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
@@ -20,7 +19,7 @@ ENCODINGS = {"latin-1": {"PYTHONIOENCODING": "latin-1"}, "a C locale": ASCII}
 ESCAPES = "\x1b]0;title\x07\x1b[31m"
 
 
-def dbsp(*arguments: object, **options: object) -> subprocess.CompletedProcess[bytes]:
+def started(*arguments: object, **options: object) -> subprocess.CompletedProcess[bytes]:
     """A command in an interpreter of its own. options: of `subprocess.run`"""
     environment = {k: v for k, v in child_environment().items() if k not in ("PYTHONIOENCODING", "PYTHONUTF8")}
     environment |= options.pop("env", {})
@@ -35,36 +34,50 @@ def mask_file(tmp_path):
     return tmp_path / "m.safetensors"
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.long), "a C locale"])
 def test_what_an_encoding_lacks_is_replaced(mask_file, encoding):
-    done = dbsp("plan", mask_file, "--gpus", 2, env=ENCODINGS[encoding])
+    done = started("plan", mask_file, "--gpus", 2, env=ENCODINGS[encoding])
     assert (done.returncode, done.stderr) == (0, b"")
     text = done.stdout.decode(ENCODINGS[encoding].get("PYTHONIOENCODING", "ascii"))
     assert "2 heads, 4" in text
     assert "?_s" in text, "ρ_s"
 
 
-def closing(number):
-    """Arguments for a process that is started with a stream closed, as by `>&-`."""
-    return {"stdin": subprocess.DEVNULL, "preexec_fn": lambda: os.close(number), "stdout": None, "stderr": None}
+CLOSED = [
+    (0, [0, 1]),
+    (2, [0, 2]),
+    pytest.param(0, [2], marks=pytest.mark.long),
+    pytest.param(2, [1], marks=pytest.mark.long),
+]
+"""Exit status, and the streams that are closed."""
 
 
-@pytest.mark.parametrize(("what", "code"), [("plan", 0), ("a mistake", 2)])
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, what, code, number):
-    """Its number is not given to a file that is opened later."""
+def closing(*numbers):
+    """Arguments for a process that is started with streams closed, as by `>&-`."""
+
+    def close():
+        for number in numbers:
+            os.close(number)
+
+    return {"stdin": subprocess.DEVNULL, "preexec_fn": close, "stdout": None, "stderr": None}
+
+
+@pytest.mark.parametrize(("code", "closed"), CLOSED)
+def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, code, closed):
+    """Of a plan, and of a mistake. Its number is not given to a file that is opened later."""
     (tmp_path / "other").mkdir()
     target = tmp_path / "other" / "plan.png"
     asked = ["plan", mask_file, "--gpus", "2", "--strategy", "U2R1", "--picture", target] if code == 0 else ["plan"]
     heard = {name: (tmp_path / name).open("wb") for name in ("stdout", "stderr")}
-    options = closing(number) | {name: file for at, (name, file) in enumerate(heard.items(), 1) if at != number}
-    done = dbsp(*asked, **options)
+    options = closing(*closed)
+    options |= {name: file for at, (name, file) in enumerate(heard.items(), 1) if at not in closed}
+    done = started(*asked, **options)
     for file in heard.values():
         file.close()
     said = {name: (tmp_path / name).read_bytes() for name in heard}
     assert done.returncode == code, said
     assert b"Traceback" not in said["stderr"]
-    assert (b"U2R1" in said["stdout"]) == (number != 1 and code == 0)
+    assert (b"U2R1" in said["stdout"]) == (1 not in closed and code == 0)
     assert target.is_file() == (code == 0)
     assert not target.is_file() or target.read_bytes().startswith(b"\x89PNG")
 
@@ -72,7 +85,7 @@ def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, what, code, number
 def test_children_have_streams_too(tmp_path):
     """A command that is run by `masks record` inherits what represents a closed stream."""
     child = "import os; os.fstat(1); os.write(1, b'said'); print('said')"
-    done = dbsp("masks", "record", tmp_path / "r", "--", sys.executable, "-c", child, **closing(1), env={})
+    done = started("masks", "record", tmp_path / "r", "--", sys.executable, "-c", child, **closing(1), env={})
     assert done.returncode == 0
 
 
@@ -86,7 +99,7 @@ def test_tables_show_control_characters():
         assert "ρ_s" in text
 
 
-def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path):
+def test_nothing_in_a_file_reaches_the_terminal_as_it_is(dbsp, tmp_path):
     """Names of files too, as an archive may bring them."""
     folder = tmp_path / f"r{ESCAPES[1:]}\x1b"
     folder.mkdir()
@@ -101,6 +114,6 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path):
         ("plan", folder / "0.safetensors", "--gpus", 2),
         ("report", folder / "index.json"),
     ):
-        done = run([sys.executable, "-m", "dbsp_cli", *asked], text=False)
-        assert b"\x1b" not in done.stdout + done.stderr, asked
-        assert b"\\x1b" in done.stdout + done.stderr or asked[0] == "plan"
+        _, out, err = dbsp(*asked)
+        assert "\x1b" not in out + err, asked
+        assert "\\x1b" in out + err or asked[0] == "plan"

@@ -74,28 +74,6 @@ def run_pipeline(rank: int, world: int, folder: str) -> tuple[float, float, floa
     return difference(out, expected), difference(out, dense), float(unseeded.double().sum())
 
 
-def run_hunyuan_15(rank: int, world: int, folder: str) -> tuple[float, float]:
-    """(difference from one process, from dense attention) of a pipeline with two prompts, and a guider of its own."""
-    from diffusers import HunyuanVideo15Pipeline
-
-    pipe = HunyuanVideo15Pipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    size = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 1, "output_type": "latent"}
-
-    def made() -> torch.Tensor:
-        return pipe("the sea at dusk", generator=torch.Generator().manual_seed(3), **size).frames
-
-    dense = made()
-    single = attach_single_process(pipe.transformer, CONFIG)
-    expected = made()
-    single.detach()
-    dbsp_diffusers.enable(pipe, CONFIG)
-    out = made()
-    dbsp_diffusers.disable(pipe)
-    assert torch.equal(made(), dense)
-    return difference(out, expected), difference(out, dense)
-
-
 def run_repeated_timesteps(
     rank: int, world: int, folder: str, steps: int
 ) -> tuple[float, list[tuple[int, int]], list[tuple[int, int]]]:

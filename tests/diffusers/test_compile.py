@@ -22,7 +22,11 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    ("model", "mask"), [("wan", "sparge"), pytest.param("cogvideox", "window", marks=pytest.mark.long)]
+    ("model", "mask"),
+    [
+        pytest.param("wan", "sparge", marks=pytest.mark.long),
+        pytest.param("cogvideox", "window", marks=pytest.mark.long),
+    ],
 )
 def test_compiled_transformer_equals_uncompiled_with_few_graphs(pool, model, mask):
     graphs = {}
@@ -42,7 +46,8 @@ def test_compiled_transformer_equals_uncompiled_with_few_graphs(pool, model, mas
         # as stock: two kinds of block, one of them with and without a projection
         pytest.param("vace", "window", 3, marks=pytest.mark.long),
         pytest.param("flux", "window", 3, marks=pytest.mark.long),
-        ("qwen", "window", 3),  # and what is cut at the first block, and at each
+        # and what is cut at the first block, and at each
+        pytest.param("qwen", "window", 3, marks=pytest.mark.long),
         pytest.param("hunyuan1.5", "window", 5, marks=pytest.mark.long),
     ],
 )
@@ -60,7 +65,7 @@ def test_repeated_blocks_compile_without_a_graph_break(pool, model, mask, graphs
     ("model", "how"),
     [
         ("wan", "blocks"),
-        ("wan", "whole"),
+        pytest.param("wan", "whole", marks=pytest.mark.long),
         pytest.param("wan", "in place", marks=pytest.mark.long),  # with guidance: below
         pytest.param("hunyuan1.5", "blocks", marks=pytest.mark.long),
     ],
@@ -72,7 +77,7 @@ def test_transformer_compiled_before_db_sp_equals_uncompiled(pool, model, how):
         assert without <= 1e-5
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.long), False], ids=["before", "after"])
 def test_transformer_compiled_in_place_computes_one_cfg_pass_per_half(pool, first):
     for difference, runs, halved, left_compiled in pool(2).run(run_compiled_guided, first, {"mask": MASKS["window"]}):
         assert difference <= 1e-5

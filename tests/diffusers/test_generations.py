@@ -17,7 +17,7 @@ from tests.diffusers.generation_cases import (
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("debug", [pytest.param(False, marks=pytest.mark.long), True])
 def test_calls_that_differ_raise_on_all_ranks_and_the_next_one_is_right(pool, folder, debug):
     answers = pool(2).run(differing_calls, folder, debug)
     assert answers[0] == answers[1], "all ranks say the same"
@@ -35,7 +35,7 @@ def test_calls_that_differ_raise_on_all_ranks_and_the_next_one_is_right(pool, fo
         assert answers[0][kind].startswith(text), (kind, answers[0][kind])
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_call_after_a_failed_one_mixes_no_requests(pool, folder, debug):
     (others, _), (odd, _) = answers = pool(2).run(failing_on_one, folder, debug)
     mixed = "the ranks are not at the same call: rank(s) [1] have begun another number of them"

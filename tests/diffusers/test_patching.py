@@ -26,6 +26,14 @@ class Heir(Pipe):
     """Has no `__call__` of its own."""
 
 
+@pytest.fixture
+def small_heap():
+    """Collects what is made in the test alone: all that was imported takes seconds to go through."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def saying(word):
     return lambda call: lambda *words, **options: call(*words, word, **options)
 
@@ -75,6 +83,7 @@ def test_wrapper_added_to_the_pipes_own_class_stays():
     assert pipe("a") == ["a", "!", "theirs"]
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("cls", [Pipe, Heir])
 def test_class_is_restored_once_its_wrapped_pipes_are_dropped(cls):
     before, pipe, other = dict(vars(cls)), cls(), cls()
@@ -89,6 +98,7 @@ def test_class_is_restored_once_its_wrapped_pipes_are_dropped(cls):
     assert dict(vars(cls)) == before
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("detached_first", [False, True])
 def test_pipeline_without_references_is_freed(tmp_path, detached_first):
     from diffusers import WanPipeline

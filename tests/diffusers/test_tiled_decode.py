@@ -102,7 +102,8 @@ def _small(kind):
     if kind in ("wan", "wan2.2-ti2v", "qwen"):
         channels = 16
     frames = {"wan": 3, "cogvideox": 5, "hunyuan": 4, "hunyuan1.5": 1, "qwen": 1, "ltx": 3, "ltx2": 3, "minimax-h3": 7}
-    size = (2, channels, *([] if kind in _IMAGES else [frames.get(kind, 2)]), 5, 9)
+    items = 2 if kind in ("wan", "cogvideox") else 1
+    size = (items, channels, *([] if kind in _IMAGES else [frames.get(kind, 2)]), 5, 6)
     if kind == "hunyuan1.5":  # diffusers' own attention there takes one video
         size = (1, channels, 1, 4, 8)
     return vae, torch.randn(size, generator=torch.Generator().manual_seed(1))

@@ -44,14 +44,13 @@ def deep(tmp_path_factory):
 @pytest.mark.parametrize(
     ("model", "world", "mesh", "through"),
     [
-        ("wan", 1, {}, "dbsp_para"),
-        ("wan", 3, {"max_ring_dim_size": 3}, "dbsp_para"),
-        ("cogvideox", 4, {"max_ring_dim_size": 2}, "para_attn"),
+        ("wan", 2, {"max_ring_dim_size": 2}, "dbsp_para"),
+        ("cogvideox", 2, {"max_ring_dim_size": 1}, "para_attn"),
     ],
 )
 def test_pipeline_on_any_number_of_ranks_equals_one_process(pool, folders, model, world, mesh, through):
     options = (model, folders[model], {"mask": MASK}, mesh, through)
-    results = pool(world).run(run_pipeline, *options) if world > 1 else [run_pipeline(0, 1, *options)]
+    results = pool(world).run(run_pipeline, *options)
     for from_single, from_dense, _ in results:
         assert from_single <= TOLERANCE, results
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
@@ -65,14 +64,16 @@ def test_two_pipelines_of_a_class_equal_one_process(pool, folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "mask"), [("wan", BAND), ("cogvideox", SPARGE)], ids=["wan-band", "cogvideox-sparge"]
+    ("model", "mask"),
+    [("wan", BAND), pytest.param("cogvideox", SPARGE, marks=pytest.mark.long)],
+    ids=["wan-band", "cogvideox-sparge"],
 )
 def test_generation_after_another_equals_one_process(pool, folders, model, mask):
     for differences in pool(2).run(run_generations, model, folders[model], {"mask": mask, "strategy": "U1R2"}):
         assert max(differences) <= TOLERANCE, differences
 
 
-@pytest.mark.parametrize(("model", "world"), [("wan", 3), ("cogvideox", 2)])
+@pytest.mark.parametrize(("model", "world"), [pytest.param("wan", 3, marks=pytest.mark.long), ("cogvideox", 2)])
 def test_pipeline_after_a_failed_generation_equals_one_process(pool, folders, model, world):
     results = pool(world).run(run_after_failures, model, folders[model], {"mask": BAND})
     for rank, (failures, differences) in enumerate(results):
@@ -86,8 +87,8 @@ def test_pipeline_after_a_failed_generation_equals_one_process(pool, folders, mo
 @pytest.mark.parametrize(
     ("model", "world", "mesh", "cache_first", "threshold"),
     [
-        ("wan", 3, {"max_ring_dim_size": 3}, True, 0.25),
-        ("cogvideox", 4, {"max_ring_dim_size": 2}, False, 0.5),
+        ("wan", 2, {"max_ring_dim_size": 2}, True, 0.25),
+        pytest.param("cogvideox", 4, {"max_ring_dim_size": 2}, False, 0.5, marks=pytest.mark.long),
     ],
 )
 def test_first_block_cache_skips_what_one_process_skips(pool, deep, model, world, mesh, cache_first, threshold):

@@ -27,8 +27,8 @@ SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "blo
     ("world", "strategy", "mask"),
     [
         (1, "U1R1", MASK | {"drift": 0.05}),
-        (3, "U1R3", SPARGE),
-        (4, "auto", MASK),
+        (2, "U1R2", SPARGE),
+        pytest.param(4, "auto", MASK, marks=pytest.mark.long),
     ],
 )
 def test_transformer_equals_one_process(pool, world, strategy, mask):

@@ -32,7 +32,7 @@ def assert_equal(workers, case):
     ("world", "strategy", "mask", "own"),
     [
         (2, "U1R2", CDF, True),
-        (3, "auto", MASK, False),
+        pytest.param(3, "auto", MASK, False, marks=pytest.mark.long),
     ],
 )
 def test_pipeline_equals_one_process(pool, tiny, world, strategy, mask, own):
@@ -56,6 +56,7 @@ def test_script_with_report_writes_the_whole_video(pool, tiny, tmp_path):
     assert (report["world_size"], len(set(report["calls"]["layer"]))) == (2, 2)
 
 
+@pytest.mark.long
 def test_prompts_distributed_by_xfuser_equal_one_process(pool, tiny):
     """Each group of ranks is given one of two prompts; both make the same video, by the same seed."""
     workers = pool(4)

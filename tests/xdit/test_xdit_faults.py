@@ -70,14 +70,13 @@ def test_guidance_in_parallel_without_a_pipeline_that_has_it_is_rejected(pool):
     workers.run(start_xfuser)
 
 
-@pytest.mark.parametrize("model", ["wan", "cogvideox"])
-def test_size_that_the_mask_rejects_is_an_error_on_all_ranks(pool, tmp_path, model):
+def test_size_that_the_mask_rejects_is_an_error_on_all_ranks(pool, tmp_path):
     grid = BlockGrid.uniform(64, block=16)
     save_mask(tmp_path / "masks.safetensors", [BlockMask(np.ones((6, grid.nq, grid.nk), dtype=bool), grid)] * 2)
     workers = pool(2)
     workers.run(start_xfuser)
     config = {"mask": {"source": "file", "path": str(tmp_path / "masks.safetensors")}, "strategy": "U1R2"}
-    assert_identical(workers.run(run_until_error, model, config), "64")
+    assert_identical(workers.run(run_until_error, "cogvideox", config), "64")
 
 
 def test_cache_that_outlives_detach_calls_xfusers_own_forward(pool):
@@ -86,7 +85,9 @@ def test_cache_that_outlives_detach_calls_xfusers_own_forward(pool):
     assert workers.run(kept_forward) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize(("own", "where"), [(True, "in a layer"), (False, "between steps")])
+@pytest.mark.parametrize(
+    ("own", "where"), [(True, "in a layer"), pytest.param(False, "between steps", marks=pytest.mark.long)]
+)
 def test_generation_after_a_failed_one_equals_one_process(pool, tiny, own, where):
     """Its masks are by step: a step counted on from the one that failed would have another."""
     workers = pool(2)

@@ -18,8 +18,8 @@ MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
     ("kind", "mask", "image"),
     [
         ("wan2.2", SPARGE, False),
-        ("wan-ti2v", SPARGE, True),
-        ("wan-vace", MASK, False),
+        pytest.param("wan-ti2v", SPARGE, True, marks=pytest.mark.long),
+        pytest.param("wan-vace", MASK, False, marks=pytest.mark.long),
     ],
 )
 def test_pipeline_equals_one_process(pool, tmp_path, kind, mask, image):
@@ -30,7 +30,7 @@ def test_pipeline_equals_one_process(pool, tmp_path, kind, mask, image):
     for from_single, from_dense, calls in workers.run(run_wan_pipeline, case):
         assert from_single <= 1e-5
         assert from_dense > 1e-4, "the mask must matter"
-        layers, steps, passes = (6 if kind == "wan-vace" else 4), 4, 2
+        layers, steps, passes = (6 if kind == "wan-vace" else 4), 2, 2
         assert sum(calls) == layers * steps * passes
         assert len(calls) == (2 if kind == "wan2.2" else 1)
 
@@ -50,7 +50,7 @@ def test_ranks_of_both_cfg_passes_decode_a_video_together(pool, tmp_path):
 
 @pytest.mark.parametrize(
     ("by_hand", "config"),
-    [(True, {"strategy": "U2R1"}), (True, {"strategy": "U1R2"}), (False, {"strategy": "U1R2"})],
+    [(True, {"strategy": "U2R1"}), (False, {"strategy": "U1R2"})],
 )
 @pytest.mark.usefixtures("debug")
 def test_gates_of_a_coarse_branch_equal_one_process(pool, tmp_path, by_hand, config):

@@ -15,6 +15,7 @@ from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_i
 from tests.support.references import kept_from_rank_0
 from tests.support.single_process import attach_single_process
 
+SHORT = {"num_frames": 5, "num_inference_steps": 1}
 THW: dict[str, Any] = {"attention_kwargs": {"thw": None}}
 
 
@@ -52,9 +53,9 @@ def run_wan_pipeline(rank: int, world: int, case: WanCase) -> tuple[float, float
 
     pipe = _load(case)
     stock_class = getattr(diffusers, type(pipe).__name__.removeprefix("xFuser"))
-    options: dict[str, Any] = {"image": _image()} if case.image else {}
+    options: dict[str, Any] = {"num_inference_steps": 2} | ({"image": _image()} if case.image else {})
     if case.kind == "wan-vace":
-        options = {"video": [_image(seed) for seed in range(SIZE["num_frames"])]}
+        options |= {"video": [_image(seed) for seed in range(SIZE["num_frames"])]}
     if case.kind != "wan-i2v":  # whose cross-attention finds the image behind 512 tokens of text
         options["max_sequence_length"] = 16
 
@@ -83,7 +84,7 @@ def run_wan_decoding(rank: int, world: int, case: WanCase) -> tuple[bool, int, i
     for vae in (False, True):
         dbsp_xdit.attach(pipe, case.config | {"vae": vae})
         tiles.clear()
-        call = {**SIZE, "num_inference_steps": 1, "generator": torch.Generator().manual_seed(3), "output_type": "pt"}
+        call = {**SIZE, **SHORT, "generator": torch.Generator().manual_seed(3), "output_type": "pt"}
         frames.append(pipe(image=_image(), prompt="the sea at dusk", **call).frames)
         counts.append(len(tiles))
         dbsp_xdit.detach(pipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -73,11 +74,19 @@ def check_video(folder: Path, latents: torch.Tensor, ranks: int) -> None:
     assert float((made - latents).abs().max()) <= TOLERANCE
 
 
-def test_from_yaml_to_mp4(tmp_path, expected):
-    """The real start: an interpreter for the command, which is torchrun as well, and for each rank."""
+@pytest.mark.parametrize(
+    "start",
+    [
+        functools.partial(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
+        # an interpreter for the command, which is torchrun as well, and for each rank
+        pytest.param(functools.partial(subprocess.run, capture_output=True, text=True), marks=pytest.mark.long),
+    ],
+    ids=["forked", "really started"],
+)
+def test_from_yaml_to_mp4(tmp_path, expected, start):
     # CogVideoX's size has heads enough: 6 on 2 ranks. In Wan's, blocks of 32 leave ragged ends.
     line = command("tiny-cogvideox", tmp_path / "ball.mp4", "--nproc", 2, "--report", tmp_path / "report")
-    done = subprocess.run(line, capture_output=True, text=True)
+    done = start(line)
     assert done.returncode == 0, done.stderr
     check_video(tmp_path, expected("cogvideox"), 2)
     assert {path.name for path in tmp_path.iterdir()} == {"ball.mp4", "report"}
@@ -165,6 +174,7 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
     assert not (tmp_path / "node1").exists()
 
 
+@pytest.mark.long
 def test_ranks_that_srun_has_started_are_joined(tmp_path, expected):
     """No Slurm here: its variables are set by hand, for two real processes as on two nodes."""
     shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}

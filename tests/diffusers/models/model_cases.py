@@ -21,8 +21,8 @@ MASKS = {
 DENSE: dict[str, Any] = {"mask": {"source": "dense", "block_q": 16, "block_k": 16}}
 WITHOUT_GRID = {"flux-reference", "flux3-reference", "framepack", "ltx-condition", "qwen-edit", "qwen-layered"}
 """Models whose inputs' tokens make no grid."""
-BATCHES = {"synthetic": (2,), "sparge": (2, 1), "stock": (1,)}
-"""By mask source, one forward pass after another."""
+BATCHES = {"synthetic": 1, "sparge": 2, "stock": 1}
+"""By mask source."""
 SKIPPED = {("ltx2.3", 1): 1}
 """By model and batch: layers in which its inputs say that nothing is attended to."""
 
@@ -38,41 +38,37 @@ def apart(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 
 @shared
-def one_process(model: str, batch: int) -> dict[str, list[torch.Tensor]]:
-    """By mask source what a transformer gives, and "stock", as it is."""
-    transformer, inputs = make_tiny_transformer(model), tiny_inputs(model, batch=batch)
+def one_process(model: str, source: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a transformer gives for the batch of a mask source, with the masks and as it is; "stock" has none."""
+    transformer, inputs = make_tiny_transformer(model), tiny_inputs(model, batch=BATCHES[source])
     with torch.no_grad():
-        found = {"stock": outputs(transformer, inputs)}
-        for name, mask in _masks_for(model).items():
-            single = attach_single_process(transformer, {"mask": mask})
-            found[name] = outputs(transformer, inputs)
-            single.detach()
-    return found
+        stock = outputs(transformer, inputs)
+        if source == "stock":
+            return stock, stock
+        single = attach_single_process(transformer, {"mask": MASKS[source]})
+        sparse = outputs(transformer, inputs)
+        single.detach()
+    return sparse, stock
 
 
-def _masks_for(model: str) -> dict[str, dict[str, Any]]:
-    """The patterns of "synthetic" are those of one grid."""
-    return {name: mask for name, mask in MASKS.items() if name != "synthetic" or model not in WITHOUT_GRID}
-
-
-def run_model(rank: int, world: int, model: str, strategy: str) -> dict[tuple[str, int], tuple[float, float]]:
-    """By mask source and batch: (largest difference from one process, from dense attention), undone without a trace.
+def run_model(
+    rank: int, world: int, model: str, strategy: str, sources: tuple[str, ...]
+) -> dict[str, tuple[float, float]]:
+    """By mask source: (largest difference from one process, from dense attention), undone without a trace.
 
     "stock" represents dense masks, compared with the transformer as it is.
     """
     transformer = make_tiny_transformer(model)
-    expected = {batch: one_process(model, batch) for batch in (1, 2)}
     found, before = {}, fingerprint(transformer)
-    configs = {name: with_debug({"mask": mask, "strategy": strategy}) for name, mask in _masks_for(model).items()}
+    configs = {source: with_debug({"mask": MASKS[source], "strategy": strategy}) for source in sources}
     configs["stock"] = DbspConfig.load(DENSE | {"strategy": strategy})
     with torch.no_grad():
-        for name, config in configs.items():
+        for source, config in configs.items():
             session = dbsp_diffusers.enable(transformer, config)
-            for batch in BATCHES[name]:
-                out = outputs(transformer, tiny_inputs(model, batch=batch))
-                assert len(session.end()) == session.layers - SKIPPED.get((model, batch), 0)
-                found[name, batch] = apart(out, expected[batch][name]), apart(out, expected[batch]["stock"])
+            out = outputs(transformer, tiny_inputs(model, batch=BATCHES[source]))
+            assert len(session.end()) == session.layers - SKIPPED.get((model, BATCHES[source]), 0)
+            found[source] = tuple(apart(out, expected) for expected in one_process(model, source))
             dbsp_diffusers.disable(transformer)
             assert fingerprint(transformer) == before, "disable left something behind"
-        assert apart(outputs(transformer, tiny_inputs(model)), expected[1]["stock"]) == 0
+        assert apart(outputs(transformer, tiny_inputs(model)), one_process(model, "stock")[0]) == 0
     return found

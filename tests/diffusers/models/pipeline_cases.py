@@ -18,6 +18,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import StepClock
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.support.references import kept_from_rank_0
 from tests.support.single_process import attach_single_process
 
 BF16 = torch.bfloat16
@@ -470,16 +471,14 @@ ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "
 """Next to num_layers."""
 
 
-BRIEF = ("LTX2", "QwenImageEdit", "QwenImageLayered", "Cosmos", "HunyuanImage", "HunyuanVideoFramepack", "ZImage")
-"""How the names of pipelines begin whose steps take long enough for twelve of them."""
-_SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "Ovis", "QwenImageEditPlus", "WanAnimate")
+_SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "LTX2Image", "Ovis", "QwenImageEditPlus")
+_SELDOM += ("WanAnimate",)
 """How the names of pipelines begin that are like others, and run in the long part alone."""
 
 
-def marked(case: Case, *values: Any) -> Any:
-    """A parameter of a test, of this case or of values that represent it."""
-    marks = pytest.mark.long if case.pipeline.startswith(_SELDOM) else ()
-    return pytest.param(*(values or (case,)), id=case.pipeline, marks=marks)
+def marked(case: Case) -> Any:
+    """Returns a case as a parameter of a test."""
+    return pytest.param(case, id=case.pipeline, marks=pytest.mark.long if case.pipeline.startswith(_SELDOM) else ())
 
 
 def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
@@ -525,11 +524,15 @@ def run_pipeline(
         flat = [one for part in made for one in (part if isinstance(part, list) else [part])]
         return [one for one in flat if isinstance(one, torch.Tensor)]
 
-    dense = call()
-    generations = Generations(pipe, SequenceGroup(0, 1))
-    single = attach_single_process(pipe.transformer, config, generations.steps, StepClock(generations.progress))
-    expected = call()
-    single.detach()
+    def alone() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        dense = call()
+        generations = Generations(pipe, SequenceGroup(0, 1))
+        single = attach_single_process(pipe.transformer, config, generations.steps, StepClock(generations.progress))
+        expected = call()
+        single.detach()
+        return dense, expected
+
+    dense, expected = kept_from_rank_0((number, config, dtype), alone)
     dbsp_diffusers.enable(pipe, config)
     found = call()
     dbsp_diffusers.disable(pipe)

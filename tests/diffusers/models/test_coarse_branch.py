@@ -43,9 +43,9 @@ def run(rank: int, world: int, strategy: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.usefixtures("debug")
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R3", "U2R2"])
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R3"])
 def test_equals_one_process(threads, strategy):
-    world = {"U2R1": 2, "U1R3": 3, "U2R2": 4}[strategy]
+    world = {"U2R1": 2, "U1R3": 3}[strategy]
     for found in threads(world).run(run, strategy):
         for difference, from_mask_alone in found:
             assert difference <= 1e-5

@@ -33,9 +33,9 @@ def test_nabla_in_one_process_equals_the_models_own(name):
         (2, "U2R1", "no mask named", 2),
         (3, "U1R3", "its own, named", 1),
         (4, "U2R2", "in a union", 1),
-        (2, "U1R2", "dense, named", 1),
+        pytest.param(2, "U1R2", "dense, named", 1, marks=pytest.mark.long),
         (2, "U2R1", "sparge", 2),
-        (3, "U3R1", "others of NABLA's numbers", 1),
+        pytest.param(3, "U3R1", "others of NABLA's numbers", 1, marks=pytest.mark.long),
     ],
 )
 def test_nabla_on_several_ranks_equals_one_process_with_that_mask(threads, world, strategy, name, batch):

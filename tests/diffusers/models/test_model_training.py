@@ -16,7 +16,7 @@ from tests.diffusers.models.model_training_cases import (
 from tests.support.workers import assert_all_raise
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [3, pytest.param(50, marks=pytest.mark.long)])
 def test_steps_have_the_same_losses_on_one_two_and_four_ranks(pool, steps):
     """Two items a step, each at a timestep of its own; on four ranks two groups of two have one item each."""
     (alone,) = pool(1).run(losses_of_training, steps, 1, "synthetic", "U1R1")
@@ -29,13 +29,21 @@ def test_steps_have_the_same_losses_on_one_two_and_four_ranks(pool, steps):
 
 @pytest.mark.parametrize(
     ("world", "sequence", "over", "checkpointing"),
-    [(2, 2, "everyone", False), (4, 2, "everyone", True), (4, 2, "data", False), (4, 2, "hybrid", False)],
+    [
+        (2, 2, "everyone", False),
+        (4, 2, "hybrid", True),
+        pytest.param(4, 2, "everyone", True, marks=pytest.mark.long),
+        pytest.param(4, 2, "data", False, marks=pytest.mark.long),
+    ],
 )
 def test_fsdp2_has_one_process_gradients(pool, world, sequence, over, checkpointing):
     assert max(pool(world).run(gradients_under_fsdp, sequence, over, checkpointing)) <= 1e-5
 
 
-@pytest.mark.parametrize(("world", "strategy", "checkpointing"), [(2, "U2R1", False), (4, "U2R2", True)])
+@pytest.mark.parametrize(
+    ("world", "strategy", "checkpointing"),
+    [(2, "U2R1", True), pytest.param(4, "U2R2", False, marks=pytest.mark.long)],
+)
 def test_lora_adapters_have_one_process_gradients(pool, world, strategy, checkpointing):
     pytest.importorskip("peft")
     for error, adapters, alone in pool(world).run(gradients_of_lora, strategy, checkpointing):

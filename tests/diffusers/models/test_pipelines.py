@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.diffusers.models.pipeline_cases import CASES, marked, run_pipeline
+from tests.diffusers.models.pipeline_cases import CASES, run_pipeline
 
 TOLERANCE = 1e-5
 COSMOS_TOLERANCE = 2**-15
@@ -13,7 +13,24 @@ COSMOS_TOLERANCE = 2**-15
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 4, "block_k": 4, "dense_text": False}
 
 
-@pytest.mark.parametrize("number", [marked(case, number) for number, case in enumerate(CASES)])
+USUAL = (
+    "Cog",
+    "CosmosText",
+    "FluxKontext",
+    "HunyuanVideo15",
+    "HunyuanVideoFrame",
+    "LTX2P",
+    "QwenImageLayered",
+    "ZImage",
+)
+"""How the names of pipelines begin that differ most around a transformer; all others run in the long part."""
+NUMBERS = [
+    pytest.param(number, id=case.pipeline, marks=() if case.pipeline.startswith(USUAL) else pytest.mark.long)
+    for number, case in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_pipeline_equals_one_process(pool, number):
     """LTX-2 in float64: its guidance multiplies rounding, by which in float32 a predicted block is another one."""
     config = {"mask": SPARGE, "strategy": "U1R2"}

@@ -14,11 +14,11 @@ SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "blo
 @pytest.mark.parametrize(
     ("kind", "mask"),
     [
-        ("a14b", SPARGE),
-        ("ti2v", MASK),
+        pytest.param("a14b", SPARGE, marks=pytest.mark.long),  # with masks that are not predicted: below
+        pytest.param("ti2v", MASK, marks=pytest.mark.long),
         ("ti2v of an image", SPARGE),
         ("i2v of Wan2.1", MASK),
-        ("i2v of Wan2.2", MASK),
+        pytest.param("i2v of Wan2.2", MASK, marks=pytest.mark.long),
         ("vace with references", SPARGE),
     ],
     ids=lambda part: part if isinstance(part, str) else part["source"],

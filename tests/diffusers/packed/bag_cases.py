@@ -44,7 +44,7 @@ class BagCase:
 
     bags: str
     mask: str = "synthetic"
-    samples: tuple[int, ...] = (5, 3)
+    samples: tuple[int, ...] = (3, 2)
     seed: int = 0
     local: bool = True
     dtype: torch.dtype = torch.float64

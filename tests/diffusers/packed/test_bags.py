@@ -11,22 +11,23 @@ from tests.support.workers import assert_all_raise
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        (4, BagCase("g1n4")),
-        (4, BagCase("g2n2", "dense", seed=1, planner="contiguous")),
-        (4, BagCase("g4n1", "sparge", seed=2)),
-        (4, BagCase("g2n2", "sparge", samples=(1, 9, 1), seed=4, checkpointing=True)),
+        (4, BagCase("g1n4", samples=(2,))),
+        (4, BagCase("g2n2", "sparge", samples=(1, 4), seed=4, checkpointing=True)),
         (4, BagCase("auto", seed=7, dtype=torch.float32)),
-        (4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, fsdp=True, checkpointing=True)),
         (4, BagCase("g1n2+g2n1", "sparge", samples=(2, 1), seed=8, model="flux", fsdp=True, checkpointing=True)),
-        (4, BagCase("g2n2", seed=14, model="hunyuan", local=False)),
-        (4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, model="hunyuan", fsdp=True, checkpointing=True)),
-        (4, BagCase("g2n2", seed=13, model="wan-lora", checkpointing=True)),
-        (4, BagCase("g4n1", samples=(4, 4, 4), seed=14, moved=True)),  # the same sizes in another layout
-        (6, BagCase("g2n3", samples=(2, 12), seed=9)),
-        (6, BagCase("g1n2+g4n1", samples=(3, 20), seed=12)),
+        (4, BagCase("g2n2", "dense", seed=14, model="hunyuan", local=False, planner="contiguous")),
+        (4, BagCase("g2n2", samples=(2,), seed=13, model="wan-lora", checkpointing=True)),
+        (4, BagCase("g4n1", samples=(3, 3), seed=14, moved=True)),  # the same sizes in another layout
+        long(4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, model="hunyuan", fsdp=True, checkpointing=True)),
+        long(6, BagCase("g2n3", samples=(2, 12), seed=9)),
+        long(6, BagCase("g1n2+g4n1", samples=(3, 20), seed=12)),
     ],
     ids=lambda value: f"{value.model} {value.bags}" if isinstance(value, BagCase) else str(value),
 )
@@ -37,7 +38,7 @@ def test_samples_in_bags_equal_one_by_one(pool, world, case):
             assert of_gradients <= TOLERANCE[case.dtype], steps
 
 
-@pytest.mark.parametrize(("bags", "samples"), [("g2n2", 6), ("g1n2+g2n1", 1)])
+@pytest.mark.parametrize(("bags", "samples"), [("g2n2", 3), ("g1n2+g2n1", 1)])
 def test_int8_in_bags_is_near_one_by_one_without_gradients(pool, bags, samples):
     """Rejected on all ranks, also where a bag has nothing to attend to."""
     errors, said = zip(*pool(4).run(int8_in_bags, BagCase(bags, "dense", samples=(samples,), seed=3)), strict=True)

@@ -11,10 +11,10 @@ from tests.diffusers.packed.denoising_cases import denoised
     ("world", "kind", "enabled", "output_type", "bags"),
     [
         (1, "a14b", False, "np", None),
-        (1, "ti2v", False, "latent", None),
+        pytest.param(1, "ti2v", False, "latent", None, marks=pytest.mark.long),
         (2, "a14b", True, "latent", "g1n2"),
         (2, "ti2v", True, "latent", None),
-        (4, "ti2v", True, "latent", "g1n2+g2n1"),
+        pytest.param(4, "ti2v", True, "latent", "g1n2+g2n1", marks=pytest.mark.long),
     ],
 )
 def test_requests_together_give_what_the_pipeline_gives_for_each(
