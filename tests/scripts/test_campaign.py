@@ -24,9 +24,8 @@ from scripts.checks.stress.oracle.attention_case import draw_case, variants
 from scripts.checks.stress.oracle.oracle_part import BOUNDS
 from scripts.checks.stress.oracle.oracle_worker import run_cases
 from scripts.checks.stress.soak.census import counts_that_grow
-from scripts.checks.stress.soak.soak_draw import Block
-from scripts.checks.stress.soak.soak_part import Track
-from scripts.checks.stress.soak.soak_worker import run_block
+from scripts.checks.stress.soak.generations import Generation
+from scripts.checks.stress.soak.soak_part import Soak
 from tests.scripts.fault_controls import HOW, misbehave
 from tests.simulated.feature_cases import Order, Together, together
 from tests.support.programs import run, run_module
@@ -168,14 +167,18 @@ def test_input_that_breaks_a_limit_is_found(tmp_path):
 
 
 @pytest.mark.long
-def test_planted_leak_is_found_and_nothing_else(pool):
-    block, workers = Block(0, (2, 3, 4), batch=1, text=1, passes=1, seed=1, steps=1), pool(2)
-    clean, leaking = (Track(run_block, "12 blocks", 12, enough, pool=workers) for enough in (99, 12))
-    assert [clean.take(number, block).failure for number in range(14)] == [None] * 14
-    assert [counts_that_grow(series[2:]) for series in clean.series] == [[], []]
-    found = [leaking.take(number, block, leak=True).failure for number in range(12)]
-    assert found[:-1] == [None] * 11
-    assert all(name in found[-1] for name in ("descriptors", "objects", "tensors", "memory grows"))
+def test_planted_leak_is_found_and_nothing_else():
+    case = Generation(0, anew=False, height=32, width=32, steps=1, seed=1)
+    clean, leaking = Soak(enough=99), Soak(enough=12, leak=True)
+    try:
+        assert [clean.outcome(number, case).failure for number in range(14)] == [None] * 14
+        assert [counts_that_grow(series[2:]) for series in clean.series] == [[], []]
+        found = [leaking.outcome(number, case).failure for number in range(12)]
+        assert found[:-1] == [None] * 11
+        assert all(name in found[-1] for name in ("descriptors", "objects", "tensors", "memory grows"))
+    finally:
+        clean.close()
+        leaking.close()
 
 
 FOUND = {
