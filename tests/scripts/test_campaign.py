@@ -13,20 +13,19 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.checks.stress import features_part
-from scripts.checks.stress.faults import fork_server, generating
+from scripts.checks.stress.faults import generating, keeper
 from scripts.checks.stress.faults.fault_grid import case_of
 from scripts.checks.stress.faults.fault_injection import Injection, fire, reference
-from scripts.checks.stress.faults.fork_server import ForkServer, Task
 from scripts.checks.stress.faults.judging import Expected, message_about
+from scripts.checks.stress.faults.keeper import Task, start_keeper, wait_for
 from scripts.checks.stress.faults.phases import PHASES
 from scripts.checks.stress.frame import Outcome, Part, Progress, State, run_part
 from scripts.checks.stress.oracle.attention_case import draw_case, variants
 from scripts.checks.stress.oracle.oracle_part import BOUNDS
 from scripts.checks.stress.oracle.oracle_worker import run_cases
 from scripts.checks.stress.soak.census import counts_that_grow
-from scripts.checks.stress.soak.soak_draw import Block
-from scripts.checks.stress.soak.soak_part import Track
-from scripts.checks.stress.soak.soak_worker import run_block
+from scripts.checks.stress.soak.generations import Generation
+from scripts.checks.stress.soak.soak_part import Soak
 from tests.scripts.fault_controls import HOW, misbehave
 from tests.simulated.feature_cases import Order, Together, together
 from tests.support.programs import run, run_module
@@ -168,14 +167,18 @@ def test_input_that_breaks_a_limit_is_found(tmp_path):
 
 
 @pytest.mark.long
-def test_planted_leak_is_found_and_nothing_else(pool):
-    block, workers = Block(0, (2, 3, 4), batch=1, text=1, passes=1, seed=1, steps=1), pool(2)
-    clean, leaking = (Track(run_block, "12 blocks", 12, enough, pool=workers) for enough in (99, 12))
-    assert [clean.take(number, block).failure for number in range(14)] == [None] * 14
-    assert [counts_that_grow(series[2:]) for series in clean.series] == [[], []]
-    found = [leaking.take(number, block, leak=True).failure for number in range(12)]
-    assert found[:-1] == [None] * 11
-    assert all(name in found[-1] for name in ("descriptors", "objects", "tensors", "memory grows"))
+def test_planted_leak_is_found_and_nothing_else():
+    case = Generation(0, anew=False, height=32, width=32, steps=1, seed=1)
+    clean, leaking = Soak(enough=99), Soak(enough=12, leak=True)
+    try:
+        assert [clean.outcome(number, case).failure for number in range(14)] == [None] * 14
+        assert [counts_that_grow(series[2:]) for series in clean.series] == [[], []]
+        found = [leaking.outcome(number, case).failure for number in range(12)]
+        assert found[:-1] == [None] * 11
+        assert all(name in found[-1] for name in ("descriptors", "objects", "tensors", "memory grows"))
+    finally:
+        clean.close()
+        leaking.close()
 
 
 FOUND = {
@@ -195,21 +198,16 @@ FOUND = {
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
 def test_process_that_ends_wrongly_is_found(tmp_path):
-    kept = ForkServer("gc:collect")
-    try:
-        for how in HOW:
-            task = Task(misbehave, how, 2, 3.0, after_s=4.0)
-            kept.start(task, tmp_path / how.replace(" ", "-"))
-        for how, message in FOUND.items():
-            ended = kept.wait(tmp_path / how.replace(" ", "-"))
-            found = message_about(ended, Expected("failure", 1, "raise"), 3.0)
-            if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own
-                os.unlink("/dev/shm/left")
-                continue
-            assert (found is None) == (message is None), (how, found, ended)
-            assert message is None or message in found, (how, found)
-    finally:
-        kept.close()
+    folders = {how: tmp_path / how.replace(" ", "-") for how in HOW}
+    keepers = {how: start_keeper(Task(misbehave, how, 2, 3.0, after_s=4.0), folders[how]) for how in HOW}
+    for how, message in FOUND.items():
+        ended = wait_for(keepers[how], folders[how])
+        found = message_about(ended, Expected("failure", 1, "raise"), 3.0)
+        if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own
+            os.unlink("/dev/shm/left")
+            continue
+        assert (found is None) == (message is None), (how, found, ended)
+        assert message is None or message in found, (how, found)
 
 
 def test_fault_as_the_last_act_of_all_processes_is_seen(tmp_path, monkeypatch):
@@ -230,7 +228,7 @@ def test_fault_as_the_last_act_of_all_processes_is_seen(tmp_path, monkeypatch):
     for name in ("err0", "out0"):
         (tmp_path / name).touch()
     monkeypatch.setattr(os, "waitpid", let_it_end_first)
-    ended = fork_server._watch(Task(misbehave, "nothing", 1, 3.0), tmp_path, [process], time.monotonic())
+    ended = keeper._watch(Task(misbehave, "nothing", 1, 3.0), tmp_path, [process], time.monotonic())
     assert (ended.fired, ended.codes) == (True, [1])
 
 

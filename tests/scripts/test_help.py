@@ -7,9 +7,7 @@ import pytest
 from tests.support.programs import run_module
 from tests.support.repository import ROOT
 
-PARTS = {f"scripts.checks.{name}" for name in ("stress.faults.fork_server", "stress.faults.rank")}
-PARTS.add("scripts.checks.gpu.machine")
-PARTS.add("scripts.checks.versions.probe")
+PARTS = {f"scripts.checks.{name}" for name in ("stress.faults.rank", "gpu.machine", "versions.private_names")}
 PARTS |= {f"scripts.checks.engines.{name}" for name in ("sglang_command", "vllm_omni_command")}
 """Processes that other programs start."""
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
 from scripts.checks.csv_table import update_table
-from scripts.checks.versions.looking_up import PrivateName, belongs, message
-from scripts.checks.versions.private_names import PRIVATE_NAMES
-from scripts.checks.versions.rows import Row, summed_up
+from scripts.checks.versions.__main__ import TESTS, by_reason, outcomes
+from scripts.checks.versions.private_names import PrivateName, message, private_names
 from tests.support.programs import run_module
 from tests.support.repository import ROOT
 
 
 def test_what_is_installed_has_every_private_name():
-    """When this fails, a framework has changed: look at the modules of ours that it names in private_names.py."""
-    done = run_module("scripts.checks.versions.probe", "--names")
+    """When this fails, a framework has changed: look at the modules of ours that private_names.yaml names."""
+    done = run_module("scripts.checks.versions.private_names")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])["names"]
-    assert {package: one["messages"] for package, one in found.items()} == {package: [] for package in PRIVATE_NAMES}
-    assert all(one["of"] == len(PRIVATE_NAMES[package]) > 0 for package, one in found.items())
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["messages"] == []
+    assert found["of"] == Counter(name.package for name in private_names() if name.belongs)
+    assert set(found["of"]) == {"xfuser", "diffusers", "para-attn", "cache-dit", "torch"}
 
 
 @pytest.mark.parametrize(
@@ -40,28 +41,33 @@ def test_what_a_version_lacks_is_said(name, said):
 
 
 def test_a_newer_name_is_not_asked_of_an_older_version():
-    asked = [belongs(PrivateName("torch:no", "x", since=since), "torch") for since in ("", "2.0", "99.0")]
+    asked = [PrivateName("torch:no", "x", since=since).belongs for since in ("", "2.0", "99.0")]
     assert asked == [True, True, False]
 
 
 def test_every_private_name_names_a_module_of_ours():
-    for names in PRIVATE_NAMES.values():
-        for one in names:
-            path = one.user.replace(".", "/") + ".py"
-            assert (ROOT / path).is_file() or (ROOT / "kernels" / path).is_file(), one
+    for one in private_names():
+        path = one.user.replace(".", "/") + ".py"
+        assert (ROOT / path).is_file() or (ROOT / "kernels" / path).is_file(), one
+
+
+def test_tests_of_versions_exist():
+    for one in TESTS:
+        path, _, name = one.partition("[")[0].partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text(), one
 
 
 def test_what_many_names_lack_for_one_reason_is_said_once():
     messages = [f"diffusers:{name}: cannot be imported" for name in "abc"]
     messages += ["diffusers:d takes no x", "torch:e takes no x"]
-    found = {
-        "names": {"diffusers": {"of": 6, "messages": messages}},
-        "runs": {},
-        "versions": {"python": "", "torch": ""},
-    }
-    row = summed_up(Row("diffusers", "0.1", "oldest"), found)
-    assert row.names == "1 of 6"
-    assert row.messages == ("diffusers:a and 2 others: cannot be imported; diffusers:d takes no x; torch:e takes no x")
+    said = ["diffusers:a and 2 others: cannot be imported", "diffusers:d takes no x", "torch:e takes no x"]
+    assert by_reason(messages) == said
+
+
+def test_cases_that_fail_or_are_skipped_are_named():
+    report = """<testsuites><testsuite><testcase name="one"/><testcase name="two"><failure message="off&#10;by"/>
+    </testcase><testcase name="three"><skipped message="no gloo"/></testcase></testsuite></testsuites>"""
+    assert outcomes(report) == ("1 of 3", ["two: off", "three: no gloo"])
 
 
 def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dbsp_core import Strategy
-from scripts.checks.stress.frame import WORLDS, Outcome, Part
+from scripts.checks.stress.frame import WORLDS, Failed, Outcome, Part, Workers
 from tests.gpu_node.node import GpuNode, NodeError
 from tests.simulated.feature_cases import COMPILED, FEATURES, Order, Together, alone, feature_named, together
-from tests.support.workers import WorkerError, WorkerPool
 
 TOLERANCE = 1e-5
 MOST_FEATURES = 3
@@ -77,7 +76,7 @@ class Features(Part):
 
     def __init__(self) -> None:
         self._node: GpuNode | None = None
-        self._pool: WorkerPool | None = None
+        self._workers = Workers()
 
     def draw(self, seed: int, number: int) -> Draw:
         return draw_case(seed, number)
@@ -90,23 +89,21 @@ class Features(Part):
             yield self._outcome(number, case)
 
     def close(self) -> None:
-        for kept in (self._node, self._pool):
-            if kept is not None:
-                kept.close()
-        self._node = self._pool = None
+        self._workers.close()
+        if self._node is not None:
+            self._node.close()
+        self._node = None
 
     def _outcome(self, number: int, case: Draw) -> Outcome:
         """Judges a case; features that do not go together without db-SP prove nothing."""
         try:
             self._ask(case, alone)
-        except (NodeError, WorkerError):
-            self.close()  # what a failed call leaves on the node must not reach the next
+        except Failed:
             return Outcome(number, None, {"impossible without db-SP": 1.0})
         try:
             found: list[Together] = self._ask(case, together)
-        except (NodeError, WorkerError, EOFError, OSError) as error:
-            self.close()
-            return Outcome(number, " ".join(f"{type(error).__name__}: {error}".split())[:400])
+        except Failed as error:
+            return Outcome(number, str(error))
         difference = max(one.difference for one in found)
         wrong = [f"samples differ by {difference:.3g}"] if not difference <= TOLERANCE else []
         wrong += ["ranks skip other blocks than one process"] if any(o.computed != o.expected for o in found) else []
@@ -115,12 +112,12 @@ class Features(Part):
         return Outcome(number, "; ".join(wrong) or None, {"difference": difference})
 
     def _ask(self, case: Draw, function: Callable[..., Any]) -> list[Any]:
-        """Calls a function on all ranks, and returns its results by rank."""
-        if not case.compiles:
-            self._node = self._node or GpuNode()
+        """Calls a function on all ranks, and returns its results by rank. Raises Failed."""
+        if case.compiles:
+            return self._workers.ask(case.world, function, case.order, False)
+        self._node = self._node or GpuNode()
+        try:
             return self._node.run(case.world, function, case.order)
-        if self._pool is None or self._pool.world != case.world:
-            if self._pool is not None:
-                self._pool.close()
-            self._pool = WorkerPool(case.world)
-        return self._pool.run(function, case.order, False)
+        except (NodeError, EOFError, OSError) as error:
+            self.close()  # what a failed call leaves on the node must not reach the next
+            raise Failed.by(error) from error

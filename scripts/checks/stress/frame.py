@@ -6,12 +6,14 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from dbsp_core.utils.files import write_atomically
+from tests.support.workers import PRELOADED, SAFETY_NET_S, WorkerError, WorkerPool
 
 SAVE_EVERY_S = 5.0
 WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
@@ -90,6 +92,40 @@ class Part(ABC):
 
     def _alone(self, case: Any, number: int = 0) -> Outcome:
         return next(iter(self.judged({number: case})))
+
+
+class Failed(Exception):
+    """What became of processes that a case ran in, in one line."""
+
+    @classmethod
+    def by(cls, error: Exception) -> Failed:
+        """Returns another error's type and message."""
+        return cls(" ".join(f"{type(error).__name__}: {error}".split())[:400])
+
+
+class Workers:
+    """Processes of one world size: started when they are first asked, and again after a failure."""
+
+    def __init__(self, preloaded: tuple[str, ...] = PRELOADED, patience_s: float = SAFETY_NET_S) -> None:
+        self._pool: WorkerPool | None = None
+        self._preloaded, self._patience_s = preloaded, patience_s
+
+    def ask(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Returns function(rank, world, *args) by rank. Raises Failed."""
+        if self._pool is None or self._pool.world != world:
+            self.close()
+            self._pool = WorkerPool(world, self._preloaded, self._patience_s)
+        try:
+            return self._pool.run(function, *args)
+        except (WorkerError, EOFError, OSError) as error:
+            self.close()
+            raise Failed.by(error) from error
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
 
 @dataclass
@@ -171,4 +207,5 @@ def run_part(part: Part, state: State, path: Path, seconds: float) -> None:
                 break
     finally:
         cases.close()  # type: ignore[attr-defined]
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  the next part's has imported other modules
         state.write(path)

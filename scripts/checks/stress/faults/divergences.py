@@ -1,110 +1,80 @@
-"""Divergences: values that differ on one rank, and the message about each on all ranks."""
+"""Divergences: values that differ on one rank, which every rank must name. Tests hold the words of each message."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.checks.stress.faults.phases import SPARGE, WINDOW
 
-INPUTS = "batch, head size, dtype or device type of q, k and v, or whether they need gradients, differ on rank(s) [{}]"
-SETTINGS = "the settings differ on rank(s) [{}]"
-
 
 @dataclass(frozen=True)
 class Divergence:
-    """program: see `faults.programs`;  odd: the odd rank's values;  version: package of which it has another one
+    """program: see `faults.programs`;  odd: the odd rank's values, of which "other" is what the others do not have
 
-    message: on every rank, {} for the odd one
+    version: package of which the odd rank has another one
     quiet: whether only $DBSP_DEBUG looks for it: without, nothing is said, and nothing hangs
     later: whether without it something is said only after an attention
     settings: on all ranks
     """
 
     program: str
-    message: str
     odd: dict[str, Any] = field(default_factory=dict)
     version: str | None = None
     quiet: bool = False
     later: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.program}: {self.odd or f'version of {self.version}'}"
 
 
-def _attention(message: str, quiet: bool = False, version: str | None = None, **odd: Any) -> Divergence:
-    return Divergence("attention", message, odd, version, quiet)
+_ATTENTION: dict[str, Any] = {"mask_seed": 1, "planner": "contiguous", "layout": "striped", "heads": 3}
+_INPUTS: dict[str, Any] = {"scale": 0.5, "batch": 2, "dtype": "float64", "extra": 1}
+_SESSION: dict[str, Any] = {"heads": 5, "strategy": "other", "thw": (4, 6, 6), "layer": 1}
+_FILES: dict[str, Any] = {"mask_file": ("vanished", "truncated"), "mask_seed": (1,)}
+_DEBUG: dict[str, Any] = {"settings": {"debug": "other"}}
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"mask": {**SPARGE, "cdf": 0.7}},
+    {"mask": {**SPARGE, "block_k": 32}},
+    {"mask": WINDOW},
+    {"kernel": "reference"},
+    {"reuse": 1.5},
+    {"precision": "int8"},
+    {"planner": "snake"},
+    {"dense_schedule": {"first_steps": 1}},
+    {"debug": "other"},
+    {"machine": "nowhere.yaml"},
+)
 
 
-def _session(
-    message: str, quiet: bool = False, mask: Any = SPARGE, version: str | None = None, **odd: Any
-) -> Divergence:
-    return Divergence("session", message, odd, version, quiet, settings={"mask": mask})
+def _all() -> Iterator[Divergence]:
+    for name, value in (_ATTENTION | _INPUTS | {"head_dim": 8, "gradients": True} | _DEBUG).items():
+        yield Divergence("attention", {name: value})
+    for name, value in {"kernel": "reference", "finite": False}.items():
+        yield Divergence("attention", {name: value}, quiet=True)
+    for package in ("torch", "triton"):
+        yield Divergence("attention", version=package, quiet=True)
+    sparge = {"mask": SPARGE}
+    for setting in _SETTINGS:
+        yield Divergence("session", {"settings": {**sparge, **setting}}, settings=sparge)
+    for name, value in (_SESSION | _INPUTS).items():
+        yield Divergence("session", {name: value}, settings=sparge)
+    yield Divergence("session", {"flipped": True}, later=True, settings=sparge)
+    yield Divergence("session", {"cfg_branch": 1}, quiet=True, settings=sparge)
+    yield Divergence("session", {"finite": False}, quiet=True, settings={"mask": WINDOW})
+    for package in ("torch", "dbsp-attention"):
+        yield Divergence("session", version=package, quiet=True, settings=sparge)
+    for name, values in _FILES.items():
+        for value in values:
+            yield Divergence("session", {"mask_file": "whole", name: value}, settings=sparge)
+    yield Divergence("transformer", {"settings": {"mask": SPARGE}})
+    for name, value in {"batch": 2, "latents_seed": 8}.items():
+        yield Divergence("transformer", {name: value})
+    yield Divergence("transformer", version="diffusers", quiet=True)
+    for name, value in ({"dtype": "float64", "head_dim": 8} | _DEBUG).items():
+        yield Divergence("redistribution", {name: value})
 
 
-def _setting(**changed: Any) -> Divergence:
-    return Divergence("session", SETTINGS, {"settings": {"mask": SPARGE, **changed}}, settings={"mask": SPARGE})
-
-
-VERSION = "the version of {} differs on rank(s) [{{}}]"
-DIVERGENCES: dict[str, Divergence] = {
-    "attention: mask": _attention("the {} differs on rank(s) [{{}}]", mask_seed=1),
-    "attention: plan": _attention("the plan differs on rank(s) [{}]", planner="contiguous"),
-    "attention: layout": _attention("the sequence layout differs on rank(s) [{}]", layout="striped"),
-    "attention: scale": _attention("the scale of the scores differs on rank(s) [{}]", scale=0.5),
-    "attention: kernel": _attention("rank(s) [{}] selected a different attention kernel", True, kernel="reference"),
-    "attention: batch": _attention(INPUTS, batch=2),
-    "attention: dtype": _attention(INPUTS, dtype="float64"),
-    "attention: head size": _attention(INPUTS, head_dim=8),
-    "attention: heads": _attention("differs on rank(s) [{}]", heads=3),
-    "attention: positions": _attention("rank(s) [{}]: q of shape", extra=1),
-    "attention: gradients": _attention(INPUTS, gradients=True),
-    "attention: debug": _attention("debug differs on rank(s) [{}]", settings={"debug": "other"}),
-    "attention: not finite": _attention("rank(s) [{}]: q, k or v has values that are not finite", True, finite=False),
-    "attention: torch": _attention(VERSION.format("torch"), True, "torch"),
-    "attention: triton": _attention(VERSION.format("triton"), True, "triton"),
-    "session: cdf": _setting(mask={**SPARGE, "cdf": 0.7}),
-    "session: blocks": _setting(mask={**SPARGE, "block_k": 32}),
-    "session: another source": _setting(mask=WINDOW),
-    "session: kernel": _setting(kernel="reference"),
-    "session: threshold": _setting(reuse=1.5),
-    "session: precision": _setting(precision="int8"),
-    "session: planner": _setting(planner="snake"),
-    "session: dense steps": _setting(dense_schedule={"first_steps": 1}),
-    "session: debug": _setting(debug="other"),
-    "session: heads": _session(SETTINGS, heads=5),
-    "session: strategy": _session(SETTINGS, strategy="other"),
-    "session: size": _session("differs on rank(s) [{}]", thw=(4, 6, 6)),
-    "session: CFG pass": _session("the denoising step or CFG pass differs on rank(s) [{}]", True, cfg_branch=1),
-    "session: layer": _session("another layer's attention is reached on rank(s) [{}]", layer=1),
-    "session: predicted mask": Divergence(
-        "session", "the mask differs on rank(s) [{}]", {"flipped": True}, later=True, settings={"mask": SPARGE}
-    ),
-    "session: scale": _session("the scale of the scores differs on rank(s) [{}]", scale=0.5),
-    "session: batch": _session(INPUTS, batch=2),
-    "session: dtype": _session(INPUTS, dtype="float64"),
-    "session: positions": _session("rank(s) [{}]: q of shape", extra=1),
-    "session: not finite": _session("rank(s) [{}]: q, k or v has values", True, WINDOW, finite=False),
-    "session: torch": _session(VERSION.format("torch"), True, version="torch"),
-    "session: db-SP": _session(VERSION.format("dbsp-attention"), True, version="dbsp-attention"),
-    "session: hardware file": Divergence(
-        "session",
-        "rank(s) [{}]: ",
-        {"settings": {"mask": SPARGE, "machine": "nowhere.yaml"}},
-        settings={"mask": SPARGE},
-    ),
-    "mask file: vanished": _session("rank(s) [{}]: ", mask_file="vanished"),
-    "mask file: truncated": _session("rank(s) [{}]: ", mask_file="truncated"),
-    "mask file: another": _session("differs on rank(s) [{}]", mask_seed=1),
-    "transformer: configuration": Divergence(
-        "transformer", "the configuration differs on rank(s) [{}]", {"settings": {"mask": SPARGE}}
-    ),
-    "transformer: batch": Divergence("transformer", "the size of the video differs on rank(s) [{}]", {"batch": 2}),
-    "transformer: latents": Divergence(
-        "transformer", "the latents that a generation begins with differ on rank(s) [{}]", {"latents_seed": 8}
-    ),
-    "transformer: diffusers": Divergence("transformer", VERSION.format("diffusers"), version="diffusers", quiet=True),
-    "redistribution: dtype": Divergence("redistribution", "differ on rank(s) [{}]", {"dtype": "float64"}),
-    "redistribution: head_dim": Divergence("redistribution", "differ on rank(s) [{}]", {"head_dim": 8}),
-    "redistribution: debug": Divergence(
-        "redistribution", "debug differs on rank(s) [{}]", {"settings": {"debug": "other"}}
-    ),
-}
+DIVERGENCES = tuple(_all())

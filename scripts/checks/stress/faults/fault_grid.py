@@ -7,11 +7,11 @@ import random
 from dataclasses import dataclass
 
 from dbsp_core import Strategy
-from scripts.checks.stress.faults.divergences import DIVERGENCES
+from scripts.checks.stress.faults.divergences import DIVERGENCES, Divergence
 from scripts.checks.stress.faults.fault_injection import Injection
-from scripts.checks.stress.faults.fork_server import Task
 from scripts.checks.stress.faults.generating import GENERATIONS, SPARE_S
 from scripts.checks.stress.faults.judging import ENDS, Expected
+from scripts.checks.stress.faults.keeper import Task
 from scripts.checks.stress.faults.library import TIMEOUT_S, Ranks, be_a_rank
 from scripts.checks.stress.faults.phases import MAKES_A_GROUP, PHASES, WRITERS
 from scripts.checks.stress.faults.programs import Values
@@ -29,6 +29,8 @@ SOMEWHERE = {
 """Phases that further acts happen in."""
 FROM_GRID = 0.5
 """Share of cases."""
+DIVERGE = 0.25
+"""Share of the others, on ranks of any number."""
 CONNECTS_S = 5 * TIMEOUT_S
 """After which gloo gives up making a group with ranks that have gone: a rank that was stopped comes to that."""
 
@@ -50,17 +52,21 @@ def grid() -> tuple[Case, ...]:
     """Returns every act in every phase, every divergence with and without debug, and all of `dbsp generate`."""
     cases = [fault(name, act, world=3) for act in EVERYWHERE for name in PHASES]
     cases += [fault(name, act, world=2) for act, names in SOMEWHERE.items() for name in names]
-    cases += [divergence(name, debug) for name in DIVERGENCES for debug in (True, False)]
+    cases += [divergence(one, debug) for one in DIVERGENCES for debug in (True, False)]
     cases += [Case(name, one.task, Expected("elsewhere")) for name, one in GENERATIONS.items()]
     return tuple(cases)
 
 
 def case_of(seed: int, number: int) -> Case:
-    """Returns one of the grid, or a random moment of a random phase on 2 to 8 ranks."""
+    """Returns one of the grid, or on 2 to 8 ranks a divergence or a random moment of a random phase."""
     draw = random.Random(f"{seed}:{number}")
     if draw.random() < FROM_GRID:
         return draw.choice(grid())
-    name, act, world = draw.choice(list(PHASES)), draw.choice(EVERYWHERE), draw.choice(WORLDS)
+    world = draw.choice(WORLDS)
+    if draw.random() < DIVERGE:
+        odd = draw.randrange(world) if world > 2 else 1  # of two ranks, the first is taken to be right
+        return divergence(draw.choice(DIVERGENCES), draw.random() < 0.5, world, odd)
+    name, act = draw.choice(list(PHASES)), draw.choice(EVERYWHERE)
     calls = PHASES[name].awaited or 3 * PHASES[name].nth
     return fault(name, act, world, draw.randrange(world), draw.randint(1, calls), draw)
 
@@ -88,12 +94,10 @@ def fault(
     return Case(title, task, Expected(how, odd, act, silent=silent, odd_limit_s=odd_limit))
 
 
-def divergence(name: str, debug: bool) -> Case:
-    """Returns the case of something that differs on one rank of three."""
-    one, odd, world = DIVERGENCES[name], 1, 3
-    values = Values(
-        f"U1R{world}", {**one.settings, "debug": debug}, mask_file="whole" if name.startswith("mask file") else ""
-    )
+def divergence(one: Divergence, debug: bool, world: int = 3, odd: int = 1) -> Case:
+    """Returns the case of something that differs on one rank."""
+    file = "whole" if "mask_file" in one.odd else ""
+    values = Values(f"U1R{world}", {**one.settings, "debug": debug}, mask_file=file)
     given = dict(one.odd)
     if "settings" in given:
         changed = {key: not debug if value == "other" else value for key, value in given["settings"].items()}
@@ -102,10 +106,8 @@ def divergence(name: str, debug: bool) -> Case:
         given["strategy"] = f"U{world}R1"
     ranks = Ranks(one.program, world, values, odd_rank=odd, odd=given, version=one.version)
     how = "quiet" if one.quiet and not debug else "failure"
-    words = "" if one.later and not debug else one.message.format(odd)
-    if name == "attention: mask":
-        words = one.message.format("mask" if debug else "plan").format(odd)
-    return Case(f"{name} differs on rank {odd} of {world}, debug {debug}", _task(ranks), Expected(how, odd, "", words))
+    words = "" if one.later and not debug else f"rank(s) [{odd}]"
+    return Case(f"{one} on rank {odd} of {world}, debug {debug}", _task(ranks), Expected(how, odd, "", words))
 
 
 def _task(ranks: Ranks, stopped: int | None = None) -> Task:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scripts.checks.stress.faults import rank as faulty_rank
 from scripts.checks.stress.faults.fault_injection import CHECKPOINT, FILLER, RESULTS, Injection
-from scripts.checks.stress.faults.fork_server import Ended, Task
+from scripts.checks.stress.faults.keeper import Ended, Task
 
 TIMEOUT_S = 25.0
 """In which the last rank has ended after the first: torchrun looks at them every tenth of a second."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from scripts.checks.stress.faults.fork_server import Ended
+from scripts.checks.stress.faults.keeper import Ended
 from scripts.checks.stress.faults.programs import DONE
 
 TOLERANCE = 1e-5

@@ -60,14 +60,3 @@ def _have_another_version_of(package: str) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "version", None) is real:
             module.version = version  # type: ignore[attr-defined]
-
-
-def preload() -> None:
-    """Imports what every process has from its birth."""
-    import diffusers.models.transformers.transformer_wan  # noqa: F401
-    import torch._dynamo  # noqa: F401
-
-    import dbsp_cli.cli
-    import dbsp_cli.generate.videos  # noqa: F401
-    from tests.support import interpreter  # noqa: F401  before anything else imports triton
-    from tests.support.models import transformers_for_tests  # noqa: F401

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,19 +20,12 @@ from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.files import parse_size
-from scripts.checks.stress.fuzz.mutations import (
-    WORDS,
-    mutated_bytes,
-    mutated_json,
-    mutated_safetensors,
-    mutated_text,
-    mutated_tree,
-    mutated_words,
-)
-from scripts.checks.stress.fuzz.originals import Originals
+from scripts.checks.stress.fuzz.mutations import damaged_file, damaged_text, damaged_words
 from scripts.reproduce.knapformer.drawing import parse_streams
 
-SIZES = "thw=3,4,8 block_q=16 block_k=16"
+REPO = Path(__file__).resolve().parents[4]
+Call = Callable[[str], object] | str
+"""A reader of a text or path, or the words after `dbsp`, with {} for the path."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +36,42 @@ class Trial:
     call: Callable[[], object] | list[str]
 
 
-def draw_trial(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    """Writes what it needs to `folder`, which is the working directory. Readers are called for themselves more often
-    than commands, which take longer."""
-    kind = rng.choices([*KINDS], [weight for weight, _ in KINDS.values()])[0]
-    return KINDS[kind][1](rng, originals, folder)
+def _read_masks(path: str) -> None:
+    file = MaskFile(path)
+    for layer in range(min(file.layers, 3)):
+        file.layer(layer).density  # noqa: B018
 
 
-def _yaml(rng: random.Random, text: str) -> str:
-    import yaml
-
-    if rng.random() < 0.5:
-        return mutated_text(rng, text)
-    return str(yaml.safe_dump(mutated_tree(rng, yaml.safe_load(text))))
+def _read_model(path: str) -> None:
+    signature = signature_of_model(str(Path(*Path(path).parts[:2])))
+    default_config(signature)
+    require_same_model(DbspConfig.load("tiny-wan"), signature)
 
 
-def _write(path: Path, content: str | bytes) -> None:
-    path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+def _bags(text: str) -> BagTopology:
+    return BagTopology.parse(text, 8)
 
 
-def _config(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    _write(folder / "config.yaml", text := _yaml(rng, rng.choice(originals.configs)))
-    return Trial(f"configuration {text!r}", lambda: DbspConfig.load("config.yaml"))
-
-
-def _hardware(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    _write(folder / "hardware.yaml", text := _yaml(rng, rng.choice(originals.hardware)))
-    return Trial(f"hardware {text!r}", lambda: load_hardware("hardware.yaml"))
-
-
+SIZES = "thw=3,4,8 block_q=16 block_k=16"
+CONVERT = f"masks convert {{}} out.safetensors {SIZES}"
+OF_RECORDING = ("masks info recording --gpus 2", "masks convert recording out.safetensors step=1")
+FILES: dict[str, tuple[float, Sequence[Call]]] = {
+    "configs/*.yaml": (20, [DbspConfig.load]),
+    "configs/hardware/*.yaml": (5, [load_hardware]),
+    "masks/*": (18, [*[_read_masks] * 10, "plan {} --gpus 4", "masks info {} --gpus 2 --json"]),
+    "recording/index.json": (4, ["masks info recording --gpus 2", "masks convert recording out.safetensors step=1"]),
+    "recording/*.safetensors": (
+        2,
+        ["masks info recording --gpus 2", "masks convert recording out.safetensors step=1"],
+    ),
+    "foreign/*": (8, [f"{CONVERT} {more}" for more in ("", "lut=absolute", "lut=delta counts=counts", "key=mask")]),
+    "report.json": (8, [f"report {words}" for words in ("{}", "{} --json", "{} {}", "{} --html out.html")]),
+    "models/*/**/*.json": (3, [_read_model]),
+    "fitted.safetensors": (2, [LowRankProjections.load]),
+    "moments.safetensors": (1, ["masks fit out.safetensors {} --rank 2"]),
+}
+"""By pattern of the file that is damaged: how often, and what reads it. Readers are called for themselves more often
+than commands, which take longer."""
 STRINGS: tuple[tuple[Callable[[str], object], str], ...] = (
     (parse_size, "8GiB"),
     (parse_thw, "21,45,80"),
@@ -78,7 +79,7 @@ STRINGS: tuple[tuple[Callable[[str], object], str], ...] = (
     (StepGroups.parse, "5-9,10-24,25-49"),
     (StepGroups.parse, "0-9,10-"),
     (Strategy.parse, "U4R2"),
-    (lambda text: BagTopology.parse(text, 8), "g1n2+g2n1+g4n1"),
+    (_bags, "g1n2+g2n1+g4n1"),
     (parse_streams, "g24b4i512,g8b1i512f85s1"),
     (mask_settings, "window:window=[5,9,9],block_q=32"),
     (DbspConfig.load, "sparge:cdf=0.92"),
@@ -87,126 +88,46 @@ STRINGS: tuple[tuple[Callable[[str], object], str], ...] = (
     (DbspConfig.load, "radial:width=0.5,decay=0.5"),
     (DbspConfig.load, "svg:frames=7,temporal_heads=[1,2]"),
 )
-
-
-def _string(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    read, text = rng.choice(STRINGS)
-    text = rng.choice(WORDS) if rng.random() < 0.1 else mutated_text(rng, text)
-    return Trial(f"{text!r} for {read.__qualname__}", lambda: read(text))
-
-
-def _mask_file(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    _write(folder / "masks.safetensors", mutated_safetensors(rng, rng.choice(originals.masks)))
-
-    def read() -> None:
-        file = MaskFile("masks.safetensors")
-        for layer in range(min(file.layers, 3)):
-            file.layer(layer).density  # noqa: B018
-
-    return Trial("a mask file", read)
-
-
-def _mask_command(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    _write(folder / "masks.safetensors", mutated_safetensors(rng, rng.choice(originals.masks)))
-    command = rng.choice(["plan masks.safetensors --gpus 4", "masks info masks.safetensors --gpus 2 --json"])
-    return Trial(f"a mask file for dbsp {command}", command.split())
-
-
-def _recording(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    (folder / "recording").mkdir(exist_ok=True)
-    broken = "index.json" if rng.random() < 0.7 else rng.choice(list(originals.recording))
-    for name, content in originals.recording.items():
-        if name == broken:
-            json = name.endswith(".json")
-            content = mutated_json(rng, content.decode()) if json else mutated_safetensors(rng, content)
-        _write(folder / "recording" / name, content)
-    command = rng.choice(["masks info recording --gpus 2", "masks convert recording out.safetensors step=1"])
-    return Trial(f"a recording with another {broken} for dbsp {command}", command.split())
-
-
-def _foreign(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    suffix, content = rng.choice(originals.foreign)
-    _write(folder / f"foreign{suffix}", mutated_bytes(rng, content))
-    more = rng.choice(["", "lut=absolute", "lut=delta counts=counts", "crop=true", "steps=20", "key=mask"])
-    command = f"masks convert foreign{suffix} out.safetensors {SIZES} {more}"
-    return Trial(f"a foreign file for dbsp {command}", command.split())
-
-
-def _report(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    _write(folder / "report.json", text := mutated_json(rng, originals.report))
-    _write(folder / "sound.json", originals.report)
-    command = rng.choice(
-        ["report.json", "report.json --json", "sound.json report.json", "report.json --html out.html"]
-    )
-    return Trial(f"{command} with {text[:1500]!r}", ["report", *command.split()])
-
-
-_FIT = "masks fit fitted moments --rank 2"
-
-
-def _fitted(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    if rng.random() < 0.5:
-        _write(folder / "fitted", mutated_safetensors(rng, originals.fitted))
-        return Trial("a file of fitted projections", lambda: LowRankProjections.load("fitted"))
-    _write(folder / "moments", mutated_safetensors(rng, originals.moments))
-    return Trial("recorded queries and keys for dbsp masks fit", _FIT.split())
-
-
-def _model(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    index, transformer = rng.choice(originals.models)
-    if rng.random() < 0.5:
-        index = mutated_json(rng, index)
-    else:
-        transformer = mutated_json(rng, transformer)
-    (folder / "model" / "transformer").mkdir(parents=True)
-    _write(folder / "model" / "model_index.json", index)
-    _write(folder / "model" / "transformer" / "config.json", transformer)
-
-    def read() -> None:
-        signature = signature_of_model("model")
-        default_config(signature)
-        require_same_model(DbspConfig.load("tiny-wan"), signature)
-
-    return Trial(f"a model with {index[:700]!r} and {transformer[:700]!r}", read)
-
-
 COMMANDS = (
-    "plan masks.safetensors --gpus 4 --strategy U2R2 --planner dbsp --keys needed",
-    "plan masks.safetensors --gpus 4 --strategy all --planner all --json",
-    "masks info masks.safetensors --gpus 2",
-    "masks info masks.safetensors --gpus 2 --quality --json",
-    f"masks convert foreign.pt out.safetensors key=sparse {SIZES} orders=hwt,thw text_tokens=0 groups=0-4",
-    f"masks convert foreign.npz out.safetensors key=mask {SIZES} tail_dense=true joined_text=true crop=true",
+    "plan masks/one-True.safetensors --gpus 4 --strategy U2R2 --planner dbsp --keys needed",
+    "plan masks/one-False.safetensors --gpus 4 --strategy all --planner all --json",
+    "masks info masks/grouped-True.safetensors --gpus 2",
+    "masks info masks/one-True.safetensors --gpus 2 --quality --json",
+    f"masks convert foreign/sparse.pt out.safetensors key=sparse {SIZES} orders=hwt,thw text_tokens=0 groups=0-4",
+    f"masks convert foreign/arrays.npz out.safetensors key=mask {SIZES} tail_dense=true joined_text=true crop=true",
     "masks convert recording out.safetensors step=1 branch=0",
     "masks fit out.safetensors recording --rank 4",
     "report report.json report.json --json --html out.html",
     "masks --help",
 )
+STRINGS_WEIGHT, COMMANDS_WEIGHT = 30, 5
 
 
-def _command(rng: random.Random, originals: Originals, folder: Path) -> Trial:
-    _write(folder / "masks.safetensors", originals.masks[0])
-    for suffix, content in originals.foreign:
-        _write(folder / f"foreign{suffix}", content)
-    (folder / "recording").mkdir(exist_ok=True)
-    for name, content in originals.recording.items():
-        _write(folder / "recording" / name, content)
-    _write(folder / "report.json", originals.report)
-    words = mutated_words(rng, rng.choice(COMMANDS).split())
-    return Trial(f"dbsp {words}"[:1500], words)
+def draw_trial(rng: random.Random, originals: Path, folder: Path) -> Trial:
+    """Empties `folder`, and damages a string, a file in it, or the words of a command that reads sound files there."""
+    weights = [STRINGS_WEIGHT, COMMANDS_WEIGHT, *(weight for weight, _ in FILES.values())]
+    (kind,) = rng.choices(["string", "command", *FILES], weights)
+    shutil.rmtree(folder, ignore_errors=True)
+    if kind == "string" or kind.startswith("configs"):
+        folder.mkdir()
+    else:
+        shutil.copytree(originals, folder)
+    if kind == "string":
+        read, text = rng.choice(STRINGS)
+        text = damaged_text(rng, text)
+        return Trial(f"{text!r} for {read.__qualname__}", lambda: read(text))
+    if kind == "command":
+        words = [word.replace("\x00", "") for word in damaged_words(rng, rng.choice(COMMANDS).split())]
+        return Trial(f"dbsp {words}"[:1500], words)  # without null characters, which no command line can hold
+    return _damaged_file_trial(rng, kind, folder)
 
 
-KINDS: dict[str, tuple[float, Callable[[random.Random, Originals, Path], Trial]]] = {
-    "string": (30, _string),
-    "configuration": (20, _config),
-    "hardware": (5, _hardware),
-    "mask file": (15, _mask_file),
-    "mask file to a command": (3, _mask_command),
-    "recording": (6, _recording),
-    "foreign file": (8, _foreign),
-    "report": (8, _report),
-    "command": (5, _command),
-    "model": (3, _model),
-    "fitted file": (3, _fitted),
-}
-"""By name, how often, and how one is drawn."""
+def _damaged_file_trial(rng: random.Random, pattern: str, folder: Path) -> Trial:
+    sound = rng.choice(sorted((REPO if pattern.startswith("configs") else folder).glob(pattern)))
+    path = "damaged.yaml" if pattern.startswith("configs") else str(sound.relative_to(folder))
+    content = damaged_file(rng, sound)
+    (folder / path).write_bytes(content)
+    call = rng.choice(FILES[pattern][1])
+    if isinstance(call, str):
+        return Trial(f"dbsp {call} of {path}: {content[:1500]!r}", [word.format(path) for word in call.split()])
+    return Trial(f"{call.__qualname__} of {path}: {content[:1500]!r}", lambda: call(path))

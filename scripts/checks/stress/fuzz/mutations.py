@@ -1,12 +1,18 @@
-"""Damaged copies of texts, bytes and trees of values."""
+"""Damaged copies of sequences (bytes, characters, words), of trees of values, and of files with either."""
 
 from __future__ import annotations
 
 import copy
 import json
 import random
-from typing import Any
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
+import yaml
+
+_Sequence = TypeVar("_Sequence", bytes, list[str])
 _PLAIN = """
 -1 0 1 3 7 64 65537 2147483648 999999999999 -0.0 1e308 1e-320 nan .nan inf .inf -.inf null ~ true [] {} [[[[]]]]
 .. ../x / /dev/null . 8GiB 1e400GiB -1GiB auto thw tile:0x0x0 tile:999999999x1x1 U2R2 U0R1 U999999R1 U1R-1
@@ -16,7 +22,7 @@ sparge window:window=[1,2 window:window=[0,0,0] sparge:cdf=2 synthetic:density=.
 """
 WORDS = (
     *_PLAIN.split(),
-    *("", "9" * 5000, "[1, 2]", "{a: 1}", "'", '"', "b'x'"),
+    *("", "9" * 5000, "[1, 2]", "{a: 1}", "'", '"', "b'x'", "[" * 20_000),
     *("é", "🎞", "\x00", "\ud800", "\u2028", "٣", "²", " ", "\n", "\r", "\x1c1", "\x85", "a" * 3000),
     *("!!python/object/apply:os.system ['true']", "&a [*a]", "<<: *c", "? x", "!!bool maybe", "!!int ''"),
     *("!!timestamp x", "g" + "9" * 5000 + "n1", "0x" + "F" * 5000, "1:" * 300 + "1.5"),
@@ -25,118 +31,98 @@ WORDS = (
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 3, 2**31, 2**63, 2**64, 10**40, 0.5, -0.0, 1e308, 1e-320),
     *(float("nan"), float("inf"), -float("inf"), "", "x", [], {}, [1, 2], ["x"], [[]], [None], {"a": 1}, {"": {}}),
+    *WORDS,
 )
 
 
-def mutated_text(rng: random.Random, text: str) -> str:
-    """Makes one to four changes."""
+def damaged_words(rng: random.Random, words: list[str]) -> list[str]:
+    """Returns one to four changes of a command line, or of the pieces of a text."""
+    return _changed(rng, words, lambda: [rng.choice(WORDS)])
+
+
+def damaged_text(rng: random.Random, text: str) -> str:
+    """Returns one to four changes of characters, of words or of lines; or another text."""
+    if rng.random() < 0.05:
+        return rng.choice(WORDS)
+    return "".join(damaged_words(rng, re.split(rng.choice(["", r"(\W)", r"(\n)"]), text)))
+
+
+def damaged_bytes(rng: random.Random, content: bytes) -> bytes:
+    """Returns one to four changes, some to numbers that are sizes or offsets in many formats."""
+    numbers = [one.to_bytes(8, "little") for one in (0, 1, 2**31, 2**63 - 1, 2**64 - 1)]
+    return _changed(rng, content, lambda: rng.choice([*numbers, *map(rng.randbytes, (1, 1, 1, 3, 16))]))
+
+
+def _changed(rng: random.Random, found: _Sequence, new: Callable[[], _Sequence]) -> _Sequence:
+    """Inserts, overwrites, drops, repeats or cuts off: in one of four changes within the first 200 positions."""
     for _ in range(rng.choice([1, 1, 2, 4])):
-        at, to = sorted(rng.randint(0, len(text)) for _ in range(2))
-        how = rng.randrange(7)
+        at = rng.randint(0, min(200, len(found)) if rng.random() < 0.25 else len(found))
+        few, piece, how = at + rng.randint(1, 12), new(), rng.randrange(6)
         if how == 0:
-            text = text[:at] + rng.choice(WORDS) + text[at:]
+            found = found[:at] + piece + found[at:]
         elif how == 1:
-            text = text[:at] + text[min(to, at + 12) :]
+            found = found[:at] + found[few:]
         elif how == 2:
-            text = text[:at] + text[at : at + 30] * 2 + text[at + 30 :]
-        elif how == 3:
-            lines = text.split("\n")
-            rng.shuffle(lines)
-            text = "\n".join(lines)
-        elif how == 4:
-            words = text.split(" ")
-            words[rng.randrange(len(words))] = rng.choice(WORDS)
-            text = " ".join(words)
-        elif how == 5:
-            text = text[:at] + chr(rng.randrange(1, 0x300)) + text[at + 1 :]
+            found = found[:few] + found[at:]
+        elif how == 3 and rng.random() < 0.5:
+            found = found[:at]
         else:
-            lines = text.split("\n")
-            line = rng.randrange(len(lines))
-            lines[line] = lines[line].partition(":")[0] + ": " + rng.choice(WORDS)
-            text = "\n".join(lines)
-    return text
+            found = found[:at] + piece + found[at + len(piece) :]
+    return found
 
 
-def mutated_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Makes one to four changes."""
-    found = bytearray(content)
-    for _ in range(rng.choice([1, 1, 2, 4])):
-        at, how = rng.randint(0, len(found)), rng.randrange(6)
-        if how == 0:
-            del found[at:]
-        elif how == 1:
-            found[at : at + rng.randint(1, 8)] = rng.randbytes(rng.randint(0, 16))
-        elif how == 2:
-            found[at:at] = found[at : at + 64]
-        elif how == 3 and found:
-            found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
-        elif how == 4:
-            head = rng.randrange(min(200, len(found) + 1))
-            found[head : head + 1] = bytes([rng.randrange(256)])
-        else:
-            found[at : at + 8] = rng.choice([0, 1, 2**31, 2**63 - 1, 2**64 - 1]).to_bytes(8, "little")
-    return bytes(found)
-
-
-def mutated_tree(rng: random.Random, tree: Any) -> Any:
-    """Returns a copy in which one to three values are others, gone, or there twice."""
+def damaged_tree(rng: random.Random, tree: Any) -> Any:
+    """Returns a copy in which one to three values are others, gone, or there twice; JSON in a text is a tree, too."""
     tree = copy.deepcopy(tree)
     for _ in range(rng.choice([1, 1, 2, 3])):
-        node = tree
-        while isinstance(node, (dict, list)) and node:
-            key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        node, below = None, tree
+        while isinstance(below, (dict, list)) and below and (node is None or rng.random() < 0.85):
+            node = below
+            key = rng.choice([*node]) if isinstance(node, dict) else rng.randrange(len(node))
             below = node[key]
-            if isinstance(below, (dict, list)) and below and rng.random() < 0.85:
-                node = below
-                continue
-            how = rng.randrange(5)
-            if how == 0:
-                del node[key]
-            elif how == 1 and isinstance(node, dict):
-                node[rng.choice([*map(str, WORDS[:20]), f"{key}x"])] = copy.deepcopy(below)
-            elif how == 2 and isinstance(node, list):
-                node.append(copy.deepcopy(below))
-            else:
-                node[key] = copy.deepcopy(rng.choice([*VALUES, rng.choice(WORDS)]))
-            break
+        how = rng.randrange(5)
+        if node is None:
+            return rng.choice(VALUES)
+        if how == 0:
+            del node[key]
+        elif how == 1 and isinstance(node, dict):
+            node[rng.choice([*WORDS[:20], f"{key}x"])] = copy.deepcopy(below)
+        elif how == 1:
+            node.append(copy.deepcopy(below))
+        elif isinstance(below, str) and how < 4:
+            inner = _json_in(below) if rng.random() < 0.8 else None
+            node[key] = json.dumps(damaged_tree(rng, inner)) if inner else damaged_text(rng, below)
+        else:
+            node[key] = copy.deepcopy(rng.choice(VALUES))
     return tree
 
 
-def mutated_json(rng: random.Random, text: str) -> str:
-    """Changes JSON as a tree, as text, or in JSON that is quoted in it."""
-    if rng.random() < 0.25:
-        return mutated_text(rng, text)
-    if rng.random() < 0.02:
-        return "[" * 200_000
-    tree = json.loads(text)
-    about = tree.get("__metadata__", {}) if isinstance(tree, dict) else {}
-    quoted = [key for key, value in about.items() if value.startswith("[")]
-    if quoted and rng.random() < 0.5:
-        about[quoted[0]] = mutated_json(rng, about[quoted[0]])
-        return json.dumps(tree)
-    return json.dumps(mutated_tree(rng, tree))
+def _json_in(text: str) -> Any:
+    """Returns the list or mapping that a text quotes, or None."""
+    try:
+        return json.loads(text) if text.startswith(("[", "{")) else None
+    except (ValueError, RecursionError):
+        return None
 
 
-def mutated_safetensors(rng: random.Random, content: bytes) -> bytes:
-    """Changes a file in its header's values, or in its bytes."""
-    if rng.random() < 0.4:
-        return mutated_bytes(rng, content)
-    size = int.from_bytes(content[:8], "little")
-    header = mutated_json(rng, content[8 : 8 + size].decode()).encode("utf-8", "surrogatepass")
-    return len(header).to_bytes(8, "little") + header + content[8 + size :]
+def damaged_file(rng: random.Random, path: Path) -> bytes:
+    """Returns other content of a file: of its values, where its suffix says that it has some, or of its bytes."""
+    content = path.read_bytes()
+    if path.suffix in (".yaml", ".json"):
+        return _damaged_document(rng, content, path.suffix)
+    if path.suffix == ".safetensors" and rng.random() < 0.6:
+        size = int.from_bytes(content[:8], "little")
+        header = _damaged_document(rng, content[8 : 8 + size], ".json")
+        return len(header).to_bytes(8, "little") + header + content[8 + size :]
+    return damaged_bytes(rng, content)
 
 
-def mutated_words(rng: random.Random, words: list[str]) -> list[str]:
-    """Returns a command line with one to three changes."""
-    words = list(words)
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        at, how = rng.randrange(len(words)), rng.randrange(6)
-        if how == 0 and len(words) > 1:
-            del words[at]
-        elif how == 1:
-            words.insert(at, rng.choice(words))
-        elif how == 2:
-            words[at] = mutated_text(rng, words[at])
-        else:
-            words[at] = rng.choice(WORDS)
-    return [word.replace("\x00", "") for word in words]  # which no command line can hold
+def _damaged_document(rng: random.Random, content: bytes, suffix: str) -> bytes:
+    text = content.decode()
+    if rng.random() < 0.35:
+        text = damaged_text(rng, text)
+    elif suffix == ".yaml":
+        text = yaml.safe_dump(damaged_tree(rng, yaml.safe_load(text)))
+    else:
+        text = json.dumps(damaged_tree(rng, json.loads(text)))
+    return text.encode("utf-8", "surrogatepass")

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from scripts.checks.stress.frame import Outcome, Part
+from scripts.checks.stress.frame import Failed, Outcome, Part, Workers
 from scripts.checks.stress.oracle.attention_case import CASES_PER_WORLD, Draw, draw_case, variants
 from scripts.checks.stress.oracle.oracle_worker import Answer, run_cases
-from tests.support.workers import WorkerError, WorkerPool
 
 BOUNDS = {
     (torch.float32, "output"): 1e-5,
@@ -36,7 +35,7 @@ class Oracle(Part):
     most_tries = 80
 
     def __init__(self) -> None:
-        self._pool: WorkerPool | None = None
+        self._workers = Workers(PRELOADED, PATIENCE_S)
 
     def draw(self, seed: int, number: int) -> Draw:
         return draw_case(seed, number)
@@ -59,21 +58,14 @@ class Oracle(Part):
                 del left[number]
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        self._workers.close()
 
     def _ask(self, cases: list[Draw]) -> str | list[list[Answer]]:
         """Returns answers by case and rank, up to the first case that raised; or what became of the workers."""
-        world = cases[0].world
-        if self._pool is None or self._pool.world != world:
-            self.close()
-            self._pool = WorkerPool(world, PRELOADED, PATIENCE_S)
         try:
-            by_rank = self._pool.run(run_cases, cases)
-        except (WorkerError, EOFError, OSError) as error:
-            self.close()
-            return f"{type(error).__name__} {' '.join(str(error).split())}"
+            by_rank = self._workers.ask(cases[0].world, run_cases, cases)
+        except Failed as error:
+            return str(error)
         if any(answer.failure for answers in by_rank for answer in answers):
             self.close()  # they may be out of step
         return [list(answers) for answers in zip(*by_rank, strict=False)]

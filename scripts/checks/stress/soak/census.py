@@ -8,24 +8,22 @@ import functools
 import gc
 import os
 import sys
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence, Set
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
 from torch.distributed import distributed_c10d
 
 RESIDENT, IN_USE = "MB", "MB in use"
-_CONTAINERS = (Mapping, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
+Series = Sequence[Mapping[str, float]]
+_LIBC = ctypes.CDLL(None)
 
 
-def freeze() -> None:
-    """Leaves out of garbage collection what there is before anything is counted."""
-    gc.collect()
-    gc.freeze()
+class _MallInfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`: ten numbers, of which `hblkhd` is the fifth and `uordblks` the eighth."""
+
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
 def census() -> dict[str, float]:
@@ -35,102 +33,64 @@ def census() -> dict[str, float]:
     MB in use: of what `malloc` gave out, not given back yet: other than the former, it knows no holes
     objects: of db-SP's classes;  entries: of containers in them and in db-SP's modules, and of its `lru_cache`s
     tensors, tensor MB: alive;  everything: objects that Python's garbage collector knows
-    What was there at `freeze` is not counted among objects and tensors.
+    What was there at `gc.freeze` is not counted among objects and tensors.
     """
     gc.collect()
     gc.collect()  # what finalizers of the first made free
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
     alive = gc.get_objects()
-    ours = [one for one in alive if _is_ours(type(one).__module__)]
+    ours = [one for one in alive if str(type(one).__module__).startswith("dbsp_")]
     tensors = [one for one in alive if issubclass(type(one), torch.Tensor)]
-    modules = [vars(module) for name, module in list(sys.modules.items()) if _is_ours(name)]
-    held = [value for holder in (*modules, *map(_attributes, ours)) for value in holder.values()]
-    classes = [value for holder in modules for value in holder.values() if isinstance(value, type)]
-    caches = {one for holder in (*modules, *map(vars, classes)) for one in map(_cache, holder.values()) if one}
-    return {
-        RESIDENT: _anonymous_bytes() / 2**20,
-        IN_USE: _bytes_in_use() / 2**20,
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+    storages = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # of tensors that have none
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return _of_process() | {
         "groups": len(distributed_c10d._world.pg_map),
         "objects": len(ours),
-        "entries": sum(map(len, _containers(held))) + sum(one.cache_info().currsize for one in caches),
+        "entries": _entries(ours),
         "tensors": len(tensors),
-        "tensor MB": sum(_storages(tensors).values()) / 2**20,
+        "tensor MB": sum(storages.values()) / 2**20,
         "everything": len(alive),
     }
 
 
-def _is_ours(module: Any) -> bool:
-    return isinstance(module, str) and module.startswith("dbsp_")
-
-
-def _attributes(one: Any) -> Mapping[str, Any]:
-    return one.__dict__ if not isinstance(one, type) and hasattr(one, "__dict__") else {}
-
-
-def _cache(value: Any) -> Any:
-    """Returns a function's `lru_cache`, also a static or class method's; None where it has none."""
-    function = getattr(value, "__func__", value)
-    return function if isinstance(function, functools._lru_cache_wrapper) else None
-
-
-def _containers(values: Iterable[Any]) -> list[Any]:
-    """Returns each container once."""
-    return list({id(value): value for value in values if isinstance(value, _CONTAINERS)}.values())
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes by address: several tensors may share a storage."""
-    found = {}
-    for tensor in tensors:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # of tensors that have none
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
-def _anonymous_bytes() -> int:
+def _of_process() -> dict[str, float]:
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
-    return int(kilobytes) * 1024
+    (resident,) = (int(line.split()[1]) / 2**10 for line in lines if line.startswith("RssAnon:"))
+    in_use = resident
+    if hasattr(_LIBC, "mallinfo2"):  # glibc has it from 2.33 on
+        _LIBC.mallinfo2.restype = _MallInfo2
+        numbers = _LIBC.mallinfo2().numbers
+        in_use = (numbers[4] + numbers[7]) / 2**20
+    descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+    return {RESIDENT: resident, IN_USE: in_use, "descriptors": descriptors, "threads": threads}
 
 
-class _MallInfo2(ctypes.Structure):
-    """glibc's `struct mallinfo2`: ten numbers, of which `hblkhd` is the fifth and `uordblks` the eighth."""
-
-    _fields_ = [("numbers", ctypes.c_size_t * 10)]
-
-
-def _bytes_in_use() -> int:
-    """Returns what `malloc` gave out; what is resident, where the C library cannot say: glibc can from 2.33 on."""
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError):
-        return _anonymous_bytes()
-    mallinfo.restype = _MallInfo2
-    numbers = mallinfo().numbers
-    return int(numbers[4] + numbers[7])
+def _entries(ours: Sequence[object]) -> int:
+    """Counts what is in containers and caches of db-SP's modules, of classes in them, and of objects."""
+    holders = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("dbsp_")]
+    holders += [vars(value) for holder in holders for value in holder.values() if isinstance(value, type)]
+    holders += [vars(one) for one in ours if hasattr(one, "__dict__")]
+    held = (getattr(value, "__func__", value) for holder in holders for value in list(holder.values()))
+    once = {id(value): value for value in held}.values()
+    found = sum(len(value) for value in once if isinstance(value, (Mapping, Set, MutableSequence)))
+    return found + sum(one.cache_info().currsize for one in once if isinstance(one, functools._lru_cache_wrapper))
 
 
-def _second_half(series: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
-    """Returns the part after the warm-up."""
-    return series[len(series) // 2 :]
-
-
-def slope(series: Sequence[Mapping[str, float]], name: str) -> float:
+def slope(series: Series, name: str) -> float:
     """Returns the growth in each case: the slope of a line through the second half, by least squares."""
-    values = [one[name] for one in _second_half(series)]
+    values = [one[name] for one in series[len(series) // 2 :]]
     return float(np.polyfit(np.arange(len(values)), values, 1)[0]) if len(values) > 1 else 0.0
 
 
-def counts_that_grow(series: Sequence[Mapping[str, float]]) -> list[str]:
+def counts_that_grow(series: Series) -> list[str]:
     """Returns the counts of which every value in the last third of the second half is above all in its first third.
 
     Counts that go up and down for good are not among them.
     """
-    half = _second_half(series)
+    half = series[len(series) // 2 :]
     third = len(half) // 3
     found = []
     for name in half[0]:

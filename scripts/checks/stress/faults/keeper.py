@@ -1,26 +1,26 @@
-"""Processes of a case: forked from one that has imported everything, watched to their end, and cleaned up after.
+"""Keepers: each forks the processes of a case, watches them to their end, cleans up, and leaves what it saw.
 
-`python -m scripts.checks.stress.faults.fork_server FD`: gets tasks from a connection, and forks a keeper for each. A
-keeper forks the case's processes, watches them, and leaves what it saw in the case's folder.
+A keeper is a process of Python's own fork server, which has imported everything.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
+import multiprocessing
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.support.programs.ending import run_to_its_end
 
 PATIENCE_S = 120.0
 """Ends a case in which the fault never happens."""
@@ -72,67 +72,22 @@ class Ended:
     trouble: str | None = None
 
 
-class ForkServer:
-    """The process that all others are forked from. close: ends it and all of them"""
-
-    def __init__(self, preload: str) -> None:
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.checks.stress.faults.fork_server", str(theirs.fileno()), preload],
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        theirs.close()
-        self._pipe = Connection(ours.detach())
-
-    def start(self, task: Task, folder: Path) -> None:
-        folder.mkdir()
-        self._pipe.send((task, folder))
-
-    def wait(self, folder: Path, patience_s: float = PATIENCE_S * 2) -> Ended:
-        end = time.monotonic() + patience_s
-        while not (folder / "ended.json").exists():
-            if self._process.poll() is not None or time.monotonic() > end:
-                return Ended(trouble="what watches the processes is gone")
-            time.sleep(_POLL_S)
-        return Ended(**json.loads((folder / "ended.json").read_text(encoding="utf-8")))
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.wait()
-
-
-def fork_keepers(pipe: Connection, preload: Callable[[], None]) -> tuple[Task, int, Path] | None:
-    """Forks keepers until the connection ends. Returns, in a process of a case, what it is to do, else None."""
-    preload()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
-    while True:
-        try:
-            task, folder = pipe.recv()
-        except EOFError:
-            return None
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # Where nohup or a shell's background has them ignored, cases would inherit that, and dbsp respects it.
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            pipe.close()
-            return _keep(task, folder)
-
-
-def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
-    """Runs a keeper, which ends here. Returns, in one of its processes, what that is to do."""
+def keep(task: Task, folder: Path) -> None:
+    """Runs a keeper, which ends here, as do its processes."""
+    # Where nohup or a shell's background has them ignored, cases would inherit that, and dbsp respects it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ended = Ended()
     try:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the case become its own children
         private = _private_shm()
-        (folder / "tmp").mkdir()
+        (folder / "tmp").mkdir(parents=True)
         started, processes = time.monotonic(), []
         for number in range(task.processes):
             process = os.fork()
             if process == 0:
                 _become(number, folder)
-                return task, number, folder
+                run_to_its_end(functools.partial(task.main, task.argument, number, folder))
             processes.append(process)
         ended = _watch(task, folder, processes, started)
         ended.orphans = _end_orphans(task.limit_s if task.sent is signal.SIGKILL else 0.1)
@@ -141,14 +96,32 @@ def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
         ended.left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")] if private else []
     except BaseException:
         ended.trouble = traceback.format_exc()
-    (folder / "ended.new").write_text(json.dumps(asdict(ended)), encoding="utf-8")
-    (folder / "ended.new").replace(folder / "ended.json")
+    (folder / "ended.json").write_text(json.dumps(asdict(ended)), encoding="utf-8")
     os._exit(0)
+
+
+def start_keeper(task: Task, folder: Path, preloaded: Sequence[str] = ()) -> BaseProcess:
+    """preloaded: modules that the fork server imports, where there is none yet"""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preloaded))
+    process = context.Process(target=keep, args=(task, folder))
+    process.start()
+    return process
+
+
+def wait_for(keeper: BaseProcess, folder: Path) -> Ended:
+    """Returns a keeper's findings."""
+    keeper.join(2 * PATIENCE_S)
+    if keeper.exitcode != 0:
+        keeper.kill()
+        return Ended(trouble="what watches the processes is gone")
+    return Ended(**json.loads((folder / "ended.json").read_text(encoding="utf-8")))
 
 
 def _become(number: int, folder: Path) -> None:
     """Becomes a process of a case: its own session, output in files, its own folder for temporary files."""
     os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # a program's own, which is not the keeper's
     os.environ["TMPDIR"] = str(folder / "tmp")
     tempfile.tempdir = None
     for stream, name in ((1, "out"), (2, "err")):
@@ -230,16 +203,3 @@ def _end_orphans(within_s: float) -> list[str]:
                 orphans.append(Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").replace("\0", " ").strip())
             os.kill(child, signal.SIGKILL)
         time.sleep(_POLL_S)
-
-
-if __name__ == "__main__":
-    import pkgutil
-
-    # Not from this module, which is another one when it is imported by its name.
-    from scripts.checks.stress.faults import fork_server
-    from tests.support.programs.ending import run_to_its_end
-
-    todo = fork_server.fork_keepers(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))
-    if todo is not None:
-        task, *own = todo
-        run_to_its_end(lambda: task.main(task.argument, *own))
