@@ -2,7 +2,7 @@
 
 Works on a copy of the checkout in a temporary folder. Prints a table, and exits with 1 if a fault was missed:
 
-    python -m scripts.checks.seeded_faults             # all, 10 minutes on two cores
+    python -m scripts.checks.seeded_faults             # all, in six minutes
     python -m scripts.checks.seeded_faults int8 merge  # those whose concept has one of these words
     python -m scripts.checks.seeded_faults --list      # the faults, and the tests that are to find them
 """
