@@ -168,7 +168,7 @@ def test_input_that_breaks_a_limit_is_found(tmp_path):
 
 @pytest.mark.long
 def test_planted_leak_is_found_and_nothing_else():
-    case = Generation(0, anew=False, height=32, width=32, steps=1, seed=1)
+    case = Generation(0, height=32, width=32, steps=1, seed=1)
     clean, leaking = Soak(enough=99), Soak(enough=12, leak=True)
     try:
         assert [clean.outcome(number, case).failure for number in range(14)] == [None] * 14
