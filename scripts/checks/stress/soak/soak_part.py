@@ -12,7 +12,7 @@ ENOUGH = 400
 """Cases after which growth is known well enough. Sizes are ever new, so that it takes some 200 until caches of bounded
 size are full and freed memory is used again."""
 SPAN = 20
-MOST_MB = {IN_USE: 0.3, RESIDENT: 0.4}
+MOST_MB = {IN_USE: 0.1, RESIDENT: 0.25}
 """That memory may grow by in `SPAN` cases. Resident memory, of a heap whose holes fill late, is less precise."""
 WORLD = 2
 BOUND = 1e-5
