@@ -9,15 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers.utils
 
-from scripts.checks.engines.reference import stub_for, stub_for_torchvision
+from scripts.checks.engines.reference import stub_for
 
 
 def put_in_place() -> None:
     """Installs the stubs, before anything of LightX2V is imported."""
-    stub_for_torchvision()
-    stub_for("torchaudio", "torchaudio.functional", "torchaudio.transforms", "decord", "cv2")
-    stub_for("flash_attn", "flash_attn.flash_attn_interface")
+    transformers.utils.is_torchvision_available()  # remembers that there is none
+    stub_for("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io")
+    stub_for("torchvision.utils", "torchvision.transforms.v2", "torchaudio", "torchaudio.functional")
+    stub_for("torchaudio.transforms", "decord", "cv2", "flash_attn", "flash_attn.flash_attn_interface")
     torch.empty = _without_pinning
     for count in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(torch.cpu, count, lambda *_: 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
-from typing import Any
 
 import torch
 
@@ -56,38 +55,6 @@ def inputs_of(thw: tuple[int, int, int], number: int, step: int, branch: int) ->
     return latents, torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(branch))
 
 
-def random_tokens(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def timestep_of(step: int) -> torch.Tensor:
-    return torch.tensor([900.0 - 300 * step])
-
-
-def h3_sizes(heads: int, head: int, layers: int) -> dict[str, int]:
-    """Returns settings of a tiny MiniMax-H3, by the names of its checkpoint. head: size of a head"""
-    width = heads * head
-    sizes = {"num_attention_heads": heads, "attention_head_dim": head, "hidden_size": width, "num_layers": layers}
-    sizes |= {"token_refiner_num_layers": 1, "ffn_hidden_size": 48, "text_dim": 16, "timestep_input_dim": 32}
-    sizes |= {"time_embed_hidden_size": 32, "time_embed_dim": 24, "rope_inv_freq_len": head // 6}
-    return sizes | {"adaln_out_features": 18 * width, "final_adaln_out_features": 2 * width}
-
-
-def h3_in_float32(module: Any, sizes: Any, *more: Any) -> Any:
-    """Makes H3 of an engine's module in float32, where H3 computes in bfloat16: rounding would hide errors."""
-    module._BF16_DTYPE = torch.float32
-    model = module.MiniMaxH3DiTModel(sizes, *more)
-    model.rope.inv_freq.copy_(10000.0 ** -torch.linspace(0, 1, len(model.rope.inv_freq)))
-    return model
-
-
-def h3_rows(run: Any, number: int, step: int) -> dict[str, torch.Tensor]:
-    """Returns H3's latents of a forward pass, of a branch of its denoising, equal on all ranks."""
-    seed = 1000 * number + 10 * step
-    video, audio = random_tokens(seed, len(run.img_pos), 96), random_tokens(seed + 1, len(run.audio_pos), 32)
-    return {"video_rows": video, "audio_rows": audio}
-
-
 class _Named(type):
     """A class with any attribute, whose value is its name."""
 
@@ -119,9 +86,9 @@ def stub_for(*names: str) -> None:
 
 
 def stub_for_torchvision() -> None:
-    """Stubs torchvision before what imports it; to transformers there is none, which SGLang cannot do with."""
+    """Stubs torchvision before vLLM-Omni is imported, whose pipelines import it; to transformers there is none."""
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # remembers it
-    parts = ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional", "io", "utils")
+    parts = ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional")
     stub_for("torchvision", *(f"torchvision.{part}" for part in parts))

@@ -23,15 +23,7 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.m
     minimax_h3_packed_sequence,
 )
 
-from scripts.checks.engines.reference import (
-    attend_under,
-    h3_in_float32,
-    h3_rows,
-    h3_sizes,
-    inputs_of,
-    random_tokens,
-    timestep_of,
-)
+from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import LAYERS, STEPS
 
 Grid = tuple[int, int, int]
@@ -66,7 +58,8 @@ def _wan(heads: int) -> torch.nn.Module:
 
 def _of_wan(model: Any, thw: Grid, number: int, step: int, branch: int, own_frames: Any) -> torch.Tensor:
     latents, text = inputs_of(thw, number, step, branch)
-    return model(own_frames(latents), encoder_hidden_states=text, timestep=timestep_of(step))
+    timestep = torch.tensor([900.0 - 300 * step])
+    return model(own_frames(latents), encoder_hidden_states=text, timestep=timestep)
 
 
 def _mask_wan(model: Any, mask: str, thw: Grid, name: str) -> None:
@@ -75,9 +68,17 @@ def _mask_wan(model: Any, mask: str, thw: Grid, name: str) -> None:
 
 
 def _h3(heads: int) -> torch.nn.Module:
-    config = MiniMaxH3DiTConfig()
-    config.update_model_arch(h3_sizes(heads, HEAD, LAYERS))
-    return h3_in_float32(minimax_h3, config, {})
+    """Makes H3 in float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
+    minimax_h3._BF16_DTYPE = torch.float32
+    config, width = MiniMaxH3DiTConfig(), heads * HEAD
+    sizes = {"num_attention_heads": heads, "attention_head_dim": HEAD, "hidden_size": width, "num_layers": LAYERS}
+    sizes |= {"token_refiner_num_layers": 1, "ffn_hidden_size": 48, "text_dim": 16, "timestep_input_dim": 32}
+    sizes |= {"time_embed_hidden_size": 32, "time_embed_dim": 24, "rope_inv_freq_len": HEAD // 6}
+    sizes |= {"adaln_out_features": 18 * width, "final_adaln_out_features": 2 * width}
+    config.update_model_arch(sizes)
+    model = minimax_h3.MiniMaxH3DiTModel(config, {})
+    model.rope.inv_freq.copy_(10000.0 ** -torch.linspace(0, 1, HEAD // 6))
+    return model
 
 
 def _of_h3(keyframe: bool, model: Any, thw: Grid, number: int, step: int, branch: int, _: Any) -> torch.Tensor:
@@ -94,7 +95,7 @@ def _of_h3(keyframe: bool, model: Any, thw: Grid, number: int, step: int, branch
         frame_count=9,
     )
     device = torch.device("cpu")
-    text, tags = random_tokens(branch, H3_TEXT, 16), packed["token_tags"]
+    text, tags = _random(branch, H3_TEXT, 16), packed["token_tags"]
     run = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=text, token_tags=tags, device=device)
     plan = run.prepare_timestep_plan(
         video_timesteps=[0.9 - 0.3 * one for one in range(STEPS)],
@@ -103,10 +104,15 @@ def _of_h3(keyframe: bool, model: Any, thw: Grid, number: int, step: int, branch
         audio_ref_cond_noise_aug=0.0,
     )
     inputs = run.forward_kwargs(
-        **h3_rows(run, number, step),
+        video_rows=_random(1000 * number + 10 * step, len(run.img_pos), 96),
+        audio_rows=_random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
         step_timesteps=plan[step],
     )
     return torch.cat([one.flatten() for one in model(**inputs)])
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _mask_h3(model: Any, mask: str, thw: Grid, _: str) -> None:

@@ -14,15 +14,7 @@ from torch import nn
 from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
 
 from dbsp_core.config import DbspConfig
-from scripts.checks.engines.reference import (
-    attend_under,
-    h3_in_float32,
-    h3_rows,
-    h3_sizes,
-    inputs_of,
-    random_tokens,
-    timestep_of,
-)
+from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import LAYERS, Case
 
 HEAD = 24
@@ -92,12 +84,15 @@ def _wan(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 
 def _of_wan(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
     latents, text = inputs_of(thw, number, step, branch)
-    return {
-        "hidden_states": latents,
-        "timestep": timestep_of(step),
-        "encoder_hidden_states": text,
-        "return_dict": False,
-    }
+    return {"hidden_states": latents, "timestep": _timestep(step), "encoder_hidden_states": text, "return_dict": False}
+
+
+def _timestep(step: int) -> torch.Tensor:
+    return torch.tensor([900.0 - 300 * step])
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _flux2(config: OmniDiffusionConfig, heads: int) -> nn.Module:
@@ -120,9 +115,9 @@ def _of_flux2(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
     grid = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w), torch.arange(1))
     text = torch.cartesian_prod(torch.arange(1), torch.arange(1), torch.arange(1), torch.arange(TEXT))
     return {
-        "hidden_states": random_tokens(1000 * number + 10 * step, 1, _count(thw), 8),
-        "encoder_hidden_states": random_tokens(branch, 1, TEXT, 16),
-        "timestep": timestep_of(step) / 1000,
+        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
+        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+        "timestep": _timestep(step) / 1000,
         "img_ids": grid,
         "txt_ids": text,
         "guidance": torch.tensor([3.5]),
@@ -141,10 +136,10 @@ def _qwen(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 
 def _of_qwen(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
     return {
-        "hidden_states": random_tokens(1000 * number + 10 * step, 1, _count(thw), 8),
-        "encoder_hidden_states": random_tokens(branch, 1, TEXT, 16),
+        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
+        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
         "encoder_hidden_states_mask": torch.arange(TEXT)[None] < TEXT - 2,
-        "timestep": timestep_of(step) / 1000,
+        "timestep": _timestep(step) / 1000,
         "img_shapes": [[thw]],
         "txt_seq_lens": [TEXT],
     }
@@ -169,11 +164,11 @@ def _hunyuan(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 def _of_hunyuan(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
     """Makes two texts with padding, and an image's embedding that says that there is none."""
     return {
-        "hidden_states": random_tokens(1000 * number + 10 * step, 1, 4, *thw),
-        "timestep": timestep_of(step),
-        "encoder_hidden_states": random_tokens(branch, 1, TEXT, 16),
+        "hidden_states": _random(1000 * number + 10 * step, 1, 4, *thw),
+        "timestep": _timestep(step),
+        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
         "encoder_attention_mask": torch.arange(TEXT)[None] < TEXT - 2,
-        "encoder_hidden_states_2": random_tokens(100 + branch, 1, 5, 12),
+        "encoder_hidden_states_2": _random(100 + branch, 1, 5, 12),
         "encoder_attention_mask_2": torch.arange(5)[None] < 3,
         "image_embeds": torch.zeros(1, 3, 10),
         "return_dict": False,
@@ -189,8 +184,8 @@ def _z_image(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 
 
 def _of_z_image(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
-    image = random_tokens(1000 * number + 10 * step, 4, thw[0], 2 * thw[1], 2 * thw[2])
-    return {"x": [image], "t": 1 - timestep_of(step) / 1000, "cap_feats": [random_tokens(branch, TEXT, 16)]}
+    image = _random(1000 * number + 10 * step, 4, thw[0], 2 * thw[1], 2 * thw[2])
+    return {"x": [image], "t": 1 - _timestep(step) / 1000, "cap_feats": [_random(branch, TEXT, 16)]}
 
 
 def _of_z_image_tokens(thw: Grid) -> tuple[torch.Tensor, int]:
@@ -211,9 +206,9 @@ def _longcat_image(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 def _of_longcat_image(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
     _, h, w = thw
     return {
-        "hidden_states": random_tokens(1000 * number + 10 * step, 1, _count(thw), 8),
-        "encoder_hidden_states": random_tokens(branch, 1, TEXT, 16),
-        "timestep": timestep_of(step) / 1000,
+        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
+        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+        "timestep": _timestep(step) / 1000,
         "img_ids": torch.cartesian_prod(torch.arange(1, 2), torch.arange(h), torch.arange(w)),
         "txt_ids": torch.stack([torch.zeros(TEXT), torch.arange(TEXT), torch.arange(TEXT)], dim=1),
         "return_dict": False,
@@ -229,10 +224,30 @@ H3_REFERENCE_TOKENS = 2 * 3 + 2 * 2 + 2 * 2 * 2
 
 
 def _h3(config: OmniDiffusionConfig, heads: int) -> nn.Module:
-    from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer
+    """Makes H3 in float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
+    from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as module
 
-    config.tf_model_config = TransformerConfig.from_dict(h3_sizes(heads, HEAD, LAYERS))
-    return h3_in_float32(minimax_h3_transformer, config)
+    module._BF16_DTYPE = torch.float32
+    width = heads * HEAD
+    sizes = {
+        "num_layers": LAYERS,
+        "token_refiner_num_layers": 1,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "attention_head_dim": HEAD,
+        "ffn_hidden_size": 48,
+        "text_dim": 16,
+        "timestep_input_dim": 32,
+        "time_embed_hidden_size": 32,
+        "time_embed_dim": 24,
+        "adaln_out_features": 18 * width,
+        "final_adaln_out_features": 2 * width,
+        "rope_inv_freq_len": HEAD // 6,
+    }
+    config.tf_model_config = TransformerConfig.from_dict(sizes)
+    model = module.MiniMaxH3DiTModel(config)
+    model.rope.inv_freq.copy_(10000.0 ** -torch.linspace(0, 1, HEAD // 6))
+    return model
 
 
 def _of_h3(references: bool) -> Callable[[Grid, int, int, int], dict[str, Any]]:
@@ -252,10 +267,11 @@ def _of_h3(references: bool) -> Callable[[Grid, int, int, int], dict[str, Any]]:
         else:
             packed = minimax_h3_packed_sequence(include_keyframe_cond=False, **sizes)
         tags = packed["token_tags"]
-        text = random_tokens(branch, H3_TEXT, 16)
+        text = _random(branch, H3_TEXT, 16)
         run = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=text, token_tags=tags, device=torch.device("cpu"))
         return run.forward_kwargs(
-            **h3_rows(run, number, step),
+            video_rows=_random(1000 * number + 10 * step, len(run.img_pos), 96),
+            audio_rows=_random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
             t_video=0.9 - 0.3 * step,
             t_audio=0.8 - 0.3 * step,
             imgvid_cond_timestep=0.0,

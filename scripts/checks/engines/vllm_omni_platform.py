@@ -12,7 +12,13 @@ class _Stream:
     """Part of `torch.Stream` that a worker uses."""
 
     def __init__(self, device):
-        self.wait_event = self.synchronize = lambda *_: None
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
 
 
 class OmniCpuPlatform(OmniPlatform, CpuPlatform):
@@ -27,8 +33,13 @@ class OmniCpuPlatform(OmniPlatform, CpuPlatform):
             return f"{__name__}.SdpaBackend"
         return DiffusionAttentionBackendEnum[selected_backend.upper()].get_path()
 
-    get_torch_device = classmethod(lambda cls, local_rank=None: torch.device("cpu"))
-    get_device_count = classmethod(lambda cls: 4)
+    @classmethod
+    def get_torch_device(cls, local_rank=None):
+        return torch.device("cpu")
+
+    @classmethod
+    def get_device_count(cls):
+        return 4
 
     @classmethod
     def get_diffusion_worker_cls(cls):
@@ -41,11 +52,45 @@ class OmniCpuPlatform(OmniPlatform, CpuPlatform):
         diffusion_worker.pack_diffusion_output_shm = lambda output, d2h_stream=None: pack(output)
         return super().get_diffusion_worker_cls()
 
-    empty_cache = reset_peak_memory_stats = set_device = synchronize = classmethod(lambda cls, *_: None)
-    max_memory_allocated = max_memory_reserved = current_device = classmethod(lambda cls, *_: 0)
-    is_initialized = classmethod(lambda cls: True)
-    supports_torch_inductor = classmethod(lambda cls: False)
-    get_free_memory = classmethod(lambda cls, device=None: 2**33)
+    @classmethod
+    def empty_cache(cls):
+        pass
+
+    @classmethod
+    def reset_peak_memory_stats(cls, *_):
+        pass
+
+    @classmethod
+    def max_memory_allocated(cls, *_):
+        return 0
+
+    @classmethod
+    def max_memory_reserved(cls, *_):
+        return 0
+
+    @classmethod
+    def is_initialized(cls):
+        return True
+
+    @classmethod
+    def current_device(cls):
+        return 0
+
+    @classmethod
+    def get_free_memory(cls, device=None):
+        return 2**33
+
+    @classmethod
+    def supports_torch_inductor(cls):
+        return False
+
+    @classmethod
+    def set_device(cls, device):
+        pass
+
+    @classmethod
+    def synchronize(cls):
+        pass
 
 
 def platform() -> str:
