@@ -11,21 +11,52 @@ import pytest
 
 from dbsp_cli.output import TextTable, as_text
 from dbsp_core import BlockGrid, BlockMask, save_mask
+from tests.support.programs import run
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-ENCODINGS = {"latin-1": {"PYTHONIOENCODING": "latin-1"}, "a C locale": ASCII}
+ENCODINGS = {
+    "latin-1": {"PYTHONIOENCODING": "latin-1"},
+    "ascii": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+"""Environments in which standard output has an encoding."""
 ESCAPES = "\x1b]0;title\x07\x1b[31m"
+FORKED = """
+import json, os, sys
+closed, encoding, *sys.argv[1:] = json.loads(sys.argv[1])
+for number in closed:
+    os.close(number)
+    setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+if encoding:
+    sys.stdout.reconfigure(encoding=encoding, errors="surrogateescape")
+from dbsp_cli.entry import dbsp
+dbsp()
+"""
+"""Begins with what an interpreter makes of closed streams, or of an encoding."""
 
 
-def started(*arguments: object, **options: object) -> subprocess.CompletedProcess[bytes]:
-    """A command in an interpreter of its own. options: of `subprocess.run`"""
+def forked(*arguments: object, closed: tuple[int, ...] = (), encoding: str = "", **options: object):
+    """A command that begins with streams closed, as by `>&-`, or with an encoding. options: of `subprocess.run`"""
+    asked = json.dumps([closed, encoding, *map(str, arguments)])
+    return run([sys.executable, "-c", FORKED, asked], text=False, env=child_environment(), **options)
+
+
+def started(*arguments: object, closed: tuple[int, ...] = (), encoding: str = "", **options: object):
+    """The same in an interpreter of its own."""
+
+    def close():
+        for number in closed:
+            os.close(number)
+
     environment = {k: v for k, v in child_environment().items() if k not in ("PYTHONIOENCODING", "PYTHONUTF8")}
-    environment |= options.pop("env", {})
+    environment |= ENCODINGS.get(encoding, {})
     command = [sys.executable, "-m", "dbsp_cli", *map(str, arguments)]
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.run(command, env=environment, timeout=120, check=False, **given)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    given = {"env": environment, "preexec_fn": close, "timeout": 120, "check": False, **pipes, **options}
+    return subprocess.run(command, **given)
+
+
+each_start = pytest.mark.parametrize("start", [forked, pytest.param(started, marks=pytest.mark.long)])
 
 
 @pytest.fixture
@@ -34,59 +65,36 @@ def mask_file(tmp_path):
     return tmp_path / "m.safetensors"
 
 
-@pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.long), "a C locale"])
-def test_what_an_encoding_lacks_is_replaced(mask_file, encoding):
-    done = started("plan", mask_file, "--gpus", 2, env=ENCODINGS[encoding])
+@each_start
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_an_encoding_lacks_is_replaced(mask_file, start, encoding):
+    done = start("plan", mask_file, "--gpus", 2, encoding=encoding)
     assert (done.returncode, done.stderr) == (0, b"")
-    text = done.stdout.decode(ENCODINGS[encoding].get("PYTHONIOENCODING", "ascii"))
+    text = done.stdout.decode(encoding)
     assert "2 heads, 4" in text
     assert "?_s" in text, "ρ_s"
 
 
-CLOSED = [
-    (0, [0, 1]),
-    (2, [0, 2]),
-    pytest.param(0, [2], marks=pytest.mark.long),
-    pytest.param(2, [1], marks=pytest.mark.long),
-]
-"""Exit status, and the streams that are closed."""
-
-
-def closing(*numbers):
-    """Arguments for a process that is started with streams closed, as by `>&-`."""
-
-    def close():
-        for number in numbers:
-            os.close(number)
-
-    return {"stdin": subprocess.DEVNULL, "preexec_fn": close, "stdout": None, "stderr": None}
-
-
-@pytest.mark.parametrize(("code", "closed"), CLOSED)
-def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, code, closed):
+@each_start
+@pytest.mark.parametrize(("code", "closed"), [(0, (0, 1)), (2, (0, 2)), (0, (2,)), (2, (1,))])
+def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, start, code, closed):
     """Of a plan, and of a mistake. Its number is not given to a file that is opened later."""
     (tmp_path / "other").mkdir()
     target = tmp_path / "other" / "plan.png"
     asked = ["plan", mask_file, "--gpus", "2", "--strategy", "U2R1", "--picture", target] if code == 0 else ["plan"]
-    heard = {name: (tmp_path / name).open("wb") for name in ("stdout", "stderr")}
-    options = closing(*closed)
-    options |= {name: file for at, (name, file) in enumerate(heard.items(), 1) if at not in closed}
-    done = started(*asked, **options)
-    for file in heard.values():
-        file.close()
-    said = {name: (tmp_path / name).read_bytes() for name in heard}
-    assert done.returncode == code, said
-    assert b"Traceback" not in said["stderr"]
-    assert (b"U2R1" in said["stdout"]) == (1 not in closed and code == 0)
+    done = start(*asked, closed=closed)
+    assert done.returncode == code, done
+    assert b"Traceback" not in done.stderr
+    assert (b"U2R1" in done.stdout) == (1 not in closed and code == 0)
     assert target.is_file() == (code == 0)
     assert not target.is_file() or target.read_bytes().startswith(b"\x89PNG")
 
 
-def test_children_have_streams_too(tmp_path):
+@each_start
+def test_children_have_streams_too(tmp_path, start):
     """A command that is run by `masks record` inherits what represents a closed stream."""
     child = "import os; os.fstat(1); os.write(1, b'said'); print('said')"
-    done = started("masks", "record", tmp_path / "r", "--", sys.executable, "-c", child, **closing(1), env={})
-    assert done.returncode == 0
+    assert start("masks", "record", tmp_path / "r", "--", sys.executable, "-c", child, closed=(1,)).returncode == 0
 
 
 def test_tables_show_control_characters():

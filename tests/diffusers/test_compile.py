@@ -64,7 +64,7 @@ def test_repeated_blocks_compile_without_a_graph_break(pool, model, mask, graphs
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        ("wan", "blocks"),
+        pytest.param("wan", "blocks", marks=pytest.mark.long),
         pytest.param("wan", "whole", marks=pytest.mark.long),
         pytest.param("wan", "in place", marks=pytest.mark.long),  # with guidance: below
         pytest.param("hunyuan1.5", "blocks", marks=pytest.mark.long),
@@ -77,7 +77,8 @@ def test_transformer_compiled_before_db_sp_equals_uncompiled(pool, model, how):
         assert without <= 1e-5
 
 
-@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.long), False], ids=["before", "after"])
+@pytest.mark.long
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 def test_transformer_compiled_in_place_computes_one_cfg_pass_per_half(pool, first):
     for difference, runs, halved, left_compiled in pool(2).run(run_compiled_guided, first, {"mask": MASKS["window"]}):
         assert difference <= 1e-5

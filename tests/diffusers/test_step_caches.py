@@ -66,7 +66,9 @@ def test_passes_before_enable_or_disable_leave_nothing_in_a_cache(pool):
         assert max(found) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize(("cache", "first"), [("first block", False), ("cache-dit", True)])
+@pytest.mark.parametrize(
+    ("cache", "first"), [pytest.param("first block", False, marks=pytest.mark.long), ("cache-dit", True)]
+)
 def test_cached_pipeline_equals_one_process(pool, folder, cache, first):
     """Whose two CFG passes have a cache each."""
     if cache == "cache-dit":

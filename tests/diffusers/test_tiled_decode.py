@@ -144,7 +144,7 @@ def test_shared_decode_is_bitwise_identical_to_the_serial_one(threads, kind, wor
     assert all(torch.equal(one, expected) for one in threads(world).run(_decode, vae, z))
 
 
-@pytest.mark.parametrize("kind", ["wan", "cogvideox"])
+@pytest.mark.parametrize("kind", [pytest.param("wan", marks=pytest.mark.long), "cogvideox"])
 def test_shared_decode_with_slicing_and_more_ranks_than_tiles_is_identical(threads, kind):
     vae, z = _small(kind)
     vae.enable_slicing()

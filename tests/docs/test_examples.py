@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -255,17 +257,29 @@ def printed_commands() -> list[str]:
     return re.findall(r"`((?:\w+=\S+ )*dbsp [^`]+)`(?= \|)", (EXAMPLES / "README.md").read_text())
 
 
-@pytest.mark.parametrize("more", ["--dry-run", pytest.param("", marks=pytest.mark.long)])
-def test_commands_of_the_table_run_as_printed(tmp_path, more):
+def test_commands_of_the_table_have_a_plan(tmp_path, monkeypatch, dbsp):
+    monkeypatch.chdir(shutil.copytree(EXAMPLES, tmp_path / "examples"))
+    (line,) = printed_commands()
+    assert line.startswith("PYTHONPATH=. dbsp ")
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.delitem(sys.modules, "my_masks", raising=False)
+    code, out, err = dbsp(*shlex.split(line)[2:], "--dry-run")
+    assert code == 0, err
+    assert "my_masks" in out + err
+    assert videos(tmp_path / "examples") == []
+
+
+@pytest.mark.long
+def test_commands_of_the_table_run_as_printed(tmp_path):
     here = shutil.copytree(EXAMPLES, tmp_path / "examples")
     dbsp = f"{shlex.quote(sys.executable)} -m dbsp_cli"
     (line,) = printed_commands()
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     path = f"PYTHONPATH=.:{python_path()} "
     command = line.replace("PYTHONPATH=. ", path).replace("dbsp ", f"{dbsp} ", 1)
-    done = run(["bash", "-c", f"{command} {more}"], cwd=here, env=os.environ | environment)
+    done = run(["bash", "-c", command], cwd=here, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
-    assert videos(here) == ([] if more else ["video.mp4"])
+    assert videos(here) == ["video.mp4"]
 
 
 def words_of(script: str) -> list[str]:
@@ -323,6 +337,39 @@ def scripts() -> dict[str, str]:
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
     }
     return blocks | {path.name: path.read_text() for path in sorted(EXAMPLES.glob("*.py"))}
+
+
+def unknown_names(program: str) -> list[str]:
+    """What a program imports of ours, or calls with such arguments, and we do not have."""
+    ours, unknown = {}, []
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import):
+            ours |= {one.name: importlib.import_module(one.name) for one in node.names if one.name[:5] == "dbsp_"}
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("dbsp_"):
+            module = importlib.import_module(node.module)
+            unknown += [one.name for one in node.names if not hasattr(module, one.name)]
+            ours |= {one.asname or one.name: getattr(module, one.name, None) for one in node.names}
+    for call in (node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)):
+        package, _, name = ast.unparse(call.func).rpartition(".")
+        if (package or name) not in ours:
+            continue
+        function = getattr(ours[package], name, None) if package else ours[name]
+        taken = inspect.signature(function).parameters if function else {}
+        unknown += [f"{name}({one.arg})" for one in call.keywords if one.arg and one.arg not in taken]
+        unknown += [] if function else [name]
+    return unknown
+
+
+def test_programs_use_names_and_arguments_that_we_have():
+    ours = re.compile(r"^ *(import|from) dbsp_", re.M)
+    found = {name: unknown_names(text.replace("…", "...")) for name, text in scripts().items() if ours.search(text)}
+    assert len(found) >= 8
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_names_and_arguments_that_we_do_not_have_are_found():
+    program = "import dbsp_diffusers\nfrom dbsp_core import Plan, gone\ndbsp_diffusers.enable(pipe, nothing=1)\n"
+    assert unknown_names(program + "dbsp_diffusers.lost()") == ["gone", "enable(nothing)", "lost"]
 
 
 def test_scripts_for_gpus_set_the_device_before_they_join_the_ranks():

@@ -15,7 +15,8 @@ from tests.support.repository import ROOT
 pytest.importorskip("para_attn")
 
 
-@pytest.mark.parametrize("page", ["diffusers", pytest.param("paraattention", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["diffusers", "paraattention"])
 def test_the_script_makes_a_video_and_shows_what_sparse_attention_does(tmp_path, monkeypatch, page, dbsp):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", text, re.S)

@@ -69,26 +69,36 @@ def quoted_names(text: str) -> list[str]:
 
 
 @cache
-def words_of_code() -> frozenset[str]:
-    """Every word of the code, its texts and file names, and of settings; docstrings and comments left out."""
-    words: set[str] = set()
-    for path in SOURCES + OTHER_CODE:
-        if path == Path(__file__):
-            continue
-        words.update(path.relative_to(ROOT).with_suffix("").parts, ["py"])
-        words.update(word for text in strings_of(path) for word in _WORD.findall(text))
-        for node in nodes_of(path):
-            words.update(
-                name for _, value in ast.iter_fields(node) if isinstance(value, str) for name in value.split(".")
-            )
-            if isinstance(node, (ast.Global, ast.Nonlocal)):
-                words.update(node.names)
+def words_of(path: Path) -> frozenset[str]:
+    """Every word of a source file, its texts and its name; docstrings and comments left out."""
+    words = {*path.relative_to(ROOT).with_suffix("").parts, "py"}
+    words.update(word for text in strings_of(path) for word in _WORD.findall(text))
+    for node in nodes_of(path):
+        words.update(name for _, value in ast.iter_fields(node) if isinstance(value, str) for name in value.split("."))
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            words.update(node.names)
+    return frozenset(words)
+
+
+@cache
+def words_of_product() -> frozenset[str]:
+    """Every word of our packages and of settings."""
+    words = set().union(*map(words_of, SOURCES))
     for pattern in ("configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
         for path in filter(Path.is_file, ROOT.glob(pattern)):
             words.update(_WORD.findall(path.name))
             if path.suffix in {"", ".yaml", ".yml", ".toml", ".sh"}:
                 words.update(_WORD.findall(path.read_text(encoding="utf-8")))
     return frozenset(words)
+
+
+@cache
+def is_word_of_code(word: str) -> bool:
+    """Whether our packages have a word, or else tests or scripts, of which those are parsed that have its letters."""
+    if word in words_of_product():
+        return True
+    others = (path for path in OTHER_CODE if path != Path(__file__))
+    return any(word in words_of(path) for path in others if word in f"{path} {path.read_text(encoding='utf-8')}")
 
 
 @cache
@@ -139,7 +149,7 @@ def exists(name: str) -> bool:
         return _exists_elsewhere(name)
     if rest and first[:1].isupper() and first in members():
         return rest[0] in members()[first]
-    return all(part in words_of_code() for part in (first, *rest))
+    return all(map(is_word_of_code, (first, *rest)))
 
 
 def _exists_elsewhere(name: str) -> bool:

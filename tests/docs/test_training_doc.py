@@ -6,11 +6,14 @@ import os
 import re
 import sys
 
+import pytest
+
 from dbsp_cli.tiny_models import make_tiny
 from tests.support.programs import run
 from tests.support.repository import ROOT
 
 
+@pytest.mark.long
 def test_the_program_trains(tmp_path):
     text = (ROOT / "docs" / "training.md").read_text()
     program = next(code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "MODEL =" in code)

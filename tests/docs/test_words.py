@@ -65,7 +65,9 @@ ALLOWED = {
 """Senses in which a word may be used: a line with one of these may have it."""
 _KINDS = {tokenize.NAME, tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 _WORDS = {pattern: re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I) for pattern in INSTEAD}
+_LOOSELY = {pattern: re.compile(rf"(?<!\w)(?:{pattern})(?!\w)", re.I) for pattern in INSTEAD}
 _ANY = re.compile("|".join(INSTEAD), re.I)
+_ANY_WORD = re.compile(rf"(?<!\w)(?:{'|'.join(INSTEAD)})(?!\w)", re.I)
 _NO_PROSE = re.compile(r"`[^`]+`|(?<=\])\([^)]*\)|https?://\S+")
 _QUESTIONS = {"what", "which", "how", "where", "who", "why", "when", "whether"}
 _NO_VERBS = {"this", "as", "is", "its", "was", "always", "places", "columns", "less", "us"}
@@ -73,14 +75,30 @@ _NO_VERBS = {"this", "as", "is", "its", "was", "always", "places", "columns", "l
 
 def words_in(text: str) -> Iterator[tuple[int, str, str]]:
     """Yields line number, pattern and line of each word in a source text's comments, strings and names."""
+    if not any(map(_may_have_one, text.split("\n"))):  # tokenizing is slow
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _KINDS or not _ANY.search(token.string):
             continue
         for number, line in enumerate(token.string.split("\n"), token.start[0]):
-            words = re.sub(r"_|(?<=[a-z])(?=[A-Z])", " ", line)
             whole = token.line if token.type == tokenize.NAME else line
-            for instead in instead_of(words, whole):
+            for instead in instead_of(_apart(line), whole):
                 yield number, instead, line.strip()
+
+
+def _may_have_one(line: str) -> bool:
+    """Whether a line has a word in a sense that is not allowed, or maybe so."""
+    if not _ANY_WORD.search(_apart(line)):
+        return False
+    return any(
+        word.search(_apart(re.sub(ALLOWED[pattern], " ", line) if pattern in ALLOWED else line))
+        for pattern, word in _LOOSELY.items()
+    )
+
+
+def _apart(line: str) -> str:
+    """Returns a line with the words of its names apart."""
+    return re.sub(r"_|(?<=[a-z])(?=[A-Z])", " ", line)
 
 
 def words_on(page: str) -> Iterator[tuple[int, str, str]]:

@@ -35,11 +35,12 @@ def test_pipeline_equals_one_process(pool, tmp_path, kind, mask, image):
         assert len(calls) == (2 if kind == "wan2.2" else 1)
 
 
-def test_ranks_of_both_cfg_passes_decode_a_video_together(pool, tmp_path):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_of_both_cfg_passes_decode_a_video_together(pool, tmp_path, world):
     folder = str(make_tiny("wan-i2v", tmp_path / "wan-i2v"))
-    workers = pool(4)
+    workers = pool(world)
     workers.run(start_xfuser, 2)
-    case = WanCase("wan-i2v", folder, {"mask": MASK, "strategy": "U1R2"}, image=True)
+    case = WanCase("wan-i2v", folder, {"mask": MASK, "strategy": f"U1R{world // 2}"}, image=True)
     found = workers.run(run_wan_decoding, case)
     workers.run(start_xfuser)
     assert all(equal for equal, _, _ in found)

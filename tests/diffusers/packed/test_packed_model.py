@@ -20,13 +20,13 @@ CASES = [
     # model, world, mask, strategy, local, checkpointing, fsdp
     ("wan", 1, "synthetic", "U1R1", False, False, False),
     ("wan", 2, "sparge", "U1R2", False, True, False),
-    ("wan-i2v", 2, "synthetic", "U2R1", True, False, False),
-    ("wan-ti2v", 2, "synthetic", "U1R2", True, False, False),
     ("flux-dev", 2, "sparge", "U1R2", True, True, False),
-    ("hunyuan-lora", 2, "dense", "U1R2", True, False, False),
     ("hunyuan", 2, "sparge", "U2R1", True, True, False),
 ]
 LONG = [
+    ("wan-i2v", 2, "synthetic", "U2R1", True, False, False),
+    ("wan-ti2v", 2, "synthetic", "U1R2", True, False, False),
+    ("hunyuan-lora", 2, "dense", "U1R2", True, False, False),
     ("wan", 3, "synthetic", "U3R1", True, False, False),
     ("wan", 4, "synthetic", "U2R2", True, True, False),
     ("wan", 4, "dense", "U1R4", False, False, False),
