@@ -319,12 +319,16 @@ LABORATORY = sorted(path for folder in ("tests", "scripts", "docs") for path in 
 PARTS = {name for path in LABORATORY for name in path.relative_to(ROOT).with_suffix("").parts[1:]}
 BARE = PARTS - {"diffusers", "paroattention", "scripts"} - sys.stdlib_module_names
 """Files and folders of tests and scripts, but for names that are others' packages: no module has such a name."""
+_ONE = "|".join(sorted(BARE))
+_MAY_NAME_ONE = re.compile(rf"^ *from (?:{_ONE})\b|^ *import .*(?<![\w.])(?:{_ONE})\b|[\"'](?:{_ONE})[\w.]*:", re.M)
 OF_OTHERS = (ROOT / "scripts" / "checks" / "upstream", ROOT / "tests" / "support" / "programs")
 """Run other projects' code from checkouts, which is put on the path, or programs, each with a path of its own."""
 
 
 def bare_names(path: Path) -> set[str]:
     """Modules of tests and scripts that a file names without their package: in imports, and as "module:function"."""
+    if not _MAY_NAME_ONE.search(path.read_text(encoding="utf-8")):  # parsing all takes seconds
+        return set()
     named = {text.partition(":")[0] for text in strings_of(path) if re.fullmatch(r"[a-z_][\w.]*:[a-z_]\w*", text)}
     return {name for name in imports(path) | named if name.partition(".")[0] in BARE}
 

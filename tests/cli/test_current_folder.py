@@ -48,22 +48,17 @@ def run(folder, *path):
     )
 
 
-def test_ranks_find_pythons_own_modules(folder):
-    done = run(folder)
+def test_ranks_find_pythons_own_modules_and_search_no_folder_of_db_sp(folder, tmp_path_factory):
+    """Or `import output` would find `dbsp_cli.output`."""
+    looking = tmp_path_factory.mktemp("looking")
+    (looking / "sitecustomize.py").write_text(LOOKS)
+    done = run(folder, looking)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("db-SP ")
+    assert done.stdout.splitlines() == ["[]", "db-SP " + dbsp_core.__version__]
 
 
 def test_modules_of_the_current_folder_are_found_by_pythonpath_alone(folder):
     assert "the file of the user ran" in run(folder, folder).stderr
-
-
-def test_db_sps_own_folder_is_not_searched(folder):
-    """Or `import output` would find `dbsp_cli.output`."""
-    for name in NAMES:
-        (folder / f"{name}.py").unlink()
-    (folder / "sitecustomize.py").write_text(LOOKS)
-    assert run(folder, folder).stdout.splitlines() == ["[]", "db-SP " + dbsp_core.__version__]
 
 
 def test_doctor_tries_imports_without_them(folder, monkeypatch):

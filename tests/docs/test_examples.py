@@ -100,6 +100,7 @@ def test_the_attention_alone_equals_torch_s_own(tmp_path):
         assert 0 < difference < 1e-5
 
 
+@pytest.mark.long
 def test_a_kernel_of_one_s_own_equals_torch_s(tmp_path):
     said = start(tmp_path, "my_kernel.py")
     for rank in ("0", "1"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 from dbsp_cli.autoload import autoload
 from dbsp_xdit import autoload as for_xdit
 from dbsp_xdit.autoload import requested
+from tests.support.programs import run
 from tests.support.repository import child_environment
 
 FLAG = ["--model", "m", "--sp-backend", "dbsp"]
@@ -59,9 +59,9 @@ def test_torch_import_without_the_flag_imports_and_prints_nothing(tmp_path):
         "names = ('dbsp_core', 'dbsp_diffusers', 'dbsp_kernels', 'dbsp_xdit.runner')\n"
         "print([name for name in sys.modules if name.startswith(names)])\n"
     )
-    run = [sys.executable, str(tmp_path / "xdit"), "--model", "m", "--prompt", "--help me"]
-    done = subprocess.run(run, env=child_environment(tmp_path), capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    line = [sys.executable, tmp_path / "xdit", "--model", "m", "--prompt", "--help me"]
+    done = run(line, env=child_environment(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
 def test_failure_in_an_xfuser_run_is_one_line(monkeypatch, capfd):

@@ -35,25 +35,18 @@ def assert_equal(workers, case):
         pytest.param(3, "auto", MASK, False, marks=pytest.mark.long),
     ],
 )
-def test_pipeline_equals_one_process(pool, tiny, world, strategy, mask, own):
+def test_pipeline_equals_one_process_and_reports_the_whole_video(pool, tiny, tmp_path, world, strategy, mask, own):
     """5 rows of 7 tokens, which no number of ranks divides."""
     workers = pool(world)
     workers.run(start_xfuser)
-    config = {"mask": mask, "strategy": strategy, "machine": "a800"}
-    assert_equal(workers, PipelineCase(tiny, config, height=80, width=112, own=own))
-
-
-def test_script_with_report_writes_the_whole_video(pool, tiny, tmp_path):
-    workers = pool(2)
-    workers.run(start_xfuser)
-    config = {"mask": MASK, "strategy": "U1R2", "report": str(tmp_path / "report")}
-    case = PipelineCase(tiny, config, height=64)
+    config = {"mask": mask, "strategy": strategy, "machine": "a800", "report": str(tmp_path / "report")}
+    case = PipelineCase(tiny, config, height=80, width=112, own=own)
     assert_equal(workers, case)
     latents = load_file(tmp_path / "report" / "latents.safetensors")["latents"]
-    assert latents.shape == (1, 4, 16, 8, 12)
+    assert latents.shape == (1, 4, 16, 10, 14)
     assert float((latents - expected_latents(case)).abs().max()) <= TOLERANCE
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert (report["world_size"], len(set(report["calls"]["layer"]))) == (2, 2)
+    assert (report["world_size"], len(set(report["calls"]["layer"]))) == (world, 2)
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ def test_steps_have_the_same_losses_on_one_two_and_four_ranks(pool, steps):
 @pytest.mark.parametrize(
     ("world", "sequence", "over", "checkpointing"),
     [
-        (2, 2, "everyone", False),
+        pytest.param(2, 2, "everyone", False, marks=pytest.mark.long),
         (4, 2, "hybrid", True),
         pytest.param(4, 2, "everyone", True, marks=pytest.mark.long),
         pytest.param(4, 2, "data", False, marks=pytest.mark.long),
