@@ -62,6 +62,7 @@ def test_messages_send_to_pages_that_are_there():
         node.args[0].value
         for folder in ("kernels", *PACKAGES, "scripts")
         for path in (ROOT / folder).rglob("*.py")
+        if "page(" in path.read_text(encoding="utf-8")
         for node in nodes_of(path)
         if isinstance(node, ast.Call) and node.args and getattr(node.func, "id", "") == "page"
     }
