@@ -6,19 +6,6 @@ import json
 
 from tests.support.programs import run_module
 
-SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
-
-
-def test_attention_is_timed_under_both_plans():
-    done = run_module("scripts.bench.attention", "--ranks", "2", *SMALL)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["label"] == "measured, 2 ranks"
-    assert [case["strategy"] for case in report["cases"]] == ["U2R1", "U1R2"]
-    for case in report["cases"]:
-        assert case["rho_before"] >= case["rho"] >= 1
-        assert case["speedup"] == case["seconds_before"] / case["seconds"]
-
 
 def test_rounding_errors_in_exchanges():
     done = run_module("scripts.bench.rounding_error", "--tokens", 512, "--heads", 1, "--json")

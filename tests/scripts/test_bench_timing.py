@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing import start_processes
 
-from scripts.bench import timing
+from scripts.bench import attention, timing
 from scripts.bench.attention import slowest_rank
 from scripts.bench.timing import Turns, TurnTakingGroup, run_ranks
 from tests.scripts.failing_ranks import die_on_one, fail_on_one
@@ -27,6 +29,20 @@ def forked(monkeypatch):
         return start_processes(*arguments, start_method="forkserver", **options)
 
     monkeypatch.setattr(timing, "start_processes", started)
+
+
+SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
+
+
+def test_attention_is_timed_under_both_plans(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["attention", "--ranks", "2", *SMALL])
+    attention.main()
+    report = json.loads(capsys.readouterr().out)
+    assert report["label"] == "measured, 2 ranks"
+    assert [case["strategy"] for case in report["cases"]] == ["U2R1", "U1R2"]
+    for case in report["cases"]:
+        assert case["rho_before"] >= case["rho"] >= 1
+        assert case["speedup"] == case["seconds_before"] / case["seconds"]
 
 
 def intervals_of_turns(rank: int, world: int, folder: str) -> tuple[float, list[tuple[float, float]]]:

@@ -34,14 +34,14 @@ from tests.support.repository import child_environment
 
 def test_part_with_a_new_seed_prints_the_seed(tmp_path):
     state = tmp_path / "state.json"
-    words = ("--part", "fuzz", "--minutes", "0.05", "--seed", "new", "--state", state, "--json")
+    words = ("--part", "fuzz", "--minutes", "0.01", "--seed", "new", "--state", state, "--json")
     done = run_module("scripts.checks.stress", *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["failures"] == []
     assert found["parts"]["fuzz"]["failures"] == 0
     assert 0 < found["parts"]["fuzz"]["cases"] == State.read(state, None).parts["fuzz"].next
-    assert f"scripts/campaign --seed {found['seed']} --part fuzz --minutes 0.05\n" in done.stderr
+    assert f"scripts/campaign --seed {found['seed']} --part fuzz --minutes 0.01\n" in done.stderr
 
 
 class EverySeventh(Part):

@@ -20,7 +20,7 @@ PIECE_S = 3.2e-6
 
 @pytest.fixture(scope="module")
 def rows():
-    return rebuild(2, PIECE_S)[0]
+    return rebuild(1, PIECE_S)[0]
 
 
 @pytest.mark.parametrize("stream", TABLE_1)

@@ -11,28 +11,42 @@ from tests.gpu_node.node import GpuNode
 from tests.simulated.feature_cases import FEATURES, Order, together
 
 TOLERANCE = 1e-5
-CASES = [
-    pytest.param(
-        name,
-        first,
-        id=f"{name} {'before' if first else 'after'}",
-        marks=() if (number + first) % 2 else pytest.mark.long,
-    )
-    for number, name in enumerate(FEATURES)
-    for first in (True, False)
+PAIRS = (
+    ("model offload", "pyramid attention broadcast"),
+    ("LoRA", "sequential offload"),
+    ("group offload by blocks", "MagCache"),
+    ("int8 weights", "group offload by leaves"),
+    ("another backend", "TaylorSeer"),
+    ("fused QKV", "layerwise casting"),
+    ("fused LoRA", "SeaCache"),
+)
+ALONE = ("group offload on a stream", "first-block cache", "FasterCache", "cache-dit")
+"""With `PAIRS`, every feature: the first of a pair before `enable`, the second after it, these before.
+
+In the long part each is tried alone, both before and after.
+"""
+ORDERS = [
+    *(pytest.param(Order(pair, 1), id=" then ".join(pair)) for pair in PAIRS),
+    *(
+        pytest.param(
+            Order((name,), first),
+            id=f"{name} {'before' if first else 'after'}",
+            marks=() if first and name in ALONE else pytest.mark.long,
+        )
+        for name in FEATURES
+        for first in (1, 0)
+    ),
 ]
-"""Each feature in one order, before `enable` or after it; with both in the long part."""
 
 
-@pytest.mark.parametrize(("name", "first"), CASES)
-def test_feature_on_gpus_equals_one_process_and_leaves_no_trace(gpu_node: GpuNode, name: str, first: bool) -> None:
-    feature = FEATURES[name]
-    if name == "cache-dit":
+@pytest.mark.parametrize("order", ORDERS)
+def test_features_on_gpus_equal_one_process_and_leave_no_trace(gpu_node: GpuNode, order: Order) -> None:
+    if "cache-dit" in order.features:
         pytest.importorskip("cache_dit")
-    for found in gpu_node.run(2, together, Order((name,), int(first))):
+    for found in gpu_node.run(2, together, order):
         assert found.difference <= TOLERANCE
         assert found.computed == found.expected, "all ranks must skip what one process skips"
-        assert found.effect > 100 * TOLERANCE or not feature.acts, "the feature must matter"
-        assert min(found.computed) < max(found.computed) or not feature.skips, "the cache must skip"
+        assert found.effect > 100 * TOLERANCE or not order.acting, "the features must matter"
+        assert min(found.computed) < max(found.computed) or not any(one.skips for one in order.parts), "it must skip"
         assert found.left == []
         assert found.identical_bits

@@ -19,7 +19,10 @@ CASES = {
     "gradients": (2, PackedCase(strategy="U2R1", loaders=(1, 0, 0), gradients=True)),
     "gradients in bags": (4, PackedCase("flux", loaders=(1, 0, 0), bags="g2n2", gradients=True)),
 }
-LONG = ("predicted masks", "samples of each rank's loader", "bags that all ranks fill", "gradients")
+LONG = (
+    *("predicted masks", "samples of each rank's loader", "bags of two"),
+    *("bags that all ranks fill", "gradients"),
+)
 """What others do too, with a model or a mask that is slower, or with bags."""
 
 

@@ -14,11 +14,11 @@ CASES = {
     "two transformers": (2, Generation(steps=5, settled=4, second=True)),
     "tiled decode": (2, Generation(steps=1, guidance=1.0, tiled=True, output="pt")),
     "tiled decode on four ranks": (4, Generation(steps=1, strategy="U2R2", tiled=True, output="pt")),
-    "guidance on two halves": (4, Generation(steps=3, tiled=True, guided=True, output="pt")),
-    "parts that are on the GPU while they run": (2, Generation(steps=1, offload=True, output="pt")),
+    "guidance on two halves": (4, Generation("predicted", "U1R2", steps=3, guided=True)),
+    "parts that are on the GPU while they run": (2, Generation(steps=1, offload=True, tiled=True, output="pt")),
 }
-LONG = ("from prompt to frames", "tiled decode", "tiled decode on four ranks")
-"""What others do too: tiles on four ranks with guidance, frames with parts that are on the GPU while they run."""
+LONG = ("from prompt to frames", "predicted masks", "tiled decode", "tiled decode on four ranks")
+"""What others do too: predicted masks with guidance, tiles and frames with parts on the GPU while they run."""
 
 
 @pytest.fixture(scope="module")

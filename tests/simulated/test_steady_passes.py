@@ -12,14 +12,14 @@ from tests.simulated.test_sessions import BLOCKS, MASKS, WINDOW
 
 KEPT = {"reuse": 100.0}
 DENSE_STEPS = {"dense_schedule": {"first_steps": 1}}
+SEVERAL = {"source": "union", "of": [MASKS[name] for name in ("window", "sparge", "sol")]}
 BY_STEP = {"source": "synthetic", "density": 0.4, "drift": 0.2, **BLOCKS}
 PASSES: dict[str, tuple[dict[str, Any], str]] = {
     "static, dense steps": ({"mask": WINDOW, **DENSE_STEPS}, "U2R1"),
     "by step": ({"mask": BY_STEP, **KEPT}, "U1R2"),
     "callable": ({"mask": MASKS["callable"], **KEPT}, "U2R1"),
     "nabla": ({"mask": MASKS["nabla"], **KEPT}, "U1R2"),
-    "union": ({"mask": MASKS["union"], **KEPT}, "U2R1"),
-    "sol": ({"mask": MASKS["sol"], **KEPT}, "U1R2"),
+    "union": ({"mask": SEVERAL, **KEPT}, "U2R1"),
     "vsa": ({"mask": MASKS["vsa"], **KEPT}, "U2R1"),
     "sparge, dense steps": ({"mask": MASKS["sparge"], **DENSE_STEPS, **KEPT}, "U2R1"),
 }

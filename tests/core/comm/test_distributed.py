@@ -14,8 +14,8 @@ from tests.core.comm.oracle_cases import EVERY, TOLERANCE, key_cases, ordered_ca
 from tests.support.attention_cases import Case, run_case, run_case_apart
 from tests.support.long import some_long
 
-LONG = ("U1R5", "U5R1", "U1R6", "U6R1", "U1R7", "U7R1")
-"""Strategies between two others of their kind: U1R4 and U1R8, U4R1 and U8R1, with U3R1, U3R2 and U2R3 for odd ones."""
+LONG = ("U1R5", "U5R1", "U1R6", "U6R1", "U1R7", "U7R1", "U1R8", "U4R2", "U3R2")
+"""Strategies beyond or between others of their kind: U1R4, U4R1 and U8R1, U2R3 and U2R4, with U3R1 for odd ones."""
 
 
 @pytest.mark.parametrize(("world", "strategy"), some_long(EVERY, LONG), ids=str)

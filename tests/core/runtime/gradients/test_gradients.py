@@ -22,7 +22,7 @@ from tests.support.long import some_long
 from tests.support.workers import assert_all_raise
 
 WORLDS = (1, 2, 3, 4, 6, 8)
-LONG = ("U1R6", "U6R1", "U2R4", "U4R2")
+LONG = ("U1R6", "U6R1", "U1R8", "U2R4", "U4R2", "U3R2")
 
 
 @pytest.mark.parametrize(
