@@ -85,7 +85,7 @@ class Generation:
 
 def draw_generation(seed: int, number: int) -> Generation:
     rng = random.Random(f"{seed}:{number}")
-    height, width = (16 * rng.randint(2, 5) for _ in range(2))
+    height, width = (16 * rng.randint(2, 4) for _ in range(2))
     return Generation(rng.randrange(len(SETUPS)), height, width, rng.randint(1, 4), rng.randrange(99))
 
 
