@@ -8,6 +8,7 @@ import os
 import pkgutil
 import secrets
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 from scripts.checks.stress.frame import Part, State, run_part
@@ -58,6 +59,7 @@ def main() -> int:
     print(called, file=sys.stderr, flush=True)
     for name, share in SHARES.items() if options.part == "all" else [(options.part, 1.0)]:
         run_part(part_named(name), state, options.state, options.minutes * 60 * share)
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  the next part's imports other modules
     found = state.summary()
     if options.json:
         print(json.dumps(found), file=out)

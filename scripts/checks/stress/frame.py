@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -207,5 +206,4 @@ def run_part(part: Part, state: State, path: Path, seconds: float) -> None:
                 break
     finally:
         cases.close()  # type: ignore[attr-defined]
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  the next part's has imported other modules
         state.write(path)
