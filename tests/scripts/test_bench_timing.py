@@ -72,8 +72,9 @@ def test_ranks_in_turns_compute_one_at_a_time_and_waiting_does_not_count(tmp_pat
     ran = sorted(interval for _, intervals in answers for interval in intervals)
     assert len(ran) == 4
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ran))
-    for seconds, intervals in answers:
-        assert 0.1 <= seconds < intervals[-1][1] - intervals[0][0]
+    assert all(seconds >= 0.1 for seconds, _ in answers)
+    seconds, intervals = max(answers, key=lambda one: one[1][-1][1] - one[1][0][0])
+    assert seconds < intervals[-1][1] - intervals[0][0] - 0.04, "the rank whose turn was first waits for the other's"
 
 
 def test_slowest_rank_counts_by_its_median():
