@@ -94,7 +94,7 @@ class Part(ABC):
 
 
 class Failed(Exception):
-    """What became of processes that a case ran in, in one line."""
+    """A failure of the processes that a case ran in, in one line."""
 
     @classmethod
     def by(cls, error: Exception) -> Failed:

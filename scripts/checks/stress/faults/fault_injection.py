@@ -52,9 +52,10 @@ class Injection:
         @functools.wraps(function)
         def wrapped(*args: Any, **options: Any) -> Any:
             nonlocal calls
-            calls += not _REFERENCE.get()
-            if calls == self.nth and not _REFERENCE.get():
-                fire(self.act, folder)
+            if not _REFERENCE.get():
+                calls += 1
+                if calls == self.nth:
+                    fire(self.act, folder)
             return function(*args, **options)
 
         setattr(holder, name, staticmethod(wrapped) if isinstance(raw, (staticmethod, classmethod)) else wrapped)

@@ -101,7 +101,7 @@ def keep(task: Task, folder: Path) -> None:
 
 
 def start_keeper(task: Task, folder: Path, preloaded: Sequence[str] = ()) -> BaseProcess:
-    """preloaded: modules that the fork server imports, where there is none yet"""
+    """Starts a keeper. preloaded: modules that the fork server imports, where there is none yet"""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preloaded))
     process = context.Process(target=keep, args=(task, folder))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}
@@ -53,9 +53,7 @@ PHASES: dict[str, Phase] = {
     "planning": _session(f"{RUNTIME}.size_context.SizeContext._new_plan"),
     "planning: a new plan": _session(f"{RUNTIME}.size_context.plan_from_counts", 3, **ALWAYS_ANEW),
     "planning: agreement": _session(f"{RUNTIME}.size_context.run_consistently", **ALWAYS_ANEW),
-    "counts of the last call": Phase(
-        "session", f"{RUNTIME}.plan_keeper.PlanKeeper._count", settings={"mask": SPARGE}, awaited=2
-    ),
+    "counts of the last call": replace(_session(f"{RUNTIME}.plan_keeper.PlanKeeper._count"), awaited=2),
     "agreement under debug": _session(f"{RUNTIME}.session.check_prepared", 2, **DEBUG),
     "prepare": Phase("attention", f"{RUNTIME}.attention.check_consistent"),
     "first call's agreement": Phase("attention", f"{RUNTIME}.attention.check_attention"),
