@@ -21,13 +21,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "mask"),
-    [
-        pytest.param("wan", "sparge", marks=pytest.mark.long),
-        pytest.param("cogvideox", "window", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "mask"), [("wan", "sparge"), ("cogvideox", "window")])
 def test_compiled_transformer_equals_uncompiled_with_few_graphs(pool, model, mask):
     graphs = {}
     for layers in (1, 2):
@@ -61,13 +56,14 @@ def test_repeated_blocks_compile_without_a_graph_break(pool, model, mask, graphs
         assert recompiled == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        pytest.param("wan", "blocks", marks=pytest.mark.long),
-        pytest.param("wan", "whole", marks=pytest.mark.long),
-        pytest.param("wan", "in place", marks=pytest.mark.long),  # with guidance: below
-        pytest.param("hunyuan1.5", "blocks", marks=pytest.mark.long),
+        ("wan", "blocks"),
+        ("wan", "whole"),
+        ("wan", "in place"),  # with guidance: below
+        ("hunyuan1.5", "blocks"),
     ],
 )
 def test_transformer_compiled_before_db_sp_equals_uncompiled(pool, model, how):
