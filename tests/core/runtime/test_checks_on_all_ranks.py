@@ -19,6 +19,7 @@ from dbsp_core.runtime.engine_session import EngineSession
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS
+from tests.support.workers import assert_all_raise
 
 HEADS = 4
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
@@ -80,15 +81,10 @@ def rejected_later(rank: int, world: int, with_session: bool) -> tuple[str, str]
         return first_error(phases())
 
 
-def rejected_engine(rank: int, world: int, path: str) -> str:
-    """Returns the error of an engine's session whose configuration cannot be read on rank 1."""
-    try:
-        EngineSession(
-            SequenceGroup.from_group(), Strategy(world, 1), HEADS, 1, path if rank == 1 else {"mask": WINDOW}
-        )
-    except UserError as error:
-        return str(error)
-    return ""
+def engine_session(rank: int, world: int, path: str) -> None:
+    """Makes an engine's session whose configuration is at `path` on rank 1."""
+    config = path if rank == 1 else {"mask": WINDOW}
+    EngineSession(SequenceGroup.from_group(), Strategy(world, 1), HEADS, 1, config)
 
 
 def assert_rejected(answers: list[tuple[str, str]], phase: str, reason: str) -> None:
@@ -122,5 +118,4 @@ def test_kernel_that_one_rank_has_for_another_dtype_is_rejected_on_all(pool, wit
 
 
 def test_configuration_that_one_rank_of_an_engine_cannot_read_is_rejected_on_all(pool, tmp_path):
-    for answer in pool(2).run(rejected_engine, str(tmp_path / "none.yaml")):
-        assert "rank(s) [1]" in answer
+    assert_all_raise(pool, 2, "rank(s) [1]: configuration file", engine_session, str(tmp_path / "none.yaml"))
