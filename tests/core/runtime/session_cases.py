@@ -16,12 +16,11 @@ from dbsp_core.reports.observer import observed_session
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK
+from tests.support.attention_cases import shards
 from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import once
 
 HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
-RUBBISH = 50.0
-"""Fills padding, which must not be seen."""
 
 
 @dataclass
@@ -64,13 +63,10 @@ class Session:
         videos = (Video(thw, text_tokens), *more)
         layout = self.inner.begin(*videos, timestep=timestep, device=self.device)
         once(lambda: self.feed.begin(videos, timestep))
-        token, slot = (torch.from_numpy(one) for one in layout.tokens_at(self.inner.group.rank))
         shape, worst = (batch, self.heads, layout.tokens, WIDTH), 0.0
         for layer in range(self.layers):
             full, expected = once(partial(self._alone, layer, shape, self.layers * int(timestep) + layer))
-            local = [torch.full((batch, self.heads, layout.shard, WIDTH), RUBBISH) for _ in full]
-            for shard, whole in zip(local, full, strict=True):
-                shard[:, :, slot] = whole[:, :, token]
+            local, token, slot = shards(full, layout, self.inner.group.rank, padded=True)
             out = self.inner.attend(layer, *(shard.to(self.device, self.dtype) for shard in local)).cpu()
             assert not out.requires_grad
             worst = max(worst, float((out[:, :, slot] - expected[:, :, token]).abs().max()))
