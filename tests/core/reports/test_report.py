@@ -35,6 +35,7 @@ from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
 from tests.diffusers.compile_cases import run_compiled
 from tests.simulated.session_cases import steady_step
+from tests.support.models.tiny_pipelines import latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.workers import WorkerPool
 
@@ -62,7 +63,6 @@ def test_kernels_of_an_attention_are_those_that_ran_its_rows(monkeypatch, fused,
 
 LAYERS, HEADS, WIDTH = 2, 4, 16
 BYTES = ("bytes_to_owners", "bytes_chunks", "bytes_to_sources")
-CALL = {"height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 16, "output_type": "latent"}
 
 
 def recounted_session(
@@ -144,17 +144,13 @@ def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any])
 
     returns: by event, the files in the report's folder, and the report after each of the calls
     """
-    from diffusers import WanPipeline
-
-    pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe, seen = load("wan", folder), {}
+    original = type(pipe)
     dbsp_para.parallelize_pipe(pipe, config=config)
-    seen: dict[str, Any] = {}
 
     def generate(steps: int, **options: Any) -> None:
-        pipe(prompt="the sea at dusk", num_inference_steps=steps, guidance_scale=2.0, **CALL, **options)
-        if world > 1:
-            torch.distributed.barrier()  # rank 0 has written
+        latents(pipe, num_inference_steps=steps, **options)
+        torch.distributed.barrier()  # rank 0 has written
 
     def look() -> list[str]:
         return sorted(path.name for path in Path(config["report"]).glob("*"))
@@ -171,16 +167,13 @@ def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any])
     generate(2)
     seen["second"] = asdict(RunReport.read(Path(config["report"])))
     dbsp_para.unparallelize(pipe)
-    assert type(pipe) is WanPipeline
+    assert type(pipe) is original
     return seen
 
 
 def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any], odd: int) -> tuple[str, str]:
     """Fails on rank `odd` after all attentions. Returns what is raised, and standard error."""
-    from diffusers import WanPipeline
-
-    pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load("wan", folder)
     dbsp_para.parallelize_pipe(pipe, config=config)
 
     def at_the_end(_: Any, step: int, *__: Any) -> dict[str, Any]:
@@ -192,7 +185,7 @@ def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any],
     soon = mock.patch.object(SequenceGroup, "timeout", timedelta(seconds=3))  # not before all ranks have come this far
     with contextlib.redirect_stderr(said), soon:
         try:
-            pipe(prompt="the sea", num_inference_steps=2, guidance_scale=1.0, callback_on_step_end=at_the_end, **CALL)
+            latents(pipe, guidance_scale=1.0, callback_on_step_end=at_the_end)
         except ZeroDivisionError as error:
             raised = str(error)
     return raised, said.getvalue()

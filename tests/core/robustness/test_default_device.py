@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core import (
-    BlockGrid,
-    BlockMask,
-)
+from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.grid import Video
 from tests.support.repository import ROOT
 from tests.support.settings import session_of

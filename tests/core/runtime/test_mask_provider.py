@@ -22,10 +22,19 @@ from tests.support.workers import WorkerError
 
 @dataclass(frozen=True)
 class OddOneOut(BlockSizes):
-    """Everybody's mask is dense; `rank` does else: "grid", "mask", "bug" (raise), "bits" (differ) or "heads"."""
+    """Everybody's mask is dense; `rank` does else: "grid", "mask", "bug", "key" (raise), "bits" (differ) or "heads".
 
+    It cannot name its mask ("key") in the second step, in which ranks compare nothing.
+    """
+
+    changes = "per_step"
     rank: int = 0
     fault: str = "mask"
+
+    def cache_key(self, request: MaskRequest) -> str:
+        if request.step == 1 and self._odd("key"):
+            raise ValueError("the table of contents is gone")
+        return "always the same"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         if self._odd("grid"):
@@ -57,22 +66,6 @@ def attend_with(rank: int, world: int, source: BlockSizes) -> None:
         dist.barrier()
 
 
-@dataclass(frozen=True)
-class Forgetful(BlockSizes):
-    """Its masks never change, but in the second step, in which ranks compare nothing, `rank` cannot name them."""
-
-    changes = "per_step"
-    rank: int = 0
-
-    def cache_key(self, request: MaskRequest) -> str:
-        if request.step == 1 and dist.get_rank() == self.rank:
-            raise ValueError("the table of contents is gone")
-        return "always the same"
-
-    def mask(self, request: MaskRequest) -> BlockMask:
-        return BlockMask.dense(request.heads, self.grid(request))
-
-
 def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], steps: int) -> list[list[int]]:
     """Returns the layers that are dense by forward pass."""
     feed = MaskProvider(BlockSizes(), schedule, 2, layers, lambda: steps)
@@ -91,8 +84,8 @@ def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], 
         (3, OddOneOut(16, 16, rank=2, fault="heads"), "UserError", "rank(s) [2]: the mask source gave"),
         (2, OddOneOut(16, 16, rank=1, fault="bug"), "ValueError", "rank(s) [1]: KeyError: 'layer 7'"),
         (3, OddOneOut(16, 16, rank=0, fault="bits"), "UserError", "the mask of layer 0 differs on rank(s)"),
-        (3, Forgetful(16, 16, rank=0), "ValueError", "rank(s) [0]: the table of contents is gone"),
-        (3, Forgetful(16, 16, rank=2), "ValueError", "rank(s) [2]: the table of contents is gone"),
+        (3, OddOneOut(16, 16, rank=0, fault="key"), "ValueError", "rank(s) [0]: the table of contents is gone"),
+        (3, OddOneOut(16, 16, rank=2, fault="key"), "ValueError", "rank(s) [2]: the table of contents is gone"),
     ],
     ids=str,
 )

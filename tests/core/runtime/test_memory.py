@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core import (
-    BlockGrid,
-    BlockMask,
-    DualBalancedAttention,
-    Plan,
-    SequenceLayout,
-    Strategy,
-    make_plan,
-)
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.exchange import CHUNKS_IN_FLIGHT
 from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.masks.grid import Video
