@@ -69,7 +69,7 @@ However many chunks there are: those that were used are released."""
 
 @pytest.mark.parametrize(("strategy", "tensors"), [("U4R1", 6), ("U2R2", WITH_CHUNKS), ("U1R4", WITH_CHUNKS)])
 def test_peak_in_addition_to_the_inputs_is_a_constant_number_of_tensors(gpu_node, strategy, tensors):
-    """Expects q, k and v as they came, and packed, if there are no further chunks."""
+    """Expects q, k and v as they came, and packed, unless there is a ring."""
     mask = BlockMask.dense(4, BlockGrid.uniform(256, 32))
     layout = SequenceLayout.striped(mask.grid, Strategy.parse(strategy))
     for peak in gpu_node.run(4, peak_of_attention, make_plan(mask, strategy, layout=layout), mask, layout):
