@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -311,9 +312,7 @@ def test_bad_file_raises_one_line_with_its_name(tmp_path, content, message):
 
 
 def test_bug_in_a_check_of_settings_is_not_a_user_error(monkeypatch):
-    def broken(self):
-        raise ValueError("cdf is broken")
-
+    broken = mock.Mock(side_effect=ValueError("cdf is broken"))
     monkeypatch.setattr("dbsp_core.sources.sparge.LikeliestBlocks.__post_init__", broken)
     with pytest.raises(ValueError, match="cdf is broken") as raised:
         DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -177,10 +178,7 @@ class TestSaving:
         save_mask(path, a_mask(1))
         before = path.read_bytes()
 
-        def fail(*args):
-            raise OSError("disk full")
-
-        monkeypatch.setattr(os, "replace", fail)
+        monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             save_mask(path, a_mask(2))
         assert path.read_bytes() == before
@@ -213,12 +211,10 @@ class TestSaving:
 
 
 def test_file_with_countless_sequences_is_rejected_at_once(path, monkeypatch):
-    def heavy(*_: object) -> None:
-        raise AssertionError("grids are made of them")
-
     sizes = {"tokens": "2000000", "text_tokens": "0", "block_q": "1", "block_k": "1"}
     own = '{"tokens": 2, "text_tokens": 0, "thw": null}'
     write(path, torch.zeros(1, dtype=torch.uint8), {**sizes, "sequences": f"[{', '.join([own] * 100_000)}]"})
+    heavy = mock.Mock(side_effect=AssertionError("grids are made of them"))
     monkeypatch.setattr("dbsp_core.masks.mask_file.BlockGrid", heavy)
     with pytest.raises(ValueError, match="100,000 sequences are more than the 65,536 that a mask file can have"):
         MaskFile(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -153,10 +154,7 @@ class TestOneProcess:
         if blocked == "folder":
             folder.write_text("a file is where the folder should be")
         else:
-
-            def full(*args):
-                raise OSError("No space left on device")
-
+            full = mock.Mock(side_effect=OSError("No space left on device"))
             monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_atomically", full)
         run(new(folder), [(10 * i, 10 * i + 1) for i in range(6)])
         assert capsys.readouterr().err.count("stopped recording masks") == 1

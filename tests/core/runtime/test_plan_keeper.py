@@ -236,12 +236,8 @@ class TestPredictedMasks:
 
     def test_error_in_planning_keeps_the_plan_before(self, keeper):
         self.plans(keeper, [FIRST, ABOVE])
-
-        def fail(rows, current):
-            raise ZeroDivisionError("no planner today")
-
         with pytest.raises(ZeroDivisionError):
-            keeper.plan_predicted(0, ABOVE, fail)
+            keeper.plan_predicted(0, ABOVE, mock.Mock(side_effect=ZeroDivisionError("no planner today")))
         assert self.plans(keeper, [ABOVE]) == [NEW]
 
     @pytest.mark.parametrize("lag", [True, False])
