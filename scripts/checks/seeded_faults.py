@@ -106,7 +106,7 @@ FAULTS = (
         "dbsp_core/runtime/backward.py",
         "dq += dq_part",
         "dq = dq_part",
-        "tests/core/runtime/gradients -k 3-U1R3",
+        "tests/core/runtime/test_gradients.py -k 3-U1R3",
     ),
     Fault(
         "int8 has a scale of the largest number",

@@ -26,7 +26,6 @@ class Case:
 
     planner: a planner's name, or "random" for any owner and any chunk, per head
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
-    pooled: whether rows attend to the mean key of each block that they skip
     whole_tiles: see `BlockGrid`
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import settings
@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.sources import MaskRequest
+from dbsp_core.sources.base import BlockSizes
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK_SIZES = st.integers(1, 24)
@@ -39,6 +41,22 @@ def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> n
     rng = np.random.default_rng(seed)
     head, row, column = (rng.uniform(0, 2, n) for n in (heads, grid.nq, grid.nk))
     return rng.random((heads, grid.nq, grid.nk)) < level * head[:, None, None] * row[:, None] * column
+
+
+@dataclass(frozen=True)
+class RandomSource(BlockSizes):
+    """Asymmetric, unequal over heads and rows, some of them empty; every head in a token order of its own."""
+
+    seed: int = 0
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        draws = np.random.default_rng(self.seed)
+        orders = tuple(draws.choice(["thw", "hwt", "wth"], request.heads).tolist())
+        grid = replace(self.grid(request), orders=orders)
+        level = draws.uniform(0.1, 0.9, (request.heads, grid.nq, 1))
+        bits = draws.random((request.heads, grid.nq, grid.nk)) < level
+        bits[draws.random((request.heads, grid.nq)) < 0.15] = False
+        return BlockMask(bits, grid)
 
 
 @st.composite

@@ -25,8 +25,8 @@ PACKAGES = (
 ALONGSIDE = {"transformers": ("diffusers",), "safetensors": ("diffusers", "transformers")}
 """Packages whose oldest goes with others' oldest alone."""
 TESTS = (
-    "tests/core/comm/test_oracle_on_processes.py::test_attention_on_processes_equals_the_oracle[2]",
-    "tests/core/comm/test_oracle_on_processes.py::test_gradients_on_processes_equal_the_oracle[2]",
+    "tests/core/comm/test_distributed.py::test_attention_on_processes_equals_the_oracle[2]",
+    "tests/core/runtime/test_gradients.py::test_gradients_on_processes_equal_the_oracle[2]",
     "tests/diffusers/test_enable.py::test_transformer_equals_one_process",
     "tests/diffusers/test_enable.py::test_pipeline_equals_one_process",
     "tests/diffusers/test_step_caches.py::test_cached_pipeline_equals_one_process",

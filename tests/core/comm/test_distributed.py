@@ -1,6 +1,6 @@
 """The distributed oracle: every UxRy on 2 to 8 ranks against dense attention in one process.
 
-Ranks are threads, except where the Triton kernel is interpreted; see test_oracle_on_processes for the rest.
+Ranks are threads, except for a part of the cases and where the Triton kernel is interpreted.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
+from dbsp_core import Strategy
 from tests.core.comm.oracle_cases import EVERY, TOLERANCE, key_cases, ordered_cases, plain_cases
 from tests.support.attention_cases import Case, run_case, run_case_apart
 from tests.support.long import some_long
@@ -26,18 +26,12 @@ def test_equals_dense_attention(threads, world, strategy):
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(4, "U2R2"), (6, "U2R3"), (8, "U1R8")])
-def test_peers_equal_dense_attention(threads, world, strategy):
-    case = Case(strategy, "snake", heads=5, tokens=700, text_tokens=21, block_q=32, block_k=32)
-    errors = threads(world).run(run_case, case)
-    assert all(error <= TOLERANCE for error in errors), (case, errors)
-
-
-@pytest.mark.parametrize(("strategy", "kernel"), [("U2R2", "cpu"), ("U1R4", "cpu"), ("U1R4", "reference")])
-def test_float64_differs_in_the_last_digits_alone(threads, strategy, kernel):
-    """Fails if chunks are merged by a log-sum-exp in float32, which costs 1e-7."""
-    case = Case(strategy, batch=2, text_tokens=21, kernel=kernel, dtype=torch.float64)
-    assert all(error <= 1e-13 for error in threads(4).run(run_case, case))
+@pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
+def test_attention_on_processes_equals_the_oracle(pool, world):
+    for row, strategy in enumerate(Strategy.all_for(world)):
+        for case in plain_cases(strategy)[row], key_cases(strategy)[row]:
+            errors = pool(world).run(run_case_apart, case)
+            assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -10,11 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from dbsp_core import DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
-from dbsp_core.comm.exchange import mean_of_tokens
+from dbsp_core import DualBalancedAttention, Strategy, dual_balanced_attention, make_plan
 from dbsp_core.planning.comm_dtype import Int8Format
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.exchange import CopySegments
 from scripts.bench.rounding_error import relative_errors
 from tests.core.comm.oracle_cases import TOLERANCE, key_cases, plain_cases
 from tests.support.attention_cases import Case, Inputs, as_sent, run_case, whole
@@ -49,13 +46,7 @@ class OwnMean(Int8Format):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def write(
-        self,
-        tensors: Sequence[torch.Tensor],
-        buffer: torch.Tensor,
-        segments: Sequence[CopySegments],
-        less: Sequence[torch.Tensor | None],
-    ) -> None:
+    def write(self, tensors, buffer, segments, less) -> None:
         own = [None if mean is None else mean + 0.1 * self.rank for mean in less]
         super().write(tensors, buffer, segments, own)
 
@@ -63,13 +54,7 @@ class OwnMean(Int8Format):
 class OneScaleForAll(Int8Format):
     """All that a rank holds of a head is rounded by one scale: payloads depend on who holds what."""
 
-    def write(
-        self,
-        tensors: Sequence[torch.Tensor],
-        buffer: torch.Tensor,
-        segments: Sequence[CopySegments],
-        less: Sequence[torch.Tensor | None],
-    ) -> None:
+    def write(self, tensors, buffer, segments, less) -> None:
         rounded = []
         for tokens, mean in zip(tensors, less, strict=True):
             whole = tokens.float() if mean is None else tokens.float() - mean[:, :, None]
@@ -89,34 +74,38 @@ FAULTY_WAYS = ((2, "U2R1"), (4, "U2R2"), (3, "U1R3"))
 """A number of ranks and a strategy for each of `FAULTS`."""
 
 
-def planned(case: Case, given: Inputs) -> Plan:
-    return make_plan(given.mask, case.strategy, layout=given.layout, keys=case.keys, precision="int8")
+def prepared(rank: int, case: Case, comm_dtype: Int8Format | None = None) -> tuple[Inputs, DualBalancedAttention]:
+    """Returns a rank's inputs and attention with int8 exchanges."""
+    given = Inputs.from_case(case, rank)
+    plan = make_plan(given.mask, case.strategy, layout=given.layout, keys=case.keys, precision="int8")
+    plan = plan if comm_dtype is None else replace(plan, comm_dtype=comm_dtype)
+    n_local = given.local[0].shape[2]
+    return given, DualBalancedAttention.prepare(plan, given.mask, given.layout, None, n_local=n_local)
+
+
+def error_of(case: Case, given: Inputs, out: torch.Tensor) -> float:
+    """Returns how far outputs are from attention of what one process rounds."""
+    q, k, v = as_sent(case, given.full)
+    return largest_difference(
+        out[:, :, given.slots], dense_attention(q[:, :, given.mine], k, v, given.mask, given.mine)
+    )
 
 
 def error_with(rank: int, world: int, case: Case, fault: str) -> float:
-    """Returns the error with one of `FAULTS`, against attention of what one process rounds."""
-    given = Inputs.from_case(case, rank)
-    plan = planned(case, given)
-    plan = replace(plan, comm_dtype=FAULTS[fault](rank))
-    n_local = given.local[0].shape[2]
-    attend = DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.from_group(), n_local=n_local)
-    q, k, v = as_sent(case, given.full)
-    expected = dense_attention(q[:, :, given.mine], k, v, given.mask, given.mine)
-    return largest_difference(attend(*given.local)[:, :, given.slots], expected)
+    """Returns the error with one of `FAULTS`."""
+    given, attend = prepared(rank, case, FAULTS[fault](rank))
+    return error_of(case, given, attend(*given.local))
 
 
 def rows_at_owners(rank: int, world: int, case: Case, fault: str | None = None) -> list[tuple[Any, torch.Tensor]]:
     """Returns ((tensor, head, block), int32[B, tokens, W]) of every piece that this rank computed with."""
-    given = Inputs.from_case(case, rank)
-    plan = planned(case, given)
     kept = Kept()
     if fault is not None:
         kept.write = FAULTS[fault](rank).write  # type: ignore[method-assign]
-    plan, n_local = replace(plan, comm_dtype=kept), given.local[0].shape[2]
-    DualBalancedAttention.prepare(plan, given.mask, given.layout, SequenceGroup.from_group(), n_local=n_local)(
-        *given.local
-    )
+    given, attend = prepared(rank, case, kept)
+    attend(*given.local)
     rows, *slots = kept.seen
+    plan = attend.prepared.plan
     return [*_rows(plan, rank, rows), *_slots(plan, rank, slots)]
 
 
@@ -136,20 +125,12 @@ def _slots(plan: Plan, rank: int, slots: list[torch.Tensor]) -> list[tuple[Any, 
     return found
 
 
-def means(rank: int, world: int, case: Case) -> torch.Tensor:
-    given = Inputs.from_case(case, rank)
-    return mean_of_tokens(given.local[1], given.layout, SequenceGroup.from_group())
-
-
 def rejected_gradients(rank: int, world: int, whose: int | None) -> str:
     """Returns the error if inputs of all ranks need gradients, or of one; nothing of q, k and v may be sent."""
-    case = Case(str(Strategy(world, 1)), precision="int8")
-    given = Inputs.from_case(case, rank)
+    given, attend = prepared(rank, Case(f"U{world}R1", precision="int8"))
     for tensor in given.local:
         tensor.requires_grad_(whose in (None, rank))
     sent = mock.Mock(side_effect=AssertionError("q, k or v was sent"))
-    n_local = given.local[0].shape[2]
-    attend = DualBalancedAttention.prepare(planned(case, given), given.mask, given.layout, None, n_local=n_local)
     attend.prepared.route.dispatch_exchanges[0].__dict__["run"] = sent
     try:
         attend(*given.local)
@@ -165,9 +146,7 @@ def without_gradients(rank: int, world: int) -> float:
     q, k, v = (tensor.requires_grad_() for tensor in given.local)
     with torch.no_grad():
         out = dual_balanced_attention(q, k, v, given.mask, "U1R2", layout=given.layout, precision="int8")
-    full = as_sent(case, given.full)
-    expected = dense_attention(full[0][:, :, given.mine], *full[1:], given.mask, given.mine)
-    return largest_difference(out[:, :, given.slots], expected)
+    return error_of(case, given, out)
 
 
 WORLDS = (1, 2, 3, 4, 6)
@@ -208,10 +187,8 @@ def unequal_pieces(alone, found) -> int:
         here = first_token(name, block), first_token(name, block) + rows.shape[1]
         assert rows.shape[1] <= size
         numbers, scales = (torch.from_numpy(one[:, head, slice(*here)]) for one in alone[name])
-        same = rows.view(torch.int8)[..., : BITS.head_dim].equal(numbers) and rows.view(torch.float32)[..., -1].equal(
-            scales
-        )
-        unequal += not same
+        found_numbers, found_scales = rows.view(torch.int8)[..., : BITS.head_dim], rows.view(torch.float32)[..., -1]
+        unequal += not (found_numbers.equal(numbers) and found_scales.equal(scales))
     return unequal
 
 
@@ -249,15 +226,6 @@ def test_fault_in_rounding_is_found(threads, fault, world, strategy):
     case = replace(BITS, strategy=strategy, layout="striped")
     assert max(threads(world).run(run_case, case)) <= TOLERANCE
     assert max(threads(world).run(error_with, case, fault)) > 30 * TOLERANCE
-
-
-def test_means_on_any_number_of_ranks_have_identical_bits(threads):
-    (expected,) = threads(1).run(means, replace(BITS, strategy="U1R1"))
-    _, k, _ = whole(BITS.attention)[1]
-    assert (expected.double() - k.double().mean(dim=2)).abs().max() < 1e-7
-    for world, layout in ((2, "striped"), (3, "contiguous"), (6, "striped")):
-        for found in threads(world).run(means, replace(BITS, strategy=f"U1R{world}", layout=layout)):
-            assert found.equal(expected)
 
 
 @pytest.mark.parametrize("outliers", [False, True])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +32,7 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from tests.core.comm.lifetimes import count, left_alive
+from tests.support.settings import session_of
 from tests.support.workers import assert_all_raise
 
 TOKENS, HEADS, WIDTH = 64, 2, 8
@@ -51,20 +57,18 @@ def loss_before_backward() -> torch.Tensor:
     return dual_balanced_attention(q, q, q, MASK, "U2R1").sum()
 
 
-def executor() -> DualBalancedAttention:
+def executor(group: dist.ProcessGroup | None = None) -> DualBalancedAttention:
     layout = SequenceLayout.contiguous(TOKENS, dist.get_world_size())
-    attend = DualBalancedAttention.prepare(
-        make_plan(MASK, "U1R2", layout=layout), MASK, layout, SequenceGroup.from_group()
-    )
+    plan = make_plan(MASK, "U1R2", layout=layout)
+    attend = DualBalancedAttention.prepare(plan, MASK, layout, SequenceGroup.from_group(group))
     attend(*[qkv()] * 3)
     return attend
 
 
 def session(source: dict[str, Any], group: SequenceGroup | None = None) -> AttentionSession:
     """Returns a session after two steps."""
-    made = AttentionSession(
-        DbspConfig.load({"mask": source}), group or SequenceGroup.from_group(), Strategy(1, 2), HEADS, 1
-    )
+    parts = DbspConfig.load({"mask": source}), group or SequenceGroup.from_group(), Strategy(1, 2)
+    made = AttentionSession(*parts, HEADS, layers=1)
     for step in range(2):
         shard = made.begin(Video((1, 8, 8)), timestep=900.0 - step).shard
         made.attend(0, *[torch.randn(1, HEADS, shard, WIDTH)] * 3)
@@ -84,7 +88,7 @@ def gathered() -> torch.Tensor:
 def caught() -> Exception:
     """Returns an error with its traceback, and all that was in scope there."""
     try:
-        AttentionSession(DbspConfig.load({"mask": PREDICTED}), SequenceGroup.from_group(), Strategy(3, 1), HEADS, 1)
+        session_of({"mask": PREDICTED}, "U3R1", HEADS)
     except ValueError as error:
         return error
     raise AssertionError("three ranks were accepted for two")
@@ -93,19 +97,13 @@ def caught() -> Exception:
 def use_after_the_end(rank: int, world: int, what: str) -> None:
     group = dist.new_group(list(range(world)))
     if what == "executor":
-        layout = SequenceLayout.contiguous(TOKENS, world)
-        plan, ranks = make_plan(MASK, "U1R2", layout=layout), SequenceGroup.from_group(group)
-        attend = DualBalancedAttention.prepare(plan, MASK, layout, ranks)
-        attend(*[qkv()] * 3)
+        use = functools.partial(executor(group), *[qkv()] * 3)
     else:
         q = qkv(gradients=True)
-        loss = dual_balanced_attention(q, q, q, MASK, "U1R2", group=SequenceGroup.from_group(group)).sum()
+        use = dual_balanced_attention(q, q, q, MASK, "U1R2", group=SequenceGroup.from_group(group)).sum().backward
     dist.destroy_process_group(group)
     del group
-    if what == "executor":
-        attend(*[qkv()] * 3)
-    else:
-        loss.backward()
+    use()
 
 
 def jobs(rank: int, world: int, number: int) -> list[tuple[int, int]]:
@@ -240,3 +238,47 @@ def test_part_of_a_group_ends_with_its_group(pool):
     alone, *inside = pool(4).run(parts, 1, 3)
     assert inside == [([1, 2, 3], [1, 2, 3], True)] * 3
     assert alone[:2] == ([0], [0])
+
+
+SCRIPT = """
+import gc, os
+import torch
+import torch.distributed as dist
+from dbsp_core.comm.groups import SequenceGroup
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def begin():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def left():
+    dist.destroy_process_group()
+    gc.collect()
+    return threads() - before
+
+torch.ones(2) @ torch.ones(2)  # starts torch's own
+before = threads()
+begin()
+world = SequenceGroup.from_group()
+world.control().all_gather(torch.zeros(1))
+assert world.control() == world.control() != world
+world.auxiliary("reports").barrier()
+del world
+print(left())
+begin()
+held = dist.new_group([0], backend="gloo")
+print(left())
+del held
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts a process's threads as Linux shows them")
+def test_groups_leave_no_thread_once_their_group_is_destroyed():
+    """Shows also that the count can fail: a group that is held keeps its threads."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    destroyed, held = map(int, done.stdout.split())
+    assert destroyed == 0
+    assert held > 0

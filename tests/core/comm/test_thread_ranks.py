@@ -11,7 +11,7 @@ from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import gather_shards
 from dbsp_core.utils.errors import UserError
 from tests.support.thread_ranks import ThreadRanks
-from tests.support.workers import WorkerError
+from tests.support.workers import SAFETY_NET_S, WorkerError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
@@ -107,58 +107,33 @@ def changed_before_wait(rank: int, world: int) -> None:
     pending.wait()
 
 
-def one_raises(rank: int, world: int, odd: int, control: bool) -> None:
-    group = SequenceGroup.from_group().control() if control else SequenceGroup.from_group()
-    if rank == odd:
-        raise LookupError("what this rank says")
-    group.all_gather(torch.zeros(1))
-
-
-def one_raises_after_the_others_were_answered(rank: int, world: int, odd: int) -> int:
-    """Raises on one rank when no other rank needs it any more."""
-    SequenceGroup.from_group().all_gather(torch.zeros(1))
-    if rank == odd:
+def ends_early(rank: int, world: int, odd: int, how: str) -> int:
+    """Raises, or returns, on one rank before or after a collective of all."""
+    group = SequenceGroup.from_group().control() if "control" in how else SequenceGroup.from_group()
+    if rank != odd or "after" in how:
+        group.all_gather(torch.zeros(1))
+    if rank == odd and "raises" in how:
         raise LookupError("what this rank says")
     return rank
 
 
-def one_never_comes(rank: int, world: int, odd: int, control: bool) -> None:
-    group = SequenceGroup.from_group().control() if control else SequenceGroup.from_group()
-    if rank != odd:
-        group.all_gather(torch.zeros(1))
-
-
-def other_order(rank: int, world: int, odd: int) -> None:
-    """Makes two calls, in the other order on one rank."""
-    group = SequenceGroup.from_group()
-    calls = [
-        lambda: group.start_all_to_all(torch.zeros(world), [1] * world, [1] * world),
-        lambda: group.start_all_to_all(torch.zeros(world, 2), [1] * world, [1] * world),
-    ]
-    for pending in [call() for call in (reversed(calls) if rank == odd else calls)]:
-        pending.wait()
-
-
-def other_kind(rank: int, world: int, odd: int, what: str) -> None:
-    group = SequenceGroup.from_group()
+def calls_otherwise(rank: int, world: int, odd: int, what: str) -> None:
+    """Makes another call than the others on one rank, or two calls in the other order."""
+    group, ones, size = SequenceGroup.from_group(), [1] * world, 2 if rank == odd else 1
     if what == "shape":
-        group.all_gather(torch.zeros(2 if rank == odd else 1))
+        group.all_gather(torch.zeros(size))
     if what == "dtype":
         group.all_gather(torch.zeros(1, dtype=torch.int64 if rank == odd else torch.float32))
     if what == "method":
         (group.all_gather_along if rank == odd else group.all_gather)(torch.zeros(1))
     if what == "splits":
-        rows = 2 if rank == odd else 1
-        group.all_to_all(torch.zeros(rows * world), [1] * world, [rows] * world)
-
-
-def one_starts_more(rank: int, world: int, odd: int) -> None:
-    if rank == odd:
-        SequenceGroup.from_group().start_all_to_all(torch.zeros(world), [1] * world, [1] * world)
-
-
-def group_after_its_ranks(rank: int, world: int) -> SequenceGroup:
-    return SequenceGroup.from_group()
+        group.all_to_all(torch.zeros(size * world), ones, [size] * world)
+    if what == "order":
+        widths = (2, 1) if rank == odd else (1, 2)
+        for pending in [group.start_all_to_all(torch.zeros(world, width), ones, ones) for width in widths]:
+            pending.wait()
+    if what == "no wait" and rank == odd:
+        group.start_all_to_all(torch.zeros(world), ones, ones)
 
 
 BROKE_OFF = "communication between the ranks of the sequence broke off"
@@ -200,48 +175,46 @@ class TestAsynchronous:
                 assert (received == torch.iinfo(dtype).max).all()
 
     def test_sent_tensor_changed_before_wait_raises(self, threads):
-        assert raised(threads(2), changed_before_wait) == ["CommunicationError"] * 2
+        assert raised(threads(2), changed_before_wait) == {0: "CommunicationError", 1: "CommunicationError"}
 
 
-class TestFailures:
-    @pytest.mark.parametrize("control", [False, True])
-    def test_rank_that_raises_releases_the_others(self, threads, control):
-        kinds = raised(threads(3), one_raises, 1, control, message="what this rank says")
-        assert kinds == ["CommunicationError", "LookupError", "CommunicationError"]
-
-    def test_rank_that_needs_no_other_goes_on(self, threads):
-        with pytest.raises(WorkerError) as caught:
-            threads(3).run(one_raises_after_the_others_were_answered, 1)
-        assert caught.value.errors == [(1, "LookupError", "what this rank says")]
-
-    @pytest.mark.parametrize("control", [False, True])
-    def test_rank_that_never_comes_is_reported(self, control):
-        kinds = raised(ThreadRanks(3, patience_s=0.5), one_never_comes, 2, control, message="rank 2 has")
-        assert kinds[:2] == ["CommunicationError"] * 2
-
-    def test_calls_in_another_order_raise(self, threads):
-        kinds = raised(threads(3), other_order, 1, message="call 0: rank")
-        assert kinds == ["CommunicationError"] * 3
-
-    @pytest.mark.parametrize("what", ["shape", "dtype", "method", "splits"])
-    def test_calls_of_another_kind_raise(self, threads, what):
-        message = "was sent where" if what == "splits" else "call 0: rank"
-        assert set(raised(threads(3), other_kind, 1, what, message=message)) == {"CommunicationError"}
-
-    def test_call_without_a_wait_is_found(self, threads):
-        assert raised(threads(2), one_starts_more, 0, message="1 calls") == ["Unequal"] * 2
-
-    def test_group_ends_with_its_ranks(self, threads):
-        for group in threads(2).run(group_after_its_ranks):
-            with pytest.raises(UserError, match="is destroyed"):
-                group.all_gather(torch.zeros(1))
-        assert SequenceGroup.from_group() == SequenceGroup(0, 1)
+BROKEN, RAISED, UNEQUAL = "CommunicationError", "LookupError", "Unequal"
 
 
-def raised(ranks: ThreadRanks, case: Any, *args: Any, message: str = "") -> list[str]:
+@pytest.mark.parametrize(
+    ("case", "how", "kinds", "message"),
+    [
+        (ends_early, "raises", {0: BROKEN, 1: RAISED, 2: BROKEN}, "what this rank says"),
+        (ends_early, "raises, control", {0: BROKEN, 1: RAISED, 2: BROKEN}, "what this rank says"),
+        (ends_early, "raises after", {1: RAISED}, "what this rank says"),
+        (ends_early, "returns", {0: BROKEN, 2: BROKEN}, "rank 1 has"),
+        (ends_early, "returns, control", {0: BROKEN, 2: BROKEN}, "rank 1 has"),
+        (calls_otherwise, "order", dict.fromkeys(range(3), BROKEN), "call 0: rank"),
+        (calls_otherwise, "no wait", dict.fromkeys(range(3), UNEQUAL), "1 calls"),
+    ],
+)
+def test_rank_that_ends_early_or_calls_otherwise_is_reported(case, how, kinds, message):
+    patience_s = 0.5 if "returns" in how else SAFETY_NET_S
+    assert raised(ThreadRanks(3, patience_s), case, 1, how, message=message) == kinds
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "method", "splits"])
+def test_call_of_another_kind_raises(threads, what):
+    message = "was sent where" if what == "splits" else "call 0: rank"
+    assert set(raised(threads(3), calls_otherwise, 1, what, message=message).values()) == {BROKEN}
+
+
+def test_group_ends_with_its_ranks(threads):
+    for group in threads(2).run(lambda rank, world: SequenceGroup.from_group()):
+        with pytest.raises(UserError, match="is destroyed"):
+            group.all_gather(torch.zeros(1))
+    assert SequenceGroup.from_group() == SequenceGroup(0, 1)
+
+
+def raised(ranks: ThreadRanks, case: Any, *args: Any, message: str = "") -> dict[int, str]:
     """Returns the kinds of error by rank, of which one has this message."""
     with pytest.raises(WorkerError) as caught:
         ranks.run(case, *args)
     assert any(message in text for _, _, text in caught.value.errors), caught.value.errors
     assert all(text.startswith(BROKE_OFF) for _, kind, text in caught.value.errors if kind == "CommunicationError")
-    return [kind for _, kind, _ in caught.value.errors]
+    return {rank: kind for rank, kind, _ in caught.value.errors}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -132,27 +133,23 @@ class TestMasksOnACommandLine:
         Path("masks").touch()
         assert mask_settings("masks") == {"source": "file", "path": "masks"}
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("windw:window=[1,1,1]", "neither a mask source nor a mask file that exists; did you mean 'window'?"),
-            ("zzz", f"sources: {', '.join(SOURCES)}"),
-            ("window:", "'' in 'window:' is not of the form key=value; write NAME:key=value,key=value"),
-            ("window:7", "'7' in 'window:7' is not of the form key=value"),
-            ("window:window=", "'window=' in 'window:window=' is not of the form key=value"),
-            ("window:=3", "is not of the form key=value"),
-            ("window:window=[7,21", "is not YAML"),
-            ("radial:width=1,width=2", "'width' is given twice"),
-            ("radial:source=svg", "'source' is given twice"),
-        ],
-    )
-    def test_mistake_raises_one_line(self, text, message):
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
-            mask_settings(text)
-        assert message in str(raised.value)
-        assert "\n" not in str(raised.value)
 
-
+UNKNOWN = "neither a mask source nor a mask file that exists; did you mean "
+IN_WORDS = {
+    "windw:window=[1,1,1]": UNKNOWN + "'window'?",
+    "window:": "'' in 'window:' is not of the form key=value; write NAME:key=value,key=value",
+    "window:7": "'7' in 'window:7' is not of the form key=value",
+    "window:window=": "'window=' in 'window:window=' is not of the form key=value",
+    "window:=3": "is not of the form key=value",
+    "window:window=[7,21": "is not YAML",
+    "radial:width=1,width=2": "'width' is given twice",
+    "radial:source=svg": "'source' is given twice",
+    "sparg": "'sparg' is " + UNKNOWN + "'sparge'?",
+    "sparg:cdf=0.9": UNKNOWN + "'sparge'?",
+    "masks.safetensors": "mask file masks.safetensors does not exist; give the path of one",
+    "tiny-wan-sparg": "; did you mean 'tiny-wan-sparge'?",
+    "mine.yaml": "configuration file mine.yaml does not exist; give the path of a YAML file or a shipped one",
+}
 MISTAKES = {
     "a key unlike any": (
         {"zzz": 1},
@@ -160,8 +157,8 @@ MISTAKES = {
     ),
     "a key that is no text": ({3: 1}, "unknown key 3"),
     "a source that is no text": ({"mask": {"source": ["dense"]}}, "unknown mask source"),
+    "a mask unlike any": ({"mask": "zzz"}, f"sources: {', '.join(SOURCES)}"),
     "a mask that is no mask": ({"mask": 5}, "'mask' in the configuration must be a mask such as sparge"),
-    "a setting of a mask misspelled": ({"mask": "sparge:cfd=0.9"}, "unknown key 'cfd' in mask source 'sparge'"),
     "a configuration that is none": (5, "config must be a DbspConfig, a mapping, a YAML file or a mask, got"),
     "a mask next to other settings": (
         {"source": "sparge", "planner": "paper"},
@@ -173,8 +170,6 @@ MISTAKES = {
         {"mask": {"source": "svg", "temporal_heads": ["a"]}},
         "'temporal_heads' in mask source 'svg' must be float or a list of int, got ['a']",
     ),
-    "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),
-    "an unknown planner": ({"planner": "greedy"}, f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"),
     "an unknown kernel": ({"kernel": "cuda"}, f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}"),
     "an unknown precision": ({"precision": "fp8"}, "unknown precision 'fp8'; use one of model, int8"),
     "a strategy that is no text": (
@@ -183,7 +178,6 @@ MISTAKES = {
     ),
     "a planner with settings": ({"planner": {"cap": 3}}, "'planner' in the configuration must be str, got {'cap': 3}"),
     "a threshold that is not a number": ({"reuse": float("nan")}, "reuse=nan must be at least 1"),
-    "text for a switch": ({"vae": "yes"}, "must be bool, got 'yes'"),
     "a switch for a number": ({"reuse": True}, "must be float, got True"),
     "bags that are none": ({"bags": "8x4"}, "bags '8x4' are not of the form gGnN"),
     "bags that hold nothing": ({"bags": {"max_tokens": 0}}, "bags.max_tokens=0 must be at least 1"),
@@ -196,6 +190,7 @@ MISTAKES = {
         {"transformer_2": {"generate": {"steps": 3}}},
         "'generate' in 'transformer_2' is for both transformers; set it one level up",
     ),
+    **{text: (text, message) for text, message in IN_WORDS.items()},
 }
 
 
@@ -215,8 +210,6 @@ BAD_FILES = {
         "dbsp.yaml:6: 'window' is given twice, first in ",
     ),
     "a report without a name": (b"report: ''\n", "dbsp.yaml:1: path '' is empty; give the name of a file or folder"),
-    "a path with a NUL": (b'vae: true\nreport: "a\\0b"\n', "dbsp.yaml:2: path 'a\\x00b' has a NUL character"),
-    "an unknown home folder": (b"machine: ~nobody-at-all/x\n", "names a home folder that is not known"),
     "a list": (b"- planner\n- paper\n", "must be a mapping, not a list"),
     "with an unknown key": (
         b"# one\n\nstrategie: U1R2\n",
@@ -228,14 +221,16 @@ BAD_FILES = {
     ),
     "with a wrong type": (b"planner: paper\nvae: 3", ":2: 'vae' must be bool, got 3"),
     "with a value out of range": (b"planner: paper\nreuse: -1", ":2: "),
-    "with an unknown name": (b"kernel: cpu\nplanner: greedy\nvae: true", ":2: unknown planner 'greedy'"),
+    "with an unknown name": (
+        b"kernel: cpu\nplanner: greedy\nvae: true",
+        f":2: unknown planner 'greedy'; use one of {', '.join(PLANNERS)}",
+    ),
     "with a strategy of another form": (b"\nstrategy: 4x2", ":2: strategy '4x2' is not of the form UxRy"),
     "with a key at the wrong level": (
         b"mask: {source: sparge}\ncdf: 0.9",
         ":2: unknown key 'cdf'; it belongs under 'mask'",
     ),
     "with a video's key at the wrong level": (b"steps: 30", ":1: unknown key 'steps'; it belongs under 'generate'"),
-    "with a key twice": (b"planner: paper\nvae: true\nplanner: dbsp", ":3: 'planner' is given twice, first in "),
     "with an unknown nested key": (
         b"mask:\n  source: window\n  tile: [3, 5, 8]\n  windw: [3, 5, 5]",
         ":4: unknown key 'windw' in mask source 'window'; did you mean 'window'?",
@@ -317,18 +312,11 @@ def test_bad_file_raises_one_line_with_its_name(tmp_path, content, message):
 
 
 def test_bug_in_a_check_of_settings_is_not_a_user_error(monkeypatch):
-    def broken(self):
-        raise ValueError("cdf is broken")
-
+    broken = mock.Mock(side_effect=ValueError("cdf is broken"))
     monkeypatch.setattr("dbsp_core.sources.sparge.LikeliestBlocks.__post_init__", broken)
     with pytest.raises(ValueError, match="cdf is broken") as raised:
         DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
     assert not isinstance(raised.value, UserError)
-
-
-def test_missing_file_raises(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; give the path of a YAML file or a shipped one"):
-        DbspConfig.load(tmp_path / "none.yaml")
 
 
 MASKS = {
@@ -397,20 +385,6 @@ class TestShortForms:
     def test_sparge_without_settings_equals_xdits(self, source):
         assert DbspConfig.load(source) == DbspConfig.load("sparge:cdf=0.92")
         assert DbspConfig.load("sparge:topk=0.2").mask.cdf is None
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("sparg", "'sparg' is neither a mask source nor a mask file that exists; did you mean 'sparge'?"),
-            ("sparg:cdf=0.9", "neither a mask source nor a mask file that exists; did you mean 'sparge'?"),
-            ("masks.safetensors", "mask file masks.safetensors does not exist; give the path of one"),
-            ("tiny-wan-sparg", "configuration file tiny-wan-sparg does .*; did you mean 'tiny-wan-sparge'?"),
-            ("mine.yaml", "configuration file mine.yaml does not exist"),
-        ],
-    )
-    def test_missing_file_or_source_raises_with_a_suggestion(self, text, message):
-        with pytest.raises(UserError, match=message):
-            DbspConfig.load(text)
 
     def test_second_transformer_has_its_own_settings(self):
         config = DbspConfig.load({"planner": "snake", "transformer_2": {"mask": {"source": "window"}}})

@@ -45,6 +45,12 @@ def request_of(config: DbspConfig) -> MaskRequest:
     return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
 
 
+def with_dense_masks(name: str) -> DbspConfig:
+    """Returns a shipped configuration without its mask's file."""
+    settings = read_settings(FILES[name], "configuration file")
+    return DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
+
+
 def with_images(video: GenerateSettings, identity: ModelSignature) -> GenerateSettings:
     least, _ = identity.images
     return replace(video, **dict.fromkeys(("image", "last_image")[:least], "frame.png"))
@@ -62,8 +68,7 @@ def test_shipped_files_cover_each_model_and_source():
 
 @pytest.mark.parametrize("source", ["sparge", "paro"])
 def test_size_of_the_paper_is_the_size_that_times_are_predicted_for(source):
-    settings = read_settings(FILES[f"cogvideox1.5-5b-161f-{source}"], "configuration file")
-    config = DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
+    config = with_dense_masks(f"cogvideox1.5-5b-161f-{source}")
     request = request_of(config)
     assert request.thw == MODEL_SPECS["cogvideox1.5-5b"].paper_thw
     assert config.generate.num_frames == 161
@@ -80,7 +85,7 @@ def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
     if settings.values["mask"]["source"] == "paro":
         with pytest.raises(ValueError, match=rf"{name}.yaml:\d+: .*does not exist; .*dbsp masks convert"):
             DbspConfig.load(name)
-        dense = DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
+        dense = with_dense_masks(name)
         request = request_of(dense)
         mask = dense.mask.mask(MaskRequest(0, 1, (2, 2, 2)))
         grid = dense.mask.grid(request)
@@ -115,22 +120,16 @@ def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_shipped_file_is_rejected_for_other_models(name, monkeypatch, tmp_path):
-    if name.endswith("-paro"):
-        monkeypatch.chdir(tmp_path)
-        settings = read_settings(FILES[name], "configuration file").changed(("mask",), {"source": "dense"}, "here")
-        config = DbspConfig.load(settings)
-    else:
-        config = DbspConfig.load(name)
+def test_shipped_file_is_rejected_for_other_models(name):
+    config = with_dense_masks(name)
     assert name.startswith(config.model)
-    known = config.model.removesuffix("-trained")  # which has the same sizes
+    # models with the same sizes as others
+    known = config.model.removesuffix("-trained").replace("distilled-i2v", "i2v-a14b")
     for other in (*MODELS, *PREDICTED[:-1], "tiny-wan", "tiny-cogvideox"):
-        if other == known.replace("distilled-i2v", "i2v-a14b"):  # whose weights have the same sizes
+        if other == known:
             require_same_model(config, signature_of_model(other))
         else:
-            with pytest.raises(
-                ValueError, match=f"is for {known.replace('distilled-i2v', 'i2v-a14b')}, the model is {other}"
-            ):
+            with pytest.raises(ValueError, match=f"is for {known}, the model is {other}"):
                 require_same_model(config, signature_of_model(other))
 
 

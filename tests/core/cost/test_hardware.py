@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import yaml
@@ -40,39 +39,54 @@ def test_written_file_is_read_back_equal(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["mine.yaml"]
 
 
-def changed(tmp_path, change) -> str:
-    """Returns the path of a copy of a800.yaml with its mapping changed."""
-    values = yaml.safe_load((SHIPPED / "a800.yaml").read_text())
-    change(values)
+def changed(tmp_path, changes, name="a800") -> str:
+    """Returns the path of a copy of a shipped file with changed values; None removes one."""
+    values = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text())
+    for key, change in changes.items():
+        values[key] = values.get(key, {}) | change if isinstance(change, dict) else change
+    for mapping in [values, *(value for value in values.values() if isinstance(value, dict))]:
+        for key in [key for key, value in mapping.items() if value is None]:
+            del mapping[key]
     path = tmp_path / "changed.yaml"
     path.write_text(yaml.safe_dump(values))
     return str(path)
 
 
+def constants(**changes):
+    return {"constants": changes}
+
+
+def sparge(**constants):
+    return {"kernels": {"sparge": {"source": "fitted"} | constants}}
+
+
 MISTAKES = {
-    "unknown key 'devise'.*did you mean 'device'": lambda v: v.update(devise="x"),
-    "unknown key 'flop_per_s' in 'constants'.*did you mean 'flops_per_s'": lambda v: v["constants"].update(
-        flop_per_s=1.0
+    "unknown key 'devise'.*did you mean 'device'": {"devise": "x"},
+    "unknown key 'flop_per_s' in 'constants'.*did you mean 'flops_per_s'": constants(flop_per_s=1.0),
+    "'constants' lacks row_s; add .* or measure again with: torchrun .* -m dbsp_cli bench MODEL": constants(
+        row_s=None
     ),
-    "'constants' lacks row_s; add .* or measure again with: torchrun .* -m dbsp_cli bench MODEL": lambda v: v[
-        "constants"
-    ].pop("row_s"),
-    "the file lacks sources": lambda v: v.pop("sources"),
-    "'flops_per_s' in .* must be float, got '1e9'; write 1.0e\\+9": lambda v: v["constants"].update(flops_per_s="1e9"),
-    "'launch_s' in 'constants' must be float, got True": lambda v: v["constants"].update(launch_s=True),
-    "yaml:[0-9]+: hardware constant flops_per_s=nan must be positive": lambda v: v["constants"].update(
-        flops_per_s=float("nan")
-    ),
-    "flops_per_s=0.0 must be positive": lambda v: v["constants"].update(flops_per_s=0),
-    "row_s=-1.0 must not be negative": lambda v: v["constants"].update(row_s=-1),
-    "overlap=2.0 must lie between 0 and 1": lambda v: v["constants"].update(overlap=2),
-    "network_latency_s and network_bytes_per_s go together": lambda v: v["constants"].pop("network_latency_s"),
-    "source 'guessed' of row_s is not one of measured": lambda v: v["sources"].update(row_s="guessed"),
-    "does not say where row_s come from": lambda v: v["sources"].pop("row_s"),
-    "yaml:1: 'constants' must be a mapping": lambda v: v.update(constants=[1]),
-    "yaml:[0-9]+: gpus_per_node=0 must be a number of GPUs": lambda v: v.update(gpus_per_node=0),
-    "does not say where gpus_per_node come from": lambda v: v["sources"].pop("gpus_per_node"),
-    "yaml:[0-9]+: 'name' must be str, got 3": lambda v: v.update(name=3),
+    "the file lacks sources": {"sources": None},
+    "'flops_per_s' in .* must be float, got '1e9'; write 1.0e\\+9": constants(flops_per_s="1e9"),
+    "'launch_s' in 'constants' must be float, got True": constants(launch_s=True),
+    "yaml:[0-9]+: hardware constant flops_per_s=nan must be positive": constants(flops_per_s=float("nan")),
+    "flops_per_s=0.0 must be positive": constants(flops_per_s=0),
+    "row_s=-1.0 must not be negative": constants(row_s=-1),
+    "overlap=2.0 must lie between 0 and 1": constants(overlap=2),
+    "network_latency_s and network_bytes_per_s go together": constants(network_latency_s=None),
+    "source 'guessed' of row_s is not one of measured": {"sources": {"row_s": "guessed"}},
+    "does not say where row_s come from": {"sources": {"row_s": None}},
+    "yaml:1: 'constants' must be a mapping": {"constants": [1]},
+    "yaml:[0-9]+: gpus_per_node=0 must be a number of GPUs": {"gpus_per_node": 0},
+    "does not say where gpus_per_node come from": {"sources": {"gpus_per_node": None}},
+    "yaml:[0-9]+: 'name' must be str, got 3": {"name": 3},
+    "must be a mapping of kernels": {"kernels": [1]},
+    "sparge in 'kernels' must be a mapping of source": {"kernels": {"sparge": 5}},
+    "lacks source": {"kernels": {"sparge": {"flops_per_s": 5e14}}},
+    "source 'guessed' of a kernel's": sparge(flops_per_s=5e14, source="guessed"),
+    "unknown key .pack_bytes_per_s. in .sparge.": sparge(pack_bytes_per_s=1.0),
+    "64: .* write QUERIESxKEYS of a block": sparge(flops_by_blocks={"64": 1e14}),
+    "64x64: -1.0; write .* positive rate": sparge(flops_by_blocks={"64x64": -1.0}),
 }
 
 
@@ -84,7 +98,7 @@ def test_mistake_raises_with_a_fix(tmp_path, message):
 
 def test_error_names_the_line_of_the_constant(tmp_path):
     """Fails if the line of flops_per_s is named, whose name is part of this one's."""
-    path = changed(tmp_path, lambda v: v["constants"].update(linear_flops_per_s=-1.0))
+    path = changed(tmp_path, constants(linear_flops_per_s=-1.0))
     lines = Path(path).read_text().splitlines()
     number = 1 + next(index for index, line in enumerate(lines) if "linear_flops_per_s: -1" in line)
     with pytest.raises(ValueError, match=f"changed.yaml:{number}: hardware constant linear_flops_per_s=-1.0 must"):
@@ -97,27 +111,20 @@ def test_unknown_name_raises_with_the_known_names():
 
 
 class TestKernels:
-    KERNELS: ClassVar = {"sparge": {"flops_per_s": 5e14, "score_s": 1e-12, "source": "fitted"}}
-
-    def written(self, tmp_path, **changes) -> Path:
-        values = yaml.safe_load((SHIPPED / "h200.yaml").read_text()) | {"kernels": self.KERNELS} | changes
-        path = tmp_path / "mine.yaml"
-        path.write_text(yaml.safe_dump(values))
-        return path
-
     def test_constants_of_a_kernel_override_those_of_the_machine(self, tmp_path):
-        hardware = load_hardware(self.written(tmp_path))
-        sparge = hardware.with_kernel("sparge")
-        assert (sparge.constants.flops_per_s, sparge.constants.score_s) == (5e14, 1e-12)
-        assert sparge.constants.launch_s == hardware.constants.launch_s
-        assert (sparge.sources["flops_per_s"], sparge.sources["launch_s"]) == ("fitted", "assumed")
+        hardware = load_hardware(changed(tmp_path, sparge(flops_per_s=5e14, score_s=1e-12), "h200"))
+        merged = hardware.with_kernel("sparge")
+        assert (merged.constants.flops_per_s, merged.constants.score_s) == (5e14, 1e-12)
+        assert merged.constants.launch_s == hardware.constants.launch_s
+        assert (merged.sources["flops_per_s"], merged.sources["launch_s"]) == ("fitted", "assumed")
         assert hardware.with_kernel("triton") == hardware
         save_hardware(tmp_path / "again.yaml", hardware)
         assert load_hardware(tmp_path / "again.yaml") == hardware
 
     def test_rate_of_a_kernel_depends_on_its_blocks(self, tmp_path):
         kernels = {"fa4": {"flops_by_blocks": {"128x128": 5e14, "64x64": 2e14}, "source": "measured"}}
-        hardware = load_hardware(self.written(tmp_path, kernels=kernels, exact_kernels=["fa4", "triton"]))
+        given = {"kernels": kernels, "exact_kernels": ["fa4", "triton"]}
+        hardware = load_hardware(changed(tmp_path, given, "h200"))
         fa4 = hardware.with_kernel("fa4")
         assert hardware.with_kernel("auto") == fa4, "the fastest"
         assert hardware.with_kernel("triton") == hardware
@@ -130,29 +137,5 @@ class TestKernels:
         plan = make_plan(BlockMask.dense(2, grid), "U1R1")
         slow, fast = (predict(plan, AttentionShape(1, 2, 64), one).attention_s for one in (fa4, hardware))
         assert slow > fast
-        assert (
-            sequence_cost(LayerSize(2, 64, 1e6), fa4, 64, 64).block_s
-            > sequence_cost(LayerSize(2, 64, 1e6), hardware, 64, 64).block_s
-        )
-
-    @pytest.mark.parametrize(
-        ("kernels", "message"),
-        [
-            ({"sparge": {"flops_per_s": 5e14}}, "lacks source"),
-            ({"sparge": {"flops_per_s": 5e14, "source": "guessed"}}, "source 'guessed' of a kernel's constants"),
-            ({"sparge": {"pack_bytes_per_s": 1.0, "source": "fitted"}}, "unknown key .pack_bytes_per_s. in .sparge."),
-            (
-                {"sparge": {"flops_by_blocks": {"64": 1e14}, "source": "fitted"}},
-                "64: .* write QUERIESxKEYS of a block",
-            ),
-            (
-                {"sparge": {"flops_by_blocks": {"64x64": -1.0}, "source": "fitted"}},
-                "64x64: -1.0; write .* positive rate",
-            ),
-            ({"sparge": 5}, "must be a mapping"),
-            ([1], "must be a mapping of kernels"),
-        ],
-    )
-    def test_bad_constants_of_a_kernel_raise(self, tmp_path, kernels, message):
-        with pytest.raises(ValueError, match=message):
-            load_hardware(self.written(tmp_path, kernels=kernels))
+        slow, fast = (sequence_cost(LayerSize(2, 64, 1e6), one, 64, 64).block_s for one in (fa4, hardware))
+        assert slow > fast

@@ -11,14 +11,7 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.cost.prediction import (
-    AttentionShape,
-    attention_s,
-    compute_s,
-    fetches_s,
-    predict,
-    traffic_of,
-)
+from dbsp_core.cost.prediction import AttentionShape, attention_s, compute_s, fetches_s, predict, traffic_of
 from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.generators import random_bits
 
@@ -38,15 +31,9 @@ class TestInt8Exchange:
         assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
 
     def test_int8_shrinks_chunks_of_keys(self):
-        plan, mask, layout = a_plan("U1R4")
-        shape, known = shape_of(plan, head_dim=64), machine(p2p_bytes_per_s=1.0)
-        times = [
-            predict(
-                make_plan(mask, "U1R4", layout=layout, keys="all", precision=name), shape, known, None, layout
-            ).attention_s
-            for name in ("model", "int8")
-        ]
-        assert times[1] == pytest.approx(times[0] * 68 / 128)
+        shape, known = AttentionShape(1, 8, 64), machine(p2p_bytes_per_s=1.0)
+        model, int8 = (predict(plan, shape, known).attention_s for plan in self.plans("U1R4"))
+        assert int8 == pytest.approx(model * 68 / 128)
 
     def test_int8_adds_an_exchange_of_the_mean_and_a_pass_of_reading(self):
         shape = AttentionShape(1, 8, 128)
@@ -184,11 +171,6 @@ class TestNodes:
         assert fetches_s(traffic, 2, slow, [0, 0, 1, 1]) == [pytest.approx(3)]
         assert fetches_s(traffic, 2, slow, [0] * 4) == [pytest.approx(0)]
 
-    def test_missing_network_constants_raise(self):
-        plan, _, _ = a_plan("U4R1")
-        with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
-            predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])
-
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
 def test_worse_constant_makes_the_prediction_slower(name):
@@ -210,5 +192,7 @@ class TestMistakes:
             predict(plan, shape_of(plan), machine(), [0] * 8)
         with pytest.raises(ValueError, match="give the one the plan was made for"):
             predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
+        with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
+            predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])
         with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
             AttentionShape(1, 1, 0)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.config import DbspConfig
@@ -21,49 +20,26 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.process import log
 from tests.core.cost.latency_cases import machine
-from tests.para.para_cases import ParaCase, run_sparge_case
-from tests.support.workers import WorkerError
+from tests.core.runtime.session_cases import Session
+from tests.support.workers import assert_all_raise
 
 
-def choose_together(rank: int, world: int, settings: dict[str, Any], odd: int = -1) -> list[str]:
-    """Returns the strategies of two layers of synthetic masks.
+def choose(rank: int, world: int, machine: str | None, cache: str = "") -> tuple[list[str], list[str]]:
+    """Returns the strategies of two layers of synthetic masks, and the log lines on costs.
 
-    {} in the hardware's name represents 1 on rank `odd` and 0 on the others
-    """
-    hardware = settings["machine"].format(int(rank == odd))
-    mask = {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8}
-    config = DbspConfig.load({**settings, "machine": hardware, "mask": mask, "strategy": "auto"})
-    session = AttentionSession(config, SequenceGroup.from_group(), config.strategy_or(None), heads=5, layers=2)
-    try:
-        layout = session.begin(Video((3, 8, 8)))
-        q = torch.ones(1, 5, layout.shard, 16)
-        for layer in range(2):
-            session.attend(layer, q, q, q)
-    finally:
-        dist.barrier()
-    return [str(plan.strategy) for plan in session.records.values()]
-
-
-def choose_unmeasured(rank: int, world: int, cache: str) -> tuple[list[str], list[str]]:
-    """Returns the strategies of two layers without a hardware profile, and the log lines on costs.
-
-    {} in the cache's name represents the rank.
+    {} represents the rank in `machine`, a hardware profile's name, and in the cache's folder.
     """
     said: list[str] = []
-    config = DbspConfig.load(
-        {"mask": {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8}, "strategy": "auto"}
-    )
+    mask = {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8}
+    config = DbspConfig.load({"mask": mask, "machine": machine and machine.format(rank), "strategy": "auto"})
     with (
         mock.patch.dict("os.environ", {"XDG_CACHE_HOME": cache.format(rank)}),
         mock.patch.object(log, "info", lambda text, *values: said.append(text % values)),
     ):
         session = AttentionSession(config, SequenceGroup.from_group(), None, heads=5, layers=2)
-        try:
-            q = torch.ones(1, 5, session.begin(Video((3, 8, 8))).shard, 16)
-            for layer in range(2):
-                session.attend(layer, q, q, q)
-        finally:
-            dist.barrier()
+        q = torch.ones(1, 5, session.begin(Video((3, 8, 8))).shard, 16)
+        for layer in range(2):
+            session.attend(layer, q, q, q)
     strategies = [str(plan.strategy) for plan in session.records.values()]
     return strategies, [line for line in said if line.startswith("costs")]
 
@@ -143,28 +119,14 @@ def test_rings_need_blocks_and_a_kernel_that_merges():
     assert [str(s) for s in candidates(8, GRID, merges=False)] == ["U8R1"]
 
 
-def test_unequal_constants_raise_on_all_ranks(pool, tmp_path):
-    hardware: Hardware = load_hardware("a800")
-    save_hardware(tmp_path / "0.yaml", hardware)
-    save_hardware(tmp_path / "1.yaml", replace(hardware, constants=replace(hardware.constants, overlap=0.5)))
-    with pytest.raises(WorkerError) as raised:
-        pool(3).run(choose_together, {"machine": str(tmp_path / "{}.yaml")}, 1)
-    errors = raised.value.errors
-    assert [rank for rank, *_ in errors] == [0, 1, 2]
-    assert all("the hardware file differs on rank(s) [1]" in text for *_, text in errors), errors
+def attended(rank: int, world: int, mask: dict[str, object]) -> float:
+    """Returns how far attention with the chosen strategy is from one process's."""
+    return Session({"mask": {"block_q": 16, "block_k": 8, **mask}, "machine": "a800"}, "auto").attend(900.0)
 
 
-@pytest.mark.parametrize(
-    ("model", "source"),
-    [("wan", {"source": "sparge", "cdf": 0.5, "similarity": 0.0}), ("cogvideox", {"source": "svg", "bandwidth": 0.2})],
-)
-def test_attention_with_the_chosen_strategy_is_exact(pool, model, source):
-    config = {
-        "mask": {"block_q": 16, "block_k": 8, **source}, "strategy": "auto", "machine": "a800",
-    }  # fmt: skip
-    case = ParaCase(model, thw=(4, 5, 7), config=config)
-    for rank in pool(4).run(run_sparge_case, case):
-        assert all(difference <= 1e-5 for difference, *_ in rank), rank
+@pytest.mark.parametrize("mask", [{"source": "sparge", "cdf": 0.5}, {"source": "svg", "bandwidth": 0.2}])
+def test_attention_with_the_chosen_strategy_is_exact(threads, mask):
+    assert max(threads(4).run(attended, mask)) <= 1e-5
 
 
 NODES = [0] * 8 + [1] * 8
@@ -203,31 +165,34 @@ def test_rule_without_constants_plans_the_first_strategy_alone():
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (4, "U4R1")])
 def test_ranks_without_measured_constants_choose_by_the_rule(pool, tmp_path, world, strategy):
-    answers = pool(world).run(choose_unmeasured, str(tmp_path))
-    for rank, (strategies, said) in enumerate(answers):
+    for rank, (strategies, said) in enumerate(pool(world).run(choose, None, str(tmp_path))):
         assert strategies == [strategy] * 2
         assert said == ([f"costs are estimated by {RULE}"] if rank == 0 else [])
+
+
+def measure(monkeypatch, cache: Path, hardware: Hardware) -> None:
+    """Saves a profile as that of this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    save_hardware(measured_file("cpu"), hardware)
 
 
 def test_ranks_with_measured_constants_choose_by_them(pool, tmp_path, monkeypatch):
     """Uses constants with slow exchanges and kernels, with which a ring is predicted to be faster."""
     constants = replace(load_hardware("cpu-demo").constants, exchange_bytes_per_s=1.0, flops_per_s=1.0)
     measured = replace(load_hardware("cpu-demo"), name="here", constants=constants)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured_file("cpu").parent.mkdir(parents=True)
-    save_hardware(measured_file("cpu"), measured)
-    (first, said), (second, _) = pool(2).run(choose_unmeasured, str(tmp_path))
+    measure(monkeypatch, tmp_path, measured)
+    (first, said), (second, _) = pool(2).run(choose, None, str(tmp_path))
     assert first == second == ["U1R2"] * 2
     assert said == [f"costs are estimated by constants of here, measured on {measured.device}"]
 
 
-def test_measured_constants_on_one_rank_raise_on_all(pool, tmp_path, monkeypatch):
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "1"))
-    measured_file("cpu").parent.mkdir(parents=True)
-    save_hardware(measured_file("cpu"), load_hardware("cpu-demo"))
-    with pytest.raises(WorkerError) as raised:
-        pool(2).run(choose_unmeasured, str(tmp_path / "{}"))
-    assert all("the hardware file differs on rank(s) [1]" in text for *_, text in raised.value.errors)
-    assert len(raised.value.errors) == 2
+@pytest.mark.parametrize("machine", ["{}.yaml", None], ids=["other constants", "measured on one rank"])
+def test_hardware_that_differs_on_one_rank_raises_on_all(pool, tmp_path, monkeypatch, machine):
+    hardware = load_hardware("cpu-demo")
+    other = replace(hardware, constants=replace(hardware.constants, overlap=0.5))
+    for rank in range(3):
+        save_hardware(tmp_path / f"{rank}.yaml", other if rank == 1 else hardware)
+    measure(monkeypatch, tmp_path / "1", hardware)
+    profile = machine and str(tmp_path / machine)
+    message = "the hardware file differs on rank(s) [1]"
+    assert_all_raise(pool, 3, message, choose, profile, str(tmp_path / "{}"))

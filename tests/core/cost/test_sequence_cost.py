@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -40,13 +43,18 @@ def small_masks():
     return [BlockMask(random_bits(HEADS, grid, seed), grid) for seed, grid in enumerate(grids)]
 
 
+def planned(
+    work: SequenceWork, loader: Sequence[int], topology: BagTopology, cost: SequenceCost, most: int | None = None
+) -> SequencePlan:
+    return plan_sequences(cost.picoseconds(work.tokens, work.blocks), work.tokens, np.array(loader), topology, most)
+
+
 @pytest.mark.parametrize("bags", ["g1n1", "g3n3", "g2n2+g5n1", "g9n1"])
 def test_counted_work_and_bytes_equal_those_of_packed_plans(bags):
     masks, topology = small_masks(), BagTopology.parse(bags, WORLD)
     work, loader = work_of(masks), np.array([0, 0, 1, 2, 4, 6, 8])
     layer, cost = LayerSize(HEADS, 16, 1e6), SequenceCost(3e-9, 2e-9)
-    picoseconds = cost.picoseconds(work.tokens, work.blocks)
-    plan = plan_sequences(picoseconds, work.tokens, loader, topology)
+    plan = planned(work, loader, topology, cost)
     rates = {"flops_per_s": 1e12, "linear_flops_per_s": 1e14, "exchange_bytes_per_s": 1e9, "network_bytes_per_s": 1e8}
     hardware = machine(**rates, network_latency_s=0.0)
     found, slowest_s = evaluate(plan, work, loader, cost, layer), 0.0
@@ -79,9 +87,7 @@ def test_counted_work_and_bytes_equal_those_of_packed_plans(bags):
 def test_int8_shrinks_bytes_of_bags_except_outputs():
     grid, cost = BlockGrid(960, 0, 16, 16), SequenceCost(1e-15, 0.0)
     work, loader = dense_sequences([grid, grid], HEADS), np.array([0, 1])
-    plan = plan_sequences(
-        cost.picoseconds(work.tokens, work.blocks), work.tokens, loader, BagTopology.parse("g2n1", 2)
-    )
+    plan = planned(work, loader, BagTopology.parse("g2n1", 2), cost)
     sent = [
         evaluate(plan, work, loader, cost, LayerSize(HEADS, 16, 1e6, comm_dtype=comm_dtype)).sent_bytes.sum()
         for comm_dtype in COMM_DTYPES.values()
@@ -91,32 +97,17 @@ def test_int8_shrinks_bytes_of_bags_except_outputs():
 
 def test_bag_across_nodes_takes_the_network():
     grid, layer, cost = BlockGrid(960, 0, 16, 16), LayerSize(HEADS, 16, 1e6), SequenceCost(1e-15, 0.0)
-    work, loader = dense_sequences([grid, grid], HEADS), np.array([0, 3])
+    work = dense_sequences([grid, grid], HEADS)
     hardware = machine(exchange_bytes_per_s=1e9, network_bytes_per_s=1e6, network_latency_s=5.0)
-    costs = cost.picoseconds(work.tokens, work.blocks)
-    times = {
-        node: slowest_bag_s(
-            plan_sequences(costs, work.tokens, loader, BagTopology.parse("g3n2", 6)),
-            work,
-            layer,
-            hardware,
-            node,
-        )
-        for node in (3, 4, 2)
-    }
+    plan = planned(work, [0, 3], BagTopology.parse("g3n2", 6), cost)
+    times = {node: slowest_bag_s(plan, work, layer, hardware, node) for node in (3, 4, 2)}
     # Whole heads: a rank of three sends two thirds of its q, k, v and output, 320 tokens of each.
     inside = 4 * 320 * 2 / 3 * HEADS * 16 * 2 / 1e9
     assert times[3] == pytest.approx(inside, rel=1e-6)
     assert times[4] > 10
     assert times[2] > 10
     with pytest.raises(UserError, match="network"):
-        slowest_bag_s(
-            plan_sequences(costs, work.tokens, loader, BagTopology.parse("g6n1", 6)),
-            work,
-            layer,
-            machine(),
-            4,
-        )
+        slowest_bag_s(planned(work, [0, 3], BagTopology.parse("g6n1", 6), cost), work, layer, machine(), 4)
 
 
 def test_gamma_follows_from_the_constants():
@@ -150,45 +141,36 @@ def test_layouts_of_the_group_and_of_bags_have_tokens_in_the_same_slots(streams)
 
 def test_fastest_bags_take_least_and_hold_everything():
     drawn = draw(parse_streams("g4b3i256,g4b1i1024"), 8, 0, StreamAssumptions())
-    requests = [
-        MaskRequest(0, HEADS, tuple(thw), text)
-        for text, thw in zip(drawn.text.tolist(), drawn.thw.tolist(), strict=True)
-    ]
+    sizes = zip(drawn.text.tolist(), drawn.thw.tolist(), strict=True)
+    requests = [MaskRequest(0, HEADS, tuple(thw), text) for text, thw in sizes]
     work = SequenceWork.under(WindowSource(window=(1, 5, 5), block_q=64, block_k=64), requests, {})
     layer, hardware = LayerSize(HEADS, 64, 1e7), load_hardware("h200")
-    cost = sequence_cost(layer, hardware)
-    picoseconds = cost.picoseconds(work.tokens, work.blocks)
+    make = functools.partial(planned, work, drawn.loader, cost=sequence_cost(layer, hardware))
 
-    def planned(topology, most=None):
-        return plan_sequences(picoseconds, work.tokens, drawn.loader, topology, most)
+    def fastest(most: int | None) -> SequencePlan:
+        return fastest_bags(functools.partial(make, most=most), work, layer, hardware, 8, 4)
 
-    def seconds(plan):
+    def seconds(plan: SequencePlan) -> float:
         return slowest_bag_s(plan, work, layer, hardware, 4)
 
-    parts = work, layer, hardware, 8, 4
-    best = fastest_bags(planned, *parts)
-    assert seconds(best) == min(seconds(planned(each)) for each in BagTopology.candidates(8, 4))
-    most = int(work.tokens.max()) * 2 // 3
-    assert min(fastest_bags(lambda each: planned(each, most), *parts).topology.sizes) < 8
-    assert max(fastest_bags(lambda each: planned(each, most), *parts).topology.sizes) >= 2
+    assert seconds(fastest(None)) == min(seconds(make(each)) for each in BagTopology.candidates(8, 4))
+    sizes = fastest(int(work.tokens.max()) * 2 // 3).topology.sizes
+    assert min(sizes) < 8
+    assert max(sizes) >= 2
     with pytest.raises(UserError, match="exceeds every bag"):
-        fastest_bags(lambda each: planned(each, 1), *parts)
+        fastest(1)
 
 
 def test_bags_without_constants_are_the_smallest_with_nearly_the_least_flop():
     """Costs are FLOP alone, so that larger bags only ever gain; what their exchanges take is not known."""
-    layer, loader = LayerSize(HEADS, 64, 1e7), np.arange(8)
+    layer = LayerSize(HEADS, 64, 1e7)
     cost = sequence_cost(layer, FLOP_COUNTS)
     assert cost.token_s / cost.block_s == pytest.approx(1e7 / (4 * 64 * 64 * 64))
 
     def chosen(tokens: list[int], slack: float) -> str:
         work = dense_sequences([BlockGrid(one, 0, 64, 64) for one in tokens], HEADS)
-        picoseconds = cost.picoseconds(work.tokens, work.blocks)
-
-        def planned(topology: BagTopology) -> SequencePlan:
-            return plan_sequences(picoseconds, work.tokens, loader, topology)
-
-        return str(fastest_bags(planned, work, layer, FLOP_COUNTS, 8, 4, slack).topology)
+        make = functools.partial(planned, work, range(8), cost=cost)
+        return str(fastest_bags(make, work, layer, FLOP_COUNTS, 8, 4, slack).topology)
 
     nearly_even = [4096] * 7 + [4224]
     assert chosen(nearly_even, 0.05) == "g1n8"

@@ -26,25 +26,6 @@ def test_token_permutation_equals_the_order_written_out(thw, text_tokens, order)
     assert torch.equal(torch.argsort(token_permutation), position_in_order(grid, 0))
 
 
-@pytest.mark.parametrize("order", ["", "tthw", "thx", "tile:4x4", "tile:0x4x4", "tile:4x4x4 "])
-def test_unknown_orders_are_rejected(order):
-    with pytest.raises(ValueError, match="unknown token order"):
-        BlockGrid(24, 0, 4, 4, (2, 3, 4), (order,))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((24, 0, 4, 4, None, ("hwt",)), "need thw"),
-        ((25, 0, 4, 4, (2, 3, 4), ("hwt",)), "25 video tokens"),
-        ((24, 0, 4, 4, (2, 3, 4), ()), "must not be empty"),
-    ],
-)
-def test_orders_that_do_not_fit_are_rejected(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        BlockGrid(*arguments)
-
-
 @examples(100)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32 - 1))
 def test_level_residents_share_blocks_equally(blocks, parts, seed):
@@ -70,17 +51,11 @@ def test_blocks_tile_text_and_then_video_in_order_and_only_the_last_of_each_may_
         assert ((offset >= 0) & (offset < axis.lengths[axis.block_of])).all()
 
 
-def test_text_has_blocks_of_its_own():
-    # 3 text tokens | 7 video tokens in blocks of 4: [0 1 2] [3 4 5 6] [7 8 9]; in blocks of 2: [0 1] [2] [3 4] …
-    grid = BlockGrid(tokens=10, text_tokens=3, block_q=4, block_k=2)
-    assert grid.q_axis.starts.tolist() == [0, 3, 7]
-    assert grid.q_axis.lengths.tolist() == [3, 4, 3]
-    assert grid.k_axis.starts.tolist() == [0, 2, 3, 5, 7, 9]
-    assert (grid.nq, grid.nk) == (3, 6)
+VIDEO = (24, 0, 4, 4, (2, 3, 4))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
+    ("arguments", "message"),
     [
         ((0, 0, 4, 4), "tokens=0"),
         ((8, 9, 4, 4), "text_tokens=9"),
@@ -88,8 +63,15 @@ def test_text_has_blocks_of_its_own():
         ((8, 0, 0, 4), "block_q=0"),
         ((8, 0, 4, 0), "block_k=0"),
         ((8, 0, 4, -4), "block_k=-4"),
+        *(
+            ((*VIDEO, (order,)), "unknown token order")
+            for order in ("", "tthw", "thx", "tile:4x4", "tile:0x4x4", "tile:4x4x4 ")
+        ),
+        ((24, 0, 4, 4, None, ("hwt",)), "need thw"),
+        ((25, 0, 4, 4, (2, 3, 4), ("hwt",)), "25 video tokens"),
+        ((*VIDEO, ()), "must not be empty"),
     ],
 )
-def test_sizes_that_make_no_grid_raise(sizes, named):
-    with pytest.raises(ValueError, match=named):
-        BlockGrid(*sizes)
+def test_sizes_and_orders_that_make_no_grid_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BlockGrid(*arguments)

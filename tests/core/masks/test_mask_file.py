@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -37,11 +38,6 @@ def path(tmp_path):
     return tmp_path / "masks.safetensors"
 
 
-def test_missing_folders_are_made(tmp_path):
-    save_mask(tmp_path / "a" / "b" / "mask.safetensors", a_mask())
-    assert MaskFile(tmp_path / "a" / "b" / "mask.safetensors").heads == 3
-
-
 def test_file_with_pooled_keys_false_is_read(path):
     write(path, metadata={**METADATA, "pooled_keys": "false"})
     assert MaskFile(path).layer(0).bits.all()
@@ -58,18 +54,9 @@ def write(path, tensor=None, metadata=METADATA, name="mask"):
     save_file({name: tensor}, path, metadata=metadata)
 
 
-def without(key):
-    return {k: v for k, v in METADATA.items() if k != key}
-
-
-def truncate(path):
+def truncate(path, end):
     save_mask(path, a_mask())
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-def truncate_header(path):
-    save_mask(path, a_mask())
-    path.write_bytes(path.read_bytes()[:30])
+    path.write_bytes(path.read_bytes()[:end])
 
 
 BAD_FILES = {
@@ -77,18 +64,15 @@ BAD_FILES = {
         lambda path: write(path, metadata={**METADATA, "pooled_keys": "true"}),
         "pooled_keys is 'true', but pooled keys of skipped blocks were removed.*remove this key to use the bits alone",
     ),
-    "missing": (lambda path: None, "does not exist"),
     "a folder": (lambda path: path.mkdir(), "is a folder, not a file; give the path of one"),
-    "a pipe": (os.mkfifo, "is a pipe, not a file"),
-    "a dangling link": (lambda path: path.symlink_to("elsewhere"), "is a link to elsewhere, which does not exist"),
     "a link to itself": (lambda path: path.symlink_to(path), "cannot be read .*symbolic link"),
     "with a number of 5,000 digits": (
         lambda path: write(path, metadata=METADATA | {"tokens": "1" * 5000}),
         r"tokens has '1+… \(5,002 char",
     ),
     "empty": (lambda path: path.write_bytes(b""), "not a readable safetensors file"),
-    "truncated": (truncate, "not a readable safetensors file"),
-    "truncated in its header": (truncate_header, "not a readable safetensors file"),
+    "truncated": (lambda path: truncate(path, -20), "not a readable safetensors file"),
+    "truncated in its header": (lambda path: truncate(path, 30), "not a readable safetensors file"),
     "not safetensors": (
         lambda path: torch.save({"mask": torch.ones(1)}, path),
         "another project.s masks .*dbsp masks convert IN OUT",
@@ -100,7 +84,7 @@ BAD_FILES = {
     "without heads": (lambda path: write(path, torch.ones(0, GRID.nq, GRID.nk, dtype=torch.uint8)), "none of them 0"),
     "without layers": (lambda path: write(path, torch.ones(0, 2, GRID.nq, GRID.nk, dtype=torch.uint8)), "of them 0"),
     "without metadata": (lambda path: write(path, metadata=None), "lacks metadata tokens, text_tokens, block_q, blo"),
-    **{f"without {key}": (lambda path, key=key: write(path, metadata=without(key)), key) for key in METADATA},
+    "without a key": (lambda path: write(path, metadata={"tokens": "203", "block_q": "32"}), "text_tokens, block_k"),
     "whose metadata is no number": (lambda path: write(path, metadata=METADATA | {"block_q": "big"}), "bad metadata"),
     "whose metadata makes no grid": (lambda path: write(path, metadata=METADATA | {"block_q": "0"}), "block_q=0"),
     "that does not fit its grid": (
@@ -143,13 +127,17 @@ BAD_FORMS = {
     "several orders, no index": ({}, NAMES, "tensor 'orders' must be"),
     "an order index too large": ({"mask": ones(2), "orders": order_index(0, 2)}, NAMES, "tensor 'orders' must be"),
     "an order index of another size": ({"mask": ones(2), "orders": order_index(0, 1, 1)}, NAMES, "must be uint8"),
-    "an order index of int64": ({"mask": ones(2), "orders": torch.tensor([0, 1])}, NAMES, "must be uint8"),
     "an order index of float8": (
         {"mask": ones(2), "orders": torch.zeros(2).to(torch.float8_e4m3fn)},
         NAMES,
         "tensor 'orders' is F8_E4M3 and must be uint8",
     ),
     "one order, an index of bfloat16": ({"mask": ones(2), "orders": torch.zeros(1).bfloat16()}, {}, "must be uint8"),
+    "countless orders": (
+        {"mask": ones(2), "orders": order_index(0, 1)},
+        {"orders": ",".join(["thw"] * 100_000)},
+        "bad token orders",
+    ),
     "masks of float8": ({"mask": ones(2).to(torch.float8_e5m2)}, {}, "is F8_E5M2 of shape"),
 }
 BAD_FILES |= {
@@ -165,6 +153,7 @@ def test_bad_file_raises_one_line_with_its_name(path, make, message):
         MaskFile(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
 
 
 def test_values_other_than_0_and_1_raise(path):
@@ -189,10 +178,7 @@ class TestSaving:
         save_mask(path, a_mask(1))
         before = path.read_bytes()
 
-        def fail(*args):
-            raise OSError("disk full")
-
-        monkeypatch.setattr(os, "replace", fail)
+        monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             save_mask(path, a_mask(2))
         assert path.read_bytes() == before
@@ -224,28 +210,14 @@ class TestSaving:
         assert not list(tmp_path.iterdir())
 
 
-def test_file_with_countless_sequences_or_orders_is_rejected_at_once(tmp_path, monkeypatch):
-    def heavy(*_: object) -> None:
-        raise AssertionError("grids are made of them")
-
+def test_file_with_countless_sequences_is_rejected_at_once(path, monkeypatch):
     sizes = {"tokens": "2000000", "text_tokens": "0", "block_q": "1", "block_k": "1"}
-    mask = {"mask": torch.zeros(1, dtype=torch.uint8)}
     own = '{"tokens": 2, "text_tokens": 0, "thw": null}'
-    save_file(mask, tmp_path / "a.safetensors", {**sizes, "sequences": f"[{', '.join([own] * 100_000)}]"})
+    write(path, torch.zeros(1, dtype=torch.uint8), {**sizes, "sequences": f"[{', '.join([own] * 100_000)}]"})
+    heavy = mock.Mock(side_effect=AssertionError("grids are made of them"))
     monkeypatch.setattr("dbsp_core.masks.mask_file.BlockGrid", heavy)
     with pytest.raises(ValueError, match="100,000 sequences are more than the 65,536 that a mask file can have"):
-        MaskFile(tmp_path / "a.safetensors")
-    monkeypatch.undo()
-    save_file(mask, tmp_path / "b.safetensors", {**sizes, "sequences": "[" * 100_000})
-    with pytest.raises(ValueError, match="must be a JSON list") as rejected:
-        MaskFile(tmp_path / "b.safetensors")
-    assert len(str(rejected.value)) < 1000
-    orders = {"mask": torch.zeros(1, 2, 2, dtype=torch.uint8), "orders": torch.zeros(1, dtype=torch.uint8)}
-    named = {"tokens": "2", "text_tokens": "0", "block_q": "1", "block_k": "1", "orders": ",".join(["thw"] * 100_000)}
-    save_file(orders, tmp_path / "c.safetensors", named)
-    with pytest.raises(ValueError, match="bad token orders") as rejected:
-        MaskFile(tmp_path / "c.safetensors")
-    assert len(str(rejected.value)) < 1000
+        MaskFile(path)
 
 
 @st.composite

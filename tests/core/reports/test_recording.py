@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,10 +20,10 @@ from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings, parse_layers
-from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource
 from dbsp_core.utils.files import parse_size
+from tests.core.runtime.session_cases import Session
 from tests.support.generators import SEEDS, examples, random_bits
-from tests.support.paro_cases import files_of, run_recorded
 
 GRID = BlockGrid(105, 0, 8, 8, (3, 5, 7))
 MOMENTS = [DenoisingStep(step, branch) for step in range(3) for branch in range(2)]
@@ -141,9 +143,9 @@ class TestOneProcess:
 
     def test_older_recording_is_not_overwritten(self, tmp_path, capsys):
         run(new(tmp_path), [(0, 1)], [DenoisingStep()])
-        before = files_of(tmp_path)
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         run(new(tmp_path), [(2, 3)], [DenoisingStep()])
-        assert files_of(tmp_path) == before
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
         assert "has a recording already; give another folder" in capsys.readouterr().err
 
     @pytest.mark.parametrize("blocked", ["folder", "write"])
@@ -152,10 +154,7 @@ class TestOneProcess:
         if blocked == "folder":
             folder.write_text("a file is where the folder should be")
         else:
-
-            def full(*args):
-                raise OSError("No space left on device")
-
+            full = mock.Mock(side_effect=OSError("No space left on device"))
             monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_atomically", full)
         run(new(folder), [(10 * i, 10 * i + 1) for i in range(6)])
         assert capsys.readouterr().err.count("stopped recording masks") == 1
@@ -265,40 +264,39 @@ def test_fingerprints_distinguish_masks(seed):
     assert len(names) == 3
 
 
+def recorded(rank: int, world: int, settings: dict[str, Any], strategy: str) -> float:
+    """Runs three steps of two CFG passes. Returns how far they are from one process's."""
+    session = Session(settings, strategy, layers=2, steps=3, heads=6)
+    return max(session.attend(timestep, thw=(3, 5, 7)) for timestep in (900.0, 600.0, 300.0) for _ in range(2))
+
+
 class TestRuns:
-    DRIFTING = {"source": "synthetic", "density": 0.3, "drift": 0.3, "block_q": 8, "block_k": 8}  # noqa: RUF012
+    DRIFTING = SyntheticSource(density=0.3, drift=0.3, block_q=8, block_k=8)
 
     @pytest.mark.usefixtures("debug")
-    def test_run_over_ranks_is_recorded_and_unchanged(self, pool, tmp_path):
-        folder = tmp_path / "r"
-        config = {"mask": self.DRIFTING, "strategy": "U1R3", "dense_schedule": {"first_layers": 1}}
-        results = pool(3).run(run_recorded, str(folder), config, {})
-        assert results == [[0.0] * 6] * 3
-        recording = Recording.read(folder)
+    def test_run_over_ranks_is_recorded_and_unchanged(self, threads, tmp_path):
+        settings = {"mask": self.DRIFTING, "dense_schedule": {"first_layers": 1}, "record": str(tmp_path)}
+        assert max(threads(3).run(recorded, settings, "U1R3")) <= 1e-5
+        recording = Recording.read(tmp_path)
         assert list(recording.passes) == MOMENTS
-        source = SyntheticSource(**{k: v for k, v in self.DRIFTING.items() if k != "source"})
         for moment in MOMENTS:
             assert recording.mask(0, moment).bits.all(), "dense by schedule"
-            expected = source.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
+            expected = self.DRIFTING.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
             assert torch.equal(recording.mask(1, moment).bits, expected.bits)
-        assert len(list(folder.glob("*.safetensors"))) == 1 + 3  # branches share masks, steps the dense layer's
+        assert len(list(tmp_path.glob("*.safetensors"))) == 1 + 3  # branches share masks, steps the dense layer's
 
     @pytest.mark.usefixtures("debug")
-    def test_masks_made_from_queries_and_keys_are_recorded_in_every_pass(self, pool, tmp_path):
-        folder = tmp_path / "r"
-        config = {
-            "mask": {"source": "sparge", "cdf": 0.7, "similarity": -1.0, "block_q": 16, "block_k": 8},
-            "strategy": "U1R3",
-        }
-        assert pool(3).run(run_recorded, str(folder), config, {}) == [[0.0] * 6] * 3
-        recording = Recording.read(folder)
+    def test_masks_made_from_queries_and_keys_are_recorded_in_every_pass(self, threads, tmp_path):
+        settings = {"mask": SpargeSource(16, 8, cdf=0.7, similarity=-1.0), "record": str(tmp_path)}
+        assert max(threads(3).run(recorded, settings, "U1R3")) <= 1e-5
+        recording = Recording.read(tmp_path)
         assert list(recording.passes) == MOMENTS
         assert recording.recorded_layers == (0, 1)
         masks = [recording.mask(layer, moment) for layer in range(2) for moment in MOMENTS]
         assert all(mask.heads == 6 and 0 < mask.density <= 1 for mask in masks)
         assert len({mask.fingerprint for mask in masks}) > 2
 
-    def test_run_with_an_unwritable_folder_is_unchanged(self, pool, tmp_path):
+    def test_run_with_an_unwritable_folder_is_unchanged(self, threads, tmp_path):
         (tmp_path / "r").write_text("a file")
-        results = pool(3).run(run_recorded, str(tmp_path / "r"), {"mask": self.DRIFTING, "strategy": "U3R1"}, {})
-        assert results == [[0.0] * 6] * 3
+        settings = {"mask": self.DRIFTING, "record": str(tmp_path / "r")}
+        assert max(threads(3).run(recorded, settings, "U3R1")) <= 1e-5

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
@@ -34,8 +34,9 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
 from tests.diffusers.compile_cases import run_compiled
+from tests.simulated.session_cases import steady_step
+from tests.support.models.tiny_pipelines import latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
-from tests.support.steady_cases import waits_of_a_steady_step
 from tests.support.workers import WorkerPool
 
 
@@ -61,33 +62,18 @@ def test_kernels_of_an_attention_are_those_that_ran_its_rows(monkeypatch, fused,
 
 
 LAYERS, HEADS, WIDTH = 2, 4, 16
-CALL = {"height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 16, "output_type": "latent"}
-
-
-@dataclass(frozen=True)
-class Recount:
-    """One attention, counted from its mask and plan alone. sent: to owners, ring, to source ranks; by all ranks"""
-
-    layer: int
-    step: int
-    branch: int
-    strategy: str
-    density: float
-    rho_before: float
-    rho: float
-    work: list[int]
-    sent: tuple[int, int, int]
+BYTES = ("bytes_to_owners", "bytes_chunks", "bytes_to_sources")
 
 
 def recounted_session(
     rank: int, world: int, settings: dict[str, Any], strategy: str | None, batch: int = 1
-) -> tuple[RunReport, list[Recount]]:
+) -> tuple[RunReport, list[tuple[dict[str, Any], list[int]]]]:
     """Runs three steps of two passes over two layers, and one over a video of another size; rank 0 counts again."""
     config = DbspConfig.load(settings | {"report": "nowhere"})
     chosen = None if strategy is None else Strategy.parse(strategy)
     session = observed_session(config, SequenceGroup.from_group(), chosen, HEADS, LAYERS)
     masks: dict[Any, BlockMask] = {}
-    found: list[Recount] = []
+    found = []
     take_mask, run = MaskProvider.mask, sessions.attend
     now: tuple[int, int, int] = (0, 0, 0)
 
@@ -116,35 +102,26 @@ def recounted_session(
 
 
 def _recount(
-    executor: PreparedAttention,
-    mask: BlockMask,
-    session: AttentionSession,
-    q: torch.Tensor,
-    now: tuple[int, int, int],
-) -> Recount:
-    plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
+    executor: PreparedAttention, mask: BlockMask, session: AttentionSession, q: torch.Tensor, now: tuple[int, int, int]
+) -> tuple[dict[str, Any], list[int]]:
+    """Returns a call's row of the report, counted from its mask and plan alone, and the work of ranks."""
+    plan, strategy = executor.plan, executor.plan.strategy
     work = plan.counted(mask).work
     before = make_plan(mask, strategy, "contiguous").work
     traffic = traffic_of(plan, session.layout)
     items = q.shape[0] * q.shape[1] // plan.heads  # 1 where items of the batch have masks of their own
-    token_bytes = items * q.shape[3] * q.element_size()
-    apart = ~np.eye(strategy.world, dtype=bool)
-    further: np.ndarray = 2 * traffic.keys[1:].sum(axis=0)
-    to_owners, chunks, to_sources = (
-        int((tokens * apart).sum()) for tokens in (traffic.dispatch, further, traffic.queries.T)
-    )
-    ratios = [float(w.max() * strategy.world / w.sum()) for w in (before, work)]
-    return Recount(
-        *(layer, now[1], now[2], str(strategy)),
-        density=float(mask.bits.float().mean()),
-        rho_before=ratios[0],
-        rho=ratios[1],
-        work=work.tolist(),
-        sent=(to_owners * token_bytes, chunks * token_bytes, to_sources * token_bytes),
-    )
+    to_others = ~np.eye(strategy.world, dtype=bool) * (items * q.shape[3] * q.element_size())
+    by_kind = traffic.dispatch, 2 * traffic.keys[1:].sum(axis=0), traffic.queries.T
+    row = dict(zip(("layer", "step", "branch"), now, strict=True)) | {
+        "strategy": str(strategy),
+        "density": float(mask.bits.float().mean()),
+        "rho_before": float(before.max() * strategy.world / before.sum()),
+        "rho": float(work.max() * strategy.world / work.sum()),
+    }
+    return row | {name: int((n * to_others).sum()) for name, n in zip(BYTES, by_kind, strict=True)}, work.tolist()
 
 
-def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:
+def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[bool, str]:
     """Runs two passes of a transformer without a pipeline. Returns whether it is observed, and the error."""
     transformer = make_transformer("wan")
     inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
@@ -159,7 +136,7 @@ def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder:
         except ValueError as error:
             outcome = str(error)
         dbsp_para.unparallelize(transformer)
-    return {"observed": observed, "outcome": outcome}
+    return observed, outcome
 
 
 def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -167,26 +144,19 @@ def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any])
 
     returns: by event, the files in the report's folder, and the report after each of the calls
     """
-    from diffusers import WanPipeline
-
-    pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe, seen = load("wan", folder), {}
+    original = type(pipe)
     dbsp_para.parallelize_pipe(pipe, config=config)
-    seen: dict[str, Any] = {}
 
     def generate(steps: int, **options: Any) -> None:
-        pipe(prompt="the sea at dusk", num_inference_steps=steps, guidance_scale=2.0, **CALL, **options)
-        if world > 1:
-            torch.distributed.barrier()  # rank 0 has written
+        latents(pipe, num_inference_steps=steps, **options)
+        torch.distributed.barrier()  # rank 0 has written
 
     def look() -> list[str]:
         return sorted(path.name for path in Path(config["report"]).glob("*"))
 
-    def fail(*_: Any) -> Any:
-        raise ZeroDivisionError("a callback of the user's")
-
     with contextlib.suppress(ZeroDivisionError):
-        generate(2, callback_on_step_end=fail)
+        generate(2, callback_on_step_end=mock.Mock(side_effect=ZeroDivisionError("a callback of the user's")))
     seen["after a failure"] = look()
     generate(3)
     seen["after one call"] = look()
@@ -194,16 +164,13 @@ def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any])
     generate(2)
     seen["second"] = asdict(RunReport.read(Path(config["report"])))
     dbsp_para.unparallelize(pipe)
-    assert type(pipe) is WanPipeline
+    assert type(pipe) is original
     return seen
 
 
 def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any], odd: int) -> tuple[str, str]:
     """Fails on rank `odd` after all attentions. Returns what is raised, and standard error."""
-    from diffusers import WanPipeline
-
-    pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load("wan", folder)
     dbsp_para.parallelize_pipe(pipe, config=config)
 
     def at_the_end(_: Any, step: int, *__: Any) -> dict[str, Any]:
@@ -215,7 +182,7 @@ def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any],
     soon = mock.patch.object(SequenceGroup, "timeout", timedelta(seconds=3))  # not before all ranks have come this far
     with contextlib.redirect_stderr(said), soon:
         try:
-            pipe(prompt="the sea", num_inference_steps=2, guidance_scale=1.0, callback_on_step_end=at_the_end, **CALL)
+            latents(pipe, guidance_scale=1.0, callback_on_step_end=at_the_end)
         except ZeroDivisionError as error:
             raised = str(error)
     return raised, said.getvalue()
@@ -253,25 +220,21 @@ def test_report_equals_counts_of_masks_and_plans(pool, world, strategy, settings
 
 def _require_recounted(report, expected, world):
     calls = report.calls
+    sent = [sum(row[name] for name in BYTES) for row, _ in expected]
     assert len(calls) == len(expected) == 14
-    for index, one in enumerate(expected):
-        found = {name: getattr(calls, name)[index] for name in ("layer", "step", "branch", "strategy")}
-        assert found == {name: getattr(one, name) for name in found}
-        for name in ("density", "rho_before", "rho"):
-            assert getattr(calls, name)[index] == pytest.approx(getattr(one, name)), (name, index)
-        sent = calls.bytes_to_owners[index], calls.bytes_chunks[index], calls.bytes_to_sources[index]
-        assert sent == one.sent
-        assert sum(sent) / world <= calls.bytes_busiest[index] <= sum(sent)
+    for index, (row, _) in enumerate(expected):
+        assert {name: getattr(calls, name)[index] for name in row} == pytest.approx(row), index
+        assert sent[index] / world <= calls.bytes_busiest[index] <= sent[index]
         assert 0 < calls.seconds_mean[index] <= calls.seconds[index]
         assert 1 <= calls.rho_bound[index] <= calls.rho[index] + 1e-9
         assert (calls.plan_ms[index] > 0) <= bool(calls.replanned[index])
     for layer in ("0", "1"):
-        columns = zip(*(one.work for one in expected if str(one.layer) == layer), strict=True)
+        columns = zip(*(work for row, work in expected if str(row["layer"]) == layer), strict=True)
         assert report.ranks.work[layer] == [sum(column) for column in columns]
         assert sum(report.ranks.work_before[layer]) == sum(report.ranks.work[layer])
     assert len(report.ranks.attention_s) == len(report.environment.hardware) == world
     assert min(report.ranks.attention_s) > 0
-    assert sum(report.ranks.bytes_sent) == report.totals.bytes_sent == sum(sum(one.sent) for one in expected)
+    assert sum(report.ranks.bytes_sent) == report.totals.bytes_sent == sum(sent)
     assert report.totals.calls == sum(report.totals.strategies.values()) == 14
 
 
@@ -281,8 +244,7 @@ def test_bytes_of_contiguous_plans_equal_plain_usp(pool):
     for strategy in ("U4R1", "U1R4"):  # 4·6·7 = 168 tokens, 7 blocks a rank
         (report, _), *_ = pool(4).run(recounted_session, settings, strategy)
         calls = report.calls
-        first = calls.bytes_to_owners[0] + calls.bytes_chunks[0] + calls.bytes_to_sources[0]
-        assert first == calls.bytes_usp[0] > 0
+        assert sum(getattr(calls, name)[0] for name in BYTES) == calls.bytes_usp[0] > 0
 
 
 def test_kept_plans_are_not_counted_as_new(pool):
@@ -293,11 +255,12 @@ def test_kept_plans_are_not_counted_as_new(pool):
     assert eager.totals.replans > report.totals.replans
 
 
-def test_observer_waits_for_no_device(pool):
-    for mask in (SPARGE, {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}):
-        settings = {"mask": mask, "reuse": 100.0, "report": "nowhere"}
-        counted = {"numpy": 1} if mask is SPARGE else {}  # row counts, which a GPU copies meanwhile
-        assert pool(2).run(waits_of_a_steady_step, settings, "U1R2") == [counted] * 2
+@pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
+def test_observer_waits_for_no_device(gpu_node, mask):
+    """Allows for the row counts of the step before, whose copy to the host began one step ago."""
+    step = gpu_node.run(2, steady_step, {"mask": mask, "reuse": 100.0, "report": "nowhere"}, "U1R2", 4)[0]
+    assert step.waits == {}
+    assert step.past_waits == (mask is SPARGE)
 
 
 @pytest.mark.long
@@ -330,11 +293,8 @@ def test_pipeline_reports_each_call_that_succeeds(pool, tmp_path):
 def test_rank_that_fails_at_the_end_leaves_no_report_and_no_hang(tmp_path):
     model = str(make_tiny("wan", tmp_path / "tiny-wan"))
     config = {"mask": SPARGE, "strategy": "U1R2", "report": str(tmp_path / "report")}
-    workers = WorkerPool(2)
-    try:
+    with contextlib.closing(WorkerPool(2)) as workers:
         (fine, said), (raised, silent) = workers.run(fail_on_one_rank, model, config, 1)
-    finally:
-        workers.close()
     assert (fine, raised, silent) == ("", "a full disk", "")
     assert "dbsp: no report in" in said
     assert "not all ranks came within 3 s" in said
@@ -344,16 +304,16 @@ def test_rank_that_fails_at_the_end_leaves_no_report_and_no_hang(tmp_path):
 
 def test_transformer_without_a_pipeline_is_reported(pool, tmp_path):
     config = {"mask": SPARGE, "report": "unused"}
-    assert pool(2).run(report_of_transformer, config, str(tmp_path)) == [{"observed": True, "outcome": ""}] * 2
+    assert pool(2).run(report_of_transformer, config, str(tmp_path)) == [(True, "")] * 2
     report = RunReport.read(tmp_path)
     assert (report.model, report.totals.calls, report.totals.steps) == ("WanTransformer3DModel", 4, 2)
     assert report.seconds > 0
 
 
 def test_session_without_a_report_is_not_observed(pool, tmp_path):
-    for result in pool(2).run(report_of_transformer, {"mask": SPARGE}, str(tmp_path)):
-        assert not result["observed"]
-        assert "nothing was collected" in result["outcome"]
+    for observed, outcome in pool(2).run(report_of_transformer, {"mask": SPARGE}, str(tmp_path)):
+        assert not observed
+        assert "nothing was collected" in outcome
     assert list(tmp_path.iterdir()) == []
 
 

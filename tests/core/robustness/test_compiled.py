@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch._dynamo
 
-from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
-from dbsp_core.config import DbspConfig
+from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, dual_balanced_attention, make_plan
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.process import not_compiled
 from tests.support.attention_cases import Case, Inputs
+from tests.support.settings import session_of
 
 CASE = Case("U1R2", heads=2, tokens=120)
 
@@ -57,7 +56,7 @@ def _with_the_library(mask: BlockMask, given: Inputs) -> Function:
 
 def _with_session(mask: BlockMask, given: Inputs) -> Function:
     settings = {"mask": {"source": "sparge", "cdf": 0.5, "block_q": 16, "block_k": 16}}
-    session = AttentionSession(DbspConfig.load(settings), SequenceGroup.from_group(), Strategy(1, 2), 2, 1)
+    session = session_of(settings, "U1R2", heads=2)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         shard = session.begin(Video((2, 6, 10)), timestep=900.0).shard

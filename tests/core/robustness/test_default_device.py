@@ -10,50 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core import (
-    BlockGrid,
-    BlockMask,
-    DualBalancedAttention,
-    SequenceGroup,
-    SequenceLayout,
-    dual_balanced_attention,
-    make_plan,
-)
-from dbsp_core.config import DbspConfig
-from dbsp_core.layout.strategy import Strategy
+from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.session import AttentionSession
 from tests.support.repository import ROOT
+from tests.support.settings import session_of
 
 HEADS, WIDTH, TOKENS = 4, 16, 200
 
 
-def functions(rank: int, world: int, device: str | None) -> list[np.ndarray]:
-    """Plans, prepares and calls attention with gradients. Returns outputs, and gradients of q, k and v."""
-    generator, bits = torch.Generator().manual_seed(0), np.random.default_rng(0).random((HEADS, 13, 13)) < 0.4
-    full = torch.randn(3, 1, HEADS, TOKENS, WIDTH, generator=generator)
-    q, k, v = (one.chunk(world, dim=2)[rank].clone().requires_grad_() for one in full)
-    with nullcontext() if device is None else torch.device(device):
-        mask, found = BlockMask(bits, BlockGrid.uniform(TOKENS, 16)), []
-        for one in (mask, BlockMask.dense(HEADS, mask.grid)):
-            found.append(dual_balanced_attention(q, k, v, one, f"U{world}R1"))
-        layout = SequenceLayout.contiguous(TOKENS, world)
-        for strategy in (f"U{world}R1", f"U1R{world}"):
-            plan = make_plan(mask, strategy, layout=layout)
-            prepared = DualBalancedAttention.prepare(
-                plan, mask, layout, SequenceGroup.from_group(), n_local=q.shape[2]
-            )
-            found.append(prepared(q, k, v))
-        torch.stack(found).square().sum().backward()
-    return [one.detach().numpy() for one in (*found, q.grad, k.grad, v.grad) if one is not None]
-
-
 def session(rank: int, world: int, settings: dict[str, Any], device: str | None) -> list[np.ndarray]:
     """Runs two steps of a session. Returns outputs."""
-    config = DbspConfig.load({**settings, "mask": {"block_q": 16, "block_k": 16} | settings["mask"]})
-    found = []
+    given, found = {**settings, "mask": {"block_q": 16, "block_k": 16} | settings["mask"]}, []
     with nullcontext() if device is None else torch.device(device):
-        one = AttentionSession(config, SequenceGroup.from_group(), Strategy(world, 1), HEADS, 1, lambda: 20)
+        one = session_of(given, f"U{world}R1", HEADS)
         for step in range(2):
             layout = one.begin(Video((2, 8, 8)), timestep=1000.0 - step, device=torch.device("cpu"))
             generator = torch.Generator().manual_seed(10 * rank + step)
@@ -63,33 +32,29 @@ def session(rank: int, world: int, settings: dict[str, Any], device: str | None)
     return found
 
 
-SPARGE = {"source": "sparge", "cdf": 0.5}
-SETTINGS = [
-    {"mask": {"source": "dense"}},
-    {"mask": {"source": "svg"}},
-    {"mask": {"source": "synthetic"}},
-    {"mask": SPARGE, "dense_schedule": {"first_steps": 1}},
-]
-
-
 def assert_same(with_device, without):
     for one, other in zip(with_device, without, strict=True):
         assert len(one) == len(other) > 0
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_functions_compute_the_same(pool):
-    assert_same(*(pool(2).run(functions, device) for device in ("meta", None)))
+SPARGE = {"source": "sparge", "cdf": 0.5}
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_sessions_compute_the_same(pool, settings):
+@pytest.mark.parametrize(
+    ("settings", "debug"),
+    [
+        ({"mask": {"source": "dense"}}, ""),
+        ({"mask": {"source": "svg"}}, ""),
+        ({"mask": {"source": "synthetic"}}, ""),
+        ({"mask": SPARGE, "dense_schedule": {"first_steps": 1}}, ""),
+        ({"mask": SPARGE}, "1"),
+    ],
+    ids=str,
+)
+def test_sessions_compute_the_same(pool, monkeypatch, settings, debug):
+    monkeypatch.setenv("DBSP_DEBUG", debug)
     assert_same(*(pool(2).run(session, settings, device) for device in ("meta", None)))
-
-
-@pytest.mark.usefixtures("debug")
-def test_sessions_that_compare_what_they_attend_with_compute_the_same(pool):
-    assert_same(*(pool(2).run(session, {"mask": SPARGE}, device) for device in ("meta", None)))
 
 
 def test_bits_of_a_mask_stay_on_their_device():

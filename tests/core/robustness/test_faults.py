@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,10 +16,8 @@ import torch.distributed as dist
 import dbsp_core.runtime.chunk_attention
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import PendingTransfer
-from dbsp_core.config import DbspConfig
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.session import AttentionSession
+from tests.support.settings import session_of
 from tests.support.workers import SAFETY_NET_S, WorkerPool
 
 POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
@@ -26,8 +25,7 @@ POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
 
 def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy: str, odd: int) -> None:
     """Runs five steps, in the third of which rank `odd` ends."""
-    config = DbspConfig.load(settings)
-    session = AttentionSession(config, SequenceGroup.from_group(), Strategy.parse(strategy), heads=world, layers=1)
+    session = session_of(settings, strategy, heads=world)
     for step in range(5):
         layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
         q = torch.randn(1, world, layout.shard, 16, generator=torch.Generator().manual_seed(step))
@@ -55,8 +53,8 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
 
     Ring alone, every token locally: the keys of rank s are all s + 1, and chunk i comes from rank r − i.
     """
-    config = DbspConfig.load({"mask": {"source": "dense", "block_q": 16, "block_k": 16}, "planner": "contiguous"})
-    session = AttentionSession(config, SequenceGroup.from_group(), Strategy(1, world), heads=2, layers=1)
+    mask = {"source": "dense", "block_q": 16, "block_k": 16}
+    session = session_of({"mask": mask, "planner": "contiguous"}, f"U1R{world}", heads=2)
     layout = session.begin(Video((world, 4, 8)))
     k = torch.full((1, 2, layout.shard, 16), float(rank + 1))
     pending: list[PendingTransfer] = []
@@ -103,28 +101,21 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("strategy", ["U3R1", "U1R3"])
 def test_ranks_that_live_on_end_with_a_clear_error(mask, strategy):
-    workers = WorkerPool(3)
-    try:
+    with closing(WorkerPool(3)) as workers:
         for pipe in workers._pipes:
             pipe.send((die_in_the_middle, ({"mask": MASKS[mask]}, strategy, 1), ""))
         for rank in (0, 2):
             assert workers._pipes[rank].poll(SAFETY_NET_S), "it hangs"
             fine, kind, message, _ = workers._pipes[rank].recv()
-            assert not fine
-            assert kind == "CommunicationError"
+            assert (fine, kind) == (False, "CommunicationError")
             assert "one of the other ranks may have died" in message, message
-    finally:
-        workers.close()
 
 
 def test_rank_that_misses_the_making_of_a_group_is_reported():
-    workers = WorkerPool(2)
-    try:
+    with closing(WorkerPool(2)) as workers:
         alone, message = workers.run(make_a_group_that_one_rank_does_not_come_to)
-        assert alone == ""
-        assert "one of the other ranks may have died, or was too late" in message
-    finally:
-        workers.close()
+    assert alone == ""
+    assert "one of the other ranks may have died, or was too late" in message
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -29,13 +30,9 @@ class Worked(Exception):
 @pytest.fixture
 def no_work(monkeypatch):
     def begin(command: str) -> None:
-        class Work:
-            def __init__(self, *_: object, **__: object) -> None:
-                raise Worked
-
-            read = call = __init__
-
-        monkeypatch.setattr(f"dbsp_cli.commands.{command.split()[0]}.{COMMANDS[command][0]}", Work)
+        work = mock.Mock(side_effect=Worked)
+        work.read = work.call = work
+        monkeypatch.setattr(f"dbsp_cli.commands.{command.split()[0]}.{COMMANDS[command][0]}", work)
 
     return begin
 

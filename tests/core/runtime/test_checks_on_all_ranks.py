@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -19,37 +18,28 @@ from dbsp_core.runtime.engine_session import EngineSession
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS
+from tests.support.settings import session_of
+from tests.support.workers import assert_all_raise
 
 HEADS = 4
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
 
 
-def first_error(phases: Iterator[str]) -> tuple[str, str]:
-    """Returns the name of the phase that raises, and the message; each phase follows its name."""
-    phase = ""
-    try:
-        for phase in phases:  # noqa: B007  names what comes next
-            pass
-    except UserError as error:
-        return phase, str(error)
-    return "nowhere", ""
-
-
 def rejected_session(rank: int, world: int, settings: dict[str, Any], kernel: str) -> tuple[str, str]:
-    """Runs a session whose kernel $DBSP_KERNEL names on rank 1 alone."""
-
-    def phases() -> Iterator[str]:
-        yield "making"
-        strategy = config.strategy_or(Strategy(world, 1))
-        session = AttentionSession(config, SequenceGroup.from_group(), strategy, HEADS, 1)
-        yield "size"
-        layout = session.begin(Video((4, 8, 8)), timestep=900.0)
-        yield "attention"
-        session.attend(0, *torch.randn(3, 1, HEADS, layout.shard, 16))
-
+    """Runs a session whose kernel $DBSP_KERNEL names on rank 1 alone. Returns the phase that raises, and the error."""
     config = DbspConfig.load({"mask": WINDOW, **settings})
+    phase = "making"
     with mock.patch.dict(os.environ, {"DBSP_KERNEL": kernel} if rank == 1 else {}):
-        return first_error(phases())
+        try:
+            strategy = config.strategy_or(Strategy(world, 1))
+            session = AttentionSession(config, SequenceGroup.from_group(), strategy, HEADS, 1)
+            phase = "size"
+            layout = session.begin(Video((4, 8, 8)), timestep=900.0)
+            phase = "attention"
+            session.attend(0, *torch.randn(3, 1, HEADS, layout.shard, 16))
+        except UserError as error:
+            return phase, str(error)
+    return "nowhere", ""
 
 
 def _broken_beyond_float32(rank: int) -> AbstractContextManager[Any]:
@@ -63,32 +53,25 @@ def _broken_beyond_float32(rank: int) -> AbstractContextManager[Any]:
 
 def rejected_later(rank: int, world: int, with_session: bool) -> tuple[str, str]:
     """Attends twice in float32 and then in float64, for which rank 1's kernel is broken."""
-
-    def phases() -> Iterator[str]:
-        for dtype in (torch.float32, torch.float32, torch.float64):
-            yield str(dtype)
-            shard = session.begin(Video((4, 8, 8)), timestep=900.0).shard if with_session else layout.shard
-            q, k, v = torch.randn(3, 1, HEADS, shard, 16, dtype=dtype)
-            _ = session.attend(0, q, k, v) if with_session else attend(q, k, v)
-
-    config = DbspConfig.load({"mask": WINDOW, "kernel": "cpu"})
-    session = AttentionSession(config, SequenceGroup.from_group(), Strategy(1, world), HEADS, 1)
+    session = session_of({"mask": WINDOW, "kernel": "cpu"}, f"U1R{world}", HEADS)
     mask, layout = BlockMask.dense(HEADS, BlockGrid.uniform(128, 16)), SequenceLayout.contiguous(128, world)
     plan = make_plan(mask, Strategy(1, world), layout=layout)
     attend = DualBalancedAttention.prepare(plan, mask, layout, None, kernel="cpu")
     with _broken_beyond_float32(rank):
-        return first_error(phases())
+        for dtype in (torch.float32, torch.float32, torch.float64):
+            shard = session.begin(Video((4, 8, 8)), timestep=900.0).shard if with_session else layout.shard
+            q, k, v = torch.randn(3, 1, HEADS, shard, 16, dtype=dtype)
+            try:
+                _ = session.attend(0, q, k, v) if with_session else attend(q, k, v)
+            except UserError as error:
+                return str(dtype), str(error)
+    return "nowhere", ""
 
 
-def rejected_engine(rank: int, world: int, path: str) -> str:
-    """Returns the error of an engine's session whose configuration cannot be read on rank 1."""
-    try:
-        EngineSession(
-            SequenceGroup.from_group(), Strategy(world, 1), HEADS, 1, path if rank == 1 else {"mask": WINDOW}
-        )
-    except UserError as error:
-        return str(error)
-    return ""
+def engine_session(rank: int, world: int, path: str) -> None:
+    """Makes an engine's session whose configuration is at `path` on rank 1."""
+    config = path if rank == 1 else {"mask": WINDOW}
+    EngineSession(SequenceGroup.from_group(), Strategy(world, 1), HEADS, 1, config)
 
 
 def assert_rejected(answers: list[tuple[str, str]], phase: str, reason: str) -> None:
@@ -122,5 +105,4 @@ def test_kernel_that_one_rank_has_for_another_dtype_is_rejected_on_all(pool, wit
 
 
 def test_configuration_that_one_rank_of_an_engine_cannot_read_is_rejected_on_all(pool, tmp_path):
-    for answer in pool(2).run(rejected_engine, str(tmp_path / "none.yaml")):
-        assert "rank(s) [1]" in answer
+    assert_all_raise(pool, 2, "rank(s) [1]: configuration file", engine_session, str(tmp_path / "none.yaml"))

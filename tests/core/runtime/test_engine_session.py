@@ -132,10 +132,14 @@ def test_vsa_of_minimax_h3_with_heads_that_do_not_divide_equals_one_process(stra
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_h3, strategy, heads)) <= 1e-5
 
 
+ALONE = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS
+BY_STEP = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
+
+
 def test_one_rank_with_text_in_its_sequence_equals_one_process():
     for name in ("whole text first", "whole text last"):
         layout = LAYOUTS[name]
-        session = EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, KNOWN)
+        session = EngineSession(*ALONE, KNOWN)
         session.begin(layout, "cpu", step=0)
         text, sequence = tensors(layout, 0)
         joined = torch.cat([sequence, text] if layout.text_last else [text, sequence], dim=2)
@@ -150,10 +154,8 @@ def test_sequence_that_its_ranks_cannot_hold_is_rejected():
 
 
 def test_steps_are_counted_across_transformers_and_skipped_steps():
-    settings = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
     clock = StepClock(shared=True)
-    alone = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings
-    sessions = [EngineSession(*alone, clock=clock) for _ in range(2)]
+    sessions = [EngineSession(*ALONE, BY_STEP, clock=clock) for _ in range(2)]
     seen = []
     for which, step in ((0, 0), (0, 1), (0, 1), (1, 3), (1, 5), (0, 0), (1, 3)):
         sessions[which].begin(Video(THW), "cpu", step)
@@ -162,8 +164,7 @@ def test_steps_are_counted_across_transformers_and_skipped_steps():
 
 
 def test_masks_by_step_without_a_step_of_the_engine_are_rejected():
-    settings = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
-    session = EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings)
+    session = EngineSession(*ALONE, BY_STEP)
     session.begin(Video(THW), "cpu", timestep=900.0)
     with pytest.raises(UserError, match="depend on the denoising step, which the engine does not say"):
         session.begin(Video(THW), "cpu")
@@ -179,8 +180,5 @@ def test_ranks_skip_only_if_all_agree():
 
 def test_second_transformer_uses_its_own_settings():
     settings = {"mask": KNOWN, "transformer_2": {"mask": PREDICTED}}
-    sessions = [
-        EngineSession(SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS, settings, transformer=name)
-        for name in ("transformer", "transformer_2")
-    ]
+    sessions = [EngineSession(*ALONE, settings, transformer=name) for name in ("transformer", "transformer_2")]
     assert [one.session.config.mask for one in sessions] == [DbspConfig.load(mask).mask for mask in (KNOWN, PREDICTED)]

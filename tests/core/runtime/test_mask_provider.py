@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dbsp_core import BlockGrid, BlockMask, SequenceGroup
-from dbsp_core.comm.consistency import run_consistently
-from dbsp_core.config import DbspConfig
-from dbsp_core.layout.strategy import Strategy
+from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.utils.errors import UserError
+from tests.support.settings import session_of
 from tests.support.workers import WorkerError
 
 
 @dataclass(frozen=True)
 class OddOneOut(BlockSizes):
-    """Everybody's mask is dense; `rank` does else: "grid", "mask", "bug" (raise), "bits" (differ) or "heads"."""
+    """Everybody's mask is dense; `rank` does else: "grid", "mask", "bug", "key" (raise), "bits" (differ) or "heads".
 
+    It cannot name its mask ("key") in the second step, in which ranks compare nothing.
+    """
+
+    changes = "per_step"
     rank: int = 0
     fault: str = "mask"
+
+    def cache_key(self, request: MaskRequest) -> str:
+        if request.step == 1 and self._odd("key"):
+            raise ValueError("the table of contents is gone")
+        return "always the same"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         if self._odd("grid"):
@@ -50,44 +57,11 @@ class OddOneOut(BlockSizes):
 
 
 def attend_with(rank: int, world: int, source: BlockSizes) -> None:
-    """Attends once, and then meets in a collective, which would hang or fail if ranks were out of step."""
-    session = AttentionSession(
-        DbspConfig(mask=source), SequenceGroup.from_group(), Strategy(world, 1), heads=world, layers=1
-    )
-    try:
-        layout = session.begin(Video((2, 4, 8)))
-        q = torch.ones(1, world, layout.shard, 16)
-        session.attend(0, q, q, q)
-    finally:
-        dist.barrier()
-
-
-@dataclass(frozen=True)
-class Forgetful(BlockSizes):
-    """Its masks never change, but in the second step rank `rank` cannot name them."""
-
-    changes = "per_step"
-    rank: int = 0
-
-    def cache_key(self, request: MaskRequest) -> str:
-        if request.step == 1 and dist.get_rank() == self.rank:
-            raise ValueError("the table of contents is gone")
-        return "always the same"
-
-    def mask(self, request: MaskRequest) -> BlockMask:
-        return BlockMask.dense(request.heads, self.grid(request))
-
-
-def attend_in_two_steps(rank: int, world: int, odd: int) -> None:
-    """Attends in two steps; the other ranks keep the first mask and have nothing to compare in the second."""
-    source = Forgetful(block_q=16, block_k=16, rank=odd)
-    session = AttentionSession(
-        DbspConfig(mask=source), SequenceGroup.from_group(), Strategy(world, 1), heads=world, layers=1
-    )
+    """Attends in two steps, and then meets in a collective, which would hang or fail if ranks were out of step."""
+    session = session_of(source, f"U{world}R1", heads=world)
     try:
         for timestep in (900.0, 800.0):
-            layout = session.begin(Video((2, 4, 8)), timestep=timestep)
-            q = torch.ones(1, world, layout.shard, 16)
+            q = torch.ones(1, world, session.begin(Video((2, 4, 8)), timestep=timestep).shard, 16)
             session.attend(0, q, q, q)
     finally:
         dist.barrier()
@@ -104,40 +78,30 @@ def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], 
 
 
 @pytest.mark.parametrize(
-    ("world", "odd", "fault", "message"),
+    ("world", "source", "kind", "message"),
     [
-        (2, 1, "grid", "the file is broken here"),
-        (3, 0, "mask", "the file is broken here"),
-        (3, 2, "heads", "the mask source gave"),
-        (2, 1, "bug", "KeyError: 'layer 7'"),
-        (3, 0, "bits", "the mask of layer 0 differs on rank(s)"),
+        (2, OddOneOut(16, 16, rank=1, fault="grid"), "UserError", "rank(s) [1]: the file is broken here"),
+        (3, OddOneOut(16, 16, rank=0, fault="mask"), "UserError", "rank(s) [0]: the file is broken here"),
+        (3, OddOneOut(16, 16, rank=2, fault="heads"), "UserError", "rank(s) [2]: the mask source gave"),
+        (2, OddOneOut(16, 16, rank=1, fault="bug"), "ValueError", "rank(s) [1]: KeyError: 'layer 7'"),
+        (3, OddOneOut(16, 16, rank=0, fault="bits"), "UserError", "the mask of layer 0 differs on rank(s)"),
+        (3, OddOneOut(16, 16, rank=0, fault="key"), "ValueError", "rank(s) [0]: the table of contents is gone"),
+        (3, OddOneOut(16, 16, rank=2, fault="key"), "ValueError", "rank(s) [2]: the table of contents is gone"),
     ],
+    ids=str,
 )
-def test_fault_on_one_rank_raises_on_all(pool, world, odd, fault, message):
+def test_fault_on_one_rank_raises_on_all(pool, world, source, kind, message):
     with pytest.raises(WorkerError) as raised:
-        pool(world).run(attend_with, OddOneOut(16, 16, rank=odd, fault=fault))
-    errors = raised.value.errors
-    assert [rank for rank, *_ in errors] == list(range(world))
-    expected = "ValueError" if fault == "bug" else "UserError"  # a fault that is not the user's is raised as such
-    assert all(kind == expected and message in text for _, kind, text in errors), errors
-    if fault != "bits":
-        assert all(f"rank(s) [{odd}]" in text for *_, text in errors)
+        pool(world).run(attend_with, source)
+    assert [rank for rank, *_ in raised.value.errors] == list(range(world))
+    assert all(name == kind and message in text for _, name, text in raised.value.errors), raised.value.errors
 
 
 def test_attention_without_a_fault_runs(pool):
     pool(3).run(attend_with, OddOneOut(16, 16, fault="none"))
 
 
-def test_error_in_one_process_is_raised_unchanged():
-    def fail() -> None:
-        raise ValueError("ρ_s is not a number")
-
-    with pytest.raises(ValueError, match=r"^ρ_s is not a number$"):
-        run_consistently(SequenceGroup(0, 1), fail)
-
-
-def unread() -> float:
-    raise AssertionError("a timestep on a GPU would be waited for")
+unread = mock.Mock(side_effect=AssertionError("a timestep on a GPU would be waited for"))
 
 
 def same_steps(*first: int | None) -> list[tuple[Any, ...]]:
@@ -192,26 +156,12 @@ def test_failed_generation_does_not_change_the_next_ones_steps():
     assert [clock.advance(800).step for _ in range(2)] == [0, 0]
 
 
-@pytest.mark.parametrize("odd", [0, 2])
-def test_source_without_a_cache_key_on_one_rank_raises_on_all(pool, odd):
-    with pytest.raises(WorkerError) as raised:
-        pool(3).run(attend_in_two_steps, odd)
-    errors = raised.value.errors
-    assert [rank for rank, *_ in errors] == [0, 1, 2]
-    assert all(
-        (kind, text) == ("ValueError", f"rank(s) [{odd}]: the table of contents is gone") for _, kind, text in errors
-    )
-
-
 def test_dense_ends():
+    assert dense_moments(DenseSchedule(), 3, [900, 0], steps=2) == [[], []]
     schedule = DenseSchedule(first_steps=1, last_steps=1, first_layers=1, last_layers=2)
     everything, ends = [0, 1, 2, 3, 4], [0, 3, 4]
     moments = dense_moments(schedule, 5, [900, 900, 600, 600, 300, 300, 0, 0, 900, 600], steps=4)
     assert moments == [everything, everything, ends, ends, ends, ends, everything, everything, everything, ends]
-
-
-def test_schedule_without_dense_ends_has_no_dense_layers():
-    assert dense_moments(DenseSchedule(), 3, [900, 0], steps=2) == [[], []]
 
 
 def test_last_steps_need_the_number_of_steps():

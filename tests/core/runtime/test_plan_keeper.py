@@ -186,8 +186,29 @@ class TestPredictedMasks:
     def plans(keeper, masks, key=0):
         return [keeper.plan_predicted(key, mask, plans_on(mask.grid, "U2R1")).plan.fingerprint for mask in masks]
 
-    def test_new_plan_is_adopted_one_call_later(self, keeper):
-        assert self.plans(keeper, [FIRST, ABOVE, ABOVE, ABOVE, FIRST]) == [OLD, OLD, NEW, NEW, NEW]
+    @pytest.mark.parametrize(
+        ("masks", "steps", "plans", "new"),
+        [
+            ((FIRST, ABOVE, ABOVE, ABOVE, FIRST), 5, [OLD, OLD, NEW, NEW, NEW], [True, False, True, False, False]),
+            ((FIRST, AT_THRESHOLD, FIRST), 3, [OLD] * 3, [True, False, False]),
+            ((FIRST, ABOVE, AT_THRESHOLD, FIRST, ABOVE), 5, None, None),
+            ((FIRST, ABOVE, ABOVE) * 2, 3, [OLD, OLD, NEW] * 2, [True, False, True, False, False, True]),
+            ((FIRST, ABOVE, ABOVE, ABOVE, ABOVE), 2, [OLD, OLD, OLD, NEW, NEW], None),
+        ],
+        ids=["one call later", "threshold", "back", "next generation begins as the last", "changed first mask"],
+    )
+    def test_plans_are_those_that_the_counts_before_settled(self, keeper, masks, steps, plans, new):
+        """A generation begins with the plan after the last one's first mask, which is no new plan."""
+        make = plans_on(GRID, "U2R1")
+        uses = [keeper.plan_predicted(0, mask, make, call % steps) for call, mask in enumerate(masks)]
+        keeper.settle()
+        replayed = replay([mask.counts.rows for mask in masks], 1.25, make, steps=steps)
+        found, again = ([(use.plan.fingerprint, use.new) for use in each] for each in (uses, replayed))
+        assert found == again
+        assert plans in (None, [plan for plan, _ in found])
+        assert new in (None, [is_new for _, is_new in found])
+        assert keeper.statistics.plans == sum(is_new for _, is_new in found)
+        assert keeper.statistics.rho_sum == sum(use.counted.rho for use in replayed)
 
     def test_statistics_are_of_rho_in_use_not_of_the_plans_made(self, keeper):
         self.plans(keeper, [FIRST, ABOVE, ABOVE])
@@ -205,10 +226,6 @@ class TestPredictedMasks:
             keeper.settle()
         assert plans == [OLD, OLD, NEW]
 
-    def test_predicted_plan_at_the_threshold_is_kept(self, keeper):
-        assert self.plans(keeper, [FIRST, AT_THRESHOLD, FIRST]) == [OLD] * 3
-        assert keeper.statistics.plans == 1
-
     def test_call_with_other_heads_plans_at_once(self, keeper):
         """Switches guidance off between two calls, while counts of more heads are being copied."""
         self.plans(keeper, [FIRST, ABOVE])
@@ -219,37 +236,9 @@ class TestPredictedMasks:
 
     def test_error_in_planning_keeps_the_plan_before(self, keeper):
         self.plans(keeper, [FIRST, ABOVE])
-
-        def fail(rows, current):
-            raise ZeroDivisionError("no planner today")
-
         with pytest.raises(ZeroDivisionError):
-            keeper.plan_predicted(0, ABOVE, fail)
+            keeper.plan_predicted(0, ABOVE, mock.Mock(side_effect=ZeroDivisionError("no planner today")))
         assert self.plans(keeper, [ABOVE]) == [NEW]
-
-    def test_replay_equals_the_keepers_plans(self, keeper):
-        masks = [FIRST, ABOVE, AT_THRESHOLD, FIRST, ABOVE]
-        uses = replay([mask.counts.rows for mask in masks], 1.25, plans_on(GRID, "U2R1"))
-        assert [use.plan.fingerprint for use in uses] == self.plans(keeper, masks)
-        keeper.settle()
-        assert sum(use.counted.rho for use in uses) == keeper.statistics.rho_sum
-        assert sum(use.new for use in uses) == keeper.statistics.plans
-
-    def test_generation_begins_with_the_plan_after_the_last_ones_first_mask(self, keeper):
-        """Generations of FIRST, ABOVE: after ABOVE, the plan for FIRST is taken up again, and is no new plan."""
-        steps = [(FIRST, 0), (ABOVE, 1), (ABOVE, 2)] * 2
-        uses = [keeper.plan_predicted(0, mask, plans_on(GRID, "U2R1"), step) for mask, step in steps]
-        assert [use.plan.fingerprint for use in uses] == [OLD, OLD, NEW, OLD, OLD, NEW]
-        assert [use.new for use in uses] == [True, False, True, False, False, True]
-        counts = [mask.counts.rows for mask, _ in steps]
-        replayed = replay(counts, 1.25, plans_on(GRID, "U2R1"), steps=3)
-        assert [use.plan.fingerprint for use in replayed] == [use.plan.fingerprint for use in uses]
-        assert [use.new for use in replayed] == [use.new for use in uses]
-
-    def test_generation_after_a_changed_first_mask_begins_with_a_new_plan(self, keeper):
-        steps = [(FIRST, 0), (ABOVE, 1), (ABOVE, 0), (ABOVE, 1), (ABOVE, 0)]
-        uses = [keeper.plan_predicted(0, mask, plans_on(GRID, "U2R1"), step) for mask, step in steps]
-        assert [use.plan.fingerprint for use in uses] == [OLD, OLD, OLD, NEW, NEW]
 
     @pytest.mark.parametrize("lag", [True, False])
     def test_counts_of_other_heads_are_planned_at_once(self, lag):

@@ -2,34 +2,238 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from dbsp_cli.mask_tools.info import MaskSeries, drift_of
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup
+from dbsp_core.comm.exchange import Route
+from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES
+from dbsp_core.reports.observer import observed_session, run_observer
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import MOST_SIZES
-from dbsp_core.sources import DenseSource, SpargeSource, SyntheticSource, WindowSource
+from dbsp_core.sources import CallableSource, DenseSource, MaskRequest, SpargeSource, SyntheticSource, WindowSource
+from dbsp_core.sources.base import BlockSizes
+from dbsp_core.sources.head_shares import gather_bits
+from dbsp_core.utils.process import package_versions
 from dbsp_kernels import KERNELS
-from tests.core.runtime.session_cases import (
-    PREDICTED,
-    Drifting,
-    Growing,
-    Unread,
-    a_shard_that_does_not_fit,
-    a_wrong_input,
-    agreements,
-    an_attention_that_breaks_off,
-    an_executor_that_differs,
-    computed_again_after_another_size,
-    exchanges_before_the_first_attention,
-    from_two_threads,
-    gradients,
-    run_passes,
-    settings_on_one_rank,
-)
+from tests.core.runtime.session_cases import HEADS, PREDICTED, THW, WIDTH, Session
+from tests.support.steady_cases import collectives
 from tests.support.workers import assert_all_raise
+
+
+def drifting(grid: BlockGrid, request: MaskRequest, slope: float = 0.0) -> np.ndarray:
+    """Returns random masks whose heads grow and shrink from step to step; another one for each layer and pass."""
+    score = np.random.default_rng([request.layer, request.cfg_branch]).random((request.heads, grid.nq, grid.nk))
+    density = 0.5 + slope * request.step * np.linspace(-1, 1, request.heads)
+    return score < density[:, None, None]
+
+
+def by_step(function: Callable[..., np.ndarray], **parameters: float) -> CallableSource:
+    return CallableSource(16, 16, function, parameters, depends_on="step")
+
+
+def run_passes(
+    rank: int, world: int, settings: dict[str, Any], strategy: str, passes: Sequence[dict[str, Any]], layers: int = 2
+) -> SimpleNamespace:
+    """Runs a forward pass for each of these arguments of `Session.attend`, as the steps of one generation.
+
+    Returns `worst`, the largest error; `calls` of attention; `plans` made until the end of each pass; how many plans
+    and attentions are `kept` and `prepared` for all sizes; of how many sizes cache keys are `known`; which `keys` are
+    sent.
+    """
+    steps = len({one["timestep"] for one in passes})
+    session = Session(settings, strategy, layers=layers, steps=steps)
+    worst, plans = 0.0, []
+    for one in passes:
+        worst = max(worst, session.attend(**one))
+        plans.append(session.inner.reuse.plans)
+    contexts, inner = session.inner._sizes.values(), session.inner
+    return SimpleNamespace(
+        worst=worst,
+        calls=inner.reuse.calls,
+        plans=plans,
+        kept=sum(len(context.keeper._last) for context in contexts),
+        prepared=sum(len(context._prepared) for context in contexts),
+        known=len(inner._mask_provider._numbers),
+        keys={plan.chunks.keys for plan in inner.records.values()},
+    )
+
+
+def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, Any], others: dict[str, Any]) -> Any:
+    """Runs a pass of a session with other settings on one rank. Returns its report's folder."""
+    session = Session(settings if rank == odd else others, f"U{world}R1")
+    session.attend(900.0)
+    session.inner.flush()
+    observer = run_observer(session.inner)
+    return None if observer is None else observer.folder, observer is not None
+
+
+def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> None:
+    """Runs a forward pass with a fault on one rank."""
+    changed = {
+        "size": {"thw": (3, 6, 8)},
+        "pass": {"cfg_branch": 1},
+        "layer": {"layer": 1},
+        "scale": {"scale": 2.0},
+        "mask": {"flipped": True},
+        "version": {"version": {"torch": "1.0"}},
+    }.get(fault if rank == odd else "", {})
+    given = {"thw": THW, "cfg_branch": 0, "layer": 0, "scale": 1.0, "flipped": False, "version": {}} | changed
+    versions = package_versions() | given["version"]
+
+    def gathered(*arguments: Any) -> torch.Tensor:
+        return gather_bits(*arguments) ^ given["flipped"]
+
+    try:
+        with (
+            mock.patch("dbsp_core.utils.process.package_versions", return_value=versions),
+            mock.patch("dbsp_core.sources.head_shares.gather_bits", gathered),
+        ):
+            session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
+            layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])
+            q = torch.zeros(1, HEADS, layout.shard, WIDTH)
+            if rank == odd:
+                q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
+            session.attend(given["layer"], q, q, q, scale=given["scale"])
+    finally:
+        dist.barrier()
+
+
+def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None:
+    """Changes the mask, kernel or input of one rank's executor after the first pass, under debug."""
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": True}
+    session = Session(settings, f"U{world}R1").inner
+    q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
+    try:
+        session.attend(0, q, q, q)
+        session.begin(Video(THW), timestep=890.0)
+        ((executor,),) = (context._prepared.values() for context in session._sizes.values())
+        if (rank, when) == (odd, "mask"):
+            vars(executor)["mask_fingerprint"] ^= 1
+        if (rank, when) == (odd, "kernel"):
+            executor.kernels.clear()
+            vars(executor)["kernel"] = "reference"
+        session.attend(0, q, q * (torch.nan if (rank, when) == (odd, "value") else 1.0), q)
+    finally:
+        dist.barrier()
+
+
+def computed_again_after_another_size(rank: int, world: int, debug: bool) -> list[float]:
+    """Recomputes an attention after a larger video's pass. Returns how far gradients are off."""
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": debug}
+    found = []
+    for recompute in (False, True):
+        session = Session(settings, f"U{world}R1").inner
+        shard = session.begin(Video(THW), timestep=900.0).shard
+        q = torch.linspace(0, 1, HEADS * shard * WIDTH).view(1, HEADS, shard, WIDTH).requires_grad_()
+        out = checkpoint(session.attend, 0, q, q, q, use_reentrant=False) if recompute else session.attend(0, q, q, q)
+        with torch.no_grad():
+            larger = torch.ones(1, HEADS, session.begin(Video((5, 6, 10)), timestep=900.0).shard, WIDTH)
+            session.attend(0, larger, larger, larger)
+        out.square().sum().backward()
+        found.append(q.grad)
+    return [float((one - found[0]).abs().max()) for one in found]
+
+
+def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, list[float]]:
+    """Fails in the exchange of outputs on all ranks, except one that fails before the mask is predicted.
+
+    Returns plans in use afterwards, and the errors of the next generation.
+    """
+    session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
+    for step in range(3):
+        session.attend(900.0 - step)
+    gone, group = CommunicationError("a rank has gone"), session.inner.group
+    target = (MaskProvider, "mask") if rank == odd else (SequenceGroup, "all_gather_along")
+    left = session.inner._now.keeper.calls
+    with mock.patch.object(*target, side_effect=gone), pytest.raises(CommunicationError):
+        session.attend(890.0)
+    if rank != odd:  # as if these had gone on to the exchange of outputs
+        session.inner._now.keeper.calls += 1
+    dist.barrier(group.group)
+    errors = [session.attend(900.0 - step) for step in range(3)]
+    return session.inner._now.keeper.calls - left, errors
+
+
+def from_two_threads(rank: int, world: int) -> str:
+    """Attends in a second thread while the first one is within an attention. Returns the second one's error."""
+    session, other = (Session({}, f"U{world}R1").inner for _ in range(2))
+    q = torch.zeros(1, HEADS, session.begin(Video(THW)).shard, WIDTH)
+    other.begin(Video(THW))
+    inside, messages = threading.Event(), []
+    exchange = SequenceGroup.all_to_all
+
+    def all_to_all(*args: Any) -> torch.Tensor:
+        if not inside.is_set():
+            inside.set()
+            second.join()
+        return exchange(*args)
+
+    def attend() -> None:
+        inside.wait()
+        try:
+            other.attend(0, q, q, q)
+        except ValueError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+
+    second = threading.Thread(target=attend)
+    second.start()
+    with mock.patch.object(SequenceGroup, "all_to_all", all_to_all):
+        session.attend(0, q, q, q)
+    other.attend(0, q, q, q)  # one after the other, they go on
+    return "".join(messages)
+
+
+@dataclass(frozen=True)
+class Growing(BlockSizes):
+    """Bands that reach further from step to step, up to `most` blocks."""
+
+    changes = "per_step"
+    most: int = 3
+
+    def cache_key(self, request: MaskRequest) -> int:
+        return min(self.most, request.step)
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        grid = self.grid(request)
+        distance = np.abs(np.arange(grid.nq)[:, None] - np.arange(grid.nk))
+        return BlockMask(np.tile(distance <= 1 + min(self.most, request.step), (request.heads, 1, 1)), grid)
+
+
+def without_the_middle(grid: BlockGrid, request: MaskRequest) -> np.ndarray:
+    """Returns masks in which no row attends to the middle key blocks."""
+    return np.tile(np.isin(np.arange(grid.nk), (2, 3), invert=True), (grid.nq, 1))
+
+
+def collectives_before_the_first_attention(
+    rank: int, world: int, settings: dict[str, Any], strategy: str
+) -> dict[str, int]:
+    """Makes a session in a new group and attends once. Returns the numbers of collectives before q is sent."""
+    made = SequenceGroup.from_group(dist.new_group(list(range(world)), timeout=timedelta(seconds=77)))
+    config, chosen = DbspConfig.load(settings), None if strategy == "auto" else Strategy.parse(strategy)
+    sent = mock.patch.object(Route, "dispatch", side_effect=CommunicationError("far enough"))
+    with collectives() as seen, sent:
+        session = observed_session(config, made, chosen, HEADS, 1)
+        q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
+        with pytest.raises(CommunicationError, match="far enough"):
+            session.attend(0, q, q, q)
+    return dict(seen)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +261,7 @@ def test_plan_with_all_keys_is_kept_for_growing_masks(threads):
 @pytest.mark.parametrize(("ragged", "keys"), [(True, "needed"), (False, "all")])
 def test_keys_that_no_row_reads_are_sent_to_kernels_of_whole_heads(monkeypatch, threads, ragged, keys):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], ragged_rows=ragged))
-    settings = {"mask": Unread(16, 16), "kernel": "cpu"}
+    settings = {"mask": CallableSource(16, 16, without_the_middle, depends_on="nothing"), "kernel": "cpu"}
     for found in threads(5).run(run_passes, settings, "U5R1", [{"timestep": 900.0}], 1):
         assert (found.worst <= 1e-5, found.keys) == (True, {keys})
 
@@ -102,7 +306,7 @@ def test_static_mask_is_planned_once_however_imbalanced(threads):
 class TestMasksThatChangeByStep:
     @pytest.mark.parametrize("slope", [0.0, 0.01])
     def test_plans_are_kept_from_step_to_step(self, threads, slope):
-        for found in threads(2).run(run_passes, {"mask": Drifting(16, 16, slope=slope)}, "U2R1", steps(8, PASSES)):
+        for found in threads(2).run(run_passes, {"mask": by_step(drifting, slope=slope)}, "U2R1", steps(8, PASSES)):
             assert found.worst <= 1e-5
             assert found.calls == 8 * PASSES * LAYERS
             assert found.plans[-1] >= LAYERS * PASSES, "each attention has one of its own"
@@ -110,7 +314,7 @@ class TestMasksThatChangeByStep:
             assert found.kept == found.prepared == LAYERS * PASSES, "what steps behind had is dropped"
 
     def test_command_counts_as_many_plans_as_the_runtime_made(self, threads, tmp_path):
-        settings = {"mask": Drifting(16, 16, slope=0.02), "record": str(tmp_path), "reuse": 1.10}
+        settings = {"mask": by_step(drifting, slope=0.02), "record": str(tmp_path), "reuse": 1.10}
         made, same = (found.plans[-1] for found in threads(2).run(run_passes, settings, "U2R1", steps(12)))
         series = MaskSeries.read(tmp_path)
         replans = [drift_of(series, layer, "U2R1", "dbsp", 1.10).replans for layer in range(LAYERS)]
@@ -118,7 +322,7 @@ class TestMasksThatChangeByStep:
         assert LAYERS < made < 12 * LAYERS, "some plans are kept and some are not"
 
     def test_dense_steps_have_one_plan(self, threads):
-        settings = {"mask": Drifting(16, 16), "dense_schedule": {"first_steps": 2, "last_steps": 2}}
+        settings = {"mask": by_step(drifting), "dense_schedule": {"first_steps": 2, "last_steps": 2}}
         for found in threads(2).run(run_passes, settings, "U2R1", steps(9, PASSES)):
             assert (found.worst <= 1e-5, found.calls) == (True, 9 * PASSES * LAYERS)
             assert found.plans[-1] == LAYERS * PASSES + 1
@@ -213,27 +417,6 @@ class TestInputs:
     def test_reused_executor_that_differs_raises_under_debug(self, pool, when, message):
         assert_all_raise(pool, 3, message, an_executor_that_differs, 1, when)
 
-    def test_ranks_compare_numbers_as_rarely_as_possible(self, pool):
-        """Expects one comparison at the first attention; under debug one per attention, and one per predicted mask."""
-        static = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
-        predicted = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
-        workers = pool(2)
-        assert workers.run(agreements, static, False) == [[1, 0, 0]] * 2
-        assert workers.run(agreements, static, True) == [[1, 1, 1]] * 2
-        assert workers.run(agreements, predicted, True) == [[2, 2, 2]] * 2
-
-    @pytest.mark.parametrize(
-        ("when", "message"),
-        [("prepare", "rank(s) [1]: rank 1 holds 20 tokens, expected 32"), ("call", "rank(s) [1]: q of shape")],
-    )
-    def test_shard_that_does_not_fit_on_one_rank_raises_on_all(self, pool, when, message):
-        assert_all_raise(pool, 3, message, a_shard_that_does_not_fit, 1, when)
-
-    @pytest.mark.parametrize("world", [1, 2])
-    def test_output_has_a_graph_only_if_inputs_need_gradients(self, threads, world):
-        assert threads(world).run(gradients, False) == [False] * world
-        assert threads(world).run(gradients, True) == [True] * world
-
     @pytest.mark.parametrize("debug", [False, True])
     def test_recomputation_after_a_pass_of_another_size_is_exact(self, threads, debug):
         assert threads(2).run(computed_again_after_another_size, debug) == [[0.0, 0.0]] * 2
@@ -263,5 +446,6 @@ def test_plans_are_dropped_after_a_pass_that_ranks_left_at_different_calls(pool,
 )
 def test_ranks_agree_twice_before_the_first_attention(pool, world, settings, strategy):
     """Expects one collective for making the session and one for the attention, none for making the control group."""
-    for seen in pool(world).run(exchanges_before_the_first_attention, settings, strategy.format(world)):
-        assert seen == ["all_gather"] * 2 + ["q"]
+    found = pool(world).run(collectives_before_the_first_attention, settings, strategy.format(world))
+    predicting = {} if "window" in str(settings) else {"all_to_all_single": 1, "_all_gather_single": 1}
+    assert found == [{"all_gather": 2} | predicting] * world

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,8 @@ from dbsp_core.runtime.tables import build_tables, table_layout, whole_head_toke
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 from tests.support.generators import SEEDS, examples, masks
 from tests.support.interpreter import interpreted
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/kernels/test_on_gpu.py runs the kernels")
 
 
 @given(rows=st.integers(0, 5), width=st.integers(0, 40), seed=SEEDS)
@@ -57,43 +61,33 @@ def test_table_lists_full_blocks_first(case, batch):
     assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
 
 
+@without_gpu
 @given(case=bit_rows(), batch=st.integers(1, 2))
 @examples(15)
 def test_triton_kernel_expands_rows_as_torch(case, batch):
     pytest.importorskip("triton")
     from dbsp_kernels.triton import tables as triton_rows
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
     for chunk in (16, 1024):
-        whole, triton_rows.CHUNK = triton_rows.CHUNK, chunk
-        try:
-            with interpreted():
-                index = triton_rows.triton_expand_rows(*case["arguments"], batch)
-        finally:
-            triton_rows.CHUNK = whole
+        with mock.patch.object(triton_rows, "CHUNK", chunk), interpreted():
+            index = triton_rows.triton_expand_rows(*case["arguments"], batch)
         assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
 
 
+@without_gpu
 @given(mask=masks(heads=3, least_key_blocks=3, more_tokens=30), data=st.data())
 @examples(20)
 def test_triton_kernel_packs_rows_as_torch(mask, data):
     pytest.importorskip("triton")
     from dbsp_kernels.triton import tables as triton_rows
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs whole layers")
     strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3"]))
     layout = table_layout(make_plan(mask, strategy), 0)
     bits = mask.row_bits
     of_mask = layout.rows, layout.spans_of, layout.turn, layout.columns, layout.present, layout.full
     expected = pack_rows(bits, *of_mask)
-    whole, triton_rows.CHUNK = triton_rows.CHUNK, 16  # several chunks a row
-    try:
-        with interpreted():
-            found = triton_rows.triton_pack_rows(bits, *of_mask)
-    finally:
-        triton_rows.CHUNK = whole
+    with mock.patch.object(triton_rows, "CHUNK", 16), interpreted():  # several chunks a row
+        found = triton_rows.triton_pack_rows(bits, *of_mask)
     assert all(map(torch.equal, found, expected))
 
 

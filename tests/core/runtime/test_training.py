@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
+from tests.support.settings import session_of
 
 HEADS, LAYERS = 4, 2
 WINDOW = {"mask": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}}
@@ -30,9 +27,7 @@ def kept_from_inference(
     Returns how many tensors are left of the first pass and how many of them autograd would reject, how far the passes
     are apart, and whether there are gradients.
     """
-    session = AttentionSession(
-        DbspConfig.load(settings), SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, 1
-    )
+    session = session_of(settings, strategy, HEADS)
     before = set(map(id, _tensors()))
     with torch.inference_mode():
         layout = session.begin(Video((2, 4, 8)), timestep=900.0)
@@ -73,9 +68,8 @@ def test_tensors_kept_from_inference_mode_are_accepted_by_autograd(pool, monkeyp
 class Training:
     """A session of two layers, whose masks differ in each pass."""
 
-    def __init__(self, strategy: str = "U2R1", **settings: Any) -> None:
-        config = DbspConfig.load(SPARGE | settings)
-        self.session = AttentionSession(config, SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, LAYERS)
+    def __init__(self) -> None:
+        self.session = session_of(SPARGE, "U2R1", HEADS, LAYERS)
 
     def forward(self, seed: int, reentrant: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the input and loss of a pass; reentrant: kind of checkpoint around each attention, or None."""
@@ -104,40 +98,31 @@ def grad_of(q: torch.Tensor) -> torch.Tensor:
 def checkpointing_turned_on_later(rank: int, world: int, reentrant: bool) -> float:
     """Trains three steps without checkpoints, then two with. Returns the worst relative error."""
     plain, training = Training(), Training()
-    losses, errors = [], []
+    graphs, errors = [], []
     for seed in range(3):
-        _, loss = training.forward(seed)
-        loss.backward()
-        losses.append(loss)
+        graphs.append(training.forward(seed))
+        graphs[-1][1].backward()
     for seed in (8, 9):
         expected = plain.gradient(seed)
         errors.append((training.gradient(seed, reentrant) - expected).abs().max() / expected.abs().max())
     return float(max(errors))
 
 
-def retained_graph(rank: int, world: int, reentrant: bool) -> float | str:
-    """Calls backward twice under checkpoints. Returns the difference of gradients, or the error."""
-    q, loss = Training().forward(1, reentrant)
+def retained_graph(rank: int, world: int, reentrant: bool, between: int = 0) -> float | str:
+    """Calls backward twice under checkpoints, perhaps with other masks' forward passes between them.
+
+    Returns the difference of gradients, or the error.
+    """
+    training = Training()
+    q, loss = training.forward(1, reentrant)
     loss.backward(retain_graph=True)
     first, q.grad = grad_of(q), None
+    _others = [training.forward(2 + number, False) for number in range(between)]
     try:
         loss.backward()
     except UserError as error:
         return str(error)
     return float((grad_of(q) - first).abs().max())
-
-
-def another_pass_between(rank: int, world: int) -> str:
-    """Calls a retained graph's second backward after another pass with other masks. Returns the error."""
-    training = Training()
-    _, loss = training.forward(1, False)
-    loss.backward(retain_graph=True)
-    _other = training.forward(2, False)
-    try:
-        loss.backward()
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def executors_alive(rank: int, world: int) -> tuple[int, int]:
@@ -162,7 +147,7 @@ def test_second_backward_on_a_retained_graph_gives_equal_gradients(threads):
 
 
 def test_retained_graph_after_another_pass_raises(threads):
-    for rejection in threads(2).run(another_pass_between):
+    for rejection in threads(2).run(retained_graph, False, 1):
         assert "2 forward passes with different masks wait for backward, or have retained graphs" in rejection
 
 

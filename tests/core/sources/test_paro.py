@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
+from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceGroup, Strategy, save_mask
 from dbsp_core.masks.grid import AXIS_ORDERS
+from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
 from dbsp_core.sources import FileSource, MaskRequest, ParoSource
 from dbsp_core.utils.errors import UserError
+from tests.core.runtime.session_cases import Session
 from tests.support.generators import random_bits
-from tests.support.paro_cases import alone, run_bad_file, run_paro_case
-from tests.support.workers import WorkerError
+from tests.support.workers import assert_all_raise
 
 THW, HEADS, LAYERS = (3, 5, 7), 6, 2
 TOLERANCE = 1e-5
 GRID = BlockGrid(105, 0, 8, 8, THW)
 
 
-def file_masks(groups: int, grid: BlockGrid = GRID, seed: int = 0, ordered: bool = True) -> list[list[BlockMask]]:
+def file_masks(groups: int, grid: BlockGrid = GRID, seed: int = 0) -> list[list[BlockMask]]:
     """Returns masks with other bits and orders in every group, layer and head."""
     masks = []
     for group in range(groups):
         layers = []
         for layer in range(LAYERS):
-            orders = np.roll(AXIS_ORDERS, group + 2 * layer).tolist() if ordered else ["thw"]
+            orders = np.roll(AXIS_ORDERS, group + 2 * layer).tolist()
             bits = random_bits(HEADS, grid, 100 * seed + 10 * group + layer)
             layers.append(BlockMask(bits, replace(grid, orders=tuple(orders))))
         masks.append(layers)
@@ -104,16 +106,10 @@ class TestOneRank:
         assert str(path) in str(raised.value)
 
 
-DENSE = {"source": "dense", "block_q": 8, "block_k": 8}
-
-
-@pytest.fixture(scope="module")
-def references(path, tmp_path_factory):
-    """Returns one process's outputs with the masks of `path`, dense, and with these bits in no order."""
-    ignored = tmp_path_factory.mktemp("paro") / "ignored.safetensors"
-    save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
-    masks = ({"source": "paro", "path": str(path)}, DENSE, {"source": "paro", "path": str(ignored)})
-    return [alone("wan", THW, 7, mask) for mask in masks]
+def attended(rank: int, world: int, settings: dict[str, Any], strategy: str, text_tokens: int) -> float:
+    """Returns how far three steps of a session are from one process's."""
+    session = Session(settings, strategy, layers=LAYERS, steps=3, heads=HEADS)
+    return max(session.attend(timestep, thw=THW, text_tokens=text_tokens) for timestep in (900.0, 600.0, 300.0))
 
 
 @pytest.mark.parametrize(
@@ -121,30 +117,34 @@ def references(path, tmp_path_factory):
     [(2, "U2R1", "dbsp"), (2, "U1R2", "contiguous"), (4, "U2R2", "dbsp")],
 )
 @pytest.mark.usefixtures("debug")
-def test_orders_of_heads_give_the_output_of_one_process(pool, path, references, world, strategy, planner):
+def test_orders_of_heads_give_the_output_of_one_process(threads, path, world, strategy, planner):
     """Covers a contiguous layout and a striped one."""
-    config = {"mask": {"source": "paro", "path": str(path)}, "strategy": strategy, "planner": planner}
-    for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, references):
-        assert max(same) <= TOLERANCE
-        assert max(dense[:2]) <= TOLERANCE, "the leading step is dense"
-        assert min(dense[2:]) > 100 * TOLERANCE, "the mask must matter"
-        assert max(unordered[:2]) <= TOLERANCE
-        assert min(unordered[2:]) > 100 * TOLERANCE, "the orders must matter"
+    settings = {"mask": ParoSource(str(path)), "planner": planner}
+    assert max(threads(world).run(attended, settings, strategy, 0)) <= TOLERANCE
 
 
 @pytest.mark.usefixtures("debug")
-def test_orders_with_text_give_the_output_of_one_process(pool, tmp_path):
-    grid = BlockGrid(112, 7, 8, 4, THW)
-    paths = [tmp_path / f"{name}.safetensors" for name in ("ordered", "ignored")]
-    for each, ordered in zip(paths, (True, False), strict=True):
-        save_mask(each, file_masks(2, grid, ordered=ordered), groups="1-1,2-")
-    mask, wrong = ({"source": "paro", "path": str(each), "dense_steps": 0} for each in paths)
-    config = {"mask": mask, "strategy": "U1R3"}
-    expected = [alone("cogvideox", THW, 7, one) for one in (mask, DENSE, wrong)]
-    for same, dense, unordered in pool(3).run(run_paro_case, "cogvideox", THW, 7, config, expected):
-        assert max(same) <= TOLERANCE
-        assert min(dense) > 100 * TOLERANCE
-        assert min(unordered) > 100 * TOLERANCE
+def test_orders_with_text_give_the_output_of_one_process(threads, tmp_path):
+    file = str(tmp_path / "m.safetensors")
+    save_mask(file, file_masks(2, BlockGrid(112, 7, 8, 4, THW)), groups="1-1,2-")
+    assert max(threads(3).run(attended, {"mask": ParoSource(file, dense_steps=0)}, "U1R3", 7)) <= TOLERANCE
+
+
+@pytest.mark.usefixtures("debug")
+def test_source_file_with_packed_bits_and_orders_gives_the_output_of_one_process(threads, tmp_path):
+    file = str(tmp_path / "m.safetensors")
+    save_mask(file, file_masks(1)[0], packed=True)
+    assert MaskFile(file).packed
+    assert max(threads(3).run(attended, {"mask": FileSource(file)}, "U1R3", 0)) <= TOLERANCE
+
+
+def attend_with_file(rank: int, world: int, path: str, bad: str) -> None:
+    """Attends in two steps with masks of `path`, of `bad` on rank 1."""
+    settings = {"mask": {"source": "paro", "path": bad if rank == 1 else path}}
+    session = EngineSession(SequenceGroup.from_group(), Strategy(world, 1), HEADS, LAYERS, settings)
+    for step in range(2):
+        session.begin(EngineLayout(THW), "cpu", step)
+        session.attend(0, *torch.ones(3, 1, GRID.tokens // world, HEADS, 16))
 
 
 DIFFERS = "the mask of layer 0 differs on rank(s) [1]; it must be the same on every rank"
@@ -163,29 +163,10 @@ def test_bad_file_on_one_rank_raises_on_every_rank(pool, path, tmp_path, seed, g
     bad = tmp_path / "bad.safetensors"
     save_mask(bad, file_masks(2, seed=seed), groups=groups)
     bad.write_bytes(bad.read_bytes()[:kept])
-    with pytest.raises(WorkerError) as caught:
-        pool(3).run(run_bad_file, str(path), str(bad), 1, {"source": "paro"})
-    assert [rank for rank, _, _ in caught.value.errors] == [0, 1, 2]
-    for _, error, text in caught.value.errors:
-        assert (error, "\n" in text) == ("UserError", False)
-        assert message in text
-    assert pool(3).run(run_bad_file, str(path), None, None, {"source": "paro"}) == [None] * 3  # still in step
+    assert_all_raise(pool, 3, message, attend_with_file, str(path), str(bad))
+    pool(3).run(attend_with_file, str(path), str(path))  # the workers are not out of step
 
 
 def test_file_with_groups_is_rejected_by_source_file(path):
     with pytest.raises(UserError, match="read it with mask source 'paro'"):
         FileSource(str(path)).grid(request())
-
-
-@pytest.mark.usefixtures("debug")
-def test_source_file_with_packed_bits_and_orders_gives_the_output_of_one_process(pool, tmp_path):
-    path, ignored = tmp_path / "packed.safetensors", tmp_path / "ignored.safetensors"
-    save_mask(path, file_masks(1)[0], packed=True)
-    save_mask(ignored, file_masks(1, ordered=False)[0])
-    assert MaskFile(path).packed
-    mask, wrong = ({"source": "file", "path": str(each)} for each in (path, ignored))
-    config = {"mask": mask, "strategy": "U1R3"}
-    expected = [alone("wan", THW, 7, one) for one in (mask, wrong)]
-    for same, unordered in pool(3).run(run_paro_case, "wan", THW, 7, config, expected):
-        assert max(same) <= TOLERANCE
-        assert min(unordered) > 100 * TOLERANCE

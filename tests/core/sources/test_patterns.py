@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,12 +12,103 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dbsp_core import BlockGrid
 from dbsp_core.sources import MaskRequest, RadialSource, SvgSource, WindowSource
-from tests.core.sources import token_masks
 from tests.support.generators import BLOCK_SIZES, examples
+from tests.support.oracle import position_in_order
 
 SIZES = st.tuples(*[st.integers(1, 5)] * 3)
 WAN = MaskRequest(layer=0, heads=40, thw=(21, 45, 80))
+
+
+Position = tuple[int, int, int]
+Rule = Callable[[Position, Position], bool]
+"""rule(query's (t, h, w), key's (t, h, w)): whether the query may attend to the key."""
+
+
+def sliding_tiles(thw: Position, window: Position, tile: Position) -> Rule:
+    """Returns Sliding Tile Attention, Zhang et al. 2025: odd windows have their middle clamped into the video, so that
+    the window lies within it; even ones begin window / 2 tiles before the query's, or as near as they fit."""
+
+    def sees(q: int, k: int, size: int, window: int, tile: int) -> bool:
+        tiles = math.ceil(size / tile)
+        q, k = q // tile, k // tile
+        if window >= tiles:
+            return True
+        if window % 2:
+            middle = min(max(q, window // 2), tiles - 1 - window // 2)
+            return abs(middle - k) <= window // 2
+        first = max(0, min(q - window // 2, tiles - window))
+        return first <= k < first + window
+
+    return lambda q, k: all(map(sees, q, k, thw, window, tile))
+
+
+def tiles_near(thw: Position, window: Position, tile: Position) -> Rule:
+    """Tiles at most ⌊window / 2⌋ away along each axis, as NABLA's window has them: cut off at borders."""
+    return lambda q, k: all(abs(a // t - b // t) <= w // 2 for a, b, w, t in zip(q, k, window, tile, strict=True))
+
+
+def radial(thw: Position, width: float, decay: float, sink_frames: int, block: int) -> Rule:
+    """Returns Radial Attention, Li et al. 2025, §4: a block for its 1, the thinnest band there is,
+    and `decay` for its halving."""
+    s = thw[1] * thw[2]
+
+    def rule(q: Position, k: Position) -> bool:
+        distance = abs(q[0] - k[0])
+        octave = int(math.log2(max(distance, 1)))
+        band = s * width * math.prod([decay] * octave)
+        apart = abs((q[1] * thw[2] + q[2]) - (k[1] * thw[2] + k[2]))
+        if k[0] < sink_frames:
+            return True
+        if band >= block:
+            return apart + 1 <= band
+        return distance % math.ceil(block / band) == 0 and apart + 1 <= block
+
+    return rule
+
+
+def radial_as_printed(thw: Position) -> Rule:
+    """Returns the mask of Li et al. 2025, §4, as printed: frames i, j; positions k, l of s in a frame; no sink."""
+    s = thw[1] * thw[2]
+
+    def rule(q: Position, key: Position) -> bool:
+        i, j, k, l = q[0], key[0], q[1] * thw[2] + q[2], key[1] * thw[2] + key[2]  # noqa: E741
+        power = 2 ** math.floor(math.log2(max(abs(i - j), 1)))
+        near = power <= s and abs(k - l) + 1 <= s / power
+        return near or (abs(i - j) % math.ceil(power / s) == 0 and k == l)
+
+    return rule
+
+
+def spatial(frames: int, sink_frames: int) -> Rule:
+    return lambda q, k: abs(q[0] - k[0]) <= frames // 2 or k[0] < sink_frames
+
+
+def temporal(thw: Position, band: float) -> Rule:
+    half = math.floor(math.floor(band * thw[1] * thw[2]) / 2)
+    return lambda q, k: abs((q[1] - k[1]) * thw[2] + q[2] - k[2]) <= half
+
+
+def active_blocks(rules: list[Rule], grid: BlockGrid, request: MaskRequest) -> np.ndarray:
+    """Returns bool[H, nq, nk]: for each head's rule, the blocks that hold an allowed pair of tokens, or any text."""
+    bits = np.zeros((len(rules), grid.nq, grid.nk), dtype=bool)
+    tokens = [None] * request.text_tokens + list(itertools.product(*map(range, request.thw)))
+    for head, rule in enumerate(rules):
+        positions = position_in_order(grid, head).tolist()
+        rows, columns = (
+            [
+                next(b for b, start in reversed(list(enumerate(axis.starts))) if start <= position)
+                for position in positions
+            ]
+            for axis in (grid.q_axis, grid.k_axis)
+        )
+        for (row, q), (column, k) in itertools.product(
+            zip(rows, tokens, strict=True), zip(columns, tokens, strict=True)
+        ):
+            if not bits[head, row, column] and (q is None or k is None or rule(q, k)):
+                bits[head, row, column] = True
+    return bits
 
 
 @st.composite
@@ -22,31 +116,13 @@ def requests(draw, most_heads=1):
     return MaskRequest(0, draw(st.integers(1, most_heads)), draw(SIZES), draw(st.integers(0, 9)))
 
 
-def assert_covers(mask, request):
-    """Checks that text and each token's own block are active: no row or column is empty."""
-    grid = mask.grid
-    bits = mask.bits.numpy()
-    assert bits[:, grid.q_axis.starts < request.text_tokens].all()
-    assert bits[:, :, grid.k_axis.starts < request.text_tokens].all()
-    assert bits[:, grid.q_axis.block_of, grid.k_axis.block_of].all()
-
-
 class TestTiles:
-    @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES)
-    @examples(50)
-    def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, window, tile):
-        mask = WindowSource(block_q, block_k, window, tile).mask(request)
-        rule = token_masks.sliding_tiles(request.thw, window, tile)
-        assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks([rule], mask.grid, request))
-        assert_covers(mask, request)
-
-    @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES)
-    @examples(40)
-    def test_windows_that_are_not_shifted_are_cut_off_at_borders(self, request, block_q, block_k, window, tile):
-        mask = WindowSource(block_q, block_k, window, tile, shifted=False).mask(request)
-        rule = token_masks.tiles_near(request.thw, window, tile)
-        assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks([rule], mask.grid, request))
-        assert_covers(mask, request)
+    @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES, st.booleans())
+    @examples(90)
+    def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, window, tile, shifted):
+        mask = WindowSource(block_q, block_k, window, tile, shifted).mask(request)
+        rule = (sliding_tiles if shifted else tiles_near)(request.thw, window, tile)
+        assert np.array_equal(mask.bits.numpy(), active_blocks([rule], mask.grid, request))
 
     def test_window_defaults_to_three_tiles(self):
         request = MaskRequest(0, 1, (10, 10, 10))
@@ -69,15 +145,14 @@ class TestRadial:
     def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, width, decay, sink_frames, frames):
         request = replace(request, thw=(frames, *(min(size, 3) for size in request.thw[1:])))
         mask = RadialSource(block_q, block_k, width, decay, sink_frames).mask(request)
-        rule = token_masks.radial(request.thw, width, decay, sink_frames, max(block_q, block_k))
-        assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks([rule], mask.grid, request))
-        assert_covers(mask, request)
+        rule = radial(request.thw, width, decay, sink_frames, max(block_q, block_k))
+        assert np.array_equal(mask.bits.numpy(), active_blocks([rule], mask.grid, request))
 
     @pytest.mark.parametrize("thw", [(20, 1, 3), (9, 2, 2), (17, 2, 1)])
     def test_blocks_of_one_token_give_the_papers_mask(self, thw):
         request = MaskRequest(0, 1, thw)
         mask = RadialSource(1, 1, sink_frames=0).mask(request)
-        expected = token_masks.active_blocks([token_masks.radial_as_printed(thw)], mask.grid, request)
+        expected = active_blocks([radial_as_printed(thw)], mask.grid, request)
         assert np.array_equal(mask.bits.numpy(), expected)
         assert not expected.all()
 
@@ -103,11 +178,10 @@ class TestSvg:
         source = SvgSource(block_q, block_k, frames, band, sink_frames, share)
         mask = source.mask(request)
         rules = [
-            token_masks.temporal(request.thw, band) if is_temporal else token_masks.spatial(frames, sink_frames)
+            temporal(request.thw, band) if is_temporal else spatial(frames, sink_frames)
             for is_temporal in source.temporal(request.heads)
         ]
-        assert np.array_equal(mask.bits.numpy(), token_masks.active_blocks(rules, mask.grid, request))
-        assert_covers(mask, request)
+        assert np.array_equal(mask.bits.numpy(), active_blocks(rules, mask.grid, request))
 
     @given(st.integers(1, 60), st.floats(0, 1))
     @examples(100)

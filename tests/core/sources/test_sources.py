@@ -117,10 +117,3 @@ class TestWindow:
                 gap = np.maximum(k.min(axis=0) - q.max(axis=0), q.min(axis=0) - k.max(axis=0))
                 dense = all(2 * gap < np.array(source.window) + 1 - np.array(source.window) % 2)
             assert (mask.bits[:, i, j] == bool(dense)).all()
-
-    def test_text_rows_and_columns_are_dense_and_nothing_else_far_away(self):
-        # Blocks of one video token, a window of one token: the diagonal, and the 2 blocks of text all over.
-        mask = WindowSource(1, 1, (1, 1, 1)).mask(MaskRequest(0, 1, (1, 1, 3), text_tokens=2))
-        expected = np.eye(5, dtype=bool)
-        expected[:2] = expected[:, :2] = True
-        assert mask.bits[0].tolist() == expected.tolist()

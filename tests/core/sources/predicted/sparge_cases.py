@@ -11,8 +11,7 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
-
-RUBBISH = 1e4  # fills padding, which must not be seen
+from tests.support.attention_cases import shards
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,5 @@ def local_tokens(
         layout = SequenceLayout.from_streams([order], world)
     else:
         layout = SequenceLayout.named(case.layout, grid, strategy, streams="first")
-    mine, slots = (torch.from_numpy(a) for a in layout.tokens_at(rank))
-    local = []
-    for everywhere in case.tensors():
-        here = torch.full((case.batch, case.heads, layout.shard, case.head_dim), RUBBISH, dtype=case.dtype)
-        here[:, :, slots] = everywhere[:, :, mine]
-        local.append(here)
+    local, *_ = shards(list(case.tensors()), layout, rank, padded=True)
     return LocalQK(*local, layout, SequenceGroup.from_group(), case.head_dim**-0.5)

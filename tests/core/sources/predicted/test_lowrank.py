@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,14 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.fit import fit_projections, fit_recording
 from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout
-from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.utils.errors import UserError
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens, predict_together
-from tests.support.workers import WorkerError
+from tests.support.settings import session_of
+from tests.support.workers import assert_all_raise
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,9 @@ def predict_with_fitted(rank: int, world: int, case: LowRankCase, fault: str, fo
     if rank == 1 and fault in ("other file", "broken file"):
         path = str(Path(folder) / fault.partition(" ")[0])
     mask = {"source": "lowrank", "path": path, "topk": 0.3}
-    config = DbspConfig.load({"mask": mask, "strategy": f"U1R{world}"})
-    session = AttentionSession(
-        config,
-        SequenceGroup.from_group(),
-        config.strategy_or(None),
-        heads=case.heads,
-        layers=1 if fault != "layer" else 4,
-    )
-    layout: SequenceLayout = session.begin(Video(case.thw))
+    session = session_of({"mask": mask}, f"U1R{world}", case.heads, 4 if fault == "layer" else 1)
     head_dim = 8 if fault == "head_dim" else case.head_dim
-    q = torch.ones(1, case.heads, layout.shard, head_dim)
+    q = torch.ones(1, case.heads, session.begin(Video(case.thw)).shard, head_dim)
     session.attend(3 if fault == "layer" else 0, q, q, q)
 
 
@@ -78,17 +68,18 @@ def predict_with_another_group_before(rank: int, world: int, case: LowRankCase, 
 HEADS, HEAD_DIM, RANK = 5, 16, 6
 
 
+def fit(folder: Path, case: LowRankCase, rank: int) -> str:
+    """Returns the path of a file fitted to a case's tokens."""
+    recorder = RecordQKSource(32, 16, path=str(folder))
+    assert recorder.mask(replace(case.request, layers=1), LocalQK.alone(*case.tensors())).bits.all()
+    recorder.write()
+    fit_recording([folder], folder / "fitted.safetensors", rank)
+    return str(folder / "fitted.safetensors")
+
+
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """Returns the path of a file fitted to one case's tokens."""
-    folder = tmp_path_factory.mktemp("moments")
-    case = LowRankCase()
-    recorder = RecordQKSource(32, 16, path=str(folder))
-    mask = recorder.mask(replace(case.request, layers=1), LocalQK.alone(*case.tensors()))
-    assert mask.bits.all()
-    recorder.write()
-    fit_recording([folder], folder / "fitted.safetensors", RANK)
-    return str(folder / "fitted.safetensors")
+    return fit(tmp_path_factory.mktemp("moments"), LowRankCase(), RANK)
 
 
 class TestFit:
@@ -178,20 +169,16 @@ def test_bits_do_not_depend_on_ranks_and_layout(threads, fitted, settings, text)
 def test_full_rank_chooses_the_blocks_of_most_attention(fitted, tmp_path):
     """Compares with attention computed in full, from which rank 6 of 16 must differ."""
     case = LowRankCase(path=fitted, thw=(5, 6, 8), settings={"topk": 0.25, "queries": "all", "block_q": 16})
-    folder = tmp_path / "moments"
-    recorder = RecordQKSource(path=str(folder))
-    recorder.mask(case.request, LocalQK.alone(*case.tensors()))
-    recorder.write()
-    fit_recording([folder], tmp_path / "full.safetensors", HEAD_DIM)
+    full = fit(tmp_path, case, HEAD_DIM)
     q, k = (t[0].double() for t in case.tensors())
     attention = torch.softmax(q @ k.transpose(1, 2) * HEAD_DIM**-0.5, dim=-1)
     mass = attention.unflatten(2, (-1, 16)).sum(3).unflatten(1, (-1, 16)).mean(2)
     best = torch.zeros_like(mass).scatter(-1, mass.topk(3).indices, 1.0).bool()
     agreed = {}
-    for path in (str(tmp_path / "full.safetensors"), fitted):
+    for path in (full, fitted):
         bits = replace(case, path=path).source.mask(case.request, LocalQK.alone(*case.tensors())).bits
         agreed[path] = float((bits & best).sum() / best.sum())
-    assert agreed[str(tmp_path / "full.safetensors")] > 0.995
+    assert agreed[full] > 0.995
     assert agreed[fitted] < 0.98
 
 
@@ -218,25 +205,22 @@ class TestMistakes:
         with pytest.raises(UserError, match="of 5 heads, the model has None of 4"):
             source.grid(MaskRequest(0, 4, (2, 2, 2)))
 
-    @pytest.mark.parametrize("fault", ["head_dim", "layer", "other file", "broken file"])
-    def test_fault_on_one_rank_is_rejected_on_all(self, pool, fitted, tmp_path, fault):
-        tensors = load_file(fitted)
-        save_file({name: one * 2 for name, one in tensors.items()}, tmp_path / "other")
+    @pytest.mark.parametrize(
+        ("fault", "message"),
+        [
+            ("head_dim", "has heads of size 16 and layers [0], layer 0 of the model has size 8"),
+            ("layer", "is for 1 layers of 5 heads, the model has 4 of 5"),
+            ("other file", "differs on rank(s) [1]"),
+            ("broken file", "rank(s) [1]: "),
+        ],
+    )
+    def test_fault_on_one_rank_is_rejected_on_all(self, pool, fitted, tmp_path, fault, message):
+        save_file({name: one * 2 for name, one in load_file(fitted).items()}, tmp_path / "other")
         (tmp_path / "broken").write_text("hello")
-        with pytest.raises(WorkerError) as raised:
-            pool(3).run(predict_with_fitted, LowRankCase(path=fitted), fault, str(tmp_path))
-        assert [rank for rank, *_ in raised.value.errors] == [0, 1, 2]
-        expected = {
-            "head_dim": "has heads of size 16 and layers [0], layer 0 of the model has size 8",
-            "layer": "is for 1 layers of 5 heads, the model has 4 of 5",
-            "other file": "differs on rank(s) [1]",
-            "broken file": "rank(s) [1]: ",
-        }
-        assert all(expected[fault] in text for *_, text in raised.value.errors)
-        assert np.unique([text for *_, text in raised.value.errors]).size == 1
+        assert_all_raise(pool, 3, message, predict_with_fitted, LowRankCase(path=fitted), fault, str(tmp_path))
 
     def test_each_group_finds_out_whether_its_files_differ(self, pool, fitted, tmp_path):
-        save_file({name: one * 2 for name, one in load_file(fitted).items()}, tmp_path / "other")
-        with pytest.raises(WorkerError) as raised:
-            pool(3).run(predict_with_another_group_before, LowRankCase(path=fitted), str(tmp_path / "other"))
-        assert ["the fitted file differs on rank(s) [1]" in text for *_, text in raised.value.errors] == [True] * 3
+        other = str(tmp_path / "other")
+        save_file({name: one * 2 for name, one in load_file(fitted).items()}, other)
+        message, case = "the fitted file differs on rank(s) [1]", LowRankCase(path=fitted)
+        assert_all_raise(pool, 3, message, predict_with_another_group_before, case, other)

@@ -14,6 +14,7 @@ from dbsp_core import Strategy
 from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
+from tests.support.attention_cases import at_padding, shards
 
 BLOCKS = {"tile": [2, 3, 4], "block_q": 24, "block_k": 24}
 
@@ -106,19 +107,10 @@ def test_follows_its_definition(case):
 def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, float]:
     """Returns the mask's fingerprint, and how far this rank's coarse branch is from the definition."""
     tokens = local_tokens(rank, world, case, Strategy.parse(strategy))
-    mine, slots = (torch.from_numpy(a) for a in tokens.layout.tokens_at(rank))
-    local = []
-    for everywhere in gate_and_values(case):
-        here = torch.full_like(tokens.q, torch.nan)
-        here[:, :, slots] = everywhere[:, :, mine]
-        local.append(here)
-    padding = torch.ones(tokens.q.shape[2], dtype=torch.bool)
-    padding[slots] = False
-    for values in local[1:]:
-        values[:, :, padding] = 1e4
-    mask = case.source.mask(case.request, replace(tokens, gate=local[0], v=local[1]))
+    (gate, v), mine, slots = shards(list(gate_and_values(case)), tokens.layout, rank, padded=True)
+    mask = case.source.mask(case.request, replace(tokens, gate=gate, v=v))
     branch = branch_of(mask.coarse, tokens.q)
-    assert not branch[:, padding].any()
+    assert not at_padding(branch[None], slots).any()
     return mask.fingerprint, float((branch[:, slots] - written_out(case)[1][:, mine]).abs().max())
 
 

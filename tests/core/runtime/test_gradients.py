@@ -1,4 +1,4 @@
-"""What the workers of test_gradients run: one attention with its backward, distributed, against the dense oracle."""
+"""The backward of distributed attention: every UxRy on 1 to 8 ranks against autograd of dense attention."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from dbsp_core import Strategy
 from dbsp_core.comm import exchange
 from dbsp_core.comm.exchange_backward import LocalGradients
 from dbsp_core.runtime import chunk_attention
+from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KERNELS, KernelRequirements, require_supported
 from tests.core.comm.oracle_cases import key_cases, pairwise
-from tests.support.attention_cases import Case, Inputs, attend, whole
+from tests.support.attention_cases import Case, Inputs, at_padding, attend, whole
 from tests.support.interpreter import interpreted
+from tests.support.long import some_long
 from tests.support.oracle import dense_attention, largest_difference
 from tests.support.shared import shared
+from tests.support.workers import assert_all_raise
 
 SHAPES = (
     Case("-", heads=3, tokens=203, block_q=16, block_k=16, head_dim=8),
@@ -71,9 +76,7 @@ def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
     for here, everywhere in zip(local, expected_gradients, strict=True):
         assert here.grad is not None
         errors.append(largest_difference(here.grad[:, :, slots], everywhere[:, :, mine]))
-        padding = torch.ones(here.shape[2], dtype=torch.bool)
-        padding[slots] = False
-        assert not here.grad[:, :, padding].any(), "padding must have no gradient"
+        assert not at_padding(here.grad, slots).any(), "padding must have no gradient"
     return errors[0], max(errors[1:])
 
 
@@ -86,13 +89,6 @@ def identical_bits(rank: int, world: int, case: Case) -> bool:
         attend(case, given.mask, given.layout, local).square().sum().backward()
         found.append([t.grad for t in local])
     return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def gradcheck(rank: int, world: int, case: Case) -> bool:
-    """Runs torch's numeric check of gradients in one process."""
-    given = Inputs.from_case(case, rank)
-    local = [t.requires_grad_(True) for t in given.local]
-    return torch.autograd.gradcheck(lambda *qkv: attend(case, given.mask, given.layout, list(qkv)), local)
 
 
 def not_finite(rank: int, world: int, odd: int) -> None:
@@ -136,3 +132,70 @@ def sabotaged(how: str) -> Iterator[None]:
     }
     with patches[how]():
         yield
+
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+LONG = ("U1R6", "U6R1", "U1R8", "U2R4", "U4R2", "U3R2")
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"), some_long([(w, s) for w in WORLDS for s in Strategy.all_for(w)], LONG), ids=str
+)
+def test_gradients_equal_those_of_dense_attention(threads, world, strategy):
+    for case, tolerance in cases_for(strategy):
+        errors = threads(world).run(run_gradients, case)
+        assert all(max(error) <= tolerance for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
+def test_gradients_on_processes_equal_the_oracle(pool, world):
+    for row, strategy in enumerate(Strategy.all_for(world)):
+        case, tolerance = cases_for(strategy)[(row + world) % 4]
+        errors = pool(world).run(run_gradients, case)
+        assert all(max(error) <= tolerance for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
+def test_gradients_of_other_kernels_equal_those_of_dense_attention(pool, world, strategy, kernel):
+    pytest.importorskip("triton")
+    case = Case(strategy, "dbsp", heads=3, tokens=72, text_tokens=21, batch=2, kernel=kernel, seed=world)
+    assert all(max(errors) <= 1e-5 for errors in pool(world).run(run_gradients, case))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "world", "strategy"),
+    [
+        ("a chunk that does not return", 3, "U1R3"),
+        ("a chunk that does not return", 4, "U2R2"),
+        ("a wrong log-sum-exp", 2, "U2R1"),
+        ("one reader of a split head", 4, "U4R1"),
+    ],
+)
+def test_negative_controls_fail(threads, sabotage, world, strategy):
+    case = Case(strategy, "random", heads=3, tokens=128 * world, seed=1)
+    assert all(max(errors) <= 1e-5 for errors in threads(world).run(run_gradients, case))
+    with sabotaged(sabotage):
+        errors = threads(world).run(run_gradients, case)
+    assert max(gradients for _, gradients in errors) > 1e-3
+    assert all(out <= 1e-5 for out, _ in errors), "the forward is not what is sabotaged"
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U4R1")])
+def test_gradients_are_bitwise_identical_each_time(threads, world, strategy):
+    assert all(threads(world).run(identical_bits, Case(strategy, "random", heads=5, seed=3)))
+
+
+class TestBadInput:
+    def test_gradient_that_is_not_finite_raises(self, threads):
+        message = "rank(s) [1]: the gradient of attention's output has values that are not finite"
+        assert_all_raise(threads, 3, message, not_finite, 1)
+
+    def test_tensors_of_inference_mode_raise(self, threads):
+        assert_all_raise(threads, 2, "was made under torch.inference_mode()", inference_tensors)
+
+    def test_kernel_without_a_backward_raises(self):
+        needs = KernelRequirements(backward=True)
+        assert KERNELS["sparge"].why_unsupported_anywhere(needs) == "it has no backward, and gradients are asked for"
+        with pytest.raises(UserError, match="it has no backward, and gradients are asked for; use cpu or triton"):
+            require_supported("sparge", needs)
