@@ -15,8 +15,7 @@ from dbsp_core.sources import SOURCES, MaskRequest, WindowSource
 from scripts.reproduce.lockstep import rho_before
 from tests.support.repository import ROOT
 
-REPOSITORY = ROOT
-TEXT = (REPOSITORY / "docs" / "masks.md").read_text()
+TEXT = (ROOT / "docs" / "masks.md").read_text()
 WAN = MaskRequest(layer=0, heads=40, thw=(21, 45, 80))
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| `")]
 MEASURED = {row[0]: row[-3:] for row in ROWS if row[-1]}
@@ -56,6 +55,6 @@ def test_the_function_to_write_oneself(tmp_path, monkeypatch):
 
 
 def test_the_window_for_wan_has_blocks_that_are_tiles():
-    mask = DbspConfig.load(REPOSITORY / "configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
+    mask = DbspConfig.load(ROOT / "configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
     assert (mask.counts.rows == 3 * 5 * 5).all()
     assert round(mask.density, 3) == 0.119

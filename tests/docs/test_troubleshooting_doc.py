@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 
 from tests.support.repository import ROOT
 from tests.support.texts import nodes_of
+from tests.test_layering import PACKAGES, files
 
-REPOSITORY = ROOT
-PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 OTHERS = ("unrecognized arguments", "import xfuser", "terminate called", "Failed to load the backend")
 """Quoted, but said by others."""
 
 
 def strings() -> Iterator[str]:
     """Every string of the packages; f-strings with … for their values."""
-    for package in ("dbsp_core", "dbsp_diffusers", "dbsp_para", "dbsp_xdit", "dbsp_cli", "kernels"):
-        for file in (REPOSITORY / package).rglob("*.py"):
-            for node in nodes_of(file):
-                if isinstance(node, ast.JoinedStr):
-                    yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield node.value
+    for node in itertools.chain.from_iterable(map(nodes_of, files(*PACKAGES))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def quoted() -> list[str]:
