@@ -15,7 +15,7 @@ from scripts.checks.stress.faults.fault_injection import fire
 def misbehave(how: str, number: int, folder: Path) -> None:
     if number == 0:  # as in a case: one process alone leaves the sign of it
         fire("go on", folder)
-        HOW[how]()
+        HOW[how][0]()
     sys.exit("RuntimeError: injected: an error that is expected")
 
 
@@ -36,13 +36,14 @@ def _say_something_else() -> None:
 
 
 HOW = {
-    "nothing": lambda: None,
-    "a file": _leave_a_file,
-    "shared memory": _leave_shared_memory,
-    "an orphan": _leave_an_orphan,
-    "a hang": lambda: time.sleep(600),
-    "too late": lambda: time.sleep(4),
-    "an abort": os.abort,
-    "a success": lambda: os._exit(0),
-    "other words": _say_something_else,
+    "nothing": (lambda: None, None),
+    "a file": (_leave_a_file, "left behind: tmp/"),
+    "shared memory": (_leave_shared_memory, "left behind: /dev/shm/left"),
+    "an orphan": (_leave_an_orphan, "an orphan: "),
+    "a hang": (lambda: time.sleep(600), "process 0 hangs"),
+    "too late": (lambda: time.sleep(4), "late: process 0 ended after "),
+    "an abort": (os.abort, "rank 0 ends with -6"),
+    "a success": (lambda: os._exit(0), "rank 0 ends with 0"),
+    "other words": (_say_something_else, "rank 0 says 'RuntimeError: Connection closed by peer'"),
 }
+"""What a process does, and what is found wrong with it."""

@@ -109,11 +109,9 @@ def test_orders_of_features_depend_on_seed_and_number_and_have_smaller_variants(
     for number in range(40):
         case = features_part.draw_case(3, number)
         assert case == features_part.draw_case(3, number)
-        assert 0 <= case.order.before <= len(case.order.features)
-        variants_of_it = list(features_part.smaller(case))
-        assert all(variants_of_it.count(one) == 1 for one in variants_of_it), "each costs seconds"
-        for one in variants_of_it:
-            assert one != case
+        smaller = list(features_part.smaller(case))
+        assert all(smaller.count(one) == 1 and one != case for one in smaller), "each costs seconds"
+        for one in (case, *smaller):
             assert 0 <= one.order.before <= len(one.order.features) <= len(case.order.features)
 
 
@@ -181,26 +179,12 @@ def test_planted_leak_is_found_and_nothing_else():
         leaking.close()
 
 
-FOUND = {
-    "nothing": None,
-    "a file": "left behind: tmp/",
-    "shared memory": "left behind: /dev/shm/left",
-    "an orphan": "an orphan: ",
-    "a hang": "process 0 hangs",
-    "too late": "late: process 0 ended after ",
-    "an abort": "rank 0 ends with -6",
-    "a success": "rank 0 ends with 0",
-    "other words": "rank 0 says 'RuntimeError: Connection closed by peer'",
-}
-"""What is found wrong with processes that end otherwise than they must."""
-
-
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
 def test_process_that_ends_wrongly_is_found(tmp_path):
     folders = {how: tmp_path / how.replace(" ", "-") for how in HOW}
     keepers = {how: start_keeper(Task(misbehave, how, 2, 3.0, after_s=4.0), folders[how]) for how in HOW}
-    for how, message in FOUND.items():
+    for how, (_, message) in HOW.items():
         ended = wait_for(keepers[how], folders[how])
         found = message_about(ended, Expected("failure", 1, "raise"), 3.0)
         if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own
