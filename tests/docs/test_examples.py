@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dbsp_cli.tiny_models import make_tiny
@@ -26,7 +28,7 @@ from dbsp_core.sources.lowrank import LowRankProjections
 from tests.docs.ranks import run_on_ranks
 from tests.support.ports import free_port
 from tests.support.programs import run
-from tests.support.repository import ROOT, python_path
+from tests.support.repository import ROOT
 
 EXAMPLES = ROOT / "examples"
 LESS = {
@@ -192,39 +194,36 @@ def test_encoders_of_packed_training_share_their_work(folder):
     assert [step for step, _ in re.findall(r"step (\d): loss of all samples (\d+\.\d+)", said["0"])] == ["0", "1"]
 
 
-ENCODED = """import torch
-import torch.distributed as dist
-from encode_balanced import encode_balanced, gathered
-
-def encode(item):
-    worked.append(len(item))
-    return item.cumsum(0)[: len(item) // 2 + 1] @ torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-for loads, busy in (
+LOADS = [
     ([[7, 2, 3], [1, 1]], [7, 7]),
     ([[4, 4, 4, 4], []], [8, 8]),
     ([[], []], [0, 0]),
     ([[5], [5]], [5, 5]),
-):
-    sizes, worked = loads[rank], []
-    items = [torch.full((size, 3), 10.0 * rank + at) + torch.arange(3) for at, size in enumerate(sizes)]
-    found, count = encode_balanced(items, sizes, encode, "cpu")
-    assert count == len(worked)
-    assert gathered(sum(worked)) == busy, loads
-    assert len(found) == len(items)
-    assert all(torch.equal(one, encode(item)) for one, item in zip(found, items))
-    print(f"rank {rank}: {busy}")
-dist.destroy_process_group()
-"""
+]
+"""Sizes of two ranks' items, and the work of each rank when it is balanced."""
 
 
-def test_items_are_encoded_with_balanced_work_and_the_results_of_one_process(tmp_path):
-    (tmp_path / "encoded.py").write_text(ENCODED)
-    shutil.copy(EXAMPLES / "encode_balanced.py", tmp_path)
-    said, _ = run_on_ranks(2, tmp_path, "encoded.py")
-    assert len(re.findall(r"rank \d: \[\d, \d\]\n", "".join(said.values()))) == 2 * 4
+def encode_items(rank: int, world: int) -> None:
+    """Encodes items of `LOADS` with balanced work, and compares with each item encoded alone."""
+    example = runpy.run_path(str(EXAMPLES / "encode_balanced.py"))
+    worked: list[int] = []
+
+    def encode(item: torch.Tensor) -> torch.Tensor:
+        worked.append(len(item))
+        return item.cumsum(0)[: len(item) // 2 + 1] @ torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+
+    for loads, busy in LOADS:
+        worked.clear()
+        items = [torch.full((size, 3), 10.0 * rank + at) + torch.arange(3) for at, size in enumerate(loads[rank])]
+        found, count = example["encode_balanced"](items, loads[rank], encode, "cpu")
+        assert count == len(worked)
+        assert example["gathered"](sum(worked)) == busy, loads
+        assert len(found) == len(items)
+        assert all(torch.equal(one, encode(item)) for one, item in zip(found, items, strict=True))
+
+
+def test_items_are_encoded_with_balanced_work_and_the_results_of_one_process(pool):
+    pool(2).run(encode_items)
 
 
 def test_the_mask_is_what_its_words_say(monkeypatch):
@@ -238,14 +237,9 @@ def test_the_mask_is_what_its_words_say(monkeypatch):
     assert mask.bits.shape[0] == 4
 
 
-def printed_commands() -> list[str]:
-    """Commands of `dbsp` in the table of examples/README.md."""
-    return re.findall(r"`((?:\w+=\S+ )*dbsp [^`]+)`(?= \|)", (EXAMPLES / "README.md").read_text())
-
-
-def test_commands_of_the_table_have_a_plan(tmp_path, monkeypatch, dbsp):
+def test_command_of_the_table_has_a_plan(tmp_path, monkeypatch, dbsp):
     monkeypatch.chdir(shutil.copytree(EXAMPLES, tmp_path / "examples"))
-    (line,) = printed_commands()
+    (line,) = re.findall(r"`((?:\w+=\S+ )*dbsp [^`]+)`(?= \|)", Path("README.md").read_text())
     assert line.startswith("PYTHONPATH=. dbsp ")
     monkeypatch.syspath_prepend(".")
     monkeypatch.delitem(sys.modules, "my_masks", raising=False)
@@ -253,19 +247,6 @@ def test_commands_of_the_table_have_a_plan(tmp_path, monkeypatch, dbsp):
     assert code == 0, err
     assert "my_masks" in out + err
     assert videos(tmp_path / "examples") == []
-
-
-@pytest.mark.long
-def test_commands_of_the_table_run_as_printed(tmp_path):
-    here = shutil.copytree(EXAMPLES, tmp_path / "examples")
-    dbsp = f"{shlex.quote(sys.executable)} -m dbsp_cli"
-    (line,) = printed_commands()
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    path = f"PYTHONPATH=.:{python_path()} "
-    command = line.replace("PYTHONPATH=. ", path).replace("dbsp ", f"{dbsp} ", 1)
-    done = run(["bash", "-c", command], cwd=here, env=os.environ | environment)
-    assert done.returncode == 0, done.stderr
-    assert videos(here) == ["video.mp4"]
 
 
 def words_of(script: str) -> list[str]:
