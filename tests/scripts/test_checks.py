@@ -1,4 +1,4 @@
-"""scripts/checks: masks of other projects, engines' tests, seeded faults, and versions of frameworks."""
+"""Help of all scripts; checks of other projects' masks, engines' tests, seeded faults and versions of frameworks."""
 
 from __future__ import annotations
 
@@ -120,3 +120,26 @@ def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
     assert table.read_text().splitlines() == ["name,of,found", "b,1,4", "a,1,3"]
     update_table(table, [{"name": "c", "of": 2, "found": 5}], ("name", "of"), order=[("a", "1"), ("c", "2")])
     assert table.read_text().splitlines() == ["name,of,found", "a,1,3", "c,2,5"]
+
+
+PARTS = {f"scripts.checks.{name}" for name in ("stress.faults.rank", "gpu.machine", "versions.private_names")}
+PARTS |= {f"scripts.checks.engines.{name}" for name in ("sglang_command", "vllm_omni_command")}
+"""Processes that other programs start."""
+
+
+def programs() -> list[str]:
+    files = [path for path in (ROOT / "scripts").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", sorted(set(programs()) - PARTS))
+def test_help_is_all_that_happens(module):
+    done = run_module(module, "--help", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.lstrip().lower().startswith("usage:")
+
+
+def test_all_programs_are_found():
+    assert set(programs()) > PARTS
+    assert {"scripts.bench.planner", "scripts.reproduce.authors.fit", "scripts.training"} <= set(programs())
