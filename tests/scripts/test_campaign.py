@@ -91,18 +91,16 @@ def test_oracle_with_a_wrong_scale_finds_errors(pool):
     drawn = (draw_case(0, number) for number in itertools.count())
     cases = list(itertools.islice((case for case in drawn if case.world == 2), 4))
     right, wrong = (
-        [max(a.errors["output"] for a in by_rank) for by_rank in answers_of(pool(2), cases, scale)]
+        [
+            max(a.errors["output"] for a in by_rank)
+            for by_rank in zip(*pool(2).run(run_cases, cases, scale), strict=True)
+        ]
         for scale in (1.0, 1.2)
     )
     for case, fine, worse in zip(cases, right, wrong, strict=True):
         assert fine <= BOUNDS[case.dtype, "output"]
         assert worse > fine
     assert max(wrong) > 1e-2
-
-
-def answers_of(workers, cases, scale):
-    """Returns answers by case and rank."""
-    return zip(*workers.run(run_cases, cases, scale), strict=True)
 
 
 def test_orders_of_features_depend_on_seed_and_number_and_have_smaller_variants():
