@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
@@ -146,36 +147,23 @@ def test_a_folder_has_more_than_one_real_file():
             assert real > 1, folder
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """Modules of these packages that each statement has loaded, in one process after the statements before it."""
-    statements = ("from dbsp_core import BlockGrid", "import dbsp_core.runtime.session", "import dbsp_cli.cli")
-    names = ("dbsp_core", "diffusers", "typer", "matplotlib", "jinja2", "transformers", "xfuser", "torch._dynamo")
-    look = "seen.append([name for name in sys.modules if {name, name.partition('.')[0]} & {*sys.argv}])"
-    code = "\n".join(
-        ["import json, sys", "seen = []", *(f"{one}; {look}" for one in statements), "print(json.dumps(seen))"]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120, check=True
-    )
-    return dict(zip(statements, json.loads(done.stdout), strict=True))
+LOADED_BY = {
+    "from dbsp_core import BlockGrid": {"jinja2", "typer", "diffusers", "torch._dynamo", *OPTIONAL},
+    "import dbsp_core.runtime.session": {"torch._dynamo", "diffusers"},
+    "import dbsp_cli.cli": {"diffusers", "torch._dynamo", "matplotlib", "transformers", "xfuser"},
+}
+"""Statements that follow each other in one process, and modules that none of them may have loaded by then."""
 
 
-def test_the_core_is_small_to_import(loaded):
-    found = loaded["from dbsp_core import BlockGrid"]
-    assert len(found) <= 72, sorted(found)
-    assert {name.partition(".")[0] for name in found} == {"dbsp_core"}  # torch._dynamo takes seconds
-
-
-def test_a_session_does_not_wait_for_a_compiler_that_nobody_asks_for(loaded):
-    found = loaded["import dbsp_core.runtime.session"]
-    assert not {"torch._dynamo", "diffusers"} & {*found, *tops(set(found))}
-
-
-def test_the_command_does_not_wait_for_what_few_of_its_words_need(loaded):
-    unwanted = {"diffusers", "torch._dynamo", "matplotlib", "transformers", "xfuser"}
-    found = loaded["import dbsp_cli.cli"]
-    assert not unwanted & {*found, *tops(set(found))}
+def test_imports_load_nothing_that_few_need():
+    lines = [f"{one}; seen.append([*sys.modules])" for one in LOADED_BY]
+    code = "\n".join(["import json, sys", "seen = []", *lines, "print(json.dumps(seen))"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    seen = json.loads(done.stdout)
+    for unwanted, names in zip(LOADED_BY.values(), seen, strict=True):
+        assert not unwanted & {*names, *tops(set(names))}
+    core = [name for name in seen[0] if tops({name}) == {"dbsp_core"}]
+    assert len(core) <= 72, sorted(core)
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -193,15 +181,6 @@ def imported(path: Path, ours: dict[str, Path]) -> set[str]:
             if all(f"{node.module}.{alias.name}" in ours for alias in node.names):
                 found.discard(node.module)  # modules of a package, and nothing of the package itself
     return found & set(ours)
-
-
-def circles(ours: dict[str, Path]) -> set[str]:
-    """The modules in import circles, and those that need one: what is left without all that need nothing left."""
-    left = {name: imported(path, ours) - {name} for name, path in ours.items()}
-    while free := [name for name, needed in left.items() if not needed & set(left)]:
-        for name in free:
-            del left[name]
-    return set(left)
 
 
 ORDER = {
@@ -265,18 +244,9 @@ def test_an_import_upwards_would_be_found(tmp_path):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_package_imports_in_circles(package):
-    assert circles(modules(folder_of(package))) == set()
-
-
-def test_a_circle_would_be_found(tmp_path):
-    root = tmp_path / "round"
-    root.mkdir()
-    (root / "__init__.py").write_text("")
-    (root / "a.py").write_text("def late():\n    from round import b\n")
-    (root / "b.py").write_text("import round.c\n")
-    (root / "c.py").write_text("from round.a import late\n")
-    (root / "d.py").write_text("import json\n")
-    assert circles(modules(root)) == {"round.a", "round.b", "round.c"}
+    ours = modules(folder_of(package))
+    needed = {name: imported(path, ours) - {name} for name, path in ours.items()}
+    graphlib.TopologicalSorter(needed).prepare()  # raises CycleError
 
 
 def python(code: str) -> subprocess.CompletedProcess:
@@ -315,42 +285,20 @@ def test_pyproject_lists_every_package_and_no_folder_lacks_its_init_file():
     assert {path.name for path in (ROOT / "configs").rglob("*") if path.suffix != ".yaml"} == {"hardware"}
 
 
-LABORATORY = sorted(path for folder in ("tests", "scripts", "docs") for path in (ROOT / folder).rglob("*.py"))
-PARTS = {name for path in LABORATORY for name in path.relative_to(ROOT).with_suffix("").parts[1:]}
-BARE = PARTS - {"diffusers", "paroattention", "scripts"} - sys.stdlib_module_names
-"""Files and folders of tests and scripts, but for names that are others' packages: no module has such a name."""
-_ONE = "|".join(sorted(BARE))
-_MAY_NAME_ONE = re.compile(rf"^ *from (?:{_ONE})\b|^ *import .*(?<![\w.])(?:{_ONE})\b|[\"'](?:{_ONE})[\w.]*:", re.M)
 OF_OTHERS = (ROOT / "scripts" / "checks" / "upstream", ROOT / "tests" / "support" / "programs")
 """Run other projects' code from checkouts, which is put on the path, or programs, each with a path of its own."""
 
 
-def bare_names(path: Path) -> set[str]:
-    """Modules of tests and scripts that a file names without their package: in imports, and as "module:function"."""
-    if not _MAY_NAME_ONE.search(path.read_text(encoding="utf-8")):  # parsing all takes seconds
-        return set()
-    named = {text.partition(":")[0] for text in strings_of(path) if re.fullmatch(r"[a-z_][\w.]*:[a-z_]\w*", text)}
-    return {name for name in imports(path) | named if name.partition(".")[0] in BARE}
-
-
-def edits_path(path: Path) -> bool:
-    """Whether a file changes or replaces sys.path."""
+def edits_path(text: str) -> bool:
+    """Whether a source changes or replaces sys.path."""
     changed = r"sys\.path\.(insert|append|extend|remove|pop|clear)\(|sys\.path(\[[^]]*\])? *\+?= "
-    return bool(re.search(changed, path.read_text()))
+    return bool(re.search(changed, text))
 
 
 def test_tests_and_scripts_are_imported_by_package():
-    assert found_in(LABORATORY, bare_names) == {}
-    own = [path for path in LABORATORY if not any(path.is_relative_to(folder) for folder in OF_OTHERS)]
-    assert [path for path in own if edits_path(path)] == []
-
-
-def test_a_bare_name_and_an_edited_path_would_be_found(tmp_path):
-    file = tmp_path / "test_it.py"
-    file.write_text(
-        "import sys\nsys.path" + '.insert(0, "x")\nfrom workers import WorkerPool\nMASK = "user_masks:band"\n'
-    )
-    assert bare_names(file) == {"workers", "user_masks"}
-    assert edits_path(file)
-    file.write_text("import sys\nimport diffusers\nfrom tests.support.workers import WorkerPool\nprint(sys.path)\n")
-    assert (bare_names(file), edits_path(file)) == (set(), False)
+    """A module that is named without its package is not found then."""
+    laboratory = [path for folder in ("tests", "scripts", "docs") for path in (ROOT / folder).rglob("*.py")]
+    own = [path for path in laboratory if not any(path.is_relative_to(folder) for folder in OF_OTHERS)]
+    assert [path for path in own if edits_path(path.read_text())] == []
+    assert edits_path("import sys\nsys.path" + '.insert(0, "x")')
+    assert not edits_path("print(sys.path)")

@@ -23,12 +23,6 @@ def both(*arguments: str, **options) -> list[subprocess.CompletedProcess]:
     return [run(line, **options), real]
 
 
-def code_of(*arguments: str, **options) -> int:
-    with Program([sys.executable, *arguments], stderr=subprocess.DEVNULL, **options) as program:
-        assert program.forked
-        return program.wait(60)
-
-
 SEEN = """
 import os, signal, sys
 print(sys.argv, sys.orig_argv, sys.path, os.getcwd(), dict(sorted(os.environ.items())), sep="\\n")

@@ -1,6 +1,6 @@
 """Writes the tables of settings in docs/configuration.md from the settings' classes: names, defaults and docstrings.
 
-tests/docs/test_site.py asks whether they are up to date.
+tests/docs/test_pages.py asks whether they are up to date.
 """
 
 from __future__ import annotations

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from matplotlib.image import imread
 from safetensors import SafetensorError
 
+from dbsp_cli.cli import app
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
-from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
+from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
+from dbsp_core.cost.prediction import traffic_of
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_kernels.errors import install_command
 from tests.support.generators import random_bits
@@ -29,66 +35,39 @@ def mask_file(tmp_path):
 
 
 class TestPlan:
-    def test_json_is_one_object_with_the_documented_keys(self, dbsp, mask_file):
-        code, out, err = dbsp("plan", mask_file, "--gpus", 6, "--strategy", "U3R2", "--planner", "paper", "--json")
-        report = json.loads(out)
-        assert (code, err) == (0, "")
-        assert list(report) == ["file", "gpus", "density", "plans"]
-        assert (report["file"], report["gpus"]) == (str(mask_file), 6)
-        (plan,) = report["plans"]
-        names = [
-            "strategy",
-            "planner",
-            "rho_before",
-            "rho",
-            "rho_bound",
-            "moved",
-            "split_heads",
-            "extra_kv",
-            "plan_ms",
-            "keys",
-            "kv_received",
-        ]
-        assert list(plan) == names
-        assert (plan["strategy"], plan["planner"], plan["split_heads"]) == ("U3R2", "paper", 0)
-        assert plan["keys"] == "all"
-        assert plan["rho"] >= plan["rho_bound"] >= 1
-        assert 0 <= plan["moved"] <= 1
-
-    def test_needed_keys_are_no_more_than_all(self, dbsp, mask_file):
-        given = ("plan", mask_file, "--gpus", 4, "--json")
-        every, needed = (json.loads(dbsp(*given, "--keys", keys)[1])["plans"] for keys in ("all", "needed"))
-        assert [plan["planner"] for plan in needed] == ["dbsp"] * 3
-        assert all(plan["keys"] == "needed" and plan["rho"] >= 1 for plan in needed)
-        assert all(few["kv_received"] <= all_["kv_received"] for few, all_ in zip(needed, every, strict=True))
-        assert every[2]["kv_received"] == pytest.approx(2 * 3, rel=0.1), "three chunks of a share of K and of V each"
-
-    def test_needed_keys_are_fewer_in_a_ring_if_rows_attend_to_their_neighbours(self, dbsp, tmp_path):
-        near = np.abs(2 * np.arange(GRID.nq)[:, None] - np.arange(GRID.nk)) <= 2
-        save_mask(tmp_path / "m.safetensors", BlockMask(np.broadcast_to(near, (4, *near.shape)).copy(), GRID))
-        given = ("plan", tmp_path / "m.safetensors", "--gpus", 4, "--strategy", "U1R4", "--json")
-        (every,), (needed,) = (json.loads(dbsp(*given, "--keys", keys)[1])["plans"] for keys in ("all", "needed"))
-        assert 0 < needed["kv_received"] < every["kv_received"]
-
-    @pytest.mark.parametrize("gpus", [1, 6, 8])
-    def test_all_strategies_are_planned_by_default(self, dbsp, mask_file, gpus):
-        plans = json.loads(dbsp("plan", mask_file, "--gpus", gpus, "--json")[1])["plans"]
-        assert [plan["strategy"] for plan in plans] == [str(s) for s in Strategy.all_for(gpus)]
-
-    def test_all_strategies_leave_out_rings_longer_than_the_mask_has_kv_blocks(self, dbsp, mask_file):
-        plans = json.loads(dbsp("plan", mask_file, "--gpus", 26, "--strategy", "all", "--json")[1])["plans"]
-        assert GRID.nk == 13
-        assert [plan["strategy"] for plan in plans] == ["U26R1", "U13R2", "U2R13"]
-
     @pytest.mark.parametrize(
-        ("given", "names"), [("all", list(PLANNERS)), ("paper,contiguous", ["paper", "contiguous"])]
+        ("gpus", "strategies", "planners", "keys", "layer"),
+        [
+            (1, "U1R1", "dbsp", "all", 0),
+            (8, "U8R1 U4R2 U2R4 U1R8", "dbsp", "all", 0),
+            (26, "U26R1 U13R2 U2R13", "dbsp", "all", 0),  # no ring is longer than the mask's 13 KV blocks
+            (4, "U4R1 U2R2 U1R4", "dbsp", "needed", 0),
+            (6, "U3R2", "paper,contiguous", "all", 1),
+            (4, "U1R4", "all", "all", 1),
+        ],
     )
-    def test_planners_are_compared_in_their_order(self, dbsp, mask_file, given, names):
-        out = dbsp("plan", mask_file, "--gpus", 4, "--strategy", "U1R4", "--planner", given, "--json")[1]
-        plans = {plan["planner"]: plan for plan in json.loads(out)["plans"]}
-        assert list(plans) == names
-        assert plans["contiguous"]["rho"] == plans["paper"]["rho_before"]
-        assert plans["contiguous"]["moved"] < plans["paper"]["moved"]
+    def test_plans_are_those_of_make_plan(self, dbsp, mask_file, gpus, strategies, planners, keys, layer):
+        given = ("--strategy", "all" if " " in strategies else strategies, "--planner", planners, "--layer", layer)
+        ask = ("plan", mask_file, "--gpus", gpus, "--keys", keys, *given)
+        code, out, err = dbsp(*ask, "--json")
+        assert (code, err) == (0, "")
+        report, mask = json.loads(out), MaskFile(mask_file).layer(layer)
+        assert list(report) == ["file", "gpus", "density", "plans"]
+        assert (report["file"], report["gpus"], report["density"]) == (str(mask_file), gpus, mask.density)
+        names = list(PLANNERS) if planners == "all" else planners.split(",")
+        combinations = list(itertools.product(strategies.split(), names))
+        for (strategy, name), found in zip(combinations, report["plans"], strict=True):
+            usual = "contiguous" if keys == "needed" else PLANNERS[name].layout
+            layout = SequenceLayout.named(usual, mask.grid, Strategy.parse(strategy))
+            plan = make_plan(mask, strategy, name, layout=layout, keys=keys)
+            counted = ("rho_before", "rho", "rho_bound", "moved", "split_heads", "extra_kv")
+            expected = {"strategy": strategy, "planner": name} | {key: getattr(plan, key) for key in counted}
+            expected |= {"plan_ms": found["plan_ms"], "keys": keys}
+            expected["kv_received"] = traffic_of(plan, layout).kv_received * gpus / (5 * GRID.tokens)
+            assert found == pytest.approx(expected)
+            assert list(found) == list(expected)
+        rows = [line.split()[:2] for line in dbsp(*ask)[1].splitlines() if line.lstrip().startswith("U")]
+        assert rows == [list(one) for one in combinations]
 
     def test_the_table_ends_with_the_most_even_plan_and_says_what_the_bound_is(self, dbsp, tmp_path):
         """Whole heads cannot be even here, and rows can."""
@@ -103,18 +82,6 @@ class TestPlan:
         assert "bound: least for any plan of whole rows" in text
         assert "least possible" not in text
         assert "most even" not in dbsp(*ask[:-1], "snake")[1], "one plan needs no conclusion"
-
-    def test_each_layer_has_its_own_plan(self, dbsp, mask_file):
-        densities = [
-            json.loads(dbsp("plan", mask_file, "--gpus", 2, "--layer", i, "--json")[1])["density"] for i in (0, 1)
-        ]
-        assert densities == [float(random_bits(5, GRID, seed).mean()) for seed in (1, 2)]
-
-    def test_the_table_has_a_row_for_each_plan(self, dbsp, mask_file):
-        code, out, _ = dbsp("plan", mask_file, "--gpus", 6)
-        assert code == 0
-        rows = [line.split() for line in out.splitlines() if line.lstrip().startswith("U")]
-        assert [row[:2] for row in rows] == [[str(s), "dbsp"] for s in Strategy.all_for(6)]
 
     def test_a_picture_has_the_most_even_plan_below_the_contiguous_one(self, dbsp, mask_file, monkeypatch):
         drawn = []
@@ -203,34 +170,79 @@ MISTAKES = [
     (["tiny", "wan", "notes.txt"], "is not a checkpoint folder"),
     (["tiny", "wan", "notes.txt/new"], "notes.txt"),
     (["tiny", "wan", "."], "is not a checkpoint folder"),
+    (["bench", "wan2.1-t2v-14c"], "did you mean 'wan2.1-t2v-14b'?"),
+    (["bench", "tiny-wan", "--out", "."], "is a folder; give the name of a file"),
+    (["bench", "tiny-wan", "--out", "x.png", "--picture", "x.png"], "are the same path"),
+    *(
+        (command, "are the same path")
+        for command in (
+            ["masks", "convert", "MASK", "MASK", "tokens=64"],
+            ["masks", "convert", "MASK", "LINK", "tokens=64"],
+            ["masks", "info", "MASK", "--picture", "MASK"],
+            ["masks", "fit", "MASK", "MASK"],
+            ["plan", "MASK", "--gpus", "2", "--picture", "MASK"],
+            ["report", "MASK", "--html", "MASK"],
+        )
+    ),
 ]
 MISTAKES += [([*args, "--json"], message) for args, message in MISTAKES if args[0] == "plan"]
 
 
 @pytest.mark.parametrize(("args", "message"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2(mistake, mask_file, monkeypatch, args, message):
-    monkeypatch.chdir(mask_file.parent)
+    folder = mask_file.parent
+    monkeypatch.chdir(folder)
     Path("notes.txt").write_text("this is no mask, and no checkpoint either")
-    before = sorted(mask_file.parent.iterdir())
-    assert message in mistake(*(mask_file if arg == "MASK" else arg for arg in args))
-    assert sorted(mask_file.parent.iterdir()) == before
+    link = folder / "link"
+    link.symlink_to(mask_file)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert message in mistake(*({"MASK": mask_file, "LINK": link}.get(arg, arg) for arg in args))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("args", [[], ["--help"]])
-def test_without_arguments_it_shows_its_help(dbsp, args):
+MOST_OPTIONS = {"generate": 18, "others": 22}
+"""Together 40."""
+MOST_LINES = 40
+
+
+def commands(command: Any, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Every command by its words, groups included."""
+    found = {words: command}
+    for name, inner in getattr(command, "commands", {}).items():
+        found |= commands(inner, (*words, name))
+    return found
+
+
+COMMANDS = commands(typer.main.get_command(app))
+
+
+def options_of(command: Any) -> list[str]:
+    return [one.name for one in command.params if one.param_type_name == "option" and one.name != "help"]
+
+
+def test_all_commands_together_have_at_most_40_options():
+    counted = {" ".join(words) or "dbsp": options_of(command) for words, command in COMMANDS.items()}
+    others = {name: options for name, options in counted.items() if name != "generate"}
+    assert sum(map(len, others.values())) <= MOST_OPTIONS["others"], others
+    assert len(counted["generate"]) <= MOST_OPTIONS["generate"], counted["generate"]
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("generate",)], ids=" ".join)
+def test_help_fits_a_screen(dbsp, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = dbsp(*words, "--help")
+    assert code == 0
+    assert out.count("\n") <= MOST_LINES
+
+
+@pytest.mark.parametrize(
+    ("args", "commands"),
+    [([], ("tiny", "plan", "doctor", "masks")), (["masks"], ("convert", "record", "info"))],
+)
+def test_without_arguments_it_shows_its_help(dbsp, args, commands):
     code, out, err = dbsp(*args)
     assert (code, err) == (0, "")
-    assert all(command in out for command in ("tiny", "plan", "doctor", "masks"))
-    assert out.count("\n") > 5
-
-
-class HalfWritten:
-    """A pipeline whose disk is full."""
-
-    def save_pretrained(self, folder):
-        folder.mkdir()
-        (folder / "model_index.json").write_text("{}")
-        raise OSError("No space left on device")
+    assert all(command in out for command in commands)
 
 
 class TestTiny:
@@ -251,33 +263,35 @@ class TestTiny:
         assert len(pipe.transformer.blocks) == 4
         assert pipe.tokenizer("a red ball").input_ids
 
-    def test_a_failure_leaves_the_older_checkpoint_and_nothing_else(self, mistake, tmp_path, monkeypatch):
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (OSError("No space left on device"), "dbsp: error: No space left on device\n"),
+            (
+                SafetensorError("I/O error: No space left (os error 28)"),
+                "cannot be made: .*No space left",
+            ),  # no OSError
+            (
+                ImportError("No module named 'diffusers'", name="diffusers"),
+                f"diffusers is needed to make checkpoints; {re.escape(install_command('diffusers'))}",
+            ),
+        ],
+    )
+    def test_a_failure_is_one_line_and_leaves_the_older_checkpoint_and_nothing_else(
+        self, mistake, tmp_path, monkeypatch, error, said
+    ):
+        class HalfWritten:
+            """A pipeline that cannot be written to its end."""
+
+            def save_pretrained(self, folder):
+                folder.mkdir()
+                (folder / "model_index.json").write_text("{}")
+                raise error
+
         monkeypatch.setitem(MAKERS, "wan", HalfWritten)
         folder = tmp_path / "wan"
         folder.mkdir()
         (folder / "model_index.json").write_text('{"older": true}')
-        assert mistake("tiny", "wan", folder) == "dbsp: error: No space left on device\n"
+        assert re.search(said, mistake("tiny", "wan", folder))
         assert (folder / "model_index.json").read_text() == '{"older": true}'
         assert list(tmp_path.iterdir()) == [folder]
-
-    def test_a_full_disk_is_one_line(self, mistake, tmp_path, monkeypatch):
-        """The disk is no real one. safetensors has its own kind of error, which is no OSError."""
-
-        class Full:
-            def save_pretrained(self, folder):
-                raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-        monkeypatch.setitem(MAKERS, "wan", Full)
-        err = mistake("tiny", "wan", tmp_path / "wan")
-        assert err.startswith(f"dbsp: error: the tiny checkpoint {tmp_path / 'wan'} cannot be made: ")
-        assert "No space left on device" in err
-        assert list(tmp_path.iterdir()) == []
-
-    def test_a_missing_host_is_named_with_the_fix(self, mistake, tmp_path, monkeypatch):
-        def needs_diffusers():
-            raise ImportError("No module named 'diffusers'", name="diffusers")
-
-        monkeypatch.setitem(MAKERS, "wan", needs_diffusers)
-        err = mistake("tiny", "wan", tmp_path / "wan")
-        assert f"diffusers is needed to make checkpoints; {install_command('diffusers')}" in err
-        assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_cli.mask_tools.info import MaskSeries, balance_of, densities_of, drift_of
+from dbsp_cli.mask_tools.info import MaskSeries, balance_of, densities_of
 from dbsp_cli.mask_tools.plots import heads_to_draw, spread_out
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
@@ -61,23 +61,14 @@ def info(dbsp, path, *options):
 class TestInfo:
     def test_densities_and_the_grid(self, dbsp, file):
         found = info(dbsp, file)
-        assert [found[key] for key in ("tokens", "heads", "nq", "nk", "thw", "steps")] == [
-            384,
-            4,
-            24,
-            24,
-            list(THW),
-            [5, 10],
-        ]
-        for layer, row in enumerate(found["layers"]):
-            assert row["layer"] == layer
-            assert row["density"] == pytest.approx(drifting(layer, 0).bits.float().mean(dim=(1, 2)).tolist())
-        everything = [density for row in found["layers"] for density in row["density"]]
-        assert found["density"] == pytest.approx(
-            {"min": min(everything), "mean": np.mean(everything), "max": max(everything)}
-        )
-        assert found["warnings"] == []
-        assert found["quality"] is None
+        expected = {"tokens": 384, "heads": 4, "nq": 24, "nk": 24, "thw": list(THW), "steps": [5, 10]}
+        expected |= {"warnings": [], "quality": None}
+        assert {key: found[key] for key in expected} == expected
+        densities = np.stack([drifting(layer, 0).bits.float().mean(dim=(1, 2)) for layer in range(3)])
+        assert [row["layer"] for row in found["layers"]] == [0, 1, 2]
+        assert np.array([row["density"] for row in found["layers"]]) == pytest.approx(densities)
+        whole = {"min": densities.min(), "mean": densities.mean(), "max": densities.max()}
+        assert found["density"] == pytest.approx(whole)
 
     def test_balance_is_that_of_plans_for_each_strategy_and_planner(self, dbsp, file):
         assert [row["strategy"] for row in info(dbsp, file, "--gpus", 4)["balance"]] == ["U4R1", "U2R2", "U1R4"]
@@ -100,12 +91,6 @@ class TestInfo:
                 assert row["iou"] == pytest.approx(iou)
                 assert row["changed"] == pytest.approx([float((a ^ b).float().mean()) for a, b in pairs])
                 assert row["steps"] == [1, 2, 3, 4]
-
-    def test_replans_follow_the_threshold(self, recording):
-        series = MaskSeries.read(recording)
-        often, seldom, never = (drift_of(series, 0, "U4R1", "dbsp", p).replans for p in (1.0, 1.3, 99))
-        assert 5 >= often >= seldom >= never == 1
-        assert often > 1
 
     def test_masks_that_cannot_be_right_are_warned_of(self, dbsp, tmp_path):
         good = WindowSource(16, 16, (3, 5, 5)).mask(MaskRequest(0, 2, THW))
@@ -167,12 +152,6 @@ class TestInfo:
         code, _, err = dbsp("masks", "info", tmp_path / "recording", "--picture", tmp_path / "masks.png")
         assert code == 0, err
         assert (tmp_path / "masks.png").is_file()
-
-    def test_without_matplotlib_the_fix_is_named(self, mistake, file, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-        err = mistake("masks", "info", file, "--picture", tmp_path / "p.png")
-        assert "needed for pictures; pip install matplotlib" in err
 
     def test_a_file_whose_layers_share_one_mask(self, dbsp, tmp_path):
         save_mask(tmp_path / "m.safetensors", drifting(0, 0))
@@ -279,14 +258,8 @@ MISTAKES = [
     (["convert", "FILE", "out.safetensors", "tokens=384"], "is a mask file already"),
     (["convert", "FILE", "out.safetensors", "thw=1,2,x"], "is not of the form T,H,W"),
     (["convert", "RECORDING", "out.safetensors"], "say which with step=N"),
-    (
-        ["convert", "masks.pt", "out.safetensors", "thv=1,2,3"],
-        "unknown key 'thv' in the settings",
-    ),
-    (
-        ["convert", "masks.pt", "out.safetensors", "thw"],
-        "'thw' is not of the form KEY=VALUE; for",
-    ),
+    (["convert", "masks.pt", "out.safetensors", "thv=1,2,3"], "unknown key 'thv' in the settings"),
+    (["convert", "masks.pt", "out.safetensors", "thw"], "'thw' is not of the form KEY=VALUE; for"),
     (["convert", "masks.pt", "out.safetensors", "steps=5", "steps=6"], "steps is given twice"),
     (["record", "new"], "Missing argument"),
     (["record", "RECORDING", "--", "true"], "is not an empty folder"),
@@ -301,9 +274,3 @@ def test_a_mistake_is_one_line_and_exit_code_2(mistake, file, recording, monkeyp
     paths = {"FILE": file, "RECORDING": recording}
     assert message in mistake("masks", *(paths.get(arg, arg) for arg in args))
     assert sorted(file.parent.rglob("*")) == before
-
-
-def test_without_arguments_it_shows_its_help(dbsp):
-    code, out, err = dbsp("masks")
-    assert (code, err) == (0, "")
-    assert all(command in out for command in ("convert", "record", "info"))

@@ -59,22 +59,20 @@ def test_the_table_says_the_same_with_its_brackets(dbsp, monkeypatch):
     assert f"lacks dbsp_no_such_module; {install_command('xdit')}\n" in out
 
 
-def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatch):
-    (tmp_path / "broken_package.py").write_text("import dbsp_no_such_module\n")
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import dbsp_no_such_module\n", "ModuleNotFoundError: No module named 'dbsp_no_such_module'"),
+        ("import os, sys\nos.write(2, b'\\xff\\n')\nsys.exit(1)\n", "\ufffd"),  # which is not text
+    ],
+)
+def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatch, source, said):
+    (tmp_path / "broken_package.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     check = Importable("broken", ("broken_package",), "xdit").check()
-    assert check.state == "missing"
-    assert check.detail == "cannot be imported: ModuleNotFoundError: No module named 'dbsp_no_such_module'"
+    assert (check.state, check.detail) == ("missing", f"cannot be imported: {said}")
     assert check.fix == install_command("xdit")
-
-
-def test_package_whose_error_is_not_text_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "broken_package.py").write_text("import os, sys\nos.write(2, b'\\xff\\n')\nsys.exit(1)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    check = Importable("broken", ("broken_package",), "xdit").check()
-    assert (check.state, check.detail) == ("missing", "cannot be imported: \ufffd")
 
 
 @pytest.mark.parametrize(
@@ -111,17 +109,30 @@ def test_it_says_of_each_engine_that_is_installed_whether_it_sees_dbsp(monkeypat
     assert check is None or bool(check.fix) != check.ok
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_on_a_gpu_doctor_names_the_kernel_that_auto_takes(monkeypatch, capability):
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU for which fa4 and Triton seem to be installed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.delenv("DBSP_KERNEL", raising=False)
+
+
+def kernel_auto() -> doctor.Check:
+    return next(check for check in doctor._kernels() if check.what == "kernel auto")
+
+
+def test_on_a_gpu_doctor_names_the_kernel_that_auto_takes(gpu, monkeypatch):
     for name in ("fa4", "triton"):
         monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], why_unavailable=lambda: None))
-    check = next(check for check in doctor._kernels() if check.what == "kernel auto")
-    assert check.ok
-    assert check.detail == "triton, the first that supports torch.bfloat16 on cuda"
+    assert kernel_auto().ok
+    assert kernel_auto().detail == "triton, the first that supports torch.bfloat16 on cuda"
+
+
+def test_on_a_gpu_without_triton_doctor_names_the_command(gpu, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not kernel_auto().ok
+    assert "run `pip install triton`" in kernel_auto().detail
 
 
 def test_doctor_says_which_kernel_auto_takes_and_why(monkeypatch):
@@ -134,17 +145,6 @@ def test_doctor_says_which_kernel_auto_takes_and_why(monkeypatch):
     monkeypatch.setenv("DBSP_KERNEL", "reference")
     found = {check.what: check.detail for check in doctor._kernels()}
     assert found["kernel auto"] == "reference, because DBSP_KERNEL=reference"
-
-
-def test_on_a_gpu_without_triton_doctor_names_the_command(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.delenv("DBSP_KERNEL", raising=False)
-    check = next(check for check in doctor._kernels() if check.what == "kernel auto")
-    assert not check.ok
-    assert "run `pip install triton`" in check.detail
 
 
 def test_version(dbsp):

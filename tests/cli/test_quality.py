@@ -44,13 +44,6 @@ def test_one_head_of_tokens_supports_every_head_and_heads_can_be_chosen():
     assert sparse_errors(*tokens, mask, heads=[2, 0]) == [everyone[2], everyone[0]]
 
 
-def test_dense_masks_cost_nothing_and_empty_ones_everything():
-    tokens = smooth_tokens(THW)
-    assert [one.error for one in sparse_errors(*tokens, BlockMask.dense(2, LOCAL.grid))] == [0, 0]
-    empty = BlockMask(torch.zeros_like(LOCAL.bits), LOCAL.grid)
-    assert [one.error for one in sparse_errors(*tokens, empty)] == [1, 1]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_local_masks_pass_and_the_same_blocks_elsewhere_or_in_another_order_do_not(seed):
     tokens = smooth_tokens(THW, seed=seed)

@@ -1,4 +1,4 @@
-"""Rows of docs/results, for tests of the pages that cite them."""
+"""Rows of docs/results, for tests of the pages that cite them, and tables of pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ def rows(name: str, **wanted: str) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
 
 
-def of_balance(strategy: str, planner: str, layout: str) -> dict[str, str]:
-    """Returns the row of balanced.csv on one way to plan Wan2.1-14B's masks."""
-    (row,) = rows("balanced", preset="wan2.1-t2v-14b", strategy=strategy, planner=planner, layout=layout)
-    return row
+def table(page: str, header: str) -> list[list[str]]:
+    """Returns the cells of a page's table, without its header's line, which begins so, and without bold."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith(header)]
+    found = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip(" *") for cell in line.replace("**", "").strip("|").split("|")])
+    return found

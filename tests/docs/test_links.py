@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-import pytest
-
-from tests.docs.test_paths import PACKAGES
 from tests.support.repository import ROOT
 from tests.support.texts import PAGES, nodes_of, strings_of, without_code_blocks
+from tests.test_layering import PACKAGES, files
 
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)>?", re.M)
@@ -60,8 +58,7 @@ def test_links_lead_somewhere():
 def test_messages_send_to_pages_that_are_there():
     sent = {
         node.args[0].value
-        for folder in ("kernels", *PACKAGES, "scripts")
-        for path in (ROOT / folder).rglob("*.py")
+        for path in (*files(*PACKAGES), *(ROOT / "scripts").rglob("*.py"))
         if "page(" in path.read_text(encoding="utf-8")
         for node in nodes_of(path)
         if isinstance(node, ast.Call) and node.args and getattr(node.func, "id", "") == "page"
@@ -73,20 +70,12 @@ def test_messages_send_to_pages_that_are_there():
 def test_no_message_names_a_file_that_a_wheel_lacks_or_a_package_that_is_not_published():
     said = {
         f"{path.relative_to(ROOT)}: {text}"
-        for folder in ("kernels", *PACKAGES)
-        for path in (ROOT / folder).rglob("*.py")
+        for path in files(*PACKAGES)
         for text in strings_of(path)
         if re.search(r"docs/[\w-]+\.md|\bconfigs/|pip install '?dbsp", text)
     }
     extras = "kernels/dbsp_kernels/errors.py: pip install 'dbsp-attention["  # of the package that is installed already
     assert said == {extras}
-
-
-def test_the_pages_have_links_and_pictures():
-    targets = [target for page in PAGES for target in links_in(page.read_text(encoding="utf-8"))]
-    assert len(targets) > 100
-    assert sum(target.endswith(".png") for target in targets) >= 3
-    assert sum("#" in target for target in targets) > 10
 
 
 def test_the_results_that_are_named_are_there():
@@ -98,22 +87,18 @@ def test_the_results_that_are_named_are_there():
 
 
 HEADINGS = {
-    "# Title": "title",
-    "## From a run: `dbsp masks record OUT -- COMMAND…`": "from-a-run-dbsp-masks-record-out----command",
-    "## `keys: auto`, ρ_s & more!": "keys-auto-ρ_s--more",
-    "### What *is* [linked](other.md#there)": "what-is-linked",
-    "## Closed ##": "closed",
+    "# Title": {"title"},
+    "## From a run: `dbsp masks record OUT -- COMMAND…`": {"from-a-run-dbsp-masks-record-out----command"},
+    "## `keys: auto`, ρ_s & more!": {"keys-auto-ρ_s--more"},
+    "### What *is* [linked](other.md#there)": {"what-is-linked"},
+    "## Closed ##": {"closed"},
+    "# A\n## B\n## B\n## A\n": {"a", "b", "b-1", "a-1"},
 }
 
 
-@pytest.mark.parametrize("heading", HEADINGS)
-def test_a_heading_is_called_as_on_github(heading):
-    assert anchors_of(f"text\n\n{heading}\n\ntext") == {HEADINGS[heading]}
-
-
-def test_headings_that_come_again_are_numbered():
-    assert anchors_of("# A\n## B\n## B\n## A\n") == {"a", "b", "b-1", "a-1"}
-    assert anchors_of('```\n# no heading\n```\n<a id="own"></a>\n') == {"own"}
+def test_headings_are_called_as_on_github():
+    assert {heading: anchors_of(f"text\n\n{heading}\n\ntext") for heading in HEADINGS} == HEADINGS
+    assert anchors_of('# B\n```\n# no heading\n```\n<a id="own"></a>\n') == {"b", "own"}
 
 
 def test_what_leads_nowhere_is_found(tmp_path):

@@ -1,4 +1,4 @@
-"""Names in code quotes exist, retired words do not come back, and docstrings have one form."""
+"""Names in code quotes exist, settings that texts ask for too, and docstrings have one form."""
 
 from __future__ import annotations
 
@@ -14,25 +14,12 @@ from pathlib import Path
 
 from tests.support.repository import ROOT
 from tests.support.texts import PAGES, docstrings_of, nodes_of, strings_of, tree_of, without_code_blocks
+from tests.test_layering import PACKAGES, files
 
-PRODUCT = (
-    "kernels",
-    "dbsp_core",
-    "dbsp_diffusers",
-    "dbsp_xdit",
-    "dbsp_para",
-    "dbsp_engines",
-    "dbsp_cli",
-)
-SOURCES = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = files(*PACKAGES)
 OTHER_CODE = [path for folder in ("tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 PRESENT = [path for path in PAGES if path.name != "CHANGES.md"]
 """Pages without the one that names what is gone."""
-RETIRED = (
-    *("fragment", "fragments", "lagged", "foresee", "foresight", "forecast", "look-ahead"),
-    *("seam", "seams", "dealt", "deal out", "sole run", "copy runs", "mask feed"),
-)
-"""Words that have been replaced."""
 FROM_OTHERS = {
     # What other projects call things, in tables that translate.
     *("cu_seqlens", "seqused_k", "softmax_lse", "nablaT_v2", "add_sta"),
@@ -210,13 +197,6 @@ def test_settings_that_a_text_asks_for_exist():
 def test_settings_that_do_not_exist_are_found():
     text = "`exchange: {precision: int8}`, or set layout: local; `mask: dense`, `{source: sparge, cdf: 0.9}`"
     assert unknown_settings(text) == ["exchange", "layout"]
-
-
-def test_retired_words_do_not_come_back():
-    retired = re.compile(rf"\b({'|'.join(RETIRED)})\b", re.I)
-    texts = [path for path in [*SOURCES, *OTHER_CODE, *PAGES] if path != Path(__file__)]
-    found = {path: retired.findall(path.read_text(encoding="utf-8")) for path in texts}
-    assert {str(path.relative_to(ROOT)): words for path, words in found.items() if words} == {}
 
 
 def private_forms(docstring: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files and commands that pages, programs and settings name are there."""
+"""Files and commands that pages, programs and settings name are there, and the code map names every file."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from functools import cache
 
 from tests.support.repository import ROOT
 from tests.support.texts import PAGES
+from tests.test_layering import PACKAGES, files
 
 UPSTREAM = ROOT / "scripts" / "checks" / "upstream"
 """Names files of other projects."""
 PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if not path.is_relative_to(UPSTREAM)]
 TEXTS = [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml")), *PROGRAMS]
-PACKAGES = (
-    "kernels",
-    "dbsp_core",
-    "dbsp_diffusers",
-    "dbsp_xdit",
-    "dbsp_para",
-    "dbsp_engines",
-    "dbsp_cli",
-    "configs",
-)
-FOLDERS = (*PACKAGES, "scripts", "tests", "docs")
+INSIDE = ("kernels", *(name for name in PACKAGES if name != "dbsp_kernels"), "configs")
+FOLDERS = (*INSIDE, "scripts", "tests", "docs")
 USERS = {"configs/hardware/mine.yaml"}
 """Files that a reader is asked to make."""
 _COMMAND = re.compile(r"python3? -m ((?:scripts|tests|dbsp_\w+)(?:\.\w+)+)")
@@ -37,14 +29,14 @@ def paths() -> frozenset[str]:
         for path in [top, *(path for path in top.rglob("*") if "__pycache__" not in path.parts)]:
             found.add(path.relative_to(ROOT).as_posix())
             short = path.relative_to(top).parts
-            found.update("/".join(short[at:]) for at in range(len(short)) if folder in PACKAGES)
+            found.update("/".join(short[at:]) for at in range(len(short)) if folder in INSIDE)
     return frozenset(found)
 
 
 @cache
 def _path_pattern() -> re.Pattern[str]:
     """Paths that begin with a folder of the repository, or with one inside a package and end as a file of Python."""
-    inside = {path.name for folder in PACKAGES for path in (ROOT / folder).rglob("*") if path.is_dir()}
+    inside = {path.name for folder in INSIDE for path in (ROOT / folder).rglob("*") if path.is_dir()}
     ours, parts = "|".join(FOLDERS), "|".join(sorted(inside - {"__pycache__"}))
     return re.compile(rf"(?<![\w/.-])(?:\./)?((?:{ours})/[\w./-]*[\w/]|(?:{parts})/[\w/]*\w\.py\b)(?![\w*{{])")
 
@@ -53,10 +45,10 @@ def missing(text: str) -> list[str]:
     """Paths and modules that a text names and that are not there."""
     named = [path.rstrip("/") for path in _path_pattern().findall(text)]
     modules = _COMMAND.findall(text)
-    files = {name: name.replace(".", "/") for name in modules}
+    sources = {name: name.replace(".", "/") for name in modules}
     return [
         *(path for path in named if path not in paths() | USERS),
-        *(name for name, file in files.items() if not {f"{file}.py", f"{file}/__main__.py"} & paths()),
+        *(name for name, file in sources.items() if not {f"{file}.py", f"{file}/__main__.py"} & paths()),
     ]
 
 
@@ -68,6 +60,23 @@ def test_files_and_modules_that_are_named_are_there():
 def test_what_is_not_there_is_found():
     gone = ["dbsp_core/gone.py", "scripts/gone", "runtime/gone.py", "scripts.bench.gone"]
     text = "`{}` ./{} `{}` python -m {} ".format(*gone)
-    files = "`dbsp_core/runtime/chunk_attention.py` ./scripts/demo `runtime/chunk_attention.py` `runtime/`"
-    there = f"{files} python -m scripts.bench.nodes --json"
+    kept = "`dbsp_core/runtime/chunk_attention.py` ./scripts/demo `runtime/chunk_attention.py` `runtime/`"
+    there = f"{kept} python -m scripts.bench.nodes --json"
     assert missing(text + there) == gone
+
+
+CODE_MAP = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")
+PRODUCT = [path.relative_to(ROOT) for path in files(*PACKAGES) if not path.name.startswith("__")]
+
+
+def test_the_code_map_names_every_file_of_the_packages():
+    """Commands are named without their endings."""
+    assert len(PRODUCT) > 120
+    named = {path: rf"[`/]{re.escape(path.name)}`" for path in PRODUCT}
+    named |= {path: f"`{path.stem}`" for path in PRODUCT if path.parent.as_posix() == "dbsp_cli/commands"}
+    assert [str(path) for path, pattern in named.items() if not re.search(pattern, CODE_MAP)] == []
+
+
+def test_every_file_that_the_code_map_names_is_there():
+    named = set(re.findall(r"[\w/]*?(\w+\.py)`", CODE_MAP))
+    assert named - {path.name for path in PRODUCT} - {"test_layering.py"} == set()

@@ -1,12 +1,19 @@
-"""The Triton forward kernel with a change taken back, to see in machine code what the change is worth."""
+"""The Triton forward kernel with a change taken back, to see in machine code what the change is worth.
+
+Prints, as JSON, what is read in the machine code of both.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import dbsp_kernels.triton
+from scripts.checks.machine_code import variants
+from scripts.checks.machine_code.records import examined
 
 INDEX_CARRIED = (
     ("loop = padded(head_dim), tiles.loop", 'loop = padded(head_dim), "plain"'),
@@ -37,3 +44,10 @@ def with_index_carried(folder: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+if __name__ == "__main__":
+    variant = variants.Variant("triton", 90, 64, 64)
+    found = [examined(variant)]
+    variants.triton_attention = with_index_carried(Path(sys.argv[1])).triton_attention
+    print(json.dumps([*found, examined(variant)]))

@@ -1,4 +1,4 @@
-"""Kernels of others, on this side of their calls: what they are given, and what is made of their answers. No GPU."""
+"""Kernels of others, on this side of their calls, and which kernels support a request. No GPU."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, choose_kernel
+from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, available, choose_kernel
 from dbsp_kernels.backends import fa4, flashinfer, sparge
-from dbsp_kernels.errors import install_command
+from dbsp_kernels.errors import UserError, install_command
+from dbsp_kernels.triton import launch
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.interpreter import interpreted
 
 
 def inputs_of(p: Packed, **options) -> KernelInputs:
     return KernelInputs(*vars(p).values(), p.q.shape[-1] ** -0.5, **options)
-
-
-def supported_here(monkeypatch, name: str, capability: tuple[int, int]) -> None:
-    """Makes such a GPU and the kernel seem to be installed."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], why_unavailable=lambda: None))
 
 
 class TestSparge:
@@ -44,8 +38,7 @@ class TestSparge:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed[None], scale=scale)
             return out.masked_fill(~allowed.any(-1)[None, ..., None], poison).to(output_dtype)
 
-        module = types.ModuleType("spas_sage_attn")
-        module.block_sparse_sage2_attn_cuda = stub
+        module = types.SimpleNamespace(block_sparse_sage2_attn_cuda=stub)
         monkeypatch.setitem(sys.modules, "spas_sage_attn", module)
         q = torch.randn(heads * 4, block_q, head_dim, generator=generator)
         k, v = torch.randn(2, heads * 5, block_k, head_dim, generator=generator)
@@ -68,19 +61,17 @@ class TestWhatIsNotThere:
         with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*(pip install|build it)"):
             choose_kernel(name, "cuda", torch.bfloat16)
 
-    def test_build_whose_compiled_module_does_not_load_is_unavailable(self, monkeypatch):
+    @pytest.mark.parametrize(
+        ("compiled", "message"),
+        [(None, "compiled module cannot be loaded"), (types.ModuleType("kernels"), "without its kernels for Hopper")],
+    )
+    def test_build_without_kernels_that_can_be_used_here_is_unavailable(self, monkeypatch, compiled, message):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setitem(sys.modules, "spas_sage_attn", types.ModuleType("package"))
-        monkeypatch.setitem(sys.modules, "spas_sage_attn._qattn", None)
-        assert "compiled module cannot be loaded" in sparge.why_unavailable()
-
-    def test_build_for_other_gpus_is_unavailable(self, monkeypatch):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-        monkeypatch.setitem(sys.modules, "spas_sage_attn", types.ModuleType("package"))
-        monkeypatch.setitem(sys.modules, "spas_sage_attn._qattn", types.ModuleType("kernels"))
+        monkeypatch.setitem(sys.modules, "spas_sage_attn._qattn", compiled)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        assert "without its kernels for Hopper" in sparge.why_unavailable()
+        assert message in sparge.why_unavailable()
 
     @pytest.mark.parametrize(
         ("name", "capability", "needs", "message"),
@@ -100,19 +91,11 @@ class TestWhatIsNotThere:
             ),
         ],
     )
+    @pytest.mark.usefixtures("installed")
     def test_unsupported_request_is_rejected(self, monkeypatch, name, capability, needs, message):
-        supported_here(monkeypatch, name, capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*{message}.*; use "):
             choose_kernel(name, "cuda", torch.bfloat16, needs)
-
-    @pytest.mark.parametrize(("name", "capability"), [("fa4", (9, 0)), ("flashinfer", (10, 0))])
-    def test_installed_it_is_taken_by_name_and_auto_takes_triton(self, monkeypatch, name, capability):
-        supported_here(monkeypatch, name, capability)
-        monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=lambda: None))
-        monkeypatch.delenv("DBSP_KERNEL", raising=False)
-        needs = KernelRequirements((128, 128), 128, lse=True, ragged_rows=True)
-        assert choose_kernel(name, "cuda", torch.bfloat16, needs).name == name
-        assert choose_kernel("auto", "cuda", torch.bfloat16, needs).name == "triton"
 
 
 def missing(name: str) -> str:
@@ -135,8 +118,7 @@ class TestFa4:
             calls.append(len(out))
             return out.view(q.shape), lse.view(1, 1, -1)
 
-        cute = types.ModuleType("flash_attn.cute")
-        cute.flash_attn_func = stub
+        cute = types.SimpleNamespace(flash_attn_func=stub)
         monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
         monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
         sparsity = types.SimpleNamespace(BlockSparseTensorsTorch=types.SimpleNamespace)
@@ -186,9 +168,7 @@ class TestFlashInfer:
         package = "flashinfer.cute_dsl.sparse"
         for name in ("flashinfer", "flashinfer.cute_dsl", package):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        of_block = types.ModuleType(f"{package}.{module}")
-        setattr(of_block, function, stub)
-        monkeypatch.setitem(sys.modules, of_block.__name__, of_block)
+        monkeypatch.setitem(sys.modules, f"{package}.{module}", types.SimpleNamespace(**{function: stub}))
         p = packed(rows=9, block_q=block, block_k=block, head_dim=16)
         past = torch.arange(block) >= p.kv_len[:, None]
         assert past.any()
@@ -221,3 +201,70 @@ class TestFlashInfer:
         for capability, missing in (((12, 0), False), ((10, 0), True)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, one=capability: one)
             assert ("--no-deps quack-kernels" in str(flashinfer.why_unavailable())) == missing
+
+
+RING = KernelRequirements((64, 64), 128, lse=True, ragged_rows=True, tokens=1000)
+HEADS = KernelRequirements((128, 64), 128, tokens=1000)
+TRAINING = KernelRequirements((128, 128), 128, lse=True, ragged_rows=True, tokens=1000, backward=True)
+NARROW = KernelRequirements((64, 64), 8, lse=True, ragged_rows=True, tokens=1000)
+ODD_BLOCKS = KernelRequirements((32, 48), 64, lse=True, tokens=1000)
+
+SUPPORTED = [
+    (None, torch.float32, RING, "cpu reference"),
+    (None, torch.float64, TRAINING, "cpu reference"),
+    ((8, 0), torch.float16, RING, "triton reference triton-int8"),
+    ((8, 0), torch.float32, RING, "triton reference triton-int8"),
+    ((8, 0), torch.bfloat16, HEADS, "triton reference sparge triton-int8"),
+    ((8, 0), torch.bfloat16, TRAINING, "triton reference"),
+    ((9, 0), torch.bfloat16, RING, "triton reference triton-int8"),
+    ((9, 0), torch.bfloat16, replace(RING, blocks=(128, 128)), "triton reference fa4 triton-int8"),
+    ((9, 0), torch.bfloat16, HEADS, "triton reference triton-int8"),
+    ((9, 0), torch.bfloat16, replace(HEADS, blocks=(64, 128)), "triton reference sparge triton-int8"),
+    ((9, 0), torch.bfloat16, TRAINING, "triton reference"),
+    ((9, 0), torch.bfloat16, NARROW, "triton reference triton-int8"),
+    ((9, 0), torch.bfloat16, ODD_BLOCKS, "triton reference triton-int8"),
+    ((10, 0), torch.bfloat16, replace(RING, blocks=(256, 128)), "triton reference fa4 triton-int8"),
+    ((10, 0), torch.bfloat16, replace(RING, blocks=(128, 128)), "triton reference flashinfer triton-int8"),
+    ((12, 0), torch.bfloat16, RING, "triton reference flashinfer triton-int8"),
+    ((12, 0), torch.bfloat16, NARROW, "triton reference triton-int8"),
+    ((12, 0), torch.bfloat16, TRAINING, "triton reference"),
+]
+"""Compute capability (None: the CPU), dtype, what is asked for, and the kernels that support it, best first."""
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes every kernel seem installed, on a GPU unless the test changes the capability to None."""
+    for name, kernel in list(KERNELS.items()):
+        monkeypatch.setitem(KERNELS, name, replace(kernel, why_unavailable=lambda: None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.delenv("DBSP_KERNEL", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("capability", "dtype", "needs", "names"), SUPPORTED)
+def test_kernels_that_support_a_request_are_found_best_first(monkeypatch, capability, dtype, needs, names):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    device = "cuda" if capability else "cpu"
+    assert available(device, dtype, needs) == names.split()
+    assert choose_kernel("auto", device, dtype, needs).name == names.split()[0]
+    assert [choose_kernel(name, device, dtype, needs).name for name in names.split()] == names.split()
+
+
+@pytest.mark.usefixtures("installed")
+def test_auto_on_cuda_without_triton_raises_and_names_the_package(monkeypatch):
+    missing = {"triton": None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: missing.get(name, object()))
+    monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=launch.why_unavailable))
+    with pytest.raises(UserError, match=r"triton is not installed; run `pip install triton`"):
+        choose_kernel("auto", "cuda", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("installed")
+def test_auto_on_cuda_never_takes_the_reference(monkeypatch):
+    with pytest.raises(UserError, match=r"finds no kernel for torch.float64 on cuda \(triton: .*\); use reference$"):
+        choose_kernel("auto", "cuda", torch.float64)
+    assert choose_kernel("reference", "cuda", torch.float64).name == "reference"

@@ -47,11 +47,6 @@ def expected(q, k, v, part: DensePart) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.einsum("brqk,bkd->brqd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def assert_right(found, q, k, v, part: DensePart) -> None:
-    for one, other in zip(found, expected(q, k, v, part), strict=True):
-        torch.testing.assert_close(plain(one).double(), other, atol=2e-2, rtol=0)
-
-
 @pytest.fixture
 def fused(monkeypatch):
     """Tensors seem to be on a GPU on which torch chooses `backend`; its operator computes on the CPU, in float32."""
@@ -80,10 +75,6 @@ def fused(monkeypatch):
     dense._operator.cache_clear()
 
 
-def attend(tensors, part: DensePart):
-    return attend_dense_part(*tensors, part, SCALE)
-
-
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -95,7 +86,9 @@ BACKENDS = {
 def test_each_of_torchs_choices_returns_the_rows_attention(fused, name):
     fused.backend, tensors = BACKENDS[name], inputs(torch.bfloat16)
     for part in (part_of((0, 5), (0, 6)), part_of((1, 4), (2, 5))):
-        assert_right(attend(tensors, part), *tensors, part)
+        found = attend_dense_part(*tensors, part, SCALE)
+        for one, other in zip(found, expected(*tensors, part), strict=True):
+            torch.testing.assert_close(plain(one).double(), other, atol=2e-2, rtol=0)
     assert [called for called, *_ in fused.calls] == [name] * 3, "one of them on a block of zeros"
     assert dense.fused_kernel(tensors[0].as_subclass(OnCuda)) == name
 
@@ -141,10 +134,6 @@ def test_operators_of_this_torch_take_our_arguments(run, queries):
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
 
 
-def found_of(*given) -> list[torch.Tensor]:
-    return [one.float().contiguous() for one in expected(*given)]
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 def test_dense_rows_of_a_batch_are_merged_in_one_launch_per_part(monkeypatch, batch):
     """Rows of every item lie apart in memory: no reason for several passes over them."""
@@ -156,7 +145,11 @@ def test_dense_rows_of_a_batch_are_merged_in_one_launch_per_part(monkeypatch, ba
     launches, launch = [], merge.launch
     monkeypatch.setattr(merge, "launch", lambda *args, **options: (launches.append(args), launch(*args, **options)))
     monkeypatch.setattr(chunk_attention, "merge_into", merge.triton_merge_into)
-    monkeypatch.setattr(chunk_attention, "attend_dense_part", lambda q, k, v, part, scale: found_of(q, k, v, part))
+    monkeypatch.setattr(
+        chunk_attention,
+        "attend_dense_part",
+        lambda *given: [one.float().contiguous() for one in expected(*given[:-1])],
+    )
     table = SimpleNamespace(dense=SimpleNamespace(parts=parts))
     with interpreted():
         packed = (t.flatten(0, 1) for t in (q, k, v))

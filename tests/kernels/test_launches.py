@@ -32,19 +32,12 @@ MOST_VARIANTS = {
 """Variants for one dtype, head size and block size."""
 
 
-@pytest.fixture(scope="module")
-def launches():
+def test_launches_run_on_their_tensors_device_and_compile_few_variants():
     environment = {name: value for name, value in child_environment().items() if name != "TRITON_INTERPRET"}
     done = run([sys.executable, "-m", "tests.kernels.recorded_launches"], env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_launch_with_another_current_device_runs_on_the_tensors_device(launches):
-    assert launches["elsewhere"] == []
-
-
-def test_launches_of_many_sizes_compile_few_variants(launches):
+    launches = json.loads(done.stdout.splitlines()[-1])
+    assert launches["elsewhere"] == [], "another device is current there"
     assert launches["variants"] == MOST_VARIANTS
 
 

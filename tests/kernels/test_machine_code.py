@@ -1,4 +1,4 @@
-"""What the installed Triton's compilers make of the kernels: that they can be fast is read, not believed."""
+"""What the installed Triton's compilers make of the kernels, in all shapes that shipped configurations ask for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.programs import run
 from tests.support.repository import ROOT, child_environment
 
 pytest.importorskip("triton")
-from scripts.checks.machine_code.variants import ATTENTION, SHIPPED
+from dbsp_core.config import DbspConfig
+from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
+from dbsp_core.sources import SOURCES, MaskRequest
+from dbsp_core.utils.yaml_file import shipped_configs
+from scripts.checks.machine_code.variants import ATTENTION, DTYPES, SHIPPED
 
 FIELDS = {
     "kernel", "arch", "block_q", "block_k", "head_dim", "dtype", "case", "triton", "tile_distance", "products",
@@ -70,24 +75,18 @@ SHARED = {"sm80": 99 << 10, "sm90": 227 << 10, "sm120": 99 << 10}
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("dtype", "kernels"), [("bf16", ATTENTION), ("fp32", ("triton",))])
 @pytest.mark.parametrize("arch", SHARED)
-def test_every_shipped_shape_fits_the_smallest_gpus_and_registers(arch):
-    found = variants("--arch", arch, "--dtype", "bf16", "--kernel", *ATTENTION)
+def test_every_shipped_shape_fits_the_smallest_gpus_and_registers(arch, dtype, kernels):
+    found = variants("--arch", arch, "--dtype", dtype, "--kernel", *kernels)
     assert {(v["block_q"], v["block_k"], v["head_dim"]) for v in found} == set(SHIPPED)
     for v in found:
         assert v["shared_bytes"] <= SHARED[arch], v
-        assert v["local_in_loops"] == 0, v
-        if min(v["block_q"], v["block_k"], v["head_dim"]) >= 64:  # tiny blocks need no tiles ahead
-            assert v["tile_distance"] >= 1, v
-            assert not v["serialised"], v
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("arch", SHARED)
-def test_every_shipped_shape_compiles_in_float32(arch):
-    found = variants("--arch", arch, "--dtype", "fp32", "--kernel", "triton")
-    assert {(v["block_q"], v["block_k"], v["head_dim"]) for v in found} == set(SHIPPED)
-    assert all(v["shared_bytes"] <= SHARED[arch] for v in found)
+        if dtype == "bf16":
+            assert v["local_in_loops"] == 0, v
+            if min(v["block_q"], v["block_k"], v["head_dim"]) >= 64:  # tiny blocks need no tiles ahead
+                assert v["tile_distance"] >= 1, v
+                assert not v["serialised"], v
 
 
 OTHERS = (
@@ -156,22 +155,9 @@ def test_every_warning_of_serialised_products_counts():
     assert not any(is_serialised(said.format(code)) for code in (7520, 751))
 
 
-CARRIED = """
-import json, pathlib, sys
-from tests.kernels.kernel_changes import with_index_carried
-from scripts.checks.machine_code import variants
-from scripts.checks.machine_code.records import examined
-
-variant = variants.Variant("triton", 90, 64, 64)
-found = [examined(variant)]
-variants.triton_attention = with_index_carried(pathlib.Path(sys.argv[1])).triton_attention
-print(json.dumps([*found, examined(variant)]))
-"""
-
-
 def test_index_carried_from_step_to_step_is_found(tmp_path):
     """Restores a fault that switched pipelining off and serialised the products."""
-    command = [sys.executable, "-c", CARRIED, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.kernels.kernel_changes", str(tmp_path)]
     done = run(command, env=without_interpreter(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     sound, faulty = json.loads(done.stdout.splitlines()[-1])
@@ -179,3 +165,39 @@ def test_index_carried_from_step_to_step_is_found(tmp_path):
     assert (sound["serialised"], sound["local_accesses"], sound["spills"]) == (False, 0, 0)
     assert faulty["tile_distance"] == 0
     assert faulty["serialised"]
+
+
+FILES = sorted(shipped_configs().glob("*.yaml"))
+TINY_THW = (9, 7, 13)
+WITHOUT_DEFAULTS = {"file", "paro", "lowrank", "record_qk", "union", "callable"}
+"""Sources that need a path, a function or parts."""
+
+
+def head_dim_of(model: str) -> int:
+    tiny = TINY_MODELS.get(model.removeprefix(TINY)) if model.startswith(TINY) else None
+    return (tiny or MODEL_SPECS[model].signature).sizes[2]
+
+
+def shape_of(source, model: str, thw: tuple[int, int, int]) -> tuple[int, int, int]:
+    grid = source.grid(MaskRequest(0, 8, thw, layers=4))
+    return grid.block_q, grid.block_k, head_dim_of(model)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_shapes_of_shipped_configurations_are_compiled_by_tests(file):
+    values = yaml.safe_load(file.read_text())
+    if "path" in values["mask"]:
+        pytest.skip("its blocks are those of a mask file that the user supplies")
+    config, model = DbspConfig.load(file), values["model"]
+    assert config.generate.torch_dtype in DTYPES.values()
+    thw = TINY_THW if model.startswith(TINY) else MODEL_SPECS[model].thw
+    assert shape_of(config.mask, model, thw) in SHIPPED
+
+
+def test_default_blocks_of_every_source_are_compiled_for_every_model():
+    sizes = {name: spec.thw for name, spec in MODEL_SPECS.items()}
+    sizes |= dict.fromkeys((f"{TINY}{name}" for name in TINY_MODELS), TINY_THW)
+    made = [source() for name, source in SOURCES.items() if name not in WITHOUT_DEFAULTS]
+    shapes = {shape_of(source, model, thw) for source in made for model, thw in sizes.items()}
+    assert shapes <= set(SHIPPED)
+    assert {(64, 64, 128), (64, 64, 64), (64, 64, 24), (64, 64, 16)} <= shapes

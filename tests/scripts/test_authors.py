@@ -14,19 +14,6 @@ from scripts.reproduce.authors.runs import attention_s
 LAYERS = 6
 
 
-def test_the_data_are_whole():
-    assert [sum(bar.gpus == gpus for bar in bars()) for gpus in (8, 4)] == [56, 48]
-    assert len({bar.panel for bar in bars()}) == 24
-    for bar in bars():
-        assert bar.other_s is None or bar.other_s < bar.end_to_end_s
-    times = attention_ms()
-    assert times.shape == (50, 40, 4)
-    static = times.sum(axis=(0, 1)) / times.min(axis=2).sum()
-    assert static.round(3).tolist() == [1.268, 1.09, 1.023, 1.018], "the paper's 1.02 to 1.27"
-    assert (len(speedups("U8R1")), len(speedups("U1R8"))) == (7, 86)
-    assert fitted_half(40).sum() == 20
-
-
 def test_bars_that_nothing_was_fitted_to_are_met():
     rows = [row for row in fig8.measure() if row.half == "held out"]
     errors = np.abs([row.error for row in rows])

@@ -91,7 +91,10 @@ def test_oracle_with_a_wrong_scale_finds_errors(pool):
     drawn = (draw_case(0, number) for number in itertools.count())
     cases = list(itertools.islice((case for case in drawn if case.world == 2), 4))
     right, wrong = (
-        [max(a.errors["output"] for a in by_rank) for by_rank in answers_of(pool(2), cases, scale)]
+        [
+            max(a.errors["output"] for a in by_rank)
+            for by_rank in zip(*pool(2).run(run_cases, cases, scale), strict=True)
+        ]
         for scale in (1.0, 1.2)
     )
     for case, fine, worse in zip(cases, right, wrong, strict=True):
@@ -100,20 +103,13 @@ def test_oracle_with_a_wrong_scale_finds_errors(pool):
     assert max(wrong) > 1e-2
 
 
-def answers_of(workers, cases, scale):
-    """Returns answers by case and rank."""
-    return zip(*workers.run(run_cases, cases, scale), strict=True)
-
-
 def test_orders_of_features_depend_on_seed_and_number_and_have_smaller_variants():
     for number in range(40):
         case = features_part.draw_case(3, number)
         assert case == features_part.draw_case(3, number)
-        assert 0 <= case.order.before <= len(case.order.features)
-        variants_of_it = list(features_part.smaller(case))
-        assert all(variants_of_it.count(one) == 1 for one in variants_of_it), "each costs seconds"
-        for one in variants_of_it:
-            assert one != case
+        smaller = list(features_part.smaller(case))
+        assert all(smaller.count(one) == 1 and one != case for one in smaller), "each costs seconds"
+        for one in (case, *smaller):
             assert 0 <= one.order.before <= len(one.order.features) <= len(case.order.features)
 
 
@@ -181,26 +177,12 @@ def test_planted_leak_is_found_and_nothing_else():
         leaking.close()
 
 
-FOUND = {
-    "nothing": None,
-    "a file": "left behind: tmp/",
-    "shared memory": "left behind: /dev/shm/left",
-    "an orphan": "an orphan: ",
-    "a hang": "process 0 hangs",
-    "too late": "late: process 0 ended after ",
-    "an abort": "rank 0 ends with -6",
-    "a success": "rank 0 ends with 0",
-    "other words": "rank 0 says 'RuntimeError: Connection closed by peer'",
-}
-"""What is found wrong with processes that end otherwise than they must."""
-
-
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
 def test_process_that_ends_wrongly_is_found(tmp_path):
     folders = {how: tmp_path / how.replace(" ", "-") for how in HOW}
     keepers = {how: start_keeper(Task(misbehave, how, 2, 3.0, after_s=4.0), folders[how]) for how in HOW}
-    for how, message in FOUND.items():
+    for how, (_, message) in HOW.items():
         ended = wait_for(keepers[how], folders[how])
         found = message_about(ended, Expected("failure", 1, "raise"), 3.0)
         if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own

@@ -29,19 +29,14 @@ class TestEntries:
         there = [path.name for path in RESULTS.iterdir() if path.suffix in (".csv", ".json", ".png")]
         assert sorted(listed) == sorted(there)
 
-    def test_each_says_how_and_what_is_measured_on_which_machine(self):
+    def test_each_says_how_and_is_cited_and_what_is_measured_on_which_machine(self):
+        pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
         for one in read_evidence():
             assert one.how
             assert set(one.how) <= set(KINDS), one.files
             assert ("measured" in one.how) == (one.machine is not None), one.files
-
-    def test_sources_exist(self):
-        missing = [source for one in read_evidence() for source in one.all_sources() if not (ROOT / source).exists()]
-        assert missing == []
-
-    def test_each_is_cited_by_a_page(self):
-        pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
-        assert [one.files for one in read_evidence() if not any(name in pages for name in one.files)] == []
+            assert [source for source in one.all_sources() if not (ROOT / source).exists()] == [], one.files
+            assert any(name in pages for name in one.files), one.files
 
 
 @pytest.fixture
@@ -80,24 +75,18 @@ def write_entry(folder: Path, commit: str) -> None:
 
 
 class TestChanges:
-    def test_nothing_has_changed_at_first(self, checkout):
+    def test_what_is_no_source_does_not_matter(self, checkout):
         assert changes_since(read_evidence()[0]) == []
+        (checkout / "scripts" / "other.py").write_text("# changed\n", encoding="utf-8")
+        assert changes_since(read_evidence()[0]) == []
+        assert imported_scripts("scripts.one") == {"scripts/one.py", "scripts/two.py"}
+        write_entry(checkout, "0123abcd")
+        assert changes_since(read_evidence()[0]) is None, "a clone lacks the commit"
 
     @pytest.mark.parametrize("source", ["product/part.py", "scripts/one.py", "scripts/two.py"])
     def test_a_change_of_a_source_is_found(self, checkout, source):
         (checkout / source).write_text("# changed\n", encoding="utf-8")
         assert changes_since(read_evidence()[0]) == [source]
-
-    def test_a_change_elsewhere_does_not_matter(self, checkout):
-        (checkout / "scripts" / "other.py").write_text("# changed\n", encoding="utf-8")
-        assert changes_since(read_evidence()[0]) == []
-
-    def test_a_commit_that_a_clone_lacks_is_distinguished(self, checkout):
-        write_entry(checkout, "0123abcd")
-        assert changes_since(read_evidence()[0]) is None
-
-    def test_imports_are_followed_within_scripts(self, checkout):
-        assert imported_scripts("scripts.one") == {"scripts/one.py", "scripts/two.py"}
 
 
 class TestRecording:
@@ -108,11 +97,9 @@ class TestRecording:
         assert changes_since(read_evidence()[0]) == []
         assert read_evidence()[0].commit == git(checkout, "rev-parse", "--short=8", "HEAD")
 
-    def test_what_is_in_no_commit_must_be_committed_first(self, checkout):
+    def test_what_is_in_no_commit_or_has_no_entry_is_rejected(self, checkout):
         (checkout / "product" / "part.py").write_text("# changed\n", encoding="utf-8")
         with pytest.raises(UserError, match=r"commit these first[^\n]*scripts\.one --fast.*product/part\.py"):
             record_run("one.csv")
-
-    def test_a_file_without_an_entry_is_rejected(self, checkout):
         with pytest.raises(UserError, match=r"no entry with two\.csv"):
             record_run("two.csv")

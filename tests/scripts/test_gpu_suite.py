@@ -69,33 +69,31 @@ def run(tmp_path_factory):
     return start
 
 
-@pytest.fixture(scope="module")
-def dry(run, tmp_path_factory) -> Path:
-    """Folder of a dry run of the steps that take seconds."""
-    return dry_run(run, tmp_path_factory.mktemp("dry"), set(STEPS) - set(LONG))
-
-
-@pytest.fixture(scope="module")
-def long_dry(run, tmp_path_factory) -> Path:
-    """Folder of a dry run of the others."""
-    return dry_run(run, tmp_path_factory.mktemp("long_dry"), LONG)
-
-
-def dry_run(run, folder: Path, steps) -> Path:
+def results_of(run, folder: Path, how: str, steps) -> Path:
+    """Returns the folder of a run of some steps."""
     pytest.importorskip("triton")
-    done = run("--dry-run", "--steps", ",".join(steps), "--out", folder, "--earlier", folder / "kept")
+    done = run(how, "--steps", ",".join(steps), "--out", folder, "--earlier", folder / "kept")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("gpu_suite: ")
     return folder
 
 
 @pytest.fixture(scope="module")
+def dry(run, tmp_path_factory) -> Path:
+    """Folder of a dry run of the steps that take seconds."""
+    return results_of(run, tmp_path_factory.mktemp("dry"), "--dry-run", set(STEPS) - set(LONG))
+
+
+@pytest.fixture(scope="module")
+def long_dry(run, tmp_path_factory) -> Path:
+    """Folder of a dry run of the others."""
+    return results_of(run, tmp_path_factory.mktemp("long_dry"), "--dry-run", LONG)
+
+
+@pytest.fixture(scope="module")
 def simulated(run, tmp_path_factory) -> Path:
     """Folder of a run of some steps on simulated GPUs."""
-    folder = tmp_path_factory.mktemp("simulated")
-    done = run("--simulate", "--steps", ",".join(SIMULATED), "--out", folder, "--earlier", folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return results_of(run, tmp_path_factory.mktemp("simulated"), "--simulate", SIMULATED)
 
 
 def entries(folder: Path, step: str) -> list[dict]:
@@ -135,12 +133,6 @@ def test_first_case_of_a_long_step_is_right(tmp_path, step):
     assert (outcome.state, outcome.correct) == ("ended", True)
 
 
-def test_the_machine_is_described(dry):
-    machine = json.loads((dry / "machine.json").read_text())
-    assert (machine["dry_run"], machine["imports"]["diffusers"]) == (True, False)
-    assert machine["versions"]["torch"] == torch.__version__
-
-
 @pytest.mark.long
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 @pytest.mark.parametrize("step", SIMULATED)
@@ -160,10 +152,15 @@ def run_here(monkeypatch, *arguments: str | Path) -> int:
         return suite.main()
 
 
-def test_a_second_call_passes_over_what_is_complete(dry, tmp_path, monkeypatch, capsys):
+def test_a_call_describes_the_machine_and_a_second_one_passes_over_what_is_complete(
+    dry, tmp_path, monkeypatch, capsys
+):
     arguments = ("--dry-run", "--steps", "planning", "--earlier", dry / "kept", "--out", tmp_path)
     assert run_here(monkeypatch, *arguments) == 0
     assert entries(tmp_path, "planning") == entries(dry, "planning")
+    machine = json.loads((dry / "machine.json").read_text())
+    assert (machine["dry_run"], machine["imports"]["diffusers"]) == (True, False)
+    assert machine["versions"]["torch"] == torch.__version__
     assert "tables, on the host" in capsys.readouterr().out
 
 
@@ -196,10 +193,16 @@ def test_unknown_step_is_rejected(run):
     assert "unknown steps: speed" in done.stderr
 
 
-def test_cases_that_fail_take_no_other_along(tmp_path, capsys):
-    journal = Journal("faulty_step", (tmp_path,), "a stamp")
+def journal_of(folder: Path, step: Step) -> Journal:
+    """Returns the journal of a step that is run in forked workers."""
+    journal = Journal(step.name, (folder,), "a stamp")
     with programs.children_forked():
-        run_steps({FAULTY: journal}, time.monotonic() + 300, ["--dry-run"])
+        run_steps({step: journal}, time.monotonic() + 300, ["--dry-run"])
+    return journal
+
+
+def test_cases_that_fail_take_no_other_along(tmp_path, capsys, monkeypatch):
+    journal = journal_of(tmp_path, FAULTY)
     found = journal.outcomes()
     assert {name: outcome.state for name, outcome in found.items()} == {
         **dict.fromkeys(("right", "breaks the device", "wrong", "not a number", "right again", ""), "ended"),
@@ -212,15 +215,14 @@ def test_cases_that_fail_take_no_other_along(tmp_path, capsys):
     for name in ("raises", "dies", "hangs", "breaks the device"):
         assert [row["what"] for row in found[name].rows] == ["found before"]
     assert found["raises"].error["type"] == "RuntimeError"
-    assert "in raises" in found["raises"].error["traceback"]
-    assert "in dies" in found["dies"].error["traceback"]
-    assert "in hangs" in found["hangs"].error["traceback"]
+    for name in ("raises", "dies", "hangs"):
+        assert f"in {name}" in found[name].error["traceback"]
     assert found["right again"].pid not in {found[name].pid for name in ("dies", "hangs", "breaks the device")}
     assert [row["met"] for row in found["right"].rows] == [None, False]
-    assert suite.report({"devices": ["a GPU"], "commit": "c"}, {}, False) == 0
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(STEPS, FAULTY.name, FAULTY)
-        assert suite.report({"devices": ["a GPU"], "commit": "c"}, {FAULTY.name: journal}, False) == 1
+    machine = {"devices": ["a GPU"], "commit": "c"}
+    assert suite.report(machine, {}, False) == 0
+    monkeypatch.setitem(STEPS, FAULTY.name, FAULTY)
+    assert suite.report(machine, {FAULTY.name: journal}, False) == 1
     assert "gpu_suite: 3 of 9 cases right, 5 failed, 1 skipped" in capsys.readouterr().out
 
 
@@ -232,10 +234,7 @@ def worker(folder: Path, seconds: float) -> int:
 
 
 def test_a_step_that_cannot_start_is_recorded_and_not_tried_again(tmp_path):
-    journal = Journal("no_step", (tmp_path,), "a stamp")
-    step = Step("no_step", 5, "is missing", package="tests.scripts")
-    with programs.children_forked():
-        run_steps({step: journal}, time.monotonic() + 300, ["--dry-run"])
+    journal = journal_of(tmp_path, Step("no_step", 5, "is missing", package="tests.scripts"))
     (outcome,) = journal.outcomes().values()
     assert (outcome.state, journal.complete()) == ("failed", False)
     assert "ModuleNotFoundError" in outcome.error["traceback"]
@@ -251,24 +250,20 @@ def test_a_case_that_was_cut_off_is_begun_again_and_given_up_in_the_end(tmp_path
     journal.write("begun", "right")
     for _ in range(3):
         journal.write("begun", "raises")
-    (tmp_path / "faulty_step.jsonl").open("a").write('{"kind": "row", "ca')  # its process was killed while it wrote
-    (tmp_path / "faulty_step.jsonl").open("a").write("\n")
+    with (tmp_path / "faulty_step.jsonl").open("a") as file:
+        file.write('{"kind": "row", "ca\n')  # its process was killed while it wrote
     worker(tmp_path, 100)
     found = journal.outcomes()
     assert (found["right"].state, found["right"].starts) == ("ended", 2)
     assert (found["raises"].error["type"], found["raises"].starts) == ("CutOff", 3)
 
 
-def test_results_of_other_sources_count_for_nothing(tmp_path):
-    old, new = (Journal("step", (tmp_path,), stamp) for stamp in ("before", "after"))
-    run_case(Case("a case", lambda: [Row("error", 0.0)]), old)
-    old.write("ended", "")
-    assert (old.complete(), new.complete(), new.outcomes()) == (True, False, {})
-
-
-def test_rows_go_to_every_folder(tmp_path):
+def test_rows_go_to_every_folder_and_results_of_other_sources_count_for_nothing(tmp_path):
     folders = tmp_path / "a", tmp_path / "b"
     for folder in folders:
         folder.mkdir()
-    Journal("step", folders, "a stamp").row("a case", Row("error", 0.0))
+    old, new = (Journal("step", folders, stamp) for stamp in ("before", "after"))
+    run_case(Case("a case", lambda: [Row("error", 0.0)]), old)
+    old.write("ended", "")
+    assert (old.complete(), new.complete(), new.outcomes()) == (True, False, {})
     assert entries(folders[0], "step") == entries(folders[1], "step") != []

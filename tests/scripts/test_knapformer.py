@@ -12,7 +12,7 @@ from scripts.reproduce.knapformer import throughput
 from scripts.reproduce.knapformer.chunks import chunks
 from scripts.reproduce.knapformer.drawing import DrawnSequences
 from scripts.reproduce.knapformer.shared import MIXED, TABLE_1, WORLD, drawn
-from scripts.reproduce.knapformer.throughput import FITTED, LOW, Load, fit, load_of, rebuild
+from scripts.reproduce.knapformer.throughput import FITTED, LOW, load_of, rebuild
 
 WIDTH, LAYERS = 3072, 57
 PIECE_S = 3.2e-6
@@ -74,14 +74,6 @@ def test_chunks_of_a_sequence_are_even_and_so_are_ranks():
     assert (runs.length <= -(-tokens[runs.sequence] // ranks[runs.sequence])).all()
     for here, size in zip(topology.first_rank, topology.ranks, strict=True):
         assert np.ptp(runs.by_rank(16)[here : here + size]) <= 1
-
-
-def test_fit_finds_the_constants_that_rows_were_made_by():
-    loads = [Load(1, 1, 7e14, 0, 0), Load(1, 1, 5e14, 3e10, 500)]
-    made = [7e14 / 2e14, 5e14 / 2e14 + (3e10 + 84e9) / 1e11 + 2 * LAYERS * 500 * PIECE_S]
-    rates = fit(loads, made, PIECE_S)
-    assert (rates.flops_per_s, rates.bytes_per_s) == pytest.approx((2e14, 1e11))
-    assert sum(rates.seconds(loads[1])) == pytest.approx(made[1])
 
 
 def test_mixed_resolutions_gain_from_bags_and_low_ones_do_not(rows):

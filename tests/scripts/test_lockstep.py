@@ -1,4 +1,4 @@
-"""Rings in lockstep: ρ_s of examples worked out by hand, and Eq. 1 by plain loops."""
+"""Rings in lockstep: Eq. 1 by plain loops, times of ring steps by events played through, and Eq. 4 as printed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask
-from scripts.reproduce.lockstep import eq_1, plan_ring, work_by_ring_step
+from dbsp_core import BlockGrid, BlockMask, Strategy
+from scripts.reproduce.eq4 import as_printed, predict_as_printed
+from scripts.reproduce.lockstep import eq_1, plan_ring, predict_ring, ring_times, work_by_ring_step
+from tests.core.cost.latency_cases import a_plan, machine, shape_of
 from tests.support.generators import EVERY_STRATEGY, SEEDS, examples
+from tests.support.programs import run_module
 
 
 def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, world: int, ring: int) -> np.ndarray:
@@ -23,33 +26,6 @@ def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, worl
     head, row, block = np.nonzero(bits)
     np.add.at(cells, (q_owner[head, row], kv_slot[head, block]), 1)
     return cells
-
-
-FIRST_HEAD = np.array(
-    [
-        [1, 1, 1, 0],
-        [1, 1, 0, 0],
-        [1, 1, 0, 0],
-        [0, 1, 0, 0],
-    ],
-    dtype=bool,
-)
-"""Its quarters, by (ring rank, slot) when query and KV blocks are both cut in half: 4, 1 above 3, 0."""
-
-
-HALVES = np.array([0, 0, 1, 1])
-
-
-def test_ring_by_hand():
-    # Eq. 3. Two ranks, one head: rank 0 has query blocks 0, 1; slot 0 carries KV blocks 0, 1.
-    # Ring step 0: rank 0 with slot 0 does 4, rank 1 with slot 1 does 0: all wait for 4.
-    # Ring step 1: rank 0 with slot 1 does 1, rank 1 with slot 0 does 3: all wait for 3.
-    # ρ_s = (4 + 3) / (8 / 2) = 1.75. In sum the ranks do 5 and 3: with no wait in between it would be 1.25.
-    cells = cell_counts(FIRST_HEAD[None], HALVES[None], HALVES[None], world=2, ring=2)
-    work = work_by_ring_step(cells, ulysses=1)
-    assert cells.tolist() == [[4, 1], [3, 0]]
-    assert work.tolist() == [[4, 0], [1, 3]]
-    assert eq_1(work) == 1.75
 
 
 @pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
@@ -71,28 +47,15 @@ def test_equals_eq_1_by_plain_loops(strategy, heads, nq, nk, seed):
     assert eq_1(work) == pytest.approx(slowest / (b.total() / world) if b else 1.0)
 
 
-def causal() -> BlockMask:
-    """8 tokens in blocks of 2: rows need 1, 2, 3, 4 blocks."""
-    return BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
-
-
-def test_a_contiguous_plan_by_hand():
-    # U1R2: rank 0 has rows 0, 1 and slot 0 has blocks 0, 1. Ring step 0: rank 0 does 3 (blocks 0; 0, 1), rank 1 does 3
-    # (2; 2, 3). Ring step 1: rank 0 with slot 1 does 0, rank 1 with slot 0 does 4. ρ_s = (3 + 4) / (10 / 2) = 1.4.
-    plan = plan_ring(causal(), "U1R2")
-    assert plan.q_owner.tolist() == [[0, 0, 1, 1]]
-    assert plan.slot.tolist() == [[0, 0, 1, 1]]
-    assert plan.work.tolist() == [[3, 3], [0, 4]]
-    assert (plan.rho, plan.moved) == (1.4, 0.0)
-
-
 def test_a_paper_plan_by_hand():
+    # 8 tokens in blocks of 2: rows need 1, 2, 3, 4 blocks.
     # R_b = 0. Rows, largest first: 4 → rank 0, 3 → rank 1, 2 → rank 1, 1 → rank 0: 5 | 5.
     # Columns have 4, 3, 2, 1 rows: block 0 → slot 0, block 1 → slot 1, block 2 → slot 1, block 3 → slot 0.
     # Rank 0 (rows 0, 3) does 3 in slot 0 (0; 0, 3) and 2 in slot 1 (1, 2); rank 1 (rows 1, 2) does 3 in slot 1
     # (1; 1, 2) and 2 in slot 0 (0; 0). Ring step 0: 3, 3; ring step 1: 2, 2. ρ_s = 5 / 5 = 1.
     # Outside attention ring rank 0 has blocks 0, 1: query and KV blocks 1 and 3 have moved, half of everything.
-    plan = plan_ring(causal(), "U1R2", "paper", reward=0.0)
+    mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
+    plan = plan_ring(mask, "U1R2", "paper", reward=0.0)
     assert plan.q_owner.tolist() == [[0, 1, 1, 0]]
     assert plan.slot.tolist() == [[0, 1, 1, 0]]
     assert plan.work.tolist() == [[3, 3], [2, 2]]
@@ -112,3 +75,77 @@ def test_plans_are_of_whole_heads_and_blocks_and_their_work_is_eq_1s(planner, st
     cells = cell_counts(mask.bits.numpy(), plan.q_owner, plan.slot, 4, y)
     assert (plan.work == work_by_ring_step(cells, x)).all()
     assert (plan.evaluate(mask).work == plan.work).all()
+
+
+def test_two_ranks_by_hand():
+    compute = np.array([[5.0, 1.0], [1.0, 5.0], [2.0, 3.0]])
+    times = ring_times(compute, [0.0, 0.0], Strategy(1, 2), 1.0)
+    assert times.attention_s == 9.0, (
+        "the second begins with what it got at 0: at 1, 6, done at 9; the first at 5, 6, 8"
+    )
+    assert times.steps == ((1.0, 0.0), (5.0, 0.0), (3.0, 0.0))
+    assert (times.compute_s, times.exposed_s) == (9.0, 0.0)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+def test_overlap_lies_between_the_longer_and_the_sum(overlap):
+    compute = np.array([[5.0], [2.0], [6.0]]).repeat(3, axis=1)
+    times = ring_times(compute, [3.0, 4.0], Strategy(1, 3), overlap)
+    assert times.attention_s == 15 + (1 - overlap) * 5
+    assert times.exposed_s == 2 + (1 - overlap) * 5
+
+
+@pytest.mark.parametrize("strategy", [Strategy(1, 5), Strategy(2, 3), Strategy(3, 2), Strategy(1, 8)], ids=str)
+def test_ranks_that_run_ahead_are_between_even_totals_and_waiting_for_all(strategy):
+    generator = np.random.default_rng(strategy.ring)
+    for _ in range(20):
+        compute = generator.gamma(1.0, size=(strategy.ring, strategy.world))
+        p2p = generator.gamma(0.2, size=strategy.ring - 1).tolist()
+        found = ring_times(compute, p2p, strategy, 1.0).attention_s
+        assert found == pytest.approx(max(played(compute, p2p, strategy)))
+        assert compute.sum(axis=0).max() <= found
+        assert found <= np.maximum(compute.max(axis=1), [*p2p, 0.0]).sum() + 1e-12
+    free = [0.0] * (strategy.ring - 1)
+    even = np.ones_like(compute)
+    assert ring_times(even, free, strategy, 1.0).attention_s == strategy.ring
+
+
+def played(compute: np.ndarray, p2p: list[float], strategy: Strategy) -> list[float]:
+    """When each rank is done, asked backwards: a rank's start of a ring step from those of the step before."""
+    y, x = strategy.ring, strategy.ulysses
+
+    def start(rank: int, step: int) -> float:
+        if step == 0:
+            return 0.0
+        ring_rank, column = divmod(rank, x)
+        around = [(ring_rank + shift) % y * x + column for shift in (-1, 0, 1)]
+        sent = max(start(other, step - 1) for other in around) + p2p[step - 1]
+        return max(start(rank, step - 1) + float(compute[step - 1, rank]), sent)
+
+    return [start(rank, y - 1) + float(compute[-1, rank]) for rank in range(strategy.world)]
+
+
+def test_equation_4_by_hand():
+    # comp = 80 / 8 · 0.5 + 1 = 6; (max(6, 9) · 3 + 6) · 1.25 = 41.25; and 2 of all-to-all
+    terms = {"all2all_s": 2.0, "p2p_s": 9.0, "dense_s": 80.0, "launch_s": 1.0}
+    assert as_printed(Strategy(2, 4), rho=1.25, density=0.5, **terms) == pytest.approx(43.25)
+    assert as_printed(Strategy(8, 1), rho=1.25, density=0.5, **terms) == pytest.approx(2 + 6 * 1.25)
+
+
+def test_it_agrees_with_the_corrected_form_for_ulysses_and_charges_rings_y_times():
+    for strategy in ("U4R1", "U1R4"):
+        _, mask, _ = a_plan(strategy)
+        plan = plan_ring(mask, strategy, "paper")
+        free, shape = machine(flops_per_s=1e9), shape_of(plan)
+        times = predict_ring(plan, shape, free).times
+        slowest_of_each_step_s = plan.work.sum(axis=0).mean() * (4 * 16 * 16 * 8 / 1e9) * plan.rho
+        printed_s = predict_as_printed(plan, mask.density, shape, free)
+        assert printed_s == pytest.approx(slowest_of_each_step_s * plan.strategy.ring)
+        assert times.attention_s <= slowest_of_each_step_s * (1 + 1e-9)  # less where ranks run ahead of others
+
+
+@pytest.mark.long
+def test_the_program_shows_both():
+    done = run_module("scripts.reproduce.eq4", "--coarsen", "16", "--gpus", "4", "--planners", "dbsp")
+    assert done.returncode == 0, done.stderr
+    assert "U1R4" in done.stdout

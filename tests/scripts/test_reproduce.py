@@ -13,12 +13,11 @@ from tests.support.programs import run_module
 
 pytestmark = pytest.mark.long
 
-KNAPFORMER = [
-    ("wir", ["--sparse-draws", "1"]),
-    ("streams", []),
+OTHER_OPTIONS = [
     ("throughput", ["--measure"]),
     ("gamma", ["--lengths", "64,128,256,512"]),
 ]
+"""Programs of KnapFormer whose figures depend on the machine, or do with these options."""
 CURRENT = {
     "balanced": [],
     "clusters": [],
@@ -63,16 +62,11 @@ def test_what_is_counted_and_modelled_next_to_what_was_measured_is_current(name)
     assert without_times(made) == without_times(kept)
 
 
-@pytest.mark.parametrize(("name", "options"), KNAPFORMER)
+@pytest.mark.parametrize(("name", "options"), OTHER_OPTIONS)
 def test_reproduction_of_knapformer(tmp_path, name, options):
     run(f"knapformer.{name}", tmp_path, "--draws", "1", *options)
     rows = published(tmp_path / f"knapformer-{name}")
     assert all("drawn" in row["label"] or "measured on" in row["label"] for row in rows)
-    if name == "wir":
-        ours = [row for row in rows if row["balancer"] == "dbsp" and row["bags"] == "g8n4"]
-        assert {row["mask"] for row in ours} == {"dense", "density 0.3"}
-        assert all(float(row["worst"]) <= 1.006 for row in ours)
-        assert all(float(row["rho"]) <= 1.025 for row in ours), "a fiftieth of a rank's work is the most for a split"
 
 
 def run(program: str, out: Path, *options: str) -> str:

@@ -13,11 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
-from dbsp_cli.generate.ranks import RankInfo
-from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
@@ -104,44 +101,6 @@ def test_from_yaml_to_mp4(tmp_path, expected, start):
     assert "Warning" not in done.stderr
     settings = RunReport.read(tmp_path / "report").environment.settings
     assert settings["model"] == "tiny-cogvideox"
-
-
-@pytest.mark.parametrize(
-    ("model", "frame", "said"),
-    [
-        (
-            "tiny-wan-i2v",
-            None,
-            "^tiny-wan-i2v needs an image, and maybe the last frame's, got 0; give one with --image FILE$",
-        ),
-        ("tiny-wan-i2v", "none", "nope.png does not exist; name a file such as a PNG or JPEG"),
-        ("tiny-wan", (96, 64), "tiny-wan makes videos from text alone; leave the image out"),
-        ("tiny-wan-i2v", (64, 160), "64×160: more than half of it would be cut off in a video of 96×64"),
-        ("tiny-wan-i2v", "text", "cannot be read as an image"),
-        ("tiny-wan-vace", (96, 64), "got 1; give one with --image FILE twice: the first frame, then the last$"),
-        ("tiny-wan-vace", 3, "^--image is given 3 times; give the first frame, and maybe the last$"),
-    ],
-)
-def test_images_that_do_not_fit_are_rejected_before_a_process_is_launched(tmp_path, model, frame, said):
-    file, count = tmp_path / "frame.png", 0 if frame is None else 1
-    if frame == "none":
-        file = tmp_path / "nope.png"
-    elif frame == "text":
-        file.write_text("no picture")
-    elif isinstance(frame, int):
-        count = frame
-    elif frame is not None:
-        Image.new("RGB", frame).save(file)
-    request = GenerationRequest(
-        model=model,
-        prompt=PROMPT,
-        images=[file] * count,
-        out=str(tmp_path / "ball.mp4"),
-        changes=[c for c in SMALL if c != "--set"],
-    )
-    with pytest.raises(ValueError, match=said) as caught:
-        resolve(request, RankInfo())
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.long

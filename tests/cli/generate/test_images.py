@@ -42,18 +42,18 @@ def test_16_bits_are_scaled_to_8(tmp_path, suffix):
         ("CMYK", "jpg", 16),
         ("YCbCr", "jpg", 16),
         ("LAB", "tiff", 2),
+        ("1", "png", 0),
     ],
 )
-def test_images_of_8_bits_look_as_they_do(tmp_path, mode, suffix, most):
+def test_images_of_8_bits_or_1_look_as_they_do(tmp_path, mode, suffix, most):
     grey = Image.fromarray(GREY)
-    image = grey.convert("P") if mode == "P" else grey.convert("RGB").convert(mode)
+    if mode in ("P", "1"):
+        image = grey.convert(mode, dither=Image.Dither.NONE)
+    else:
+        image = grey.convert("RGB").convert(mode)
     frame = frame_of(image, tmp_path / f"first.{suffix}")
-    assert abs(frame - GREY[..., None]).max() <= most
-
-
-def test_black_and_white_stays_so(tmp_path):
-    frame = frame_of(Image.fromarray(GREY).convert("1", dither=Image.Dither.NONE), tmp_path / "first.png")
-    assert np.array_equal(frame[..., 0], np.where(GREY > 127, 255, 0))
+    expected = np.where(GREY > 127, 255, 0) if mode == "1" else GREY
+    assert abs(frame - expected[..., None]).max() <= most
 
 
 @pytest.mark.parametrize("values", [(RAMP * 70000).astype(np.int32), RAMP.astype(np.float32)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,13 +59,18 @@ def test_a_checkpoint_that_is_nowhere_is_one_line(cache):
     assert "\n" not in said
 
 
+def snapshot_of(cache: Path, name: str) -> Path:
+    """Returns the path of a repository's files in the cache, where they are looked for."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a1", encoding="utf-8")
+    return repository / "snapshots" / "a1"
+
+
 def test_a_checkpoint_that_is_here_needs_no_network(cache):
-    snapshot = cache / f"models--{WAN.hub.replace('/', '--')}" / "snapshots" / "a1"
+    snapshot = snapshot_of(cache, WAN.hub)
     snapshot.mkdir(parents=True)
     (snapshot / "model_index.json").write_text("{}")
-    refs = snapshot.parents[1] / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("a1")
     for model in (WAN.hub, str(snapshot), None):
         require_checkpoint(model)
 
@@ -92,11 +98,8 @@ def decided(folder, out="video.mp4"):
 
 
 def test_a_repository_of_which_the_cache_has_a_part_is_named_with_what_it_lacks(cache, tiny):
-    snapshot = cache / "models--some--wan" / "snapshots" / "a1"
-    shutil.copytree(tiny, snapshot)
+    snapshot = shutil.copytree(tiny, snapshot_of(cache, "some/wan"))
     (snapshot / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("a1", encoding="utf-8")
     said = f"^checkpoint some/wan lacks vae/diffusion_pytorch_model.safetensors in {cache}, and https://hugg"
     with pytest.raises(UserError, match=said):
         require_checkpoint("some/wan")

@@ -11,9 +11,9 @@ import torch
 from dbsp_cli.generate import ranks
 from dbsp_cli.generate.ranks import RankInfo, processes_here
 from dbsp_cli.generate.request import GenerationRequest, resolve
+from dbsp_cli.generate.videos import outputs_left
 from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
-from tests.cli.generate.output_cases import videos_to_make
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -130,6 +130,16 @@ class TestStarting:
             processes_here(3)
 
 
+def videos_to_make(rank: int, world: int, folder: str) -> list[tuple[str, int]]:
+    """Returns prompts and seeds; prompts and videos that are there come from the folder of this rank."""
+    own = f"{folder}/{rank}"
+    asked = GenerationRequest(
+        config="tiny-wan", prompt=f"@{own}/prompts", seed=7, videos=2, out=f"{own}/{{prompt}}{{seed}}.mp4", resume=True
+    )
+    generation = resolve(asked, RankInfo(rank, world, rank, world))
+    return [(output.prompt, output.seed) for output in outputs_left(generation, torch.device("cpu"))]
+
+
 def test_ranks_of_nodes_with_other_files_make_the_videos_of_rank_0(tmp_path, pool):
     for rank, prompts in enumerate(("a ball\na sea", "a sea")):
         (tmp_path / str(rank)).mkdir()
@@ -141,44 +151,32 @@ def test_ranks_of_nodes_with_other_files_make_the_videos_of_rank_0(tmp_path, poo
 
 LOST = f"CommunicationError: {BROKE_OFF}: one of the other ranks may have died"
 """The last words of a rank whose neighbour is gone."""
+MISTAKE = "a warning\ndbsp: error: yours to mend\n"
 
 
-class TestExplaining:
-    """torchrun says which ranks had failed when it saw the first, and the files what they said; rank 0 has said it."""
-
-    @staticmethod
-    def explain(folder, codes: dict[int, int], said: dict[int, str]) -> int:
-        for rank, text in said.items():
-            log = folder / "run" / "attempt_0" / str(rank) / "stderr.log"
-            log.parent.mkdir(parents=True)
-            log.write_text(text)
-        return ranks._explain({rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}, folder)
-
-    def test_a_killed_rank_is_named_with_its_last_words(self, tmp_path, capsys):
-        assert self.explain(tmp_path, {0: 1, 1: -9, 2: 1, 3: -15}, {1: "step 1\nstep 2", 2: LOST}) == 1
-        assert capsys.readouterr().err == (
+@pytest.mark.parametrize(
+    ("codes", "said", "code", "explained"),
+    [
+        (
+            {0: 1, 1: -9, 2: 1, 3: -15},
+            {1: "step 1\nstep 2", 2: LOST},
+            1,
             "dbsp: rank 1 failed (exit code -9: killed; out of memory? see dmesg); the end of its output:\n"
-            "step 1\nstep 2\n"
-        )
-
-    def test_a_rank_that_missed_another_is_not_blamed(self, tmp_path, capsys):
-        assert self.explain(tmp_path, {0: 1, 1: 1, 2: -15}, {1: LOST}) == 1
-        assert capsys.readouterr().err == "", "rank 0 has the terminal"
-
-    def test_a_rank_that_said_nothing(self, tmp_path, capsys):
-        assert self.explain(tmp_path, {0: -15, 2: 7}, {}) == 7
-        assert capsys.readouterr().err == "dbsp: rank 2 failed (exit code 7)\n"
-
-    def test_rank_0_that_was_killed_is_named(self, tmp_path, capsys):
-        assert self.explain(tmp_path, {0: -9, 1: 1}, {1: LOST}) == 1
-        assert "rank 0 failed (exit code -9: killed; out of memory? see dmesg)\n" in capsys.readouterr().err
-
-    @pytest.mark.parametrize("first", [2, -15])
-    def test_a_mistake_of_the_users_is_one_line_of_one_rank(self, tmp_path, capsys, first):
-        text = "a warning\ndbsp: error: yours to mend\n"
-        assert self.explain(tmp_path, {0: first, 1: 2}, {1: text}) == 2
-        assert capsys.readouterr().err == ("" if first == 2 else "dbsp: error: yours to mend\n")
-
-    def test_control_characters_are_shown(self, tmp_path, capsys):
-        assert self.explain(tmp_path, {1: 1}, {1: "\x1b[31mred"}) == 1
-        assert "\\x1b[31mred" in capsys.readouterr().err
+            "step 1\nstep 2\n",
+        ),
+        ({0: 1, 1: 1, 2: -15}, {1: LOST}, 1, ""),  # it missed another rank; rank 0 has the terminal
+        ({0: -15, 2: 7}, {}, 7, "dbsp: rank 2 failed (exit code 7)\n"),
+        ({0: -9, 1: 1}, {1: LOST}, 1, "dbsp: rank 0 failed (exit code -9: killed; out of memory? see dmesg)\n"),
+        ({0: 2, 1: 2}, {1: MISTAKE}, 2, ""),
+        ({0: -15, 1: 2}, {1: MISTAKE}, 2, "dbsp: error: yours to mend\n"),
+        ({1: 1}, {1: "\x1b[31mred"}, 1, "dbsp: rank 1 failed (exit code 1); the end of its output:\n\\x1b[31mred\n"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named_with_its_last_words(tmp_path, capsys, codes, said, code, explained):
+    """torchrun says which ranks had failed when it saw the first, and the files what they said; rank 0 has said it."""
+    for rank, text in said.items():
+        log = tmp_path / "run" / "attempt_0" / str(rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+    assert ranks._explain({rank: SimpleNamespace(exitcode=one) for rank, one in codes.items()}, tmp_path) == code
+    assert capsys.readouterr().err == explained

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import diffusers.utils
 import imageio.v2 as imageio
 import numpy as np
 import pytest
@@ -11,13 +16,16 @@ import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
+import dbsp_diffusers
 from dbsp_cli.generate import videos
-from dbsp_cli.generate.pipeline import Features
+from dbsp_cli.generate.pipeline import Features, _quantization, load_pipeline
 from dbsp_cli.generate.ranks import ENDING, RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import BlockMask, save_mask
+from dbsp_core.models.settings import GenerateSettings
+from dbsp_core.models.table import TINY_MODELS
 from dbsp_core.sources import DenseSource, MaskRequest
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
@@ -92,8 +100,6 @@ def test_every_shipped_tiny_configuration_makes_a_video(tmp_path, name):
 )
 def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
     """Stock diffusers, with the same masks, in this process."""
-    import diffusers
-
     # 1. As the command makes it.
     pictures = []
     for number in range({"wan-vace": 2, "wan-i2v": 1}.get(model, 0)):
@@ -184,8 +190,6 @@ def test_a_cache_that_takes_every_step_for_the_same_computes_the_first_alone(tmp
 
 @pytest.mark.parametrize(("strategy", "guidance"), [("auto", "auto"), ("U1R1", False)])
 def test_strategy_auto_considers_two_halves_for_guidance(tmp_path, monkeypatch, strategy, guidance):
-    import dbsp_diffusers
-
     enable, seen = dbsp_diffusers.enable, []
 
     def noted(*args, **options):
@@ -200,11 +204,9 @@ def test_strategy_auto_considers_two_halves_for_guidance(tmp_path, monkeypatch, 
 
 
 def test_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
-    from diffusers import WanTransformer3DModel
-
     seen = []
     monkeypatch.setattr(
-        WanTransformer3DModel, "compile_repeated_blocks", lambda self: seen.append(self.forward.__module__)
+        diffusers.WanTransformer3DModel, "compile_repeated_blocks", lambda self: seen.append(self.forward.__module__)
     )
     make_videos(decided(tmp_path, features=Features(compile=True), changes=(*SMALL, *ONE_PASS)))
     assert len(seen) == 1
@@ -212,18 +214,9 @@ def test_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
 
 def test_quantized_weights_are_asked_for_by_transformer(monkeypatch):
     """No weights are loaded: torchao is a stub."""
-    import sys
-    import types
-
-    from dbsp_cli.generate.pipeline import _quantization
-    from dbsp_core.models.table import TINY_MODELS
-
-    quantization = types.ModuleType("quantization")
-    quantization.Int8WeightOnlyConfig = quantization.Float8WeightOnlyConfig = type("Config", (), {})
-    torchao = types.ModuleType("torchao")
-    torchao.quantization = quantization
-    monkeypatch.setitem(sys.modules, "torchao", torchao)
-    monkeypatch.setitem(sys.modules, "torchao.quantization", quantization)
+    stub = SimpleNamespace(Int8WeightOnlyConfig=object, Float8WeightOnlyConfig=object)
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(quantization=stub))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", stub)
     monkeypatch.setattr("diffusers.TorchAoConfig", lambda kind: {"quant_type": kind})
     monkeypatch.setattr("diffusers.PipelineQuantizationConfig", lambda quant_mapping: quant_mapping)
     assert set(_quantization("int8", TINY_MODELS["wan"])) == {"transformer"}
@@ -231,10 +224,6 @@ def test_quantized_weights_are_asked_for_by_transformer(monkeypatch):
 
 
 def test_wans_vae_is_in_float32_and_cogvideox_in_the_dtype_of_all(tmp_path):
-    from dbsp_cli.generate.pipeline import load_pipeline
-    from dbsp_core.models.settings import GenerateSettings
-    from dbsp_core.models.table import TINY_MODELS
-
     settings = GenerateSettings(dtype="bfloat16")
     for name, expected in (("wan", torch.float32), ("cogvideox", torch.bfloat16)):
         folder = str(make_tiny(name, tmp_path / name))
@@ -256,8 +245,6 @@ class TestPaths:
 
     @pytest.mark.parametrize("left", [0, -100], ids=["nothing", "without its end"])
     def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, left):
-        import diffusers.utils
-
         export = diffusers.utils.export_to_video
 
         def cut_short(frames, path, fps):
@@ -274,11 +261,6 @@ class TestPaths:
 
     @pytest.mark.parametrize("number", ENDING)
     def test_a_signal_that_ends_it_while_writing_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, number):
-        import os
-        import signal
-
-        import diffusers.utils
-
         before = signal.signal(number, signal.SIG_DFL)
         monkeypatch.setattr(diffusers.utils, "export_to_video", lambda *_, **__: os.kill(os.getpid(), number))
         (tmp_path / "ball.mp4").write_bytes(b"an older video")

@@ -1,6 +1,10 @@
-"""The shipped weights follow the caption, and the masks of learned attention have the numbers of the results."""
+"""The shipped weights follow the caption, their masks have the numbers of the results, and so have their programs."""
 
 from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ import torch
 from dbsp_cli.mask_tools.info import MaskSeries
 from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core import make_plan
+from tests.support.programs import run_module
 from tests.support.repository import ROOT
 
 MASKS = ROOT / "tests" / "data" / "learned-masks.safetensors"
@@ -41,39 +46,20 @@ def dominant_colour(frames: torch.Tensor) -> str | None:
     return list(COLOURS)[int(torch.bincount(nearest, minlength=4).argmax())]
 
 
-@pytest.fixture(scope="module")
-def pipeline():
+@pytest.mark.long
+@torch.no_grad()
+def test_the_shipped_weights_follow_the_caption():
     diffusers = pytest.importorskip("diffusers")
     pytest.importorskip("transformers")
     pipe = diffusers.WanPipeline.from_pretrained(TRAINED_WAN, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-@torch.no_grad()
-def frames_of(pipe, prompt: str, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    video = pipe(
-        prompt=prompt,
-        negative_prompt="",
-        height=144,
-        width=240,
-        num_frames=9,
-        num_inference_steps=8,
-        guidance_scale=3.0,
-        generator=generator,
-        output_type="pt",
-    ).frames
-    return video[0].float()
-
-
-@pytest.mark.long
-def test_the_shipped_weights_follow_the_caption(pipeline):
-    seen = {
-        (name, seed): dominant_colour(frames_of(pipeline, CAPTIONS[name], seed))
-        for name in CAPTIONS
-        for seed in (0, 1)
-    }
+    size = {"height": 144, "width": 240, "num_frames": 9}
+    asked = {"negative_prompt": "", "num_inference_steps": 8, "guidance_scale": 3.0, "output_type": "pt"}
+    seen = {}
+    for (name, caption), seed in itertools.product(CAPTIONS.items(), (0, 1)):
+        generator = torch.Generator().manual_seed(seed)
+        (video,) = pipe(prompt=caption, generator=generator, **size, **asked).frames
+        seen[name, seed] = dominant_colour(video.float())
     right = sum(colour == name for (name, _), colour in seen.items())
     assert right >= 6, seen  # of 8; by chance, 2
 
@@ -110,3 +96,55 @@ def test_learned_masks_are_unequal_and_db_sp_evens_them_out(series, strategy, un
     plans = [make_plan(mask, strategy) for mask in masks]
     assert np.mean([plan.rho_before for plan in plans]) > unequal
     assert np.mean([plan.rho for plan in plans]) < 1.01
+
+
+def test_measures_of_videos():
+    pytest.importorskip("diffusers")
+    pytest.importorskip("skimage")
+    from scripts.training.trained_model.small_model import psnr, relative_l1, ssim
+
+    video = torch.rand(2, 3, 48, 64, generator=torch.Generator().manual_seed(0)) * 0.5
+    darker, blurred = video + 0.1, torch.nn.functional.avg_pool2d(video, 5, 1, 2)
+    assert psnr(darker, video) == pytest.approx(20.0, abs=0.01), "an error of 0.1 everywhere is −20 dB of 1"
+    assert psnr(blurred, video) < 20
+    assert ssim(video, video) == pytest.approx(1.0)
+    assert ssim(blurred, video) < ssim(darker, video) < 1, "structure counts for more than brightness"
+    assert [relative_l1(video, video), relative_l1(video * 1.5, video)] == [0.0, pytest.approx(0.5, abs=1e-5)]
+
+
+def rows_of(program: str, file: str, folder: Path, *options: object) -> list[dict[str, str]]:
+    """Returns the rows that a program with one prompt and one step writes to a file."""
+    few = ("--prompts", 1, "--steps", 1, "--out", folder)
+    done = run_module(f"scripts.training.trained_model.{program}", *few, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with (folder / file).open(newline="") as rows:
+        return list(csv.DictReader(rows))
+
+
+@pytest.mark.long
+def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
+    options = ("--seeds", 1, "--every", 2, "--sources", "window")
+    sparse, denser = rows_of("quality", "quality.csv", tmp_path, *options)
+    assert sparse["label"] == denser["label"] == "measured on the small trained model"
+    assert 0 < float(sparse["density"]) < float(denser["density"]) < 1
+    assert float(sparse["psnr"]) < float(denser["psnr"])
+    assert float(sparse["ssim"]) < float(denser["ssim"]) < 1
+    assert float(sparse["relative_l1"]) > float(denser["relative_l1"]) > 0
+    for name in ("quality.png", "quality-frames.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_int8_in_exchanges_is_near_to_what_was_not_rounded(tmp_path):
+    (row,) = rows_of("int8_exchange", "int8-videos.csv", tmp_path, "--seeds", 1, "--masks", "dense")
+    assert float(row["psnr"]) > 40
+    assert 3e-3 < float(row["attention_error"]) < 8e-3
+
+
+@pytest.mark.long
+def test_int8_kernel_costs_most_where_keys_have_outliers(tmp_path):
+    rows = rows_of("int8_kernel", "int8-kernel.csv", tmp_path)
+    error = {(row["tokens"], row["inputs"], row["keys"]): float(row["mean_error"]) for row in rows}
+    assert 4e-3 < error["small trained model", "int8", "as they are"] < 1e-2
+    of_outliers = [error["synthetic, outliers in keys", "int8", keys] for keys in ("as they are", "less their mean")]
+    assert of_outliers[0] > 2 * of_outliers[1]

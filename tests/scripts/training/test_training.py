@@ -2,39 +2,107 @@
 
 from __future__ import annotations
 
-import json
+import math
+from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from rich.progress import Progress
 
 from tests.support.programs import run_module
 
 pytest.importorskip("diffusers")
+from scripts.training import autoencoder, flow, loop, plain, text
+
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def found() -> dict:
-    return json.loads(run("tests.scripts.training.training_cases").splitlines()[-1])
+class Stopped(RuntimeError):
+    """The run was interrupted."""
 
 
-def run(module: str, *arguments: object) -> str:
-    done = run_module(module, *arguments)
+def stopping(function, after: int | None):
+    """The function, which raises at its call number `after`."""
+    calls = iter(range(1 << 30))
+
+    def once(*args):
+        if next(calls) == after:
+            raise Stopped
+        return function(*args)
+
+    return once
+
+
+def train_autoencoder(folder: Path, stop: int | None, steps: int = 4):
+    torch.manual_seed(1)
+    vae = autoencoder.make_autoencoder(2)
+    clips = [autoencoder.Clips(steps, 1, 5, 16, 16)]
+    with pytest.MonkeyPatch.context() as patched, Progress(disable=True) as progress:
+        patched.setattr(autoencoder, "_clips", stopping(autoencoder._clips, stop))
+        history = autoencoder.train_autoencoder(vae, "vae", clips, 1e-3, 5, folder, progress)
+    return vae.state_dict(), history.losses
+
+
+def train_transformer(folder: Path, stop: int | None, steps: int = 4):
+    torch.manual_seed(1)
+    transformer = flow.make_transformer(8, 1)
+    videos = flow.Videos(torch.randn(3, 16, 3, 4, 6), torch.randn(3, 8, 64), torch.zeros(8, 64))
+    phases = [flow.Phase(min(2, steps), 2, 2), flow.Phase(max(steps - 2, 0), 1, 3)]
+    with pytest.MonkeyPatch.context() as patched, Progress(disable=True) as progress:
+        patched.setattr(flow, "_loss", stopping(flow._loss, stop))
+        average, history = flow.train_transformer(transformer, videos, phases, 1e-3, 5, folder, progress)
+    return average.state_dict(), history.losses
+
+
+@pytest.mark.parametrize("train", [train_autoencoder, train_transformer])
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatch, train):
+    """One of two runs is stopped after three of four steps."""
+    whole, cut, new = (tmp_path / name for name in ("whole", "cut", "new"))
+    for folder in (whole, cut, new):
+        folder.mkdir()
+    weights, losses = train(whole, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "SAVE_EVERY", 2)
+        with pytest.raises(Stopped):
+            train(cut, 3)
+    again, losses_again = train(cut, None)
+    assert all(torch.equal(a, b) for a, b in zip(weights.values(), again.values(), strict=True))
+    assert losses == losses_again
+    assert all(map(math.isfinite, losses))
+    begun, _ = train(new, 0, steps=0)
+    assert any(not torch.equal(a, b) for a, b in zip(weights.values(), begun.values(), strict=True)), "it learned"
+
+
+@torch.no_grad()
+def test_captions_with_few_pads_are_attended_as_with_all():
+    """Cross-attention on 16 tokens, one pad for all the rest, against WanPipeline's 512; and without its weight."""
+    torch.manual_seed(0)
+    block = flow.make_transformer(8, 1).blocks[0]
+    hidden, words = torch.randn(2, 5, 96), torch.randn(2, 9, 96)
+    pad = torch.randn(96)
+    short, full = (torch.cat([words, pad.expand(2, size - 9, 96)], 1) for size in (16, text.PADDED))
+    expected = block.attn2(hidden, full)
+    found = flow.FewPads(block.attn2.processor)(block.attn2, hidden, short)
+    assert (found - expected).abs().max() <= 1e-4
+    assert (block.attn2(hidden, short) - expected).abs().max() > 1e-2, "the pads must matter for this to be a test"
+
+
+def test_attention_written_out_is_attention(monkeypatch):
+    """With a mask that is added and with one of bits, in several pieces."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, size, 8) for size in (40, 50, 50))
+    mask = torch.randn(1, 1, 40, 50)
+    monkeypatch.setattr(plain, "_TOGETHER", 4000)
+    for one in (mask, mask > 0, (mask > 0).expand(2, 3, -1, -1)):
+        error = plain.plain_attention(q, k, v, one) - F.scaled_dot_product_attention(q, k, v, one)
+        assert error.abs().max() < 0.05  # bfloat16
+
+
+def run(*arguments: object) -> str:
+    done = run_module(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize("stage", ["autoencoder", "transformer"])
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights(found, stage):
-    assert found[stage] == {"same": True, "losses": True, "finite": True, "learned": True}
-
-
-def test_captions_with_few_pads_are_attended_as_with_all(found):
-    assert found["pads"]["error"] <= 1e-4
-    assert found["pads"]["ignored"] > 1e-2, "the pads must matter for this to be a test"
-
-
-def test_attention_written_out_is_attention(found):
-    assert found["attention"] < 0.05  # bfloat16
 
 
 def test_a_toy_run_makes_a_pipeline_with_a_card_and_runs_again(tmp_path):

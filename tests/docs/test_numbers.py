@@ -1,4 +1,4 @@
-"""Every number of README's tables and claims is that of its file in docs/results."""
+"""Numbers and names in tables and claims of README and other pages are those of docs/results and the code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import re
 
 import pytest
 
-from dbsp_diffusers.models import ARCHITECTURES
-from tests.docs.results import of_balance, rows
+from dbsp_diffusers.models import ARCHITECTURES, UNSUPPORTED
+from tests.docs.results import rows, table
 from tests.support.repository import ROOT
 
 TEXT = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 MODEL_NAMES = {"Wan2.1 14B": "wan2.1-t2v-14b", "CogVideoX1.5 5B": "cogvideox1.5-5b"}
 STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
 IN_USE = ("slow drift, 50 steps", "trained model, 50 steps")
+PLANS = (("contiguous", "contiguous"), ("snake", "contiguous"), ("contiguous", "striped"), ("paper", "contiguous"))
+"""Planners and layouts of the columns of docs/results/even.md, but for our own."""
 
 
 def said(pattern: str) -> list[float]:
@@ -23,15 +25,57 @@ def said(pattern: str) -> list[float]:
     return [float(one) for one in ([found] if isinstance(found, str) else found)]
 
 
+def balanced(strategy: str, planner: str, layout: str, *keys: str) -> list[float]:
+    """Numbers of balanced.csv on one way to plan Wan2.1-14B's masks."""
+    (row,) = rows("balanced", preset="wan2.1-t2v-14b", strategy=strategy, planner=planner, layout=layout)
+    return [float(row[key]) for key in keys]
+
+
 def rho(strategy: str, planner: str, layout: str = "contiguous") -> float:
-    return float(of_balance(strategy, planner, layout)["rho"])
+    return balanced(strategy, planner, layout, "rho")[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_table_of_balance(strategy):
+    (row,) = (row for row in table("docs/results/even.md", "| | before | snake | striped |") if row[0] == strategy)
+    *columns, paper_moved, ours, ours_moved, _ = [
+        [float(one) for one in re.findall(r"[\d.]+", cell)] for cell in row[1:]
+    ]
+    for (planner, layout), cell in zip((*PLANS, ("dbsp", "striped")), (*columns, ours), strict=True):
+        assert cell == pytest.approx(balanced(strategy, planner, layout, "rho", "rho_max"), abs=0.00051), planner
+    for plan, (moved,), within in ((PLANS[-1], paper_moved, 0.51), (("dbsp", "striped"), ours_moved, 0.051)):
+        assert moved == pytest.approx(100 * balanced(strategy, *plan, "moved")[0], abs=within), plan
+
+
+def test_seconds_of_minimax_h3():
+    """The engine's tests run the page's commands."""
+    found = table("docs/minimax-h3.md", "| attention | ")
+    kept = rows("h3", machine="h100")
+    assert len(found) == len(kept)
+    for attention, way, _, milliseconds in found:
+        (row,) = [row for row in kept if (row["attention"], row["way"]) == (attention, way)]
+        digits = len(milliseconds.partition(".")[2])
+        assert float(milliseconds) == round(float(row["attention_ms"]), digits), row
+
+
+def test_each_known_class_has_a_row():
+    classes = table("docs/diffusers.md", "| class in diffusers | pipelines | |")
+    named = [name for cells in classes for name in re.findall(r"`(\w+)`", cells[0])]
+    assert sorted(named) == sorted(ARCHITECTURES)
+    assert all(pipelines for _, pipelines, _ in classes)
+    assert said(r"(\d+) transformer classes") == [len(ARCHITECTURES)]
+
+
+def test_rejected_classes_have_their_reasons():
+    reasons = {name.strip("`"): why for name, why in table("docs/diffusers.md", "| class in diffusers | why |")}
+    assert reasons.items() <= UNSUPPORTED.items()
+    videos = {name for name in UNSUPPORTED if name.endswith("3DModel") and "image" not in UNSUPPORTED[name]}
+    assert videos <= reasons.keys()
 
 
 def test_seconds_per_video():
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    cells = [[one.strip(" *") for one in line.strip("|").split("|")] for line in lines if line.count("|") == 6]
     named, model = [], ""
-    for title, gpu, *seconds in cells[2:]:
+    for title, gpu, *seconds in table("README.md", "| model, video | GPU |"):
         model = title.partition(",")[0] or model
         (row,) = rows("seconds", model=MODEL_NAMES[model], machine=gpu.lower(), gpus="8")
         assert [float(one) for one in seconds] == [round(float(row[key])) for key in ("dense_s", "blind_s", "dbsp_s")]
@@ -111,7 +155,3 @@ def test_what_xdit_says_is_in_its_source(message):
         for path in ROOT.joinpath(folder, part).rglob("*.py")
     )
     assert any(message in path.read_text(encoding="utf-8") for path in sources)
-
-
-def test_how_many_classes():
-    assert said(r"(\d+) transformer classes") == [len(ARCHITECTURES)]

@@ -1,17 +1,60 @@
-"""scripts/versions: private names of the installed frameworks, and messages where versions differ."""
+"""Help of all scripts; checks of other projects' masks, engines' tests, seeded faults and versions of frameworks."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from scripts.checks.csv_table import update_table
+from scripts.checks.engines import tests_run
+from scripts.checks.seeded_faults import FAULTS, REPO, copied, tried
+from scripts.checks.upstream.upstream_refs.finding import compared
 from scripts.checks.versions.__main__ import TESTS, by_reason, outcomes
 from scripts.checks.versions.private_names import PrivateName, message, private_names
 from tests.support.programs import run_module
 from tests.support.repository import ROOT
+
+
+def test_masks_that_differ_are_counted_in_both_directions(tmp_path):
+    found = compared("project", tmp_path, "masks", [[1, 1], [0, 0]], [[1, 0], [1, 1]])
+    assert (found.compared, found.theirs_only, found.ours_only, found.equal) == (4, 1, 2, False)
+    assert (found.density_theirs, found.density_ours) == (0.5, 0.75)
+    assert compared("project", tmp_path, "masks", [True], [True]).equal
+
+
+REPORT = """<testsuites><testsuite>
+<testcase name="test_exact[U2R1]"/><testcase name="test_exact[U1R2]"><failure message="off"/></testcase>
+<testcase name="test_exact[U2R2]"><error message="hang"/></testcase>
+<testcase name="test_rejected"><skipped message="no GPU"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_cases_are_counted_by_test_and_outcome(tmp_path, monkeypatch):
+    report = tmp_path / "engine.xml"
+    report.write_text(REPORT, encoding="utf-8")
+    monkeypatch.setattr(tests_run, "version", lambda engine: f"1.0 of {engine}")
+    assert tests_run.rows_of("sglang", report) == [
+        {"engine": "sglang", "version": "1.0 of sglang", "test": name, "passed": one, "failed": two, "skipped": three}
+        for name, one, two, three in (("test_exact", 1, 2, 0), ("test_rejected", 0, 0, 1))
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.concept)
+def test_fault_changes_one_line_and_its_tests_exist(fault):
+    assert (REPO / fault.file).read_text(encoding="utf-8").count(fault.text) == 1
+    assert fault.text != fault.replacement
+    assert (REPO / fault.tests.split()[0]).exists()
+
+
+@pytest.mark.long
+def test_a_fault_is_caught_and_no_fault_is_missed(tmp_path):
+    copy, fault = copied(tmp_path / "copy"), FAULTS[0]
+    assert tried(replace(fault, replacement=fault.text), copy, 0) == "missed"
+    assert tried(fault, copy, 1) == "caught"
+    assert (copy / fault.file).read_text(encoding="utf-8") == (REPO / fault.file).read_text(encoding="utf-8")
 
 
 def test_what_is_installed_has_every_private_name():
@@ -77,3 +120,26 @@ def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
     assert table.read_text().splitlines() == ["name,of,found", "b,1,4", "a,1,3"]
     update_table(table, [{"name": "c", "of": 2, "found": 5}], ("name", "of"), order=[("a", "1"), ("c", "2")])
     assert table.read_text().splitlines() == ["name,of,found", "a,1,3", "c,2,5"]
+
+
+PARTS = {f"scripts.checks.{name}" for name in ("stress.faults.rank", "gpu.machine", "versions.private_names")}
+PARTS |= {f"scripts.checks.engines.{name}" for name in ("sglang_command", "vllm_omni_command")}
+"""Processes that other programs start."""
+
+
+def programs() -> list[str]:
+    files = [path for path in (ROOT / "scripts").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", sorted(set(programs()) - PARTS))
+def test_help_is_all_that_happens(module):
+    done = run_module(module, "--help", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.lstrip().lower().startswith("usage:")
+
+
+def test_all_programs_are_found():
+    assert set(programs()) > PARTS
+    assert {"scripts.bench.planner", "scripts.reproduce.authors.fit", "scripts.training"} <= set(programs())

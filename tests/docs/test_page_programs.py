@@ -1,0 +1,80 @@
+"""Programs on pages run as printed, with tiny models."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_diffusers.models import ARCHITECTURES, register_architecture
+from tests.docs.ranks import run_on_ranks
+from tests.support.repository import ROOT
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def programs_of(text: str, having: str) -> list[str]:
+    return [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if having in code]
+
+
+def with_lines(program: str, *lines: str) -> str:
+    """Returns a program with other values of variables."""
+    for line in lines:
+        program, replaced = re.subn(rf"^{line.split()[0]} = .*$", line, program, flags=re.M)
+        assert replaced == 1
+    return program
+
+
+def test_the_model_that_is_added_is_right_on_two_ranks(tmp_path):
+    (example,) = programs_of(page("adding-a-model"), "init_process")
+    (tmp_path / "example.py").write_text(example)
+    said, _ = run_on_ranks(2, tmp_path, "example.py")
+    assert sorted(said) == ["0", "1"]
+    for lines in said.values():
+        ((from_one_process, from_dense),) = re.findall(r"from one process (\S+), from dense (\S+)", lines)
+        assert float(from_one_process) <= 1e-5
+        assert float(from_dense) > 1e-3, "the mask must matter"
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="known already"):
+        register_architecture("WanTransformer3DModel", ARCHITECTURES["FluxTransformer2DModel"])
+    register_architecture("WanTransformer3DModel", ARCHITECTURES["WanTransformer3DModel"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["diffusers", "paraattention"])
+def test_the_script_makes_a_video_and_shows_what_sparse_attention_does(tmp_path, monkeypatch, name, dbsp):
+    pytest.importorskip("para_attn")
+    text = page(name)
+    script, instead = programs_of(text, "MODEL =")
+    (command,) = re.findall(r"`dbsp (tiny wan-trained \S+)`", text)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = dbsp(*command.split())
+    assert code == 0, err
+    less = '"num_frames": 17, "num_inference_steps": 2'
+    instead, fewer = re.subn('"num_frames": 33, "num_inference_steps": 12', less, instead)
+    assert fewer == 1
+    (tmp_path / "generate.py").write_text(with_lines(script, *instead.splitlines()))
+    said, errors = run_on_ranks(2, tmp_path, "generate.py")
+    assert (tmp_path / "video.mp4").stat().st_size > 1000
+    assert "left nothing out" not in errors
+    shown = ast.literal_eval(said["0"].strip().splitlines()[-1])
+    assert shown["calls"] > 0
+    assert 1.001 < shown["mean_rho"] < 1.5
+
+
+@pytest.mark.long
+def test_the_training_program_trains_on_three_ranks_of_which_one_has_no_data(tmp_path):
+    (program, *_) = programs_of(page("training"), "MODEL =")
+    folder = make_tiny("wan", tmp_path / "tiny")
+    lines = f'MODEL = "{folder}"', "LOADERS = [[(3, 8, 12)], [(1, 8, 8)] * 2, []]", "STEPS = 2"
+    (tmp_path / "train.py").write_text(with_lines(program, *lines))
+    said, _ = run_on_ranks(3, tmp_path, "train.py")
+    losses = re.findall(r"step (\d): loss of all samples (\d+\.\d+)", "".join(said.values()))
+    assert [step for step, _ in losses] == ["0", "1"]
+    assert all(float(loss) > 0 for _, loss in losses)
