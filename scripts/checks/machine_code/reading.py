@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.checks.machine_code.compiler import Compiled
+from scripts.checks.machine_code.launches import Compiled
 from scripts.checks.machine_code.sass import (
+    LOCAL,
     OF_INT8,
     OF_WARPGROUPS,
     PRODUCTS,
@@ -112,8 +113,8 @@ def findings(compiled: Compiled, arch: int) -> Findings:
         registers=registers,
         spills=sum(map(int, re.findall(r"(\d+) bytes spill", compiled.log))),
         stack=int(_found(r"(\d+) bytes stack frame", compiled.log)),
-        local_accesses=sum(map(_is_local, code)),
-        local_in_loops=len({one.at for body in loops(code) for one in body if _is_local(one)}),
+        local_accesses=sum(one.name in LOCAL for one in code),
+        local_in_loops=len({one.at for body in loops(code) for one in body if one.name in LOCAL}),
         shared_bytes=compiled.shared,
         programs_per_multiprocessor=_programs(compiled, registers, MULTIPROCESSORS[arch]),
     )
@@ -171,20 +172,12 @@ def full_loop(code: Sequence[Instruction]) -> Sequence[Instruction] | None:
     return min((body for body in loops(code) if any(one.name in PRODUCTS for one in body)), key=len, default=None)
 
 
-def _is_local(one: Instruction) -> bool:
-    return one.name in ("LDL", "STL")
-
-
 def _programs(compiled: Compiled, registers: int, of: Multiprocessor) -> int:
-    threads = _threads(compiled)
+    threads = int(_found(r"\.(?:reqntid|maxntid) (\d+)", compiled.ptx))
     of_warp = -(-registers * 32 // 256) * 256
     return min(
         of.shared // (compiled.shared + 1024), of.threads // threads, of.registers // (of_warp * -(-threads // 32))
     )
-
-
-def _threads(compiled: Compiled) -> int:
-    return int(_found(r"\.(?:reqntid|maxntid) (\d+)", compiled.ptx))
 
 
 def _found(pattern: str, text: str) -> str:
