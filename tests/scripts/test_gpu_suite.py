@@ -264,11 +264,3 @@ def test_results_of_other_sources_count_for_nothing(tmp_path):
     run_case(Case("a case", lambda: [Row("error", 0.0)]), old)
     old.write("ended", "")
     assert (old.complete(), new.complete(), new.outcomes()) == (True, False, {})
-
-
-def test_rows_go_to_every_folder(tmp_path):
-    folders = tmp_path / "a", tmp_path / "b"
-    for folder in folders:
-        folder.mkdir()
-    Journal("step", folders, "a stamp").row("a case", Row("error", 0.0))
-    assert entries(folders[0], "step") == entries(folders[1], "step") != []
