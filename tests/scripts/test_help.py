@@ -7,8 +7,8 @@ import pytest
 from tests.support.programs import run_module
 from tests.support.repository import ROOT
 
-PARTS = {f"scripts.checks.{name}" for name in ("stress.faults.rank", "gpu.machine", "versions.private_names")}
-PARTS |= {f"scripts.checks.engines.{name}" for name in ("sglang_command", "vllm_omni_command")}
+OF_CHECKS = ("gpu.machine", "versions.private_names", "engines.sglang_command", "engines.vllm_omni_command")
+PARTS = {f"scripts.checks.{name}" for name in (*OF_CHECKS, "stress.faults.fault_injection")}
 """Processes that other programs start."""
 
 
