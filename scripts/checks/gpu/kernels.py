@@ -14,12 +14,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dbsp_kernels import BackwardInputs, KernelInputs, block_attention_backward, merge_into
+from dbsp_kernels import block_attention_backward, merge_into
 from dbsp_kernels import prediction as predicted
 from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
 from dbsp_kernels.tables import expand_rows, pack_rows
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.setting import MOST_ERROR, Setting, Shape
+from tests.kernels.backward_inputs import expected_and_inputs
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error, rounded_to_int8
 
 MOST_GRADIENT_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -93,32 +94,10 @@ def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
 
 def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
     """Gradients against autograd of the same attention in float64, twice: bits must repeat."""
-    p = packed_for(setting, shape)
-    leaves = [one.double().requires_grad_(True) for one in (p.q, p.k, p.v)]
-    rows, blocks = len(p.q), len(p.k)
-    allowed = torch.zeros(rows, blocks, shape.block_k, dtype=torch.bool)
-    for row, count in enumerate(p.kv_count.tolist()):
-        for block in p.kv_index[row, :count].tolist():
-            allowed[row, block, : p.kv_len[block]] = True
-    flat = allowed.flatten(1)[:, None]
-    scores = torch.einsum("rqd,ckd->rqck", *leaves[:2]).flatten(2) * shape.head_dim**-0.5
-    lse = scores.detach().masked_fill(~flat, -torch.inf).logsumexp(-1)
-    some = p.kv_count[:, None, None] > 0
-    weights = torch.softmax(scores.masked_fill(~flat & some, -torch.inf), -1).masked_fill(~some, 0.0)
-    out = weights @ leaves[2].flatten(0, 1)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(shape.dtype)
-    out.backward(dout.double())
-    reads = allowed.any(-1).T.contiguous()  # [Ck, Rq]
-    order = reads.int().argsort(dim=1, descending=True, stable=True).int()
-    on = p.to(setting.device)
-    scale, full = shape.head_dim**-0.5, full_counts(p).to(setting.device)
-    given = KernelInputs(on.q, on.k, on.v, on.kv_index, on.kv_count, on.kv_len, scale, full)
-    table = order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device)
-    parts = dout, out.detach().to(shape.dtype), lse.float()
-    inputs = BackwardInputs(given, *(one.to(setting.device) for one in parts), lambda: table)
+    expected, inputs = expected_and_inputs(packed_for(setting, shape), device=setting.device)
     found, again = (block_attention_backward(inputs, "triton") for _ in range(2))
-    for name, one, other, leaf in zip("qkv", found, again, leaves, strict=True):
-        error = relative_error(one.cpu(), leaf.grad)
+    for name, one, other, right in zip("qkv", found, again, expected, strict=True):
+        error = relative_error(one.cpu(), right)
         yield Row(f"error of d{name}", error, "‖·‖", MOST_GRADIENT_ERROR[shape.dtype])
         yield differing(f"numbers of d{name} that change when repeated", one, other.cpu())
 
