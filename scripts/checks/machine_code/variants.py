@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from dbsp_kernels.triton.prediction import (
 )
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 from scripts.checks.machine_code.launches import compiled_launches
-from scripts.checks.machine_code.reading import Step, findings
+from scripts.checks.machine_code.reading import findings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHIPPED = (
@@ -103,10 +103,8 @@ def examined(variant: Variant) -> dict[str, Any]:
     compiled = compiled_launches(lambda: kernel.launch(variant), variant.arch, kernel.function)
     if len(compiled) != 1:
         raise ValueError(f"the launch compiled {len(compiled)} kernels {kernel.function}, and not one")
-    found = asdict(findings(compiled[0], variant.arch))
-    step = found.pop("step")
-    counted = step or dict.fromkeys(field.name for field in fields(Step))
-    return _named(variant) | counted | found | {"remark": "" if step else "no tensor cores"}
+    found = findings(compiled[0], variant.arch)
+    return _named(variant) | found | {"remark": "no tensor cores" if found["products"] is None else ""}
 
 
 def failed(variant: Variant, error: BaseException) -> dict[str, Any]:
