@@ -200,7 +200,7 @@ FOUND = {
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
 def test_process_that_ends_wrongly_is_found(tmp_path):
     folders = {how: tmp_path / how.replace(" ", "-") for how in HOW}
-    keepers = {how: start_keeper(Task(misbehave, how, 2, 3.0, after_s=4.0), folders[how]) for how in HOW}
+    keepers = {how: start_keeper(Task(misbehave, how, 2, 3.0, after_s=8.0), folders[how]) for how in HOW}
     for how, message in FOUND.items():
         ended = wait_for(keepers[how], folders[how])
         found = message_about(ended, Expected("failure", 1, "raise"), 3.0)

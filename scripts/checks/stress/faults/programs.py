@@ -87,12 +87,7 @@ def attention(values: Values) -> float:
     )
     backward, worst = settings.get("backward", False), 0.0
     for call in range(CALLS):
-        generator = torch.Generator().manual_seed(call)
-        shape = values.batch, values.heads, TOKENS, values.head_dim
-        full = [torch.randn(shape, generator=generator, dtype=getattr(torch, values.dtype)) for _ in range(3)]
-        local, mine, positions = _shards(values, full, layout, group.rank)
-        if not values.finite:
-            local[1][0, 0, 0, 0] = torch.nan
+        full, local, mine, positions = _inputs(values, layout, group.rank, torch.Generator().manual_seed(call))
         for one in local:
             one.requires_grad_(backward or values.gradients)
         out = attend(*local, scale=values.scale)
@@ -130,11 +125,7 @@ def session(values: Values) -> float:
         timestep = values.timestep - step
         layout = inner.begin(Video(values.thw), timestep=timestep, cfg_branch=values.cfg_branch)
         alone.begin([Video(values.thw)], timestep, values.cfg_branch)
-        shape = values.batch, values.heads, layout.tokens, values.head_dim
-        full = [torch.randn(shape, generator=seed, dtype=getattr(torch, values.dtype)) * 2 for _ in range(3)]
-        local, mine, positions = _shards(values, full, layout, group.rank)
-        if not values.finite:
-            local[0][0, 0, 0, 0] = torch.nan
+        full, local, mine, positions = _inputs(values, layout, group.rank, seed, size=2.0)
         out = inner.attend(values.layer, *local, scale=values.scale)
         print(DONE, step, flush=True)
         with reference():
@@ -215,11 +206,17 @@ def _flip_predicted_masks() -> None:
     SpargeSource.mask = flipped  # type: ignore[method-assign]
 
 
-def _shards(
-    values: Values, full: list[torch.Tensor], layout: SequenceLayout, rank: int
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+def _inputs(
+    values: Values, layout: SequenceLayout, rank: int, draws: torch.Generator, size: float = 1.0
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Draws q, k and v of all tokens. Returns them, this rank's shards, its tokens and their positions there."""
+    shape = values.batch, values.heads, layout.tokens, values.head_dim
+    full = [torch.randn(shape, generator=draws, dtype=getattr(torch, values.dtype)) * size for _ in range(3)]
     local, mine, positions = shards(full, layout, rank, padded=True)
-    return [F.pad(one, (0, 0, 0, values.extra)) for one in local], mine, positions
+    local = [F.pad(one, (0, 0, 0, values.extra)) for one in local]
+    if not values.finite:
+        local[1][0, 0, 0, 0] = torch.nan
+    return full, local, mine, positions
 
 
 @dataclass(frozen=True)
