@@ -4,7 +4,6 @@ Works on a copy of the checkout in a temporary folder. Prints a table, and exits
 
     python -m scripts.checks.seeded_faults             # all, in six minutes
     python -m scripts.checks.seeded_faults int8 merge  # those whose concept has one of these words
-    python -m scripts.checks.seeded_faults --list      # the faults, and the tests that are to find them
 """
 
 from __future__ import annotations
@@ -191,13 +190,8 @@ FAULTS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks that tests find faults of the product.")
     parser.add_argument("words", nargs="*", help="only faults whose concept or file has one of these words")
-    parser.add_argument("--list", action="store_true", help="show the faults, and break nothing")
     args = parser.parse_args()
     chosen = [one for one in FAULTS if not args.words or any(word in one.concept + one.file for word in args.words)]
-    if args.list:
-        for fault in chosen:
-            print(f"{fault.concept:<50} {fault.file:<44} {fault.tests}")
-        return 0
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder) / "db-sp")

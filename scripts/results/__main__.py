@@ -2,7 +2,6 @@
 
 python -m scripts.results                       all of them
 python -m scripts.results balanced fig8           some
-python -m scripts.results --list                what there is
 python -m scripts.results --stale               files whose sources have changed since they were made
 python -m scripts.results --ran table1.csv      notes in evidence.yaml that its command was run at this commit
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from pathlib import Path
 
 from dbsp_core.utils.errors import UserError
 from scripts.results.evidence import changes_since, read_evidence, record_run
@@ -52,11 +50,8 @@ def print_stale() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the files, without their ends; all where none")
-    parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--stale", action="store_true", help="print the files whose sources have changed since")
     parser.add_argument("--ran", metavar="FILE", help="note that this file was made anew, at this commit")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the CSVs")
-    parser.add_argument("--out", type=Path, help="folder for the PNGs; the CSVs' where left out")
     options = parser.parse_args()
     try:
         if options.stale:
@@ -64,23 +59,18 @@ def main() -> None:
         elif options.ran is not None:
             print(f"{', '.join(record_run(options.ran).files)}: made at this commit")
         else:
-            draw(parser, options)
+            draw(parser, options.names)
     except UserError as error:
         sys.exit(str(error))
 
 
-def draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Draws the pictures that are asked for, or prints their names."""
+def draw(parser: argparse.ArgumentParser, names: list[str]) -> None:
+    """Draws the pictures of these names, or all."""
     known = results()
-    if options.list:
-        print("\n".join(known))
-        return
-    if unknown := [name for name in options.names if name not in known]:
+    if unknown := [name for name in names if name not in known]:
         parser.error(f"there is no {unknown[0]}; there are {', '.join(known)}")
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.names or known:
-        print(f"drew {known[name].redraw(options.folder, options.out)}")
+    for name in names or known:
+        print(f"drew {known[name].redraw(FOLDER)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import dbsp_kernels.triton
 from scripts.checks.machine_code import variants
-from scripts.checks.machine_code.records import examined
+from scripts.checks.machine_code.variants import examined
 
 INDEX_CARRIED = (
     ("loop = padded(head_dim), tiles.loop", 'loop = padded(head_dim), "plain"'),

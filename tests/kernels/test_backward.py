@@ -7,54 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_kernels import (
-    BackwardInputs,
-    KernelInputs,
-    block_attention_backward,
-)
+from dbsp_kernels import BackwardInputs, KernelInputs, block_attention_backward
 from dbsp_kernels.backends import cpu
-from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed
+from tests.kernels.backward_inputs import expected_and_inputs, transposed
+from tests.kernels.packed_inputs import kinder, packed
 from tests.support.interpreter import interpreted
 
 BLOCKS = [(8, 4), (16, 16), (16, 32), (64, 64), (128, 64)]
-
-
-def transposed(p: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows of each block, and how many they are, found row by row."""
-    readers = [[r for r, n in enumerate(p.kv_count.tolist()) if b in p.kv_index[r, :n]] for b in range(len(p.k))]
-    rows = torch.full((len(p.k), max(1, len(p.q))), -3, dtype=torch.int32)
-    for block, of_block in enumerate(readers):
-        rows[block, : len(of_block)] = torch.tensor(of_block, dtype=torch.int32)
-    return rows, torch.tensor([len(r) for r in readers], dtype=torch.int32)
-
-
-def expected_and_inputs(p: Packed, others: Packed | None = None) -> tuple[list[torch.Tensor], BackwardInputs]:
-    """Gradients in float64, and what a kernel is given. others: keys of another call, which the softmax spans too"""
-    scale = p.q.shape[-1] ** -0.5
-    leaves = [t.double().requires_grad_(True) for t in (p.q, p.k, p.v)]
-    scores, values = [], []
-    for one, k, v in [(p, leaves[1], leaves[2])] + (
-        [(others, others.k.double(), others.v.double())] if others else []
-    ):
-        allowed = torch.zeros(len(p.q), len(one.k), one.k.shape[1], dtype=torch.bool)
-        for row, count in enumerate(one.kv_count.tolist()):
-            for block in one.kv_index[row, :count].tolist():
-                allowed[row, block, : one.kv_len[block]] = True
-        found = torch.einsum("rqd,ckd->rqck", leaves[0], k) * scale
-        scores.append(found.masked_fill(~allowed[:, None], -torch.inf).flatten(2))
-        values.append(v.flatten(0, 1))
-    together = torch.cat(scores, dim=-1)
-    lse = together.detach().logsumexp(dim=-1)
-    empty = torch.isneginf(lse)
-    weights = torch.softmax(together.masked_fill(empty[..., None], 0.0), dim=-1).masked_fill(empty[..., None], 0.0)
-    out = weights @ torch.cat(values)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(p.q.dtype)
-    (out * dout.double()).sum().backward()
-    full = full_counts(p)
-    wide = torch.promote_types(p.q.dtype, torch.float32)
-    given = KernelInputs(p.q, p.k, p.v, p.kv_index, p.kv_count, p.kv_len, scale, full)
-    inputs = BackwardInputs(given, dout, out.detach().to(p.q.dtype), lse.to(wide), lambda: transposed(p))
-    return [t.grad for t in leaves], inputs  # type: ignore[misc]
 
 
 def assert_close(found, expected, tolerance):

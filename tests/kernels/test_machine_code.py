@@ -47,10 +47,9 @@ BLOCKS = ("64x64", "120x120", "64x128", "128x64", "128x128")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("blocks", [BLOCKS], ids=" ".join)
-def test_hopper_code_fetches_tiles_ahead_overlaps_products_and_spills_nothing(blocks):
-    found = variants("--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", "--jobs", "1", "--blocks", *blocks)
-    assert {f"{v['block_q']}x{v['block_k']}" for v in found} == set(blocks)
+def test_hopper_code_fetches_tiles_ahead_overlaps_products_and_spills_nothing():
+    found = variants("--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", "--jobs", "1", "--blocks", *BLOCKS)
+    assert {f"{v['block_q']}x{v['block_k']}" for v in found} == set(BLOCKS)
     for v in found:
         assert v.keys() >= FIELDS
         shape = f"{v['block_q']}x{v['block_k']}"
@@ -90,7 +89,7 @@ def test_every_shipped_shape_fits_the_smallest_gpus_and_registers(arch, dtype, k
 
 
 OTHERS = (
-    *("sum-tokens", "pool-rows", "scores", "select", "merge", "copy", "quantise", "quantise-blocks", "restore"),
+    *("sum-tokens", "pool-rows", "scores", "select", "merge", "copy", "quantise", "quantise-blocks"),
     *("expand-rows", "pack-rows"),
 )
 

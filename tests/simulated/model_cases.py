@@ -11,6 +11,7 @@ from dbsp_core import SequenceGroup
 from dbsp_diffusers.models import ARCHITECTURES
 from tests.diffusers.models.model_cases import WITHOUT_GRID, outputs
 from tests.support.models.tiny_transformers import HEADS, TINY, WIDTH, make_tiny_transformer, tiny_inputs
+from tests.support.oracle import largest_difference
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
@@ -76,7 +77,7 @@ def on_one_process(model: str, mask: str) -> tuple[list[torch.Tensor], list[torc
 
 
 def apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    return max(float((one.cpu().float() - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    return max(largest_difference(one.cpu().float(), other) for one, other in zip(found, expected, strict=True))
 
 
 def model_on_gpus(rank: int, world: int, model: str, mask: str) -> tuple[float, float]:

@@ -8,18 +8,13 @@ Three videos of one seed: on two ranks in a ring with db-SP, on one with db-SP, 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scripts.checks.engines.runs import environment_of
+from scripts.checks.engines.runs import environment_of, succeed
 
 MASK = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 8}
 IN_ENVIRONMENT = {"DBSP_CONFIG": "sparge:cdf=0.6,block_q=16,block_k=8"}
@@ -104,32 +99,12 @@ def _with_lightx2v(folder: Path, name: str, ranks: int, mask: bool, *options: st
 
 
 ENGINES = {"vllm_omni": _with_vllm_omni, "sglang": _with_sglang, "lightx2v": _with_lightx2v}
-LONGEST = 600
-"""Seconds that a command may take; minutes of it are imports."""
 
 
 def _succeed(engine: str, folder: Path, command: list[str], environment: dict[str, str] | None = None) -> None:
     stubs = folder / "stubs"
     stubs.mkdir(exist_ok=True)
-    settings = environment_of(engine, stubs) | {"OMP_NUM_THREADS": "1"} | (environment or {})
-    with (folder / "output.txt").open("w+", encoding="utf-8") as output:
-        started = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=output, stderr=output, env=settings, start_new_session=True
-        )
-        try:
-            ended = f"ended with {started.wait(LONGEST)}"
-        except subprocess.TimeoutExpired:
-            ended = f"did not end in {LONGEST} s"
-        finally:
-            _stop(started.pid)  # with the workers that it left
-        if started.returncode != 0:
-            output.seek(0)
-            raise RuntimeError(f"{' '.join(command)} {ended}:\n{output.read()[-12000:]}")
-
-
-def _stop(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+    succeed(command, environment_of(engine, stubs) | {"OMP_NUM_THREADS": "1"} | (environment or {}), folder)
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ import dbsp_engines.lightx2v
 from scripts.checks.engines.lightx2v_checkpoint import weights
 from scripts.checks.engines.lightx2v_stubs import in_float32, put_in_place
 from scripts.checks.engines.reference import attend_under, inputs_of
-from scripts.checks.engines.runs import LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report
+from scripts.checks.engines.runs import HEAD, LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report
+from tests.support.oracle import largest_difference
 
 torch.set_num_threads(1)
 put_in_place()
@@ -45,7 +46,6 @@ from lightx2v.models.schedulers.wan.step_distill.scheduler import (  # noqa: E40
 from lightx2v.utils.set_config import set_parallel_config  # noqa: E402
 from lightx2v_platform.registry_factory import PLATFORM_DEVICE_REGISTER  # noqa: E402
 
-HEAD = 24
 BOUNDARY = 0.875
 """Of its timestep from Wan2.2's first expert to its second."""
 DISTILLED = {"infer_steps": 4, "denoising_step_list": [1000, 750, 500, 250], "boundary_step_index": 2}
@@ -98,7 +98,7 @@ def tiny(case: Case, config: dict[str, Any], folder: Path) -> Any:
     distilled = case.model == "distilled"
     for seed in (0, 1) if case.pair else (0,):
         file = folder / f"{os.environ['RANK']}-{seed}.safetensors"
-        save_file(weights(case.heads, HEAD, LAYERS, seed), file)
+        save_file(weights(case.heads, LAYERS, seed), file)
         cls = WanDistillModel if distilled else WanModel
         model = cls(str(file), config | {"dit_original_ckpt": str(file)}, torch.device("cpu"))
         for part in (model.pre_weight, model.transformer_weights):
@@ -175,7 +175,7 @@ def error_of(case: Case, ranks: int) -> dict[str, float]:
 
 
 def worst(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(some, others, strict=True))
+    return max(largest_difference(*pair) for pair in zip(some, others, strict=True))
 
 
 def main() -> None:

@@ -12,21 +12,19 @@ from safetensors.torch import save_file
 
 from dbsp_cli.tiny_models import make_tiny
 from scripts.checks.engines.reference import fill
+from scripts.checks.engines.runs import HEAD
 
 LATENTS, TEXT, VOCABULARY = 16, 32, 96
 
 
-def weights(
-    heads: int, head: int, layers: int, seed: int, latents: int = 4, text: int = 16
-) -> dict[str, torch.Tensor]:
+def weights(heads: int, layers: int, seed: int, latents: int = 4, text: int = 16) -> dict[str, torch.Tensor]:
     """Makes the weights of a transformer, by the names of its checkpoint.
 
     Args:
-        head: Size of a head.
         latents: Channels of the latents.
         text: Size of a token's embedding by the text encoder.
     """
-    dim = heads * head
+    dim = heads * HEAD
     shapes: dict[str, tuple[int, ...]] = {"patch_embedding": (dim, latents, 1, 2, 2), "text_embedding.0": (dim, text)}
     shapes |= {"text_embedding.2": (dim, dim), "time_embedding.0": (dim, 32), "time_embedding.2": (dim, dim)}
     shapes |= {"time_projection.1": (6 * dim, dim), "head.head": (4 * latents, dim)}
@@ -50,12 +48,11 @@ def make_checkpoint(folder: Path, heads: int, layers: int) -> None:
     """Writes transformer, text encoder, tokenizer and VAE. In an environment with LightX2V."""
     from lightx2v.models.video_encoders.hf.wan.vae import _video_vae
 
-    head = 24
     folder.mkdir(parents=True)
-    sizes = {"dim": heads * head, "num_heads": heads, "num_layers": layers, "ffn_dim": 48, "freq_dim": 32}
+    sizes = {"dim": heads * HEAD, "num_heads": heads, "num_layers": layers, "ffn_dim": 48, "freq_dim": 32}
     sizes |= {"in_dim": LATENTS, "out_dim": LATENTS, "text_len": 16, "eps": 1e-6, "model_type": "t2v"}
     (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
-    transformer = weights(heads, head, layers, 0, LATENTS, TEXT)
+    transformer = weights(heads, layers, 0, LATENTS, TEXT)
     save_file(transformer, folder / "diffusion_pytorch_model.safetensors")
     diffusers = make_tiny("wan", folder / "diffusers")
     (folder / "google").mkdir()

@@ -1,26 +1,23 @@
 """Stubs of what LightX2V imports or calls and a CPU does not have.
 
 Packages for sound and video files and kernels for GPUs, which are imported only; pinned memory, and what
-torch has for a GPU's memory and seeds; see also `lightx2v_device`.
+torch has for a GPU's memory and seeds; and a CPU device, which LightX2V does not ship, by its own entry point.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import transformers.utils
+import torch.distributed as dist
 
-from scripts.checks.engines.reference import stub_for
+from scripts.checks.engines.reference import stub_for, stub_for_torchvision
 
 
 def put_in_place() -> None:
     """Installs the stubs, before anything of LightX2V is imported."""
-    transformers.utils.is_torchvision_available()  # remembers that there is none
-    stub_for("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io")
-    stub_for("torchvision.utils", "torchvision.transforms.v2", "torchaudio", "torchaudio.functional")
-    stub_for("torchaudio.transforms", "decord", "cv2", "flash_attn", "flash_attn.flash_attn_interface")
-    torch.empty = _without_pinning
+    stub_for_torchvision()
+    stub_for("torchaudio", "decord", "cv2", "flash_attn")
+    empty = torch.empty
+    torch.empty = lambda *sizes, pin_memory=False, **options: empty(*sizes, **options)  # not pinned
     for count in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(torch.cpu, count, lambda *_: 0)
     torch.cpu.mem_get_info = lambda *_: (1 << 40, 1 << 40)  # type: ignore[attr-defined]
@@ -38,8 +35,24 @@ def in_float32() -> None:
     envs.DTYPE_MAP["BF16"] = torch.float32
 
 
-_empty = torch.empty
+def register() -> None:
+    from lightx2v_platform.registry_factory import PLATFORM_DEVICE_REGISTER
 
+    @PLATFORM_DEVICE_REGISTER("cpu")
+    class CpuDevice:
+        name = "cpu"
 
-def _without_pinning(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-    return _empty(*sizes, **options)
+        @staticmethod
+        def init_device_env() -> None: ...
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def get_device() -> str:
+            return "cpu"
+
+        @staticmethod
+        def init_parallel_env() -> None:
+            dist.init_process_group("gloo")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.base import MaskRequest
+from scripts.checks.engines.runs import HEAD, LAYERS
+from scripts.checks.stubs import stub
 from tests.support.single_process import masked_attention
 
 
@@ -49,10 +50,38 @@ def fill(name: str, shape: torch.Size | tuple[int, ...], generator: torch.Genera
 
 def inputs_of(thw: tuple[int, int, int], number: int, step: int, branch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents [1, 4, T, 2H, 2W] and text [1, 7, 16] of a forward pass, equal on all ranks."""
-    generator = torch.Generator().manual_seed(1000 * number + 10 * step)
     t, h, w = thw
-    latents = torch.randn(1, 4, t, 2 * h, 2 * w, generator=generator)
-    return latents, torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(branch))
+    return random(1000 * number + 10 * step, 1, 4, t, 2 * h, 2 * w), random(branch, 1, 7, 16)
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Draws all parameters of a model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.data = fill(name, parameter.shape, generator)
+    return model
+
+
+def tiny_h3(module: Any, heads: int, make: Callable[[dict[str, int]], Any]) -> torch.nn.Module:
+    """Makes H3 in float32, where H3 computes in bfloat16: rounding to that would hide what is compared.
+
+    Args:
+        module: The engine's, of the transformer.
+        make: Makes the transformer from its sizes.
+    """
+    module._BF16_DTYPE = torch.float32
+    width = heads * HEAD
+    sizes = {"num_attention_heads": heads, "attention_head_dim": HEAD, "hidden_size": width, "num_layers": LAYERS}
+    sizes |= {"token_refiner_num_layers": 1, "ffn_hidden_size": 48, "text_dim": 16, "timestep_input_dim": 32}
+    sizes |= {"time_embed_hidden_size": 32, "time_embed_dim": 24, "rope_inv_freq_len": HEAD // 6}
+    sizes |= {"adaln_out_features": 18 * width, "final_adaln_out_features": 2 * width}
+    model = make(sizes)
+    model.rope.inv_freq.copy_(10000.0 ** -torch.linspace(0, 1, HEAD // 6))
+    return model
 
 
 class _Named(type):
@@ -64,25 +93,9 @@ class _Named(type):
         return f"{cls.__name__}.{name}"
 
 
-def _placeholder(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _Named(name, (), {})
-
-
-def stub_for(*names: str) -> None:
-    """Makes empty modules of packages that PyPI has for GPUs alone, and that these runs import and do not use."""
-    for name in names:
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.__path__ = []
-        module.__file__ = __file__
-        module.__version__ = "0.28"  # type: ignore[attr-defined]  # transformers compares it
-        module.__getattr__ = _placeholder  # type: ignore[method-assign]
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+def stub_for(*packages: str) -> None:
+    """Stubs packages that PyPI has for GPUs alone, and that these runs import and do not use."""
+    stub(packages, lambda name: _Named(name, (), {}))
 
 
 def stub_for_torchvision() -> None:
@@ -90,5 +103,4 @@ def stub_for_torchvision() -> None:
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # remembers it
-    parts = ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional")
-    stub_for("torchvision", *(f"torchvision.{part}" for part in parts))
+    stub_for("torchvision")

@@ -7,8 +7,10 @@ error}.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,11 +20,15 @@ from pathlib import Path
 from typing import Any
 
 LAYERS, STEPS = 3, 3
+HEAD = 24
+"""Size of a head."""
+LONGEST_S = 900
+"""Most seconds of a command; minutes of it are imports."""
 LEAVE_OUT = "DBSP_LEAVE_OUT"
 """Set, LightX2V's plug-in of db-SP is not loaded; the other engines have a setting of their own for that."""
 _STUBS = {
     "vllm_omni": ("vllm_omni.platform_plugins", "scripts.checks.engines.vllm_omni_platform:platform"),
-    "lightx2v": ("lightx2v.platform_plugins", "scripts.checks.engines.lightx2v_device:register"),
+    "lightx2v": ("lightx2v.platform_plugins", "scripts.checks.engines.lightx2v_stubs:register"),
 }
 """Group and target of the entry point by which an engine finds a CPU, where it ships none."""
 _ENVIRONMENT = {
@@ -81,9 +87,9 @@ def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) 
         what = [str(ulysses), str(ring), json.dumps([asdict(one) for one in cases]), str(Path(folder, "reference.pt"))]
         if engine in _SEPARATE_REFERENCE:
             alone = {name: value for name, value in settings.items() if name != "DBSP_CONFIG"}
-            _succeed([sys.executable, "-m", module, *what], alone)
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ulysses * ring), "-m", module]
-        printed = _succeed([sys.executable, *ranks, *what], settings)
+            succeed([module, *what], alone, Path(folder))
+        ranks = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ulysses * ring), "-m", module]
+        printed = succeed([*ranks, *what], settings, Path(folder))
     found = [json.loads(line[5:]) for line in printed.splitlines() if line.startswith("CASE ")]
     if len(found) != len(cases):
         raise RuntimeError(f"{len(cases)} cases were asked for, {len(found)} found:\n{printed}")
@@ -116,9 +122,25 @@ def environment_of(engine: str, folder: Path) -> dict[str, str]:
     return os.environ | _ENVIRONMENT[engine] | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
 
 
-def _succeed(command: list[str], settings: dict[str, str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=settings)
-    if done.returncode:
-        of_ranks = done.stderr.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
-        raise RuntimeError(f"exit code {done.returncode}:\n{done.stdout[-2000:]}\n{of_ranks[-8000:]}")
-    return done.stdout
+def succeed(command: list[str], settings: dict[str, str], folder: Path) -> str:
+    """Runs a module with its arguments, and returns its standard output. Raises RuntimeError if it fails."""
+    with (
+        (folder / "out.txt").open("w+", encoding="utf-8") as out,
+        (folder / "err.txt").open("w+", encoding="utf-8") as err,
+    ):
+        started = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=out, stderr=err, env=settings, start_new_session=True
+        )
+        try:
+            ended = f"ended with {started.wait(LONGEST_S)}"
+        except subprocess.TimeoutExpired:
+            ended = f"did not end in {LONGEST_S} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)  # with the workers that it left
+        out.seek(0)
+        err.seek(0)
+        said, of_ranks = out.read(), err.read().partition(".ChildFailedError")[0]
+    if started.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} {ended}:\n{said[-8000:]}\n{of_ranks[-8000:]}")
+    return said

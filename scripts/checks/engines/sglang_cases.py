@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from dbsp_engines.sglang import attach
-from scripts.checks.engines.reference import fill
+from scripts.checks.engines.reference import filled
 from scripts.checks.engines.runs import STEPS, Case, cases_of, report
 from scripts.checks.engines.sglang_stubs import put_in_place
+from tests.support.oracle import largest_difference
 
 torch.set_num_threads(1)
 ALONE = "WORLD_SIZE" not in os.environ
@@ -62,10 +63,7 @@ NAMES = ("transformer", "transformer_2")
 
 
 def tiny(case: Case, seed: int) -> torch.nn.Module:
-    model = MODELS[case.model].make(case.heads).eval()
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        parameter.data = fill(name, parameter.shape, generator)
+    model = filled(MODELS[case.model].make(case.heads).eval(), seed)
     if os.environ.get("DBSP_CONFIG"):
         attach(model, NAMES[seed])  # as where a worker has built its pipeline
     return model
@@ -115,15 +113,10 @@ def error_of(case: Case, expected: dict[Any, torch.Tensor], dense: dict[Any, tor
     error = 0.0
     for key, found in outputs_of(case).items():
         whole = own_frames(expected[key]) if case.frames else expected[key]
-        error = max(error, float((found - whole).abs().max()))
-    far = max(float((dense[key] - expected[key]).abs().max()) for key in expected)
-    return {"error": worst_of_ranks(error), "dense": far}
-
-
-def worst_of_ranks(error: float) -> float:
-    everywhere = torch.tensor([error], dtype=torch.float64)
-    torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MAX)
-    return float(everywhere)
+        error = max(error, largest_difference(found, whole))
+    of_ranks = torch.tensor(error, dtype=torch.float64)
+    torch.distributed.all_reduce(of_ranks, torch.distributed.ReduceOp.MAX)
+    return {"error": float(of_ranks), "dense": max(largest_difference(dense[key], expected[key]) for key in expected)}
 
 
 def main() -> None:

@@ -23,11 +23,10 @@ from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.m
     minimax_h3_packed_sequence,
 )
 
-from scripts.checks.engines.reference import attend_under, inputs_of
-from scripts.checks.engines.runs import LAYERS, STEPS
+from scripts.checks.engines.reference import attend_under, inputs_of, random, tiny_h3
+from scripts.checks.engines.runs import HEAD, LAYERS, STEPS
 
 Grid = tuple[int, int, int]
-HEAD = 24
 H3_TEXT, H3_AUDIO = 7, 4
 
 
@@ -68,17 +67,12 @@ def _mask_wan(model: Any, mask: str, thw: Grid, name: str) -> None:
 
 
 def _h3(heads: int) -> torch.nn.Module:
-    """Makes H3 in float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
-    minimax_h3._BF16_DTYPE = torch.float32
-    config, width = MiniMaxH3DiTConfig(), heads * HEAD
-    sizes = {"num_attention_heads": heads, "attention_head_dim": HEAD, "hidden_size": width, "num_layers": LAYERS}
-    sizes |= {"token_refiner_num_layers": 1, "ffn_hidden_size": 48, "text_dim": 16, "timestep_input_dim": 32}
-    sizes |= {"time_embed_hidden_size": 32, "time_embed_dim": 24, "rope_inv_freq_len": HEAD // 6}
-    sizes |= {"adaln_out_features": 18 * width, "final_adaln_out_features": 2 * width}
-    config.update_model_arch(sizes)
-    model = minimax_h3.MiniMaxH3DiTModel(config, {})
-    model.rope.inv_freq.copy_(10000.0 ** -torch.linspace(0, 1, HEAD // 6))
-    return model
+    def make(sizes: dict[str, int]) -> torch.nn.Module:
+        config = MiniMaxH3DiTConfig()
+        config.update_model_arch(sizes)
+        return minimax_h3.MiniMaxH3DiTModel(config, {})
+
+    return tiny_h3(minimax_h3, heads, make)
 
 
 def _of_h3(keyframe: bool, model: Any, thw: Grid, number: int, step: int, branch: int, _: Any) -> torch.Tensor:
@@ -95,7 +89,7 @@ def _of_h3(keyframe: bool, model: Any, thw: Grid, number: int, step: int, branch
         frame_count=9,
     )
     device = torch.device("cpu")
-    text, tags = _random(branch, H3_TEXT, 16), packed["token_tags"]
+    text, tags = random(branch, H3_TEXT, 16), packed["token_tags"]
     run = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=text, token_tags=tags, device=device)
     plan = run.prepare_timestep_plan(
         video_timesteps=[0.9 - 0.3 * one for one in range(STEPS)],
@@ -104,15 +98,11 @@ def _of_h3(keyframe: bool, model: Any, thw: Grid, number: int, step: int, branch
         audio_ref_cond_noise_aug=0.0,
     )
     inputs = run.forward_kwargs(
-        video_rows=_random(1000 * number + 10 * step, len(run.img_pos), 96),
-        audio_rows=_random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
+        video_rows=random(1000 * number + 10 * step, len(run.img_pos), 96),
+        audio_rows=random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
         step_timesteps=plan[step],
     )
     return torch.cat([one.flatten() for one in model(**inputs)])
-
-
-def _random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _mask_h3(model: Any, mask: str, thw: Grid, _: str) -> None:

@@ -17,10 +17,7 @@ _TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, 
 
 def put_in_place() -> None:
     """Installs the stubs, before anything of SGLang is imported."""
-    stub_for(
-        *("torchvision", "torchvision.transforms", "torchvision.transforms.functional"),
-        *("torchvision.transforms.v2", "torchvision.transforms.v2.functional", "torchvision.io", "torchvision.utils"),
-    )
+    stub_for("torchvision")
     _OPERATORS.define(f"fused_norm_scale_shift_cpu(Tensor x, {_TENSORS}) -> Tensor")
     residual = f"Tensor residual, Tensor x, Tensor? gate, {_TENSORS}"
     _OPERATORS.define(f"fused_scale_residual_norm_scale_shift_cpu({residual}) -> (Tensor, Tensor)")

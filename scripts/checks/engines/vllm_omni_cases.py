@@ -18,8 +18,9 @@ from unittest import mock
 import torch
 from torch import _dynamo as dynamo
 
-from scripts.checks.engines.reference import fill, stub_for_torchvision
+from scripts.checks.engines.reference import filled, stub_for_torchvision
 from scripts.checks.engines.runs import STEPS, Case, cases_of, report
+from tests.support.oracle import largest_difference
 
 stub_for_torchvision()
 
@@ -52,10 +53,7 @@ def settings(ulysses: int, ring: int, backend: str | None) -> OmniDiffusionConfi
 
 def tiny(config: OmniDiffusionConfig, vllm_config: Any, case: Case, seed: int) -> torch.nn.Module:
     with set_current_diffusion_config(config), set_forward_context(vllm_config, config):
-        model = MODELS[case.model].make(config, case.heads).eval()
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        parameter.data = fill(name, parameter.shape, generator)
+        model = filled(MODELS[case.model].make(config, case.heads).eval(), seed)
     for module in model.modules():  # what vLLM's loader does after loading
         if getattr(module, "quant_method", None) is not None:
             module.quant_method.process_weights_after_loading(module)
@@ -108,8 +106,8 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
                         out = numbers_of(ours(**inputs))
                         padding = max(padding, get_forward_context().sp_padding_size)
                     graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
-                    worst = max(worst, float((out - expected).abs().max()))
-                    dense_away = max(dense_away, 0.0 if case.cache else float((dense - expected).abs().max()))
+                    worst = max(worst, largest_difference(out, expected))
+                    dense_away = max(dense_away, 0.0 if case.cache else largest_difference(dense, expected))
     return {"error": worst, "dense": dense_away, "padding": padding, "calls": calls, "graphs": graphs}
 
 

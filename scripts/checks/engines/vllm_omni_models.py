@@ -14,10 +14,9 @@ from torch import nn
 from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
 
 from dbsp_core.config import DbspConfig
-from scripts.checks.engines.reference import attend_under, inputs_of
-from scripts.checks.engines.runs import LAYERS, Case
+from scripts.checks.engines.reference import attend_under, inputs_of, random, tiny_h3
+from scripts.checks.engines.runs import HEAD, LAYERS, Case
 
-HEAD = 24
 TEXT = 7
 """Tokens of the first text; the last two are padding, where a model has that."""
 Grid = tuple[int, int, int]
@@ -71,10 +70,6 @@ class Model:
         return undo
 
 
-def _count(thw: Grid) -> int:
-    return thw[0] * thw[1] * thw[2]
-
-
 def _wan(config: OmniDiffusionConfig, heads: int) -> nn.Module:
     from vllm_omni.diffusion.models.wan2_2.wan2_2_transformer import WanTransformer3DModel
 
@@ -91,35 +86,26 @@ def _timestep(step: int) -> torch.Tensor:
     return torch.tensor([900.0 - 300 * step])
 
 
-def _random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def _tokens(thw: Grid, number: int, step: int, branch: int) -> dict[str, torch.Tensor]:
+    """Draws an image's tokens, and those of its text."""
+    latents = random(1000 * number + 10 * step, 1, math.prod(thw), 8)
+    return {"hidden_states": latents, "encoder_hidden_states": random(branch, 1, TEXT, 16)}
 
 
 def _flux2(config: OmniDiffusionConfig, heads: int) -> nn.Module:
     from vllm_omni.diffusion.models.flux2.flux2_transformer import Flux2Transformer2DModel
 
     sizes = {"in_channels": 8, "joint_attention_dim": 16, "timestep_guidance_channels": 32, "mlp_ratio": 2.0}
-    return Flux2Transformer2DModel(
-        num_layers=1,
-        num_single_layers=LAYERS - 1,
-        num_attention_heads=heads,
-        attention_head_dim=HEAD,
-        axes_dims_rope=(6, 6, 6, 6),
-        od_config=config,
-        **sizes,
-    )
+    depth = {"num_layers": 1, "num_single_layers": LAYERS - 1}
+    attention = {"num_attention_heads": heads, "attention_head_dim": HEAD, "axes_dims_rope": (6, 6, 6, 6)}
+    return Flux2Transformer2DModel(od_config=config, **sizes, **depth, **attention)
 
 
 def _of_flux2(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
-    t, h, w = thw
-    grid = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w), torch.arange(1))
-    text = torch.cartesian_prod(torch.arange(1), torch.arange(1), torch.arange(1), torch.arange(TEXT))
-    return {
-        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
-        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+    return _tokens(thw, number, step, branch) | {
         "timestep": _timestep(step) / 1000,
-        "img_ids": grid,
-        "txt_ids": text,
+        "img_ids": torch.cartesian_prod(*map(torch.arange, (*thw, 1))),
+        "txt_ids": torch.cartesian_prod(*map(torch.arange, (1, 1, 1, TEXT))),
         "guidance": torch.tensor([3.5]),
         "return_dict": False,
     }
@@ -135,9 +121,7 @@ def _qwen(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 
 
 def _of_qwen(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
-    return {
-        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
-        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+    return _tokens(thw, number, step, branch) | {
         "encoder_hidden_states_mask": torch.arange(TEXT)[None] < TEXT - 2,
         "timestep": _timestep(step) / 1000,
         "img_shapes": [[thw]],
@@ -149,26 +133,19 @@ def _hunyuan(config: OmniDiffusionConfig, heads: int) -> nn.Module:
     from vllm_omni.diffusion.models.hunyuan_video.hunyuan_video_15_transformer import HunyuanVideo15Transformer3DModel
 
     sizes = {"in_channels": 4, "out_channels": 4, "text_embed_dim": 16, "text_embed_2_dim": 12, "image_embed_dim": 10}
-    return HunyuanVideo15Transformer3DModel(
-        config,
-        num_attention_heads=heads,
-        attention_head_dim=HEAD,
-        num_layers=LAYERS,
-        num_refiner_layers=1,
-        mlp_ratio=2.0,
-        rope_axes_dim=(8, 8, 8),
-        **sizes,
-    )
+    depth = {"num_layers": LAYERS, "num_refiner_layers": 1, "mlp_ratio": 2.0}
+    attention = {"num_attention_heads": heads, "attention_head_dim": HEAD, "rope_axes_dim": (8, 8, 8)}
+    return HunyuanVideo15Transformer3DModel(config, **sizes, **depth, **attention)
 
 
 def _of_hunyuan(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
     """Makes two texts with padding, and an image's embedding that says that there is none."""
     return {
-        "hidden_states": _random(1000 * number + 10 * step, 1, 4, *thw),
+        "hidden_states": random(1000 * number + 10 * step, 1, 4, *thw),
         "timestep": _timestep(step),
-        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+        "encoder_hidden_states": random(branch, 1, TEXT, 16),
         "encoder_attention_mask": torch.arange(TEXT)[None] < TEXT - 2,
-        "encoder_hidden_states_2": _random(100 + branch, 1, 5, 12),
+        "encoder_hidden_states_2": random(100 + branch, 1, 5, 12),
         "encoder_attention_mask_2": torch.arange(5)[None] < 3,
         "image_embeds": torch.zeros(1, 3, 10),
         "return_dict": False,
@@ -184,13 +161,8 @@ def _z_image(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 
 
 def _of_z_image(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
-    image = _random(1000 * number + 10 * step, 4, thw[0], 2 * thw[1], 2 * thw[2])
-    return {"x": [image], "t": 1 - _timestep(step) / 1000, "cap_feats": [_random(branch, TEXT, 16)]}
-
-
-def _of_z_image_tokens(thw: Grid) -> tuple[torch.Tensor, int]:
-    """Returns the tokens of the image and the caption, each filled up to a multiple of 32, which is attended to."""
-    return _text_last(-_count(thw) % 32 + 32)(thw)
+    image = random(1000 * number + 10 * step, 4, thw[0], 2 * thw[1], 2 * thw[2])
+    return {"x": [image], "t": 1 - _timestep(step) / 1000, "cap_feats": [random(branch, TEXT, 16)]}
 
 
 def _longcat_image(config: OmniDiffusionConfig, heads: int) -> nn.Module:
@@ -205,9 +177,7 @@ def _longcat_image(config: OmniDiffusionConfig, heads: int) -> nn.Module:
 
 def _of_longcat_image(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
     _, h, w = thw
-    return {
-        "hidden_states": _random(1000 * number + 10 * step, 1, _count(thw), 8),
-        "encoder_hidden_states": _random(branch, 1, TEXT, 16),
+    return _tokens(thw, number, step, branch) | {
         "timestep": _timestep(step) / 1000,
         "img_ids": torch.cartesian_prod(torch.arange(1, 2), torch.arange(h), torch.arange(w)),
         "txt_ids": torch.stack([torch.zeros(TEXT), torch.arange(TEXT), torch.arange(TEXT)], dim=1),
@@ -224,30 +194,13 @@ H3_REFERENCE_TOKENS = 2 * 3 + 2 * 2 + 2 * 2 * 2
 
 
 def _h3(config: OmniDiffusionConfig, heads: int) -> nn.Module:
-    """Makes H3 in float32, where H3 computes in bfloat16: rounding to that would hide what is compared."""
     from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as module
 
-    module._BF16_DTYPE = torch.float32
-    width = heads * HEAD
-    sizes = {
-        "num_layers": LAYERS,
-        "token_refiner_num_layers": 1,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "attention_head_dim": HEAD,
-        "ffn_hidden_size": 48,
-        "text_dim": 16,
-        "timestep_input_dim": 32,
-        "time_embed_hidden_size": 32,
-        "time_embed_dim": 24,
-        "adaln_out_features": 18 * width,
-        "final_adaln_out_features": 2 * width,
-        "rope_inv_freq_len": HEAD // 6,
-    }
-    config.tf_model_config = TransformerConfig.from_dict(sizes)
-    model = module.MiniMaxH3DiTModel(config)
-    model.rope.inv_freq.copy_(10000.0 ** -torch.linspace(0, 1, HEAD // 6))
-    return model
+    def make(sizes: dict[str, int]) -> nn.Module:
+        config.tf_model_config = TransformerConfig.from_dict(sizes)
+        return module.MiniMaxH3DiTModel(config)
+
+    return tiny_h3(module, heads, make)
 
 
 def _of_h3(references: bool) -> Callable[[Grid, int, int, int], dict[str, Any]]:
@@ -266,12 +219,11 @@ def _of_h3(references: bool) -> Callable[[Grid, int, int, int], dict[str, Any]]:
             packed = minimax_h3_packed_sequence_ref2va_blocks(ref_blocks=H3_REFERENCES, **sizes)
         else:
             packed = minimax_h3_packed_sequence(include_keyframe_cond=False, **sizes)
-        tags = packed["token_tags"]
-        text = _random(branch, H3_TEXT, 16)
-        run = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=text, token_tags=tags, device=torch.device("cpu"))
+        text, tags, device = random(branch, H3_TEXT, 16), packed["token_tags"], torch.device("cpu")
+        run = MiniMaxH3DenoiseBranch(packed=packed, text_embeddings=text, token_tags=tags, device=device)
         return run.forward_kwargs(
-            video_rows=_random(1000 * number + 10 * step, len(run.img_pos), 96),
-            audio_rows=_random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
+            video_rows=random(1000 * number + 10 * step, len(run.img_pos), 96),
+            audio_rows=random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
             t_video=0.9 - 0.3 * step,
             t_audio=0.8 - 0.3 * step,
             imgvid_cond_timestep=0.0,
@@ -331,11 +283,11 @@ def _of_h3_blocks(model: Any) -> list[Any]:
 
 
 def _text_first(text: int, positions: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
-    return lambda thw: (torch.cat([torch.arange(text), positions + torch.arange(_count(thw))]), text)
+    return lambda thw: (torch.cat([torch.arange(text), positions + torch.arange(math.prod(thw))]), text)
 
 
 def _text_last(text: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
-    return lambda thw: (torch.cat([_count(thw) + torch.arange(text), torch.arange(_count(thw))]), text)
+    return lambda thw: (torch.cat([math.prod(thw) + torch.arange(text), torch.arange(math.prod(thw))]), text)
 
 
 def _in_order(others: int) -> Callable[[Grid], tuple[torch.Tensor, int]]:
@@ -355,7 +307,11 @@ MODELS = {
     "flux2": Model(_flux2, _of_flux2, _of_flux2_blocks, _text_first(TEXT, TEXT)),
     "longcat_image": Model(_longcat_image, _of_longcat_image, _of_flux2_blocks, _text_first(TEXT, TEXT)),
     "z_image": Model(
-        _z_image, _of_z_image, lambda model: [layer.attention.attn for layer in model.layers], _of_z_image_tokens
+        _z_image,
+        _of_z_image,
+        lambda model: [layer.attention.attn for layer in model.layers],
+        # image and caption are each filled up to a multiple of 32, which is attended to
+        lambda thw: _text_last(-math.prod(thw) % 32 + 32)(thw),
     ),
     "qwen_image": Model(_qwen, _of_qwen, _of_blocks, _text_first(TEXT - 2, TEXT)),
     "h3": Model(_h3, _of_h3(False), _of_h3_blocks, _in_order(H3_TEXT + H3_AUDIO), True),

@@ -3,27 +3,29 @@ attention by torch's SDPA on it, as the engine's own."""
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
 
-class _Stream:
-    """Part of `torch.Stream` that a worker uses."""
-
-    def __init__(self, device):
-        pass
-
-    def wait_event(self, event):
-        pass
-
-    def synchronize(self):
-        pass
+def _always(value: Any) -> Any:
+    """Makes a class method that returns the same for any arguments."""
+    return classmethod(lambda cls, *_, **__: value)
 
 
 class OmniCpuPlatform(OmniPlatform, CpuPlatform):
     _omni_enum = OmniPlatformEnum.OOT
     dist_backend = "gloo"
+    get_torch_device = _always(torch.device("cpu"))
+    get_device_count = _always(4)
+    get_free_memory = _always(2**33)
+    max_memory_allocated = max_memory_reserved = current_device = _always(0)
+    empty_cache = reset_peak_memory_stats = set_device = synchronize = _always(None)
+    is_initialized = _always(True)
+    supports_torch_inductor = _always(False)
 
     @classmethod
     def get_diffusion_attn_backend_cls(cls, selected_backend, head_size, allow_trtllm_default=False):
@@ -34,63 +36,15 @@ class OmniCpuPlatform(OmniPlatform, CpuPlatform):
         return DiffusionAttentionBackendEnum[selected_backend.upper()].get_path()
 
     @classmethod
-    def get_torch_device(cls, local_rank=None):
-        return torch.device("cpu")
-
-    @classmethod
-    def get_device_count(cls):
-        return 4
-
-    @classmethod
     def get_diffusion_worker_cls(cls):
         """Workers pass on what they made by a stream next to the default one; a CPU has none, and runs in order."""
         from vllm_omni.diffusion.worker import diffusion_worker
 
         torch.accelerator.current_accelerator = lambda *_: cls.get_torch_device()
-        torch.Stream = _Stream
+        torch.Stream = mock.Mock
         pack = diffusion_worker.pack_diffusion_output_shm
         diffusion_worker.pack_diffusion_output_shm = lambda output, d2h_stream=None: pack(output)
         return super().get_diffusion_worker_cls()
-
-    @classmethod
-    def empty_cache(cls):
-        pass
-
-    @classmethod
-    def reset_peak_memory_stats(cls, *_):
-        pass
-
-    @classmethod
-    def max_memory_allocated(cls, *_):
-        return 0
-
-    @classmethod
-    def max_memory_reserved(cls, *_):
-        return 0
-
-    @classmethod
-    def is_initialized(cls):
-        return True
-
-    @classmethod
-    def current_device(cls):
-        return 0
-
-    @classmethod
-    def get_free_memory(cls, device=None):
-        return 2**33
-
-    @classmethod
-    def supports_torch_inductor(cls):
-        return False
-
-    @classmethod
-    def set_device(cls, device):
-        pass
-
-    @classmethod
-    def synchronize(cls):
-        pass
 
 
 def platform() -> str:

@@ -14,19 +14,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dbsp_kernels import (
-    BackwardInputs,
-    KernelInputs,
-    block_attention_backward,
-    merge_into,
-)
-from dbsp_kernels import (
-    prediction as predicted,
-)
+from dbsp_kernels import block_attention_backward, merge_into
+from dbsp_kernels import prediction as predicted
 from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
 from dbsp_kernels.tables import expand_rows, pack_rows
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.setting import MOST_ERROR, Setting, Shape
+from tests.kernels.backward_inputs import expected_and_inputs
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error, rounded_to_int8
 
 MOST_GRADIENT_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -53,6 +47,13 @@ def packed_for(setting: Setting, shape: Shape, seed: int = 1) -> Packed:
     rows, blocks = (3, 4) if setting.dry else (40, 30)
     made = packed(rows, blocks, shape.block_q, shape.block_k, shape.head_dim, shape.dtype, seed)
     return kinder(replace(made, kv_index=made.kv_index.clamp(min=0)))
+
+
+def differing(what: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
+    """Counts the numbers that are not the twin's; where its number is NaN, NaN is the same."""
+    found = found.cpu()
+    same = (found == twin) | (found != found) & (twin != twin)
+    return Row(what, float((~same).sum()), "", 0.0)
 
 
 def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
@@ -93,34 +94,12 @@ def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
 
 def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
     """Gradients against autograd of the same attention in float64, twice: bits must repeat."""
-    p = packed_for(setting, shape)
-    leaves = [one.double().requires_grad_(True) for one in (p.q, p.k, p.v)]
-    rows, blocks = len(p.q), len(p.k)
-    allowed = torch.zeros(rows, blocks, shape.block_k, dtype=torch.bool)
-    for row, count in enumerate(p.kv_count.tolist()):
-        for block in p.kv_index[row, :count].tolist():
-            allowed[row, block, : p.kv_len[block]] = True
-    flat = allowed.flatten(1)[:, None]
-    scores = torch.einsum("rqd,ckd->rqck", *leaves[:2]).flatten(2) * shape.head_dim**-0.5
-    lse = scores.detach().masked_fill(~flat, -torch.inf).logsumexp(-1)
-    some = p.kv_count[:, None, None] > 0
-    weights = torch.softmax(scores.masked_fill(~flat & some, -torch.inf), -1).masked_fill(~some, 0.0)
-    out = weights @ leaves[2].flatten(0, 1)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(shape.dtype)
-    out.backward(dout.double())
-    reads = allowed.any(-1).T.contiguous()  # [Ck, Rq]
-    order = reads.int().argsort(dim=1, descending=True, stable=True).int()
-    on = p.to(setting.device)
-    scale, full = shape.head_dim**-0.5, full_counts(p).to(setting.device)
-    given = KernelInputs(on.q, on.k, on.v, on.kv_index, on.kv_count, on.kv_len, scale, full)
-    table = order.to(setting.device), reads.sum(1, dtype=torch.int32).to(setting.device)
-    parts = dout, out.detach().to(shape.dtype), lse.float()
-    inputs = BackwardInputs(given, *(one.to(setting.device) for one in parts), lambda: table)
+    expected, inputs = expected_and_inputs(packed_for(setting, shape), device=setting.device)
     found, again = (block_attention_backward(inputs, "triton") for _ in range(2))
-    for name, one, other, leaf in zip("qkv", found, again, leaves, strict=True):
-        error = relative_error(one.cpu(), leaf.grad)
+    for name, one, other, right in zip("qkv", found, again, expected, strict=True):
+        error = relative_error(one.cpu(), right)
         yield Row(f"error of d{name}", error, "‖·‖", MOST_GRADIENT_ERROR[shape.dtype])
-        yield Row(f"numbers of d{name} that change when repeated", float((one != other).sum()), "", 0.0)
+        yield differing(f"numbers of d{name} that change when repeated", one, other.cpu())
 
 
 def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -135,8 +114,7 @@ def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[
     position, on = torch.from_numpy(rng.permutation(int(first[-1]))), setting.device
 
     def differ(name: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
-        same = (found.cpu() == twin) | (found.cpu() != found.cpu()) & (twin != twin)
-        return Row(f"{name} that differ from the twin's", float((~same).sum()), "", 0.0)
+        return differing(f"{name} that differ from the twin's", found, twin)
 
     sums = predicted.sum_tokens(tokens, position, first)
     yield differ("sums", on_gpu.sum_tokens_triton(tokens.to(on), position.to(on), first.to(on)), sums)
@@ -179,12 +157,11 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         there = CopySegments.from_columns(table, torch.device(setting.device))
         given = (source.to(setting.device), found, there.table, there.mean, less.to(setting.device))
         triton_quantise_segments(*given)
-        scales = [one.view(torch.float32)[..., -1].cpu().nan_to_num(-1.0) for one in (found, expected)]
-        yield Row(f"scales that differ, segments of {mean}", float((scales[0] != scales[1]).sum()), "", 0.0)
-        words = float((found[..., :-1].cpu() != expected[..., :-1]).sum())
-        yield Row(f"words that differ, segments of {mean}", words, "", 0.0)
-        back = restore_rows(expected.to(setting.device), head_dim, dtype).cpu().nan_to_num(-1.0)
-        yield Row(f"restored otherwise, segments of {mean}", float((back != restored.nan_to_num(-1.0)).sum()), "", 0.0)
+        scales = (one.view(torch.float32)[..., -1] for one in (found, expected))
+        yield differing(f"scales that differ, segments of {mean}", *scales)
+        yield differing(f"words that differ, segments of {mean}", found[..., :-1], expected[..., :-1])
+        back = restore_rows(expected.to(setting.device), head_dim, dtype)
+        yield differing(f"restored otherwise, segments of {mean}", back, restored)
 
 
 def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -201,7 +178,7 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
             there = CopySegments.from_columns(table, torch.device(setting.device))
             triton_copy_segments([source.to(setting.device)], found, [there.table], there.mean, add)
             name = f"numbers {'added' if add else 'copied'} otherwise, segments of {mean}"
-            yield Row(name, float((found.cpu() != expected).sum()), "", 0.0)
+            yield differing(name, found, expected)
 
 
 def row_bits(setting: Setting) -> Iterator[Row]:
@@ -218,7 +195,7 @@ def row_bits(setting: Setting) -> Iterator[Row]:
     packed_bits = pack_rows(*given)
     found = triton_pack_rows(*(one.to(setting.device) for one in given))
     for name, one, twin in zip(("bits", "counts", "full counts", "turns"), found, packed_bits, strict=True):
-        yield Row(f"{name} that differ", float((one.cpu() != twin).sum()), "", 0.0)
+        yield differing(f"{name} that differ", one, twin)
     bits, count, full, _ = (one[0] for one in packed_bits)
     base = torch.zeros(rows, dtype=torch.int32)
     arguments = bits, base, length, full
@@ -226,17 +203,17 @@ def row_bits(setting: Setting) -> Iterator[Row]:
         expected = expand_rows(*arguments, width, 64, batch)
         index = triton_expand_rows(*(one.to(setting.device) for one in arguments), width, 64, batch).cpu()
         used = (torch.arange(width) < count[:, None]).repeat(batch, 1)
-        yield Row(f"entries that differ, batch {batch}", float((index != expected)[used].sum()), "", 0.0)
+        yield differing(f"entries that differ, batch {batch}", index[used], expected[used])
 
 
 def range_checks(setting: Setting) -> Iterator[Row]:
     """Checks that an index beyond the blocks is reported by DBSP_DEBUG, before a kernel reads it."""
     p = packed(block_q=64, block_k=64).to(setting.device)
     bad = replace(p, kv_index=torch.full_like(p.kv_index, 6), kv_count=torch.ones_like(p.kv_count))
-    found = 0
+    missed = 1
     with mock.patch.dict(os.environ, {"DBSP_DEBUG": "1"}):
         try:
             bad.attend("triton")
         except ValueError:
-            found = 1
-    yield Row("indices that are not found", 1 - found, "", 0.0)
+            missed = 0
+    yield Row("indices that are not found", missed, "", 0.0)

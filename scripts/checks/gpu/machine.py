@@ -16,16 +16,8 @@ from scripts.checks.gpu.journal import REPO, sources_fingerprint
 
 LIBRARIES = ("torch", "triton", "numpy", "safetensors", "flash_attn", "flash_attn_interface", "spas_sage_attn")
 OTHERS = (
-    "diffusers",
-    "xfuser",
-    "para_attn",
-    "vllm_omni",
-    "sglang",
-    "lightx2v",
-    "typer",
-    "rich",
-    "pytest",
-    "matplotlib",
+    *("diffusers", "xfuser", "para_attn", "vllm_omni", "sglang", "lightx2v"),
+    *("typer", "rich", "pytest", "matplotlib"),
 )
 
 

@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 
 from dbsp_core import SequenceGroup
 from scripts.checks.gpu.journal import Case, Row, Skipped
-from scripts.checks.gpu.ranks import MASKS, MOST_GRADIENT_ERROR, inputs, on_rank
+from scripts.checks.gpu.ranks import MASKS, inputs, limits_of, on_rank, strategies_of
 from scripts.checks.gpu.sessions import SMALL, TINY, expected_on_one, local
-from scripts.checks.gpu.setting import MOST_ERROR, Setting
+from scripts.checks.gpu.setting import Setting
 from scripts.checks.gpu.video import PLANNERS, denoise, transformer_of
 from tests.kernels.packed_inputs import relative_error
 from tests.support.ports import free_port
@@ -54,9 +54,8 @@ def _rank(rank: int, world: int, port: int, setting: Setting, names: tuple[str, 
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo" if setting.device == "cpu" else "nccl", rank=rank, world_size=world, **options)
     torch.set_num_threads(1)
-    strategies = [f"U{world // ring}R{ring}" for ring in (1, 2, 4, 8) if world % ring == 0]
     for name in names:
-        for row in JOBS[name](rank, world, setting, strategies):
+        for row in JOBS[name](rank, world, setting, strategies_of(world)):
             if rank == 0:
                 found.put(row)
     dist.barrier()
@@ -84,8 +83,7 @@ def sessions(rank: int, world: int, setting: Setting, strategies: list[str]) -> 
         right = expected_on_one(sizes, mask, qkv, dout)
         for strategy in strategies:
             layout, mine = on_rank(rank, world, setting, sizes, strategy, mask, qkv, dout)
-            for name, one, other in zip(("output", "dq", "dk", "dv"), mine, right, strict=True):
-                limit = (MOST_ERROR if name == "output" else MOST_GRADIENT_ERROR)[dtype]
+            for (name, limit), one, other in zip(limits_of(dtype).items(), mine, right, strict=True):
                 error = _largest(setting, relative_error(one, local(other, layout, rank)))
                 yield Row(f"{strategy}, {kind}, {str(dtype)[6:]}: error of {name}", error, "‖·‖", 2 * limit)
 

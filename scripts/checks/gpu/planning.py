@@ -18,6 +18,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.tables import TableLayout, build_tables, dense_spans_of, table_layout
 from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
+from scripts.checks.gpu.clock import Work
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.setting import Setting
 from scripts.checks.gpu.video import AloneRank
@@ -38,6 +39,11 @@ def cases(setting: Setting) -> Iterator[Case]:
             yield Case(f"{planner}, {strategy}", partial(planning, setting, strategy, planner, blocks))
 
 
+def on_device_and_host(setting: Setting, what: str, work: Work) -> Iterator[Row]:
+    yield Row(what, setting.sampler.medians({"": work})[""], "ms")
+    yield Row(f"{what}, on the host", setting.sampler.cpu_ms(work), "ms")
+
+
 def prediction(setting: Setting, name: str, options: dict[str, Any]) -> Iterator[Row]:
     """Times the prediction of a rank's heads: pooling, scores and choosing, without communication."""
     source = DbspConfig.load({"mask": {"source": name, **options}}).mask
@@ -49,8 +55,7 @@ def prediction(setting: Setting, name: str, options: dict[str, Any]) -> Iterator
     def predict(i: int) -> BlockMask:
         return source.mask(request, LocalQK.alone(q, k))
 
-    yield Row("mask", setting.sampler.medians({"": predict})[""], "ms")
-    yield Row("mask, on the host", setting.sampler.cpu_ms(predict), "ms")
+    yield from on_device_and_host(setting, "mask", predict)
     yield Row("density", predict(0).density)
 
 
@@ -71,8 +76,7 @@ def steady_call(setting: Setting, strategy: str, mask: dict[str, Any]) -> Iterat
     shape = 1, setting.heads, shard, setting.head_dim
     q, k, v = ((torch.randn(shape, device=setting.device).cumsum(2) / 30).to(setting.dtype) for _ in range(3))
     with torch.no_grad():
-        yield Row("a call", setting.sampler.medians({"": call})[""], "ms")
-        yield Row("a call, on the host", setting.sampler.cpu_ms(call), "ms")
+        yield from on_device_and_host(setting, "a call", call)
     session.flush()
 
 
@@ -91,19 +95,14 @@ def planning(setting: Setting, strategy: str, planner: str, blocks: dict[str, in
     yield Row("plan, on the host", setting.sampler.cpu_ms(lambda i: make_plan(_copy(mask), strategy, planner)), "ms")
     layout = SequenceLayout.contiguous(setting.tokens, setting.world)
     device = torch.device(setting.device)
-    yield Row(
-        "a rank's part, on the host",
-        setting.sampler.cpu_ms(lambda i: _part(plan, layout, device)),
-        "ms",
-    )
+    yield Row("a rank's part, on the host", setting.sampler.cpu_ms(lambda i: _part(plan, layout, device)), "ms")
     _, tables_layout = _part(plan, layout, device)
     there = BlockMask(mask.bits.to(device), mask.grid)
 
     def tables(i: int) -> object:
         return [one.expanded() for one in build_tables(tables_layout, there, dense_spans_of(there, device))]
 
-    yield Row("tables", setting.sampler.medians({"": tables})[""], "ms")
-    yield Row("tables, on the host", setting.sampler.cpu_ms(tables), "ms")
+    yield from on_device_and_host(setting, "tables", tables)
 
 
 def _copy(mask: BlockMask) -> BlockMask:

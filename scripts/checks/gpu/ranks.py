@@ -43,13 +43,9 @@ def cases(setting: Setting) -> Iterator[Case]:
     worlds = (2,) if setting.simulated else (2, 4) if setting.dry else (2, 4, 8)
     kinds = ("static",) if setting.simulated else tuple(MASKS)
     for dtype, world in itertools.product(dtypes, worlds):
-        for ring in (r for r in (1, 2, 4, 8) if world % r == 0):
-            strategy = f"U{world // ring}R{ring}"
-            for kind in kinds:
-                yield Case(
-                    f"{strategy}, {kind}, {str(dtype)[6:]}",
-                    partial(one_strategy, setting, strategy, MASKS[kind], dtype),
-                )
+        for strategy, kind in itertools.product(strategies_of(world), kinds):
+            run = partial(one_strategy, setting, strategy, MASKS[kind], dtype)
+            yield Case(f"{strategy}, {kind}, {str(dtype)[6:]}", run)
 
 
 def inputs(setting: Setting, sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
@@ -66,11 +62,18 @@ def one_strategy(setting: Setting, strategy: str, mask: dict[str, Any], dtype: t
     expected = expected_on_one(sizes, mask, qkv, dout)
     with launches_one_after_another():
         found = ThreadRanks(Strategy.parse(strategy).world).run(on_rank, setting, sizes, strategy, mask, qkv, dout)
-    layout = found[0][0]
-    for number, (name, right) in enumerate(zip(("output", "dq", "dk", "dv"), expected, strict=True)):
-        limit = (MOST_GRADIENT_ERROR if number else MOST_ERROR)[dtype]
-        mine = whole([one[1][number] for one in found], layout)
-        yield Row(f"error of {name}", relative_error(mine, right), "‖·‖", limit)
+    layout, by_rank = found[0][0], [parts for _, parts in found]
+    for (name, limit), right, *mine in zip(limits_of(dtype).items(), expected, *by_rank, strict=True):
+        yield Row(f"error of {name}", relative_error(whole(mine, layout), right), "‖·‖", limit)
+
+
+def limits_of(dtype: torch.dtype) -> dict[str, float]:
+    """Returns the largest error of the output and of each gradient."""
+    return {"output": MOST_ERROR[dtype]} | dict.fromkeys(("dq", "dk", "dv"), MOST_GRADIENT_ERROR[dtype])
+
+
+def strategies_of(world: int) -> list[str]:
+    return [f"U{world // ring}R{ring}" for ring in (1, 2, 4, 8) if world % ring == 0]
 
 
 @contextmanager

@@ -81,23 +81,13 @@ def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
 
 def sparse_contenders(job: PackedJob) -> dict[str, Work]:
     """Returns every block-sparse kernel that supports such rows here."""
-    setting, shape = job.setting, job.shape
+    setting, shape, found = job.setting, job.shape, {}
     needs = KernelRequirements(shape[:2], shape.head_dim, lse=False, ragged_rows=False, tokens=setting.tokens)
-
-    def work(kernel: str) -> Work:
-        whole = {} if KERNELS[kernel].returns_lse else {"head_tokens": setting.tokens, "lse": False}
-
-        def run(i: int) -> object:
-            return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel=kernel, **whole)
-
-        return run
-
-    here = [
-        name
-        for name, kernel in KERNELS.items()
-        if name not in NOT_TIMED and kernel.why_unsupported(setting.device, shape.dtype, needs) is None
-    ]
-    return {name: work(name) for name in here}
+    for name, kernel in KERNELS.items():
+        if name not in NOT_TIMED and kernel.why_unsupported(setting.device, shape.dtype, needs) is None:
+            whole = {} if kernel.returns_lse else {"head_tokens": setting.tokens, "lse": False}
+            found[name] = job.work(name, **whole)
+    return found
 
 
 def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
@@ -135,26 +125,19 @@ def dense_heads(setting: Setting, shape: Shape) -> Iterator[Row]:
     grid = job.mask.grid
     part = DensePart((0, grid.nq), (0, grid.nk), None if setting.tokens % grid.block_k == 0 else _real(grid, setting))
 
-    def ours(i: int) -> object:
-        return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel="triton")
-
     def theirs(i: int) -> object:
         q, k, v = (t.unflatten(0, (job.mask.heads, -1)) for t in job.inputs[i % setting.sets])
         return attend_dense_part(q, k, v, part, shape.head_dim**-0.5)
 
-    ms = setting.sampler.medians({"ours": ours, "theirs": theirs})
+    ms = setting.sampler.medians({"ours": job.work("triton"), "theirs": theirs})
     yield Row("dense rows by torch / by triton", ms["theirs"] / ms["ours"])
 
 
 def merging(job: PackedJob) -> Iterator[Row]:
     """Times merging into a partial result over a plain forward."""
-    sets, table = job.setting.sets, vars(job.table)
-    partial = block_attention(*job.inputs[0], **table, kernel="triton", out_dtype=torch.float32)
-
-    def run(into: tuple[torch.Tensor, torch.Tensor] | None) -> Work:
-        return lambda i: block_attention(*job.inputs[i % sets], **table, kernel="triton", partial=into)
-
-    ms = job.setting.sampler.medians({"plain": run(None), "merged": run(partial)})
+    partial = job.work("triton", out_dtype=torch.float32)(0)
+    works = {"plain": job.work("triton"), "merged": job.work("triton", partial=partial)}
+    ms = job.setting.sampler.medians(works)
     yield Row(f"merged / plain, {job.name}", ms["merged"] / ms["plain"], goal="≤ 1.03")
 
 

@@ -17,7 +17,7 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest
-from tests.support.oracle import token_mask
+from tests.support.oracle import dense_attention
 
 UNEQUAL = {"source": "callable", "function": f"{__name__}:unequal_bits", "block_q": 16, "block_k": 32}
 PREDICTED = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 32, "block_k": 16}
@@ -126,11 +126,8 @@ def expected_on_one(
 
 def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
     """Computes attention [1, H, N, D] in float64 by torch's own operations, differentiable; zero at empty rows."""
-    allowed = token_mask(BlockMask(mask.bits.cpu(), mask.grid)).to(q.device)
-    scores = (q.double() @ k.double().mT) * q.shape[-1] ** -0.5
-    some = allowed.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~allowed & some, -torch.inf), dim=-1)
-    out = (weights @ v.double()).masked_fill(~some, 0.0)
+    there = BlockMask(mask.bits.to(q.device), mask.grid)
+    out = dense_attention(q, k, v, there, torch.arange(q.shape[2]))
     if mask.coarse is not None:
         mask.coarse.add_to(out)
     return out

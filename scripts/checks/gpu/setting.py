@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -16,7 +16,8 @@ from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_core.utils.yaml_file import shipped_configs
-from scripts.checks.gpu.clock import Sampler
+from dbsp_kernels import block_attention
+from scripts.checks.gpu.clock import Sampler, Work
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative error of an attention against float64 that is correct."""
@@ -170,6 +171,15 @@ class PackedJob:
         options = {"device": self.setting.device, "dtype": self.shape.dtype}
         shapes = [(heads * grid.nq, grid.block_q, head_dim), *[(heads * grid.nk, grid.block_k, head_dim)] * 2]
         return [tuple(torch.randn(s, **options) for s in shapes) for _ in range(self.setting.sets)]
+
+    def work(self, kernel: str, **options: Any) -> Work:
+        """Returns attention by a kernel, to one set of inputs after another."""
+
+        def attend(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs = self.inputs[i % self.setting.sets]
+            return block_attention(*inputs, **vars(self.table), kernel=kernel, **options)
+
+        return attend
 
     @cached_property
     def flops(self) -> float:

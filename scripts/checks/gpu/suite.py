@@ -17,11 +17,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.checks.gpu.journal import REPO, Journal
+from scripts.checks.gpu.journal import REPO, Journal, Outcome
 from scripts.checks.gpu.worker import FRESH, OUT_OF_TIME, TAIL
 
 GRACE_S = 20.0
@@ -78,12 +79,13 @@ def main() -> int:
     kind = "simulated" if args.simulate else "dry run" if args.dry_run else machine["devices"][0]
     stamp = f"{machine['sources']} {kind}"
     for folder in folders:
-        (folder / "machine.json").write_text(
-            json.dumps({"dry_run": args.dry_run, **machine}, indent=1) + "\n", encoding="utf-8"
-        )
+        described = json.dumps({"dry_run": args.dry_run, **machine}, indent=1)
+        (folder / "machine.json").write_text(described + "\n", encoding="utf-8")
     journals = {name: Journal(name, folders, stamp) for name in args.steps}
     for name in journals:
-        bring(f"{name}.jsonl", folders[-1], folders[0])
+        earlier, here = (folder / f"{name}.jsonl" for folder in (folders[-1], folders[0]))
+        if earlier.is_file() and not here.is_file():
+            shutil.copyfile(earlier, here)
     for steps in groups(args, [STEPS[name] for name, journal in journals.items() if not journal.complete()]):
         if deadline - time.monotonic() > LEAST_S:
             run_steps({step: journals[step.name] for step in steps}, deadline, options_of(args, steps[0]))
@@ -110,12 +112,6 @@ def parsed_arguments() -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown steps: {', '.join(unknown)}; there are {', '.join(STEPS)}")
     return args
-
-
-def bring(name: str, earlier: Path, out: Path) -> None:
-    """Copies an earlier call's results to a folder that has none."""
-    if (earlier / name).is_file() and not (out / name).is_file():
-        shutil.copyfile(earlier / name, out / name)
 
 
 def groups(args: argparse.Namespace, steps: list[Step]) -> list[list[Step]]:
@@ -181,7 +177,8 @@ class Lane:
         if status is None and time.monotonic() < self.until + GRACE_S:
             return
         if status not in (0, OUT_OF_TIME, FRESH):
-            _kill_session(self.process.pid)  # with the ranks that it started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # with the ranks that it started
             self.process.wait()
         died = status not in (None, 0, OUT_OF_TIME, FRESH)
         blamed = died and self.blame(self.process.pid, f"ended its process with status {status}")
@@ -198,51 +195,37 @@ class Lane:
         log = self.log.read_text(encoding="utf-8", errors="replace")
         trace = re.sub(r"\nExtension modules: .*", "", log)[-TAIL:]  # a list that may be longer than the traceback
         error = {"type": "Died", "message": message, "traceback": trace}
-        open_here = [
-            (journal, name)
-            for journal in self.journals
-            for name, one in journal.outcomes().items()
-            if one.state == "open" and one.pid == pid
-        ]
+        cases = [(journal, name, one) for journal in self.journals for name, one in journal.outcomes().items()]
+        open_here = [(journal, name) for journal, name, one in cases if one.state == "open" and one.pid == pid]
         for journal, name in open_here or [(self.journals[0], "starting")]:
             journal.write("failed", name, error=error)
         return bool(open_here)
 
 
-def _kill_session(leader: int) -> None:
-    """Ends a process that leads a session, and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-
-
 def report(machine: dict[str, Any], journals: dict[str, Journal], dry_run: bool) -> int:
     """Prints a table and a verdict. Returns 1 if a case failed, else 0."""
     print(f"\n{machine['devices'][0]}, {machine['commit']}" + ", a dry run: times mean nothing" * dry_run)
-    cases = failed = left = skipped = 0
-    unfinished = []
+    states: Counter[str] = Counter()
     for name, journal in journals.items():
-        outcomes = journal.outcomes()
         print(f"\n{name}: {STEPS[name].what}")
-        for case, outcome in outcomes.items():
-            if not case:
-                continue
-            cases += 1
-            failed += not outcome.correct
-            left += outcome.state == "open"
-            skipped += outcome.state == "skipped"
-            print_case(case, outcome.state, outcome.correct, outcome.rows, outcome.error)
-        if not journal.complete():
-            unfinished.append(name)
-    verdict = f"{cases - failed - left - skipped} of {cases} cases right, {failed} failed, {skipped} skipped"
+        for case, outcome in journal.outcomes().items():
+            if case:
+                states["failed" if not outcome.correct else outcome.state] += 1
+                print_case(case, outcome)
+    failed, skipped = states["failed"], states["skipped"]
+    unfinished = [name for name, journal in journals.items() if not journal.complete()]
+    verdict = f"{states['ended']} of {states.total()} cases right, {failed} failed, {skipped} skipped"
     rest = f"; call it again for what is left of {', '.join(unfinished)}" if unfinished else ""
     print(f"\ngpu_suite: {verdict}{rest}")
     return int(failed > 0)
 
 
-def print_case(case: str, state: str, correct: bool, rows: list[dict[str, Any]], error: dict[str, str]) -> None:
-    verdict = state if state != "ended" else ("right" if correct else "WRONG")
+def print_case(case: str, outcome: Outcome) -> None:
+    error, verdict = outcome.error, outcome.state
+    if verdict == "ended":
+        verdict = "right" if outcome.correct else "WRONG"
     print(f"  {case}: {verdict}" + (f", {error['type']}: {error['message'].partition(chr(10))[0]}" if error else ""))
-    for row in rows:
+    for row in outcome.rows:
         if row["limit"] is None or not row["correct"]:
             bound = row["goal"] or ("" if row["limit"] is None else f"≤ {row['limit']:.3g}")
             said = "" if row["met"] is None and row["correct"] else (" yes" if row["met"] else " NO")

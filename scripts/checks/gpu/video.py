@@ -8,7 +8,6 @@ lockstep of all ranks would take, without communication.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -20,6 +19,7 @@ from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
+from scripts.checks.gpu.clock import Timeline
 from scripts.checks.gpu.journal import Case, Row
 from scripts.checks.gpu.model import Transformer, random_transformer
 from scripts.checks.gpu.setting import Setting
@@ -121,40 +121,3 @@ def tokens_and_text(setting: Setting, tokens: int) -> tuple[torch.Tensor, torch.
     options = {"device": setting.device, "dtype": setting.dtype}
     width = setting.heads * setting.head_dim
     return torch.randn(1, tokens, width, **options), torch.randn(1, 512, width, **options)
-
-
-class Timeline:
-    """Points in time: events on a GPU's stream, read when all is over, or the clock."""
-
-    def __init__(self, device: str) -> None:
-        self._on_gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
-        self._points: list[torch.cuda.Event | float] = []
-
-    def record(self) -> None:
-        if not self._on_gpu:
-            self._points.append(time.perf_counter() * 1e3)
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._points.append(event)
-
-    def restart(self) -> None:
-        """Forgets all points and records the first."""
-        self._points = []
-        self.record()
-
-    def between(self) -> list[float]:
-        """Milliseconds between the points after the first one."""
-        return [self._elapsed(a, b) for a, b in zip(self._points[1:], self._points[2:], strict=False)]
-
-    def total(self) -> float:
-        """Milliseconds since the first point, with all that is queued."""
-        self.record()
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        return self._elapsed(self._points[0], self._points.pop())
-
-    def _elapsed(self, a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
-        if isinstance(a, float) or isinstance(b, float):
-            return float(b) - float(a)
-        return float(a.elapsed_time(b))

@@ -22,8 +22,7 @@ from typing import Any
 import triton
 
 from scripts.checks.machine_code.reading import MULTIPROCESSORS
-from scripts.checks.machine_code.records import failed, reported
-from scripts.checks.machine_code.variants import DTYPES, KERNELS, Variant, shipped
+from scripts.checks.machine_code.variants import DTYPES, KERNELS, Variant, failed, reported, shipped
 
 COLUMNS = (
     "kernel", "case", "block_q", "block_k", "head_dim", "dtype", "tile_distance", "products", "products_of_int8",

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,7 +24,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from scripts.checks.machine_code.compiler import Compiled, disassembled
+
+@dataclass(frozen=True)
+class Compiled:
+    """ttgir: Triton's last own form; ptx, sass: assembly; log: what ptxas said; shared: bytes of a program"""
+
+    ttgir: str
+    ptx: str
+    sass: str
+    log: str
+    shared: int
 
 
 def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> list[Compiled]:
@@ -45,9 +58,17 @@ def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> lis
     with gpu_of(arch), mock.patch.object(JITFunction, "run", compile_only), FakeTensorMode():
         launch()
     return [
-        Compiled(made.asm["ttgir"], made.asm["ptx"], disassembled(made.asm["cubin"]), said, made.metadata.shared)
+        Compiled(made.asm["ttgir"], made.asm["ptx"], _disassembled(made.asm["cubin"]), said, made.metadata.shared)
         for made, said in found
     ]
+
+
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(file)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @contextlib.contextmanager
@@ -59,18 +80,15 @@ def gpu_of(arch: int) -> Iterator[None]:
         get_current_device=lambda: arch,
         get_current_stream=lambda device: 0,
     )
-    patched = (
+    before = driver._active
+    with (
         mock.patch.object(FakeTensor, "data_ptr", return_value=0),
+        mock.patch.object(FakeTensor, "is_cuda", True, create=True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(arch, 10)),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
-        mock.patch.object(FakeTensor, "is_cuda", True, create=True),
-    )
-    before = driver._active
-    with contextlib.ExitStack() as stack:
-        for one in patched:
-            stack.enter_context(one)
-        stack.enter_context(knobs.compilation.scope())
-        stack.enter_context(knobs.nvidia.scope())
+        knobs.compilation.scope(),
+        knobs.nvidia.scope(),
+    ):
         knobs.compilation.always_compile = True  # from a cache there would be nothing said
         knobs.nvidia.dump_ptxas_log = True
         driver.set_active(stub)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from scripts.checks.machine_code.compiler import Compiled
+from scripts.checks.machine_code.launches import Compiled
 from scripts.checks.machine_code.sass import (
+    LOCAL,
     OF_INT8,
     OF_WARPGROUPS,
     PRODUCTS,
@@ -23,13 +24,8 @@ from scripts.checks.machine_code.sass import (
 )
 
 
-@dataclass(frozen=True)
-class Multiprocessor:
-    """Limits of one multiprocessor.
-
-    Attributes:
-        shared: Bytes for all programs together, of which each takes 1 KB more than it asks for.
-    """
+class Multiprocessor(NamedTuple):
+    """Limits of one multiprocessor. shared: bytes of all programs, of which each takes 1 KB more than it asks for"""
 
     shared: int
     threads: int
@@ -48,96 +44,63 @@ MULTIPROCESSORS = {
     121: Multiprocessor(100 << 10, 1536),
 }
 """By architecture, as in the CUDA C++ Programming Guide, "Compute Capabilities"."""
+OF_STEP = (
+    *("tile_distance", "products", "products_of_int8", "waits", "in_flight", "tile_waits", "exponentials", "fused"),
+    *("instructions", "serialised"),
+)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of the loop over full blocks, counted per warp.
+def findings(compiled: Compiled, arch: int) -> dict[str, Any]:
+    """Reads what the compilers made for a GPU of this architecture (90 for Hopper).
 
-    Attributes:
+    Returns `of_step`, and:
+        registers, spills, stack: Of a thread, bytes that do not fit them, and bytes of its own memory.
+        local_accesses, local_in_loops: Loads from and stores to that memory, and those that a loop repeats.
+        shared_bytes, programs_per_multiprocessor: Of a program, and how many of them fit.
+    """
+    registers = int(_found(r"Used (\d+) registers", compiled.log))
+    code = instructions(compiled.sass)
+    return of_step(compiled, code) | {
+        "registers": registers,
+        "spills": sum(map(int, re.findall(r"(\d+) bytes spill", compiled.log))),
+        "stack": int(_found(r"(\d+) bytes stack frame", compiled.log)),
+        "local_accesses": sum(one.name in LOCAL for one in code),
+        "local_in_loops": len({one.at for body in loops(code) for one in body if one.name in LOCAL}),
+        "shared_bytes": compiled.shared,
+        "programs_per_multiprocessor": _programs(compiled, registers, MULTIPROCESSORS[arch]),
+    }
+
+
+def of_step(compiled: Compiled, code: Sequence[Instruction]) -> dict[str, Any]:
+    """Counts, per warp, one step of the loop over full blocks; all None if no loop has tensor-core products.
+
+    Returns:
         tile_distance: Steps before their use at which tiles of keys and values are fetched; 0: in the same one.
-        products: Tensor-core instructions.
-        products_of_int8: Those of them that multiply int8.
-        waits: Instructions that wait for such.
+        products, products_of_int8, waits: Tensor-core instructions, those that multiply int8, and waits for them.
         in_flight: Of a warpgroup's products, those queued and not waited for while an exponential runs, on average;
             None: not sm90.
         tile_waits: Instructions that wait for tiles.
-        exponentials: EX2.
-        fused: Fused multiply-adds.
-        instructions: All together.
+        exponentials, fused, instructions: EX2, fused multiply-adds, and all together.
         serialised: ptxas says, or the loop shows, that no product runs next to another.
     """
-
-    tile_distance: int
-    products: int
-    products_of_int8: int
-    waits: int
-    in_flight: float | None
-    tile_waits: int
-    exponentials: int
-    fused: int
-    instructions: int
-    serialised: bool
-
-
-@dataclass(frozen=True)
-class Findings:
-    """Numbers of one kernel.
-
-    Attributes:
-        step: Of its loop with tensor-core products; None: it has none.
-        registers, spills, stack: Of a thread, bytes that do not fit them, and bytes of its own memory.
-        local_accesses: Loads from, and stores to, that memory.
-        local_in_loops: Those of them that are in a loop, so that they come again and again.
-        shared_bytes: Of a program.
-        programs_per_multiprocessor: How many of them fit.
-    """
-
-    step: Step | None
-    registers: int
-    spills: int
-    stack: int
-    local_accesses: int
-    local_in_loops: int
-    shared_bytes: int
-    programs_per_multiprocessor: int
-
-
-def findings(compiled: Compiled, arch: int) -> Findings:
-    """Reads what the compilers made for a GPU of this architecture (90 for Hopper)."""
-    registers = int(_found(r"Used (\d+) registers", compiled.log))
-    code = instructions(compiled.sass)
-    return Findings(
-        step=_step(compiled, code),
-        registers=registers,
-        spills=sum(map(int, re.findall(r"(\d+) bytes spill", compiled.log))),
-        stack=int(_found(r"(\d+) bytes stack frame", compiled.log)),
-        local_accesses=sum(map(_is_local, code)),
-        local_in_loops=len({one.at for body in loops(code) for one in body if _is_local(one)}),
-        shared_bytes=compiled.shared,
-        programs_per_multiprocessor=_programs(compiled, registers, MULTIPROCESSORS[arch]),
-    )
-
-
-def _step(compiled: Compiled, code: Sequence[Instruction]) -> Step | None:
     loop = full_loop(code)
     if loop is None:
-        return None
+        return dict.fromkeys(OF_STEP)
     step = Counter(one.name for one in loop)
     products, of_warpgroups = (sum(step[name] for name in names) for names in (PRODUCTS, OF_WARPGROUPS))
     waits = step["WARPGROUP.DEPBAR"]
-    return Step(
-        tile_distance=tile_distance(compiled.ttgir),
-        products=products,
-        products_of_int8=sum(step[name] for name in OF_INT8),
-        waits=waits,
-        in_flight=in_flight_at_exponentials(loop),
-        tile_waits=step["SYNCS.PHASECHK"] + step["DEPBAR"],
-        exponentials=step["MUFU.EX2"],
-        fused=step["FFMA"] + 2 * step["FFMA2"],
-        instructions=step.total(),
-        serialised=is_serialised(compiled.log) or (of_warpgroups > 2 and waits >= products),
-    )
+    return {
+        "tile_distance": tile_distance(compiled.ttgir),
+        "products": products,
+        "products_of_int8": sum(step[name] for name in OF_INT8),
+        "waits": waits,
+        "in_flight": in_flight_at_exponentials(loop),
+        "tile_waits": step["SYNCS.PHASECHK"] + step["DEPBAR"],
+        "exponentials": step["MUFU.EX2"],
+        "fused": step["FFMA"] + 2 * step["FFMA2"],
+        "instructions": step.total(),
+        "serialised": is_serialised(compiled.log) or (of_warpgroups > 2 and waits >= products),
+    }
 
 
 def is_serialised(log: str) -> bool:
@@ -171,20 +134,12 @@ def full_loop(code: Sequence[Instruction]) -> Sequence[Instruction] | None:
     return min((body for body in loops(code) if any(one.name in PRODUCTS for one in body)), key=len, default=None)
 
 
-def _is_local(one: Instruction) -> bool:
-    return one.name in ("LDL", "STL")
-
-
 def _programs(compiled: Compiled, registers: int, of: Multiprocessor) -> int:
-    threads = _threads(compiled)
+    threads = int(_found(r"\.(?:reqntid|maxntid) (\d+)", compiled.ptx))
     of_warp = -(-registers * 32 // 256) * 256
     return min(
         of.shared // (compiled.shared + 1024), of.threads // threads, of.registers // (of_warp * -(-threads // 32))
     )
-
-
-def _threads(compiled: Compiled) -> int:
-    return int(_found(r"\.(?:reqntid|maxntid) (\d+)", compiled.ptx))
 
 
 def _found(pattern: str, text: str) -> str:

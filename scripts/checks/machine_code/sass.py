@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LOCAL = ("LDL", "STL")
+"""Loads from a thread's own memory, and stores to it."""
 OF_WARPGROUPS = ("HGMMA", "IGMMA")
 OF_INT8 = ("IGMMA", "UTCIMMA", "IMMA")
 PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", *OF_INT8)

@@ -1,12 +1,14 @@
-"""The variants of db-SP's Triton kernels that a plan can meet, and the launch that compiles each."""
+"""Variants of db-SP's Triton kernels that a plan can meet, the launch that compiles each, and its record."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+import triton
 
 from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
@@ -22,8 +24,8 @@ from dbsp_kernels.triton.prediction import (
     sum_tokens_triton,
 )
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
-from scripts.checks.machine_code.compiler import Compiled
 from scripts.checks.machine_code.launches import compiled_launches
+from scripts.checks.machine_code.reading import findings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHIPPED = (
@@ -34,6 +36,7 @@ SHIPPED = (
 )
 """(block_q, block_k, D) of shipped configurations and mask sources' defaults; tests compile them for sm80 to sm120."""
 
+SELECTIONS = tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000))
 ROWS, BLOCKS, HEADS, TOKENS = 1182, 1182, 5, 75_600
 """A head of Wan2.1-14B at 720p in blocks of 64, and the heads of a rank of eight. Only what they are multiples of,
 and how many blocks a row is chosen among, is seen in machine code."""
@@ -60,31 +63,58 @@ class Variant:
     case: str = ""
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel and its variants.
+
+    Attributes:
+        function: Name of the function that Triton compiles, without leading underscores.
+        launch: Launches it once on tensors without memory.
+        cases: Values of `Variant.case`.
+        shapes: (block_q, block_k, D) of its variants.
+        dtypes: Names in `DTYPES`, or "-" where the kernel has no tokens.
+    """
+
+    function: str
+    launch: Callable[[Variant], object]
+    cases: tuple[str, ...] = ("",)
+    shapes: tuple[tuple[int, int, int], ...] = SHIPPED
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+
+
 def shipped(arch: int) -> Iterator[Variant]:
     """Yields everything that shipped configurations use, in all dtypes."""
-    for dtype, (block_q, block_k, head_dim) in itertools.product(DTYPES, SHIPPED):
-        for name in ATTENTION:
-            for case in ("", "ring") if KERNELS[name] == "forward_kernel" else ("",):
-                yield Variant(name, arch, block_q, block_k, head_dim, dtype, case)
-    for dtype, head_dim in itertools.product(DTYPES, (128, 64)):
-        for name, cases in _OF_TOKENS.items():
-            for case in cases:
-                yield Variant(name, arch, head_dim=head_dim, dtype=dtype, case=case)
-    for name, cases in _OF_TABLES.items():
-        for case in cases:
-            yield Variant(name, arch, head_dim=0, dtype="-", case=case)
-    for head_dim in (128, 64):
-        yield Variant("pool-rows", arch, head_dim=head_dim, dtype="-")
-        yield Variant("scores", arch, head_dim=head_dim, dtype="-")
+    for name, kernel in KERNELS.items():
+        for shape, dtype, case in itertools.product(kernel.shapes, kernel.dtypes, kernel.cases):
+            yield Variant(name, arch, *shape, dtype, case)
 
 
-def compiled(variant: Variant) -> Compiled:
-    """Compiles the variant by the installed Triton."""
-    launch = LAUNCHES[variant.kernel]
-    found = compiled_launches(lambda: launch(variant), variant.arch, KERNELS[variant.kernel])
-    if len(found) != 1:
-        raise ValueError(f"the launch compiled {len(found)} kernels {KERNELS[variant.kernel]}, and not one")
-    return found[0]
+def reported(variant: Variant) -> dict[str, Any]:
+    """Returns the record of a variant, or of its failure."""
+    try:
+        return examined(variant)
+    except Exception as error:  # for any compilers or the reading raise: the other variants don't depend on it
+        return failed(variant, error)
+
+
+def examined(variant: Variant) -> dict[str, Any]:
+    """Compiles the variant by the installed Triton. What is counted of a step is None if there is none."""
+    kernel = KERNELS[variant.kernel]
+    compiled = compiled_launches(lambda: kernel.launch(variant), variant.arch, kernel.function)
+    if len(compiled) != 1:
+        raise ValueError(f"the launch compiled {len(compiled)} kernels {kernel.function}, and not one")
+    found = findings(compiled[0], variant.arch)
+    return _named(variant) | found | {"remark": "no tensor cores" if found["products"] is None else ""}
+
+
+def failed(variant: Variant, error: BaseException) -> dict[str, Any]:
+    """Returns the record of a variant that could not be compiled or read."""
+    said = " ".join(str(error).split())
+    return _named(variant) | {"remark": f"failed: {type(error).__name__}: {said}", "failed": True}
+
+
+def _named(variant: Variant) -> dict[str, Any]:
+    return {"triton": triton.__version__, **asdict(variant)}
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -178,28 +208,22 @@ def _pack(of: Variant) -> None:
     triton_pack_rows(_tensor(ROWS, BLOCKS, dtype=torch.bool), rows, rows, rows, columns, here, here)
 
 
-LAUNCHES: dict[str, Callable[[Variant], object]] = {
-    "triton": lambda of: triton_attention(_inputs(of)), "triton-int8": lambda of: triton_int8_attention(_inputs(of)),
-    "triton-dq": _backward, "triton-dkv": _backward,
-    "sum-tokens": _sum_tokens, "pool-rows": _pool_rows, "scores": _scores, "select": _select, "merge": _merge,
-    "copy": _copy, "quantise": _quantise, "quantise-blocks": _quantise_blocks,
-    "expand-rows": _expand, "pack-rows": _pack,
-}  # fmt: skip
+OF_HEADS, OF_ALL = ((0, 0, 128), (0, 0, 64)), ((0, 0, 0),)
+"""Shapes of kernels whose code depends on D alone, and on none."""
 KERNELS = {
-    "triton": "forward_kernel", "triton-int8": "forward_kernel",
-    "triton-dq": "backward_rows_kernel", "triton-dkv": "backward_keys_kernel",
-    "sum-tokens": "sum_kernel", "pool-rows": "pool_kernel", "scores": "score_kernel", "select": "select_kernel",
-    "merge": "merge_kernel", "copy": "copy_kernel", "quantise": "quantise_kernel",
-    "quantise-blocks": "quantise_blocks_kernel", "expand-rows": "expand_kernel", "pack-rows": "pack_kernel",
-}  # fmt: skip
-"""Names here, and those of the functions that Triton compiles."""
-ATTENTION = ("triton", "triton-int8", "triton-dq", "triton-dkv")
-_OF_TOKENS = {
-    "sum-tokens": ("",), "copy": ("blocks", "tokens", "added", "q, k, v"), "merge": ("",),
-    "quantise": ("blocks", "tokens", "less a mean"), "quantise-blocks": ("64", "128"),
-}  # fmt: skip
-_OF_TABLES = {
-    "select": tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000)),
-    "expand-rows": ("",),
-    "pack-rows": ("",),
+    "triton": Kernel("forward_kernel", lambda of: triton_attention(_inputs(of)), ("", "ring")),
+    "triton-int8": Kernel("forward_kernel", lambda of: triton_int8_attention(_inputs(of)), ("", "ring")),
+    "triton-dq": Kernel("backward_rows_kernel", _backward),
+    "triton-dkv": Kernel("backward_keys_kernel", _backward),
+    "sum-tokens": Kernel("sum_kernel", _sum_tokens, shapes=OF_HEADS),
+    "copy": Kernel("copy_kernel", _copy, ("blocks", "tokens", "added", "q, k, v"), OF_HEADS),
+    "merge": Kernel("merge_kernel", _merge, shapes=OF_HEADS),
+    "quantise": Kernel("quantise_kernel", _quantise, ("blocks", "tokens", "less a mean"), OF_HEADS),
+    "quantise-blocks": Kernel("quantise_blocks_kernel", _quantise_blocks, ("64", "128"), OF_HEADS),
+    "pool-rows": Kernel("pool_kernel", _pool_rows, shapes=OF_HEADS, dtypes=("-",)),
+    "scores": Kernel("score_kernel", _scores, shapes=OF_HEADS, dtypes=("-",)),
+    "select": Kernel("select_kernel", _select, SELECTIONS, OF_ALL, ("-",)),
+    "expand-rows": Kernel("expand_kernel", _expand, shapes=OF_ALL, dtypes=("-",)),
+    "pack-rows": Kernel("pack_kernel", _pack, shapes=OF_ALL, dtypes=("-",)),
 }
+ATTENTION = ("triton", "triton-int8", "triton-dq", "triton-dkv")

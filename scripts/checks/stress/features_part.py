@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,15 +28,6 @@ class Draw:
         return any(name in COMPILED for name in self.order.features)
 
 
-def draw_case(seed: int, number: int) -> Draw:
-    """Returns the same case for equal arguments, on every machine."""
-    rng = random.Random(f"{seed}:{number}")
-    while True:
-        case = _draw(rng)
-        if _sensible(case):
-            return case
-
-
 def _draw(rng: random.Random) -> Draw:
     names = rng.sample(sorted(FEATURES), rng.randint(1, MOST_FEATURES))
     if rng.random() < 0.25:
@@ -56,18 +47,6 @@ def _sensible(case: Draw) -> bool:
     return offloads <= (0 if case.compiles else 1) and caches <= 1 and loras <= 1
 
 
-def smaller(case: Draw) -> Iterator[Draw]:
-    """Yields cases with one feature less, fewer ranks, or Ulysses alone."""
-    order = case.order
-    for number in range(len(order.features)) if len(order.features) > 1 else ():
-        fewer = order.features[:number] + order.features[number + 1 :]
-        yield replace(case, order=replace(order, features=fewer, before=order.before - (number < order.before)))
-    for world in sorted({2, case.world}):
-        simple = replace(case, world=world, order=replace(order, config={**order.config, "strategy": f"U{world}R1"}))
-        if simple != case:
-            yield simple
-
-
 class Features(Part):
     """Orders of features on a simulated node or on processes."""
 
@@ -79,14 +58,22 @@ class Features(Part):
         self._workers = Workers()
 
     def draw(self, seed: int, number: int) -> Draw:
-        return draw_case(seed, number)
+        rng = random.Random(f"{seed}:{number}")
+        case = _draw(rng)
+        while not _sensible(case):
+            case = _draw(rng)
+        return case
 
     def smaller(self, case: Draw) -> Iterator[Draw]:
-        return smaller(case)
-
-    def judged(self, cases: Mapping[int, Draw]) -> Iterator[Outcome]:
-        for number, case in cases.items():
-            yield self._outcome(number, case)
+        """Yields cases with one feature less, fewer ranks, or Ulysses alone."""
+        order = case.order
+        for number in range(len(order.features)) if len(order.features) > 1 else ():
+            fewer = order.features[:number] + order.features[number + 1 :]
+            yield replace(case, order=replace(order, features=fewer, before=order.before - (number < order.before)))
+        for world in sorted({2, case.world}):
+            simple = replace(order, config={**order.config, "strategy": f"U{world}R1"})
+            if replace(case, world=world, order=simple) != case:
+                yield replace(case, world=world, order=simple)
 
     def close(self) -> None:
         self._workers.close()
@@ -94,7 +81,7 @@ class Features(Part):
             self._node.close()
         self._node = None
 
-    def _outcome(self, number: int, case: Draw) -> Outcome:
+    def outcome(self, number: int, case: Draw) -> Outcome:
         """Judges a case; features that do not go together without db-SP prove nothing."""
         try:
             self._ask(case, alone)

@@ -44,9 +44,14 @@ class Part(ABC):
     def draw(self, seed: int, number: int) -> Any:
         """Returns the same case for equal arguments, on every machine; `str` of it is one line."""
 
-    @abstractmethod
     def judged(self, cases: Mapping[int, Any]) -> Iterator[Outcome]:
         """Yields the outcome of each case, by number, in their order."""
+        for number, case in cases.items():
+            yield self.outcome(number, case)
+
+    def outcome(self, number: int, case: Any) -> Outcome:
+        """Judges one case, where a part does not judge several at once."""
+        raise NotImplementedError
 
     def smaller(self, case: Any) -> Iterator[Any]:
         """Yields variants of a case that are simpler, the greatest steps first."""
@@ -76,18 +81,16 @@ class Part(ABC):
     def explain(self, seed: int, number: int) -> str:
         """Returns a failing case in one line, or its smallest variant that still fails."""
         case, tries = self.draw(seed, number), 0
-        if not self.most_tries:
-            return str(case)
         try:
-            found = self._alone(case).failure
+            found = self._alone(case).failure if self.most_tries else None
             left = self.smaller(case) if found and "Hang" not in found else iter(())
             while (one := next(left, None)) is not None and tries < self.most_tries:
                 tries += 1
                 if self._alone(one).failure:
                     case, left = one, self.smaller(one)
-            return str(case)
         finally:
             self.close()
+        return str(case)
 
     def _alone(self, case: Any, number: int = 0) -> Outcome:
         return next(iter(self.judged({number: case})))
@@ -142,12 +145,6 @@ class Progress:
     worst: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
-    def add(self, outcome: Outcome) -> None:
-        """Counts an outcome."""
-        self.next = outcome.number + 1
-        for name, value in outcome.measure.items():
-            self.worst[name] = max(value, self.worst.get(name, value))
-
 
 @dataclass
 class State:
@@ -192,9 +189,10 @@ def run_part(part: Part, state: State, path: Path, seconds: float) -> None:
     cases = part.run(state.seed, progress.next)
     try:
         for outcome in cases:
-            progress.add(outcome)
             now = time.monotonic()
-            progress.seconds = before + now - start
+            progress.next, progress.seconds = outcome.number + 1, before + now - start
+            for name, value in outcome.measure.items():
+                progress.worst[name] = max(value, progress.worst.get(name, value))
             if outcome.failure is not None:
                 how = f"scripts/campaign --case {part.name}:{state.seed}:{outcome.number}"
                 progress.failures.append(f"{how}   {outcome.failure}   {part.explain(state.seed, outcome.number)}")

@@ -23,25 +23,20 @@ from pathlib import Path
 
 from scripts.checks.upstream.upstream_refs.finding import Finding
 
-CHECKOUTS = {
-    "radial": "radial_attention",
-    "svg": "sparse_videogen",
-    "paro": "paroattention",
-}
-INSTALLED = {"nabla": "diffusers_nabla"}
+MODULES = {"radial": "radial_attention", "svg": "sparse_videogen", "paro": "paroattention", "nabla": "diffusers_nabla"}
+"""Of upstream_refs, each with `findings` of a checkout; the last is of what is installed."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in CHECKOUTS:
+    for name in ("radial", "svg", "paro"):
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
-    for name in INSTALLED:
-        parser.add_argument(f"--{name}", action="store_const", const=Path())
+    parser.add_argument("--nabla", action="store_const", const=Path())
     parser.add_argument("--out", type=Path, metavar="FILE.csv")
     options = parser.parse_args()
     found: list[Finding] = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for name, module in {**CHECKOUTS, **INSTALLED}.items():
+        for name, module in MODULES.items():
             if getattr(options, name) is not None:
                 found += pool.apply(_findings, (module, getattr(options, name)))
     for one in found:

@@ -1,4 +1,4 @@
-"""Oldest and newest versions, as scripts/versions starts them."""
+"""Oldest and newest versions that pyproject.toml admits, each in a scratch environment: scripts/versions."""
 
 from __future__ import annotations
 
@@ -59,14 +59,10 @@ class Row:
 
 def main() -> int:
     """Returns the exit code, 1 where something that pyproject.toml admits does not run."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/versions", description="Oldest and newest versions that are claimed."
-    )
+    parser = argparse.ArgumentParser(prog="scripts/versions", description=__doc__)
     of = "PACKAGE[==VERSION[,OTHER==VERSION]]"
     parser.add_argument("--only", action="append", metavar=of, help="instead of all; may be repeated")
-    parser.add_argument(
-        "--python", action="append", default=[], metavar="PATH", help="also this one; downloads it all"
-    )
+    parser.add_argument("--python", action="append", default=[], metavar="PATH", help="another one; downloads it all")
     parser.add_argument("--out", type=Path, help="write the table, as CSV; rows of versions not tried now stay")
     options = parser.parse_args()
     rows = []
@@ -90,17 +86,15 @@ def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
         if asked:
             yield _layered(Row(package, asked, "asked for"), *text.split(","))
             continue
-        versions = offered(claimed_requirements()[package])
-        oldest[package] = f"{package}=={versions[0]}"
-        for which, one in {"newest": versions[-1], "oldest": versions[0]}.items():
-            row = Row(package, str(one), which if len(versions) > 1 else "only")
+        versions = [str(one) for one in offered(claimed_requirements()[package])]
+        first, last = versions[0], versions[-1]
+        oldest[package] = f"{package}=={first}"
+        for which, one in ({"newest": last, "oldest": first} if first != last else {"only": first}).items():
             alongside = [oldest[other] for other in ALONGSIDE.get(package, ()) if which == "oldest"]
-            if str(one) == metadata.version(package).partition("+")[0]:
-                yield replace(here, package=row.package, version=row.version, which=row.which)
-            elif which == "newest" or len(versions) > 1:
-                yield _layered(row, f"{package}=={one}", *alongside)
-            if len(versions) == 1:
-                break
+            if one == metadata.version(package).partition("+")[0]:
+                yield replace(here, package=package, version=one, which=which)
+            else:
+                yield _layered(Row(package, one, which), f"{package}=={one}", *alongside)
     for python in pythons:
         row = Row("python", python_version(python), "asked for")
         yield _in_scratch(row, lambda folder, python=python: whole(folder, python))

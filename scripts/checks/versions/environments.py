@@ -22,10 +22,7 @@ def claimed_requirements() -> dict[str, Requirement]:
     import tomllib
 
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    texts = [
-        *project["dependencies"],
-        *(text for extra in project["optional-dependencies"].values() for text in extra),
-    ]
+    texts = sum(project["optional-dependencies"].values(), project["dependencies"])
     requirements = [Requirement(text) for text in texts]
     return {one.name: one for one in requirements if one.name != project["name"] and one.specifier}
 
@@ -52,11 +49,8 @@ def whole(folder: Path, python: str) -> Path:
     """Installs everything as constraints.txt has it, in another Python; triton as its torch wants it."""
     _run(python, "-m", "venv", folder)
     interpreter = folder / "bin" / "python"
-    lines = [
-        line
-        for line in (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if not line.startswith("triton")
-    ]
+    pinned = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in pinned if not line.startswith("triton")]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(lines), encoding="utf-8")
     (torch,) = (line for line in lines if line.startswith("torch=="))

@@ -7,14 +7,12 @@ import random
 from dataclasses import dataclass
 
 from dbsp_core import Strategy
-from scripts.checks.stress.faults.divergences import DIVERGENCES, Divergence
 from scripts.checks.stress.faults.fault_injection import Injection
 from scripts.checks.stress.faults.generating import GENERATIONS, SPARE_S
 from scripts.checks.stress.faults.judging import ENDS, Expected
 from scripts.checks.stress.faults.keeper import Task
-from scripts.checks.stress.faults.library import TIMEOUT_S, Ranks, be_a_rank
-from scripts.checks.stress.faults.phases import MAKES_A_GROUP, PHASES, WRITERS
-from scripts.checks.stress.faults.programs import Values
+from scripts.checks.stress.faults.phases import DIVERGENCES, MAKES_A_GROUP, PHASES, WRITERS, Divergence
+from scripts.checks.stress.faults.programs import TIMEOUT_S, Ranks, Values, be_a_rank
 from scripts.checks.stress.frame import WORLDS
 
 EVERYWHERE = ("kill", "stop", "raise", "out of memory", "slow")

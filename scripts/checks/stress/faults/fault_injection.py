@@ -18,6 +18,8 @@ SLOW_S = 1.5
 """Instead of 10 s: so much longer than a phase takes, and so much shorter than the group's timeout, are both."""
 RESULTS, CHECKPOINT, FILLER = "DBSP_FAULT_RESULTS", "DBSP_FAULT_CHECKPOINT", ".filler"
 """Environment variables of `dbsp generate`: folders of results and of a checkpoint; and what a disk is filled with."""
+FAULT = "DBSP_FAULT"
+"""Environment variable of its ranks: a folder for signs, and the fields of an `Injection`."""
 _REFERENCE = ContextVar("reference", default=False)
 
 
@@ -123,3 +125,21 @@ ACTS: dict[str, Callable[[], None]] = {
     "disk full": _raise(lambda: OSError(28, "No space left on device", "injected")),
     "read-only": _raise(lambda: OSError(30, "Read-only file system", "injected")),
 }
+
+
+def variables(folder: Path, injection: Injection) -> dict[str, str]:
+    """Returns the environment of ranks of `dbsp generate` in which this program replaces the command's own."""
+    return {FAULT: "|".join(map(str, (folder, injection.act, injection.rank, injection.target, injection.nth)))}
+
+
+def _be_a_rank() -> None:
+    """Runs `dbsp`, after a function was wrapped."""
+    from dbsp_cli.entry import dbsp
+
+    folder, act, rank, target, nth = os.environ[FAULT].split("|")
+    Injection(act, int(rank), target, int(nth)).arm(int(os.environ["RANK"]), Path(folder))
+    dbsp()
+
+
+if __name__ == "__main__":
+    _be_a_rank()

@@ -29,26 +29,23 @@ class Faults(Part):
 
     name = "faults"
     together = 3
-
-    def draw(self, seed: int, number: int) -> Case:
-        return case_of(seed, number)
+    draw = staticmethod(case_of)
 
     def judged(self, cases: Mapping[int, Case]) -> Iterator[Outcome]:
         """Yields outcomes; a case that is late runs once more alone: it may only have been short of a core."""
         with tempfile.TemporaryDirectory(prefix="dbsp-faults.") as work:
             folders = {number: Path(work, str(number)) for number in cases}
             keepers = {number: start_keeper(case.task, folders[number], PRELOADED) for number, case in cases.items()}
-            outcomes = [
-                self._outcome(number, case, keepers[number], folders[number]) for number, case in cases.items()
-            ]
+            outcomes = [_outcome(number, case, keepers[number], folders[number]) for number, case in cases.items()]
         for outcome in outcomes:
             late = outcome.failure is not None and LATE in outcome.failure and len(cases) > 1
             yield self._alone(cases[outcome.number], outcome.number) if late else outcome
 
     def close(self) -> None: ...
 
-    def _outcome(self, number: int, case: Case, keeper: BaseProcess, folder: Path) -> Outcome:
-        ended = wait_for(keeper, folder)
-        failure = message_about(ended, case.expected, case.task.limit_s)
-        seconds = max(ended.seconds, default=0.0) if ended.fired else 0.0
-        return Outcome(number, failure, {"seconds until all had ended": seconds})
+
+def _outcome(number: int, case: Case, keeper: BaseProcess, folder: Path) -> Outcome:
+    ended = wait_for(keeper, folder)
+    failure = message_about(ended, case.expected, case.task.limit_s)
+    seconds = max(ended.seconds, default=0.0) if ended.fired else 0.0
+    return Outcome(number, failure, {"seconds until all had ended": seconds})

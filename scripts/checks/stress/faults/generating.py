@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.checks.stress.faults import rank as faulty_rank
+from scripts.checks.stress.faults import fault_injection
 from scripts.checks.stress.faults.fault_injection import CHECKPOINT, FILLER, RESULTS, Injection
 from scripts.checks.stress.faults.keeper import Ended, Task
 
@@ -111,9 +111,9 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     if generation.own:
         model += ["--model", str(make_tiny("wan", folder / "checkpoint"))]
     injection = generation.injection
-    os.environ.update(faulty_rank.variables(folder, injection))
+    os.environ.update(fault_injection.variables(folder, injection))
     os.environ.update({RESULTS: str(results), CHECKPOINT: str(folder / "checkpoint")})
-    ranks._PROGRAM = Path(faulty_rank.__file__)
+    ranks._PROGRAM = Path(fault_injection.__file__)
     injection.arm(PARENT if generation.nproc > 1 else 0, folder)
     sizes = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
     paths = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]

@@ -16,6 +16,7 @@ CLEAR = (
     "not all ranks came",
 )
 """What the last line of a rank that lives on must say one of."""
+LATE = "late"
 NEVER = ("terminate called", "Fatal Python error", "Segmentation fault", "core dumped", "Aborted")
 FIRST_HAND = ("raise", "out of memory", "out of CPU memory", "disk full", "read-only")
 """Acts that raise in their rank."""
@@ -45,10 +46,13 @@ class Expected:
 
 def message_about(ended: Ended, expected: Expected, limit_s: float) -> str | None:
     """Returns what is wrong, or None."""
-    found = [*_of_processes(ended, expected, limit_s)]
-    if not found:
-        how = "success" if expected.act and not ended.fired else expected.how
-        found = [*_HOW[how](ended, expected)]
+    how = "success" if expected.act and not ended.fired else expected.how
+    found = _of_processes(ended, expected, limit_s)
+    if not found and how != "elsewhere":
+        found = [one for rank in range(len(ended.codes)) if (one := _of_rank(rank, ended, expected, how))]
+        said = any(line.startswith("dbsp: ") for text in ended.errors for line in text.splitlines())
+        if how == "harmless" and not said and not expected.silent:
+            found.append("nobody says what is lacking")
     return found[0] if found else None
 
 
@@ -67,59 +71,29 @@ def _of_processes(ended: Ended, expected: Expected, limit_s: float) -> list[str]
     return found + ([ended.message] if ended.message else [])
 
 
-LATE = "late"
-
-
-def _success(ended: Ended, expected: Expected) -> list[str]:
-    found = [f"rank {rank} ends with {code}: {_last(ended, rank)}" for rank, code in enumerate(ended.codes) if code]
-    errors = [None if result is None else float(result) for result in ended.results]
-    wrong = (rank for rank, error in enumerate(errors) if error is None or not error <= TOLERANCE)
-    return found or [f"rank {rank} is wrong by {errors[rank]}" for rank in wrong]
-
-
-def _failure(ended: Ended, expected: Expected) -> list[str]:
-    found = []
-    for rank, code in enumerate(ended.codes):
-        last, odd = _last(ended, rank), rank == expected.odd
-        if code == 0:
-            end = f"{ended.codes[expected.odd]}: {_last(ended, expected.odd)}"
-            found.append(f"rank {rank} ends with 0, the odd one with {end}")
-        elif odd and expected.act in ENDS:
-            if code not in ENDS[expected.act]:
-                found.append(f"rank {rank} ends with {code}")
-        elif code != 1:
-            found.append(f"rank {rank} ends with {code}: {last}")
-        elif expected.words:
-            if expected.words not in last or not _ERROR.match(last):
-                found.append(f"rank {rank} says {last!r}")
-            elif DONE in ended.outputs[rank]:
-                found.append(f"rank {rank} says so only after an attention")
-        elif odd and expected.act in FIRST_HAND and "injected" not in ended.errors[rank]:
-            found.append(f"rank {rank} does not say what was raised in it: {last}")
-        elif not any(words in last for words in CLEAR):
-            found.append(f"rank {rank} says {last!r}")
-    return found
-
-
-def _harmless(ended: Ended, expected: Expected) -> list[str]:
-    found = []
-    for rank, code in enumerate(ended.codes):
-        if rank == expected.odd and expected.act in ENDS:
-            if code not in ENDS[expected.act]:
-                found.append(f"rank {rank} ends with {code}")
-        elif code != 0:
-            found.append(f"rank {rank} ends with {code}: {_last(ended, rank)}")
-    said = [line for text in ended.errors for line in text.splitlines() if line.startswith("dbsp: ")]
-    return found or ([] if said or expected.silent else ["nobody says what is lacking"])
-
-
-def _quiet(ended: Ended, expected: Expected) -> list[str]:
-    return [f"rank {rank} ends with {code}: {_last(ended, rank)}" for rank, code in enumerate(ended.codes) if code]
+def _of_rank(rank: int, ended: Ended, expected: Expected, how: str) -> str | None:
+    code, last, odd = ended.codes[rank], _last(ended, rank), rank == expected.odd
+    ends = f"rank {rank} ends with {code}: {last}"
+    if odd and expected.act in ENDS and how in ("failure", "harmless"):
+        return None if code in ENDS[expected.act] else ends
+    if how != "failure":
+        result = ended.results[rank]
+        wrong = how == "success" and (result is None or not float(result) <= TOLERANCE)
+        return ends if code else f"rank {rank} is wrong by {result}" if wrong else None
+    if code == 0:
+        return f"rank {rank} ends with 0, the odd one with {ended.codes[expected.odd]}: {_last(ended, expected.odd)}"
+    if code != 1:
+        return ends
+    if expected.words and DONE in ended.outputs[rank]:
+        return f"rank {rank} says {last!r} only after an attention"
+    if odd and expected.act in FIRST_HAND and "injected" not in ended.errors[rank]:
+        return f"rank {rank} does not say what was raised in it: {last}"
+    clear = expected.words in last and _ERROR.match(last) if expected.words else any(word in last for word in CLEAR)
+    return None if clear else f"rank {rank} says {last!r}"
 
 
 _RANK = re.compile(r"^\[rank\d+\]: ")
 _ERROR = re.compile(r"[\w.]*Error: ")
-_HOW = {"elsewhere": lambda *_: [], "success": _success, "failure": _failure, "harmless": _harmless, "quiet": _quiet}
 
 
 def _last(ended: Ended, rank: int) -> str:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.redistribution import Redistribution
@@ -20,14 +26,17 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.report_hook import report_or_say_why_not
-from scripts.checks.stress.faults.fault_injection import reference
+from scripts.checks.stress.faults.fault_injection import Injection, reference
 from scripts.checks.stress.faults.phases import WINDOW
+from tests.support.attention_cases import shards
 from tests.support.oracle import dense_attention, largest_difference
 from tests.support.single_process import attach_single_process, masked_attention
 
 HEADS, HEAD_DIM, TOKENS, CALLS = 4, 16, 200, 3
 THW = (4, 6, 8)
 DONE = "attention is done:"
+TIMEOUT_S = 4.0
+"""Of the process group."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +86,8 @@ def attention(values: Values) -> float:
         plan, mask, layout, group, kernel=values.kernel, debug=settings.get("debug", False)
     )
     backward, worst = settings.get("backward", False), 0.0
-    mine, positions = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
     for call in range(CALLS):
-        generator = torch.Generator().manual_seed(call)
-        shape = values.batch, values.heads, TOKENS, values.head_dim
-        full = [torch.randn(shape, generator=generator, dtype=getattr(torch, values.dtype)) for _ in range(3)]
-        local = [_shard(one, mine, positions, layout.shard + values.extra) for one in full]
-        if not values.finite:
-            local[1][0, 0, 0, 0] = torch.nan
+        full, local, mine, positions = _inputs(values, layout, group.rank, torch.Generator().manual_seed(call))
         for one in local:
             one.requires_grad_(backward or values.gradients)
         out = attend(*local, scale=values.scale)
@@ -122,12 +125,7 @@ def session(values: Values) -> float:
         timestep = values.timestep - step
         layout = inner.begin(Video(values.thw), timestep=timestep, cfg_branch=values.cfg_branch)
         alone.begin([Video(values.thw)], timestep, values.cfg_branch)
-        mine, positions = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
-        shape = values.batch, values.heads, layout.tokens, values.head_dim
-        full = [torch.randn(shape, generator=seed, dtype=getattr(torch, values.dtype)) * 2 for _ in range(3)]
-        local = [_shard(one, mine, positions, layout.shard + values.extra) for one in full]
-        if not values.finite:
-            local[0][0, 0, 0, 0] = torch.nan
+        full, local, mine, positions = _inputs(values, layout, group.rank, seed, size=2.0)
         out = inner.attend(values.layer, *local, scale=values.scale)
         print(DONE, step, flush=True)
         with reference():
@@ -208,7 +206,56 @@ def _flip_predicted_masks() -> None:
     SpargeSource.mask = flipped  # type: ignore[method-assign]
 
 
-def _shard(full: torch.Tensor, mine: torch.Tensor, positions: torch.Tensor, shard: int) -> torch.Tensor:
-    local = full.new_zeros(*full.shape[:2], shard, full.shape[3])
-    local[:, :, positions] = full[:, :, mine]
-    return local
+def _inputs(
+    values: Values, layout: SequenceLayout, rank: int, draws: torch.Generator, size: float = 1.0
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Draws q, k and v of all tokens. Returns them, this rank's shards, its tokens and their positions there."""
+    shape = values.batch, values.heads, layout.tokens, values.head_dim
+    full = [torch.randn(shape, generator=draws, dtype=getattr(torch, values.dtype)) * size for _ in range(3)]
+    local, mine, positions = shards(full, layout, rank, padded=True)
+    local = [F.pad(one, (0, 0, 0, values.extra)) for one in local]
+    if not values.finite:
+        local[1][0, 0, 0, 0] = torch.nan
+    return full, local, mine, positions
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """world: ranks;  odd: what the odd rank is given instead, by field of `Values`;  version: package that it has
+    another version of"""
+
+    program: str
+    world: int
+    values: Values
+    injection: Injection | None = None
+    odd_rank: int = 0
+    odd: dict[str, Any] = field(default_factory=dict)
+    version: str | None = None
+
+
+def be_a_rank(ranks: Ranks, rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    if ranks.injection is not None:
+        ranks.injection.arm(rank, folder)
+    values = ranks.values
+    if rank == ranks.odd_rank:
+        values = replace(values, **ranks.odd)
+        if ranks.version is not None:
+            _have_another_version_of(ranks.version)
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=TIMEOUT_S), ranks.world, rank)
+    error = PROGRAMS[ranks.program](values)
+    (folder / f"result{rank}").write_text(repr(error), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _have_another_version_of(package: str) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        return "0.0.1+other" if name == package else real(name)
+
+    metadata.version = version
+    for module in list(sys.modules.values()):
+        if getattr(module, "version", None) is real:
+            module.version = version  # type: ignore[attr-defined]

@@ -59,11 +59,8 @@ FILES: dict[str, tuple[float, Sequence[Call]]] = {
     "configs/*.yaml": (20, [DbspConfig.load]),
     "configs/hardware/*.yaml": (5, [load_hardware]),
     "masks/*": (18, [*[_read_masks] * 10, "plan {} --gpus 4", "masks info {} --gpus 2 --json"]),
-    "recording/index.json": (4, ["masks info recording --gpus 2", "masks convert recording out.safetensors step=1"]),
-    "recording/*.safetensors": (
-        2,
-        ["masks info recording --gpus 2", "masks convert recording out.safetensors step=1"],
-    ),
+    "recording/index.json": (4, OF_RECORDING),
+    "recording/*.safetensors": (2, OF_RECORDING),
     "foreign/*": (8, [f"{CONVERT} {more}" for more in ("", "lut=absolute", "lut=delta counts=counts", "key=mask")]),
     "report.json": (8, [f"report {words}" for words in ("{}", "{} --json", "{} {}", "{} --html out.html")]),
     "models/*/**/*.json": (3, [_read_model]),

@@ -147,7 +147,7 @@ def variants(case: Draw) -> Iterator[Draw]:
         now = getattr(case, name)
         if now in values and name not in ("heads", "batch"):
             values = values[: values.index(now)]
-        for value in values:
+        for value in dict.fromkeys(values):
             smaller = replace(case, **{name: value})
             if name == "heads" and len(case.orders) > 1:
                 smaller = replace(smaller, orders=case.orders[:value])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from scripts.checks.stress.frame import Failed, Outcome, Part, Workers
 from scripts.checks.stress.soak.census import IN_USE, RESIDENT, counts_that_grow, slope
@@ -28,18 +28,12 @@ class Soak(Part):
     """
 
     name = "soak"
+    draw = staticmethod(draw_generation)
 
     def __init__(self, enough: int = ENOUGH, leak: bool = False) -> None:
         self.series: list[list[Mapping[str, float]]] = [[] for _ in range(WORLD)]
         self._enough, self._leak = enough, leak
         self._workers = Workers(PRELOADED, PATIENCE_S)
-
-    def draw(self, seed: int, number: int) -> Generation:
-        return draw_generation(seed, number)
-
-    def judged(self, cases: Mapping[int, Generation]) -> Iterator[Outcome]:
-        for number, case in cases.items():
-            yield self.outcome(number, case)
 
     def repeat(self, seed: int, number: int) -> Outcome:
         """Runs one case so often that what leaks in it is found."""

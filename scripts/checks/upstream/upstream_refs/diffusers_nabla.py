@@ -61,9 +61,7 @@ def _similar_in_blocks(tokens: int, heads: int, width: int, order: torch.Tensor)
     draws = torch.Generator().manual_seed(tokens)
     q, k = (torch.randn(1, heads, tokens, width, generator=draws) for _ in range(2))
     for x in (q, k):
-        means = (
-            torch.randn(1, heads, tokens // BLOCK, width, generator=draws)
-            * torch.linspace(0.5, 1.5, heads)[:, None, None]
-        )
+        means = torch.randn(1, heads, tokens // BLOCK, width, generator=draws)
+        means *= torch.linspace(0.5, 1.5, heads)[:, None, None]
         x[:, :, order] += means.repeat_interleave(BLOCK, 2)
     return q, k

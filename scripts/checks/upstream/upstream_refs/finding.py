@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+
+from scripts.checks.stubs import stub
 
 
 @dataclass(frozen=True)
@@ -56,35 +54,12 @@ def commit_of(folder: Path) -> str:
     return found[1] if len(found) == 2 and Path(found[0]) == folder.resolve() else ""
 
 
-def stub(folder: Path, *absent: str) -> None:
+def make_importable(folder: Path, *absent: str) -> None:
     """Makes a project's modules importable here: from its folder, with mocks for packages that need a GPU, and tensors
     that are sent to one staying where they are.
     """
     sys.path.insert(0, str(folder))
-    sys.meta_path.insert(0, _Absent(absent))
+    stub(absent, lambda name: mock.MagicMock(name=name))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
     make = torch.tensor
     torch.tensor = lambda *args, device=None, **kwargs: make(*args, **kwargs)  # type: ignore[assignment]
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name in self._names or name.partition(".")[0] in self._names:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Mocked(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-class _Mocked(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return mock.MagicMock(name=name)

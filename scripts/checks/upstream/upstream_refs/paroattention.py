@@ -23,7 +23,7 @@ from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, even_grou
 from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS
 from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
-from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
+from scripts.checks.upstream.upstream_refs.finding import Finding, compared, make_importable
 
 PROJECT = "PAROAtten"
 HEADS, GROUPS, BLOCK, DENSITY = len(PARO_ORDERS), 2, 64, 0.3
@@ -35,7 +35,7 @@ SCHEDULES = ((4, 50), (10, 50), (10, 30), (7, 20))
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    stub(
+    make_importable(
         folder, "paroattention._qattn_sm80", "paroattention._fused", "paroattention.wan", "sageattention", "omegaconf"
     )
     from paroattention.cogvideox import permute_qk

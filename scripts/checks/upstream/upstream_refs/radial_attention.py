@@ -11,7 +11,7 @@ import torch
 
 from dbsp_core import BlockGrid
 from dbsp_core.sources.frame_patterns import radial_bits
-from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
+from scripts.checks.upstream.upstream_refs.finding import Finding, compared, make_importable
 
 BLOCK = 128
 """Its code's, once only as a number."""
@@ -20,7 +20,7 @@ SIZES = ((12, 16, 16), (9, 16, 32), (7, 32, 32), (13, 24, 40), (7, 30, 52))
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    stub(folder, "flashinfer", "sparse_sageattn", "sageattention", "spas_sage_attn")
+    make_importable(folder, "flashinfer", "sparse_sageattn", "sageattention", "spas_sage_attn")
     from radial_attn.attn_mask import gen_log_mask_shrinked
 
     for thw in SIZES:

@@ -19,13 +19,13 @@ from dbsp_core.sources.frame_patterns import (
     spatial_bits,
     temporal_bits,
 )
-from scripts.checks.upstream.upstream_refs.finding import Finding, compared, stub
+from scripts.checks.upstream.upstream_refs.finding import Finding, compared, make_importable
 
 THW, TEXT, BLOCK, SPARSITY = (9, 16, 24), 226, 128, 0.3
 
 
 def findings(folder: Path) -> Iterator[Finding]:
-    stub(folder, "flashinfer", "loguru", "termcolor", "cuvs")
+    make_importable(folder, "flashinfer", "loguru", "termcolor", "cuvs")
     from svg.models.cog.placement import token_reorder_to_token_major
     from svg.models.wan.utils import generate_temporal_head_mask_mod, sparsity_to_width
 
