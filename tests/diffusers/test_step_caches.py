@@ -35,10 +35,16 @@ Computed = list[int]
 
 
 def denoising(wrapper: bool = False) -> Denoising:
-    """Returns six steps of a transformer of three layers in float64; wrapper: of xfuser's class"""
+    """Returns six steps of a transformer of three layers in float64; wrapper: of xfuser's class
+
+    `THRESHOLDS` are chosen for these inputs.
+    """
     transformer = make_tiny_transformer("wan", num_layers=3)
     transformer = in_xfusers_class("wan", transformer) if wrapper else transformer
-    return Denoising(transformer.double(), in_float64(tiny_inputs("wan")), 6)
+    draws = torch.Generator().manual_seed(1)
+    text, video = (torch.randn(1, *size, generator=draws) for size in ((7, 16), (4, 3, 10, 14)))
+    inputs = tiny_inputs("wan") | {"encoder_hidden_states": text, "hidden_states": video}
+    return Denoising(transformer.double(), in_float64(inputs), 6)
 
 
 @shared  # on every rank: cache-dit's decisions are collective even in one process's run

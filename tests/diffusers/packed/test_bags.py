@@ -10,15 +10,8 @@ import torch.distributed as dist
 
 import dbsp_diffusers
 from dbsp_diffusers import PackedSample, packed_forward_local
-from tests.diffusers.packed.packed_model_cases import (
-    CONFIGS,
-    PackedCase,
-    alone,
-    compare,
-    differences,
-    make_model,
-    wide_floats,
-)
+from tests.diffusers.packed.packed_model_cases import CONFIGS, PackedCase, alone, compare, differences, make_model
+from tests.support.gradients import wide_floats
 from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.outcomes import said, share_apart
 from tests.support.workers import assert_all_raise
